@@ -1,0 +1,33 @@
+# The two commands are `make demo` and `make test`; both make .venv when it is not there.
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+
+.PHONY: install demo demo-quick test checks clean
+
+install: .venv/.installed
+
+.venv/.installed: setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: install
+	$(BIN)/distil demo
+
+demo-quick: install
+	$(BIN)/distil demo --quick
+
+test: install
+	$(BIN)/python -m pytest
+
+checks: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf .venv runs build *.egg-info

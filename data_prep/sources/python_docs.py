@@ -1,0 +1,152 @@
+"""English prose that every machine has: the documentation of Python and installed packages."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from data_prep import CorpusError
+from data_prep.sources.document import Document, Rejected, SourceKeys
+
+_STDLIB = "python"
+_MIN_PROSE = 200  # characters of prose below which a module is no document
+_SKIPPED_FOLDERS = frozenset(("test", "tests", "testing", "_vendor", "site-packages", "idlelib"))
+_MAX_SOURCE = 1 << 22  # bytes of a source file
+
+# `name : type` or `name (type): text` opens an item of a parameter table; headings stand alone.
+_ITEM = re.compile(r"\s*[*`]*\w+`?(?:, \*?\w+)*`? ?(?::| \(.*\) ?:|\s--).*|\s*[-=~^*\"]{3,}\s*")
+_SECTION = re.compile(
+    r"(?:Args|Arguments|Parameters|Returns?|Yields?|Raises|Keyword Args|Attributes|Examples?|"
+    r"Example usage|Shape|Inputs?|Outputs?|References|See Also|Other Parameters|Methods|Usage|"
+    r"Warns|Signature|Usage example)::?\s*|.*\n[-=]{3,}"
+)
+_ROLE = re.compile(r":[\w:+.-]+:`~?([^`<]*?)\s*(?:<[^`>]*>)?`")
+_QUOTED = re.compile(r"``?([^`]+)``?(?:__?)?")
+_SENTENCE = re.compile(r"[A-Z\"'(].*[a-z]{2}.*[.:!?)]\Z", re.DOTALL)
+
+
+class PythonDocs(SourceKeys):
+    """Docstrings and help topics, read from source files that are parsed and never run.
+
+    `packages` are top-level names; "python" is the standard library. A package that is not
+    installed is left out. At most `max_megabytes` of text are read from each.
+    """
+
+    kind: Literal["python_docs"] = "python_docs"
+    licence: str = "as installed"
+    packages: tuple[str, ...] = (
+        _STDLIB,
+        "torch",
+        "transformers",
+        "numpy",
+        "datasets",
+        "accelerate",
+        "pydantic",
+        "huggingface_hub",
+        "pandas",
+        "sympy",
+        "networkx",
+        "pyarrow",
+    )
+    max_megabytes: float = Field(default=2.0, gt=0.0)
+
+    @property
+    def label(self) -> str:
+        """The name given, else the kind."""
+        return self.name or self.kind
+
+
+def inputs(source: PythonDocs) -> list[str]:
+    """The packages that are installed; CorpusError if none is."""
+    found = [name for name in sorted(set(source.packages)) if _folder(name) is not None]
+    if not found:
+        raise CorpusError(f"packages: none of {', '.join(source.packages)} is installed")
+    return found
+
+
+def read(source: PythonDocs, input: str) -> Iterator[Document | Rejected]:
+    """A document a module: its docstrings' prose, in the order of the file."""
+    folder = _folder(input)
+    if folder is None:
+        raise CorpusError(f"packages: {input} is not installed; leave it out or install it")
+    budget = int(source.max_megabytes * 1e6)
+    for path in _modules(folder):
+        module = path.relative_to(folder).with_suffix("").as_posix()
+        where = f"{input}/{module}"
+        try:
+            text = _prose_of(path)
+        except (SyntaxError, ValueError, RecursionError) as error:
+            yield Rejected(where, "not parsed", str(error)[:100])
+            continue
+        if len(text) < _MIN_PROSE:
+            continue
+        budget -= len(text)
+        if budget < 0:
+            return
+        yield Document(text, where, where.replace("/", "."))
+
+
+def _folder(package: str) -> Path | None:
+    if package == _STDLIB:
+        return Path(sysconfig.get_path("stdlib"))
+    if not package.isidentifier():
+        return None  # find_spec would import the parent of a dotted name
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _modules(folder: Path) -> Iterator[Path]:
+    for here, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in _SKIPPED_FOLDERS and not name.startswith((".", "__"))
+        )
+        for name in sorted(names):
+            path = Path(here, name)
+            wanted = name.endswith(".py") and not name.startswith("test_")
+            if wanted and not path.is_symlink() and path.stat().st_size <= _MAX_SOURCE:
+                yield path
+
+
+def _prose_of(path: Path) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+        tree = ast.parse(path.read_bytes())
+    nodes = sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0))
+    if path.parent.name == "pydoc_data":  # help topics: a dictionary of long strings
+        constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+        strings = [value for value in constants if isinstance(value, str)]
+    else:
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        documented = [node for node in nodes if isinstance(node, kinds)]
+        strings = [ast.get_docstring(node, clean=False) or "" for node in documented]
+    seen = dict.fromkeys(paragraph for text in strings for paragraph in _paragraphs(text))
+    return "\n\n".join(seen)
+
+
+def _paragraphs(docstring: str) -> Iterator[str]:
+    """The prose of a docstring, a line a paragraph: no code, tables, parameters or headings."""
+    for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
+        lines = block.split("\n")
+        if lines[0].startswith((" ", "\t", ">>>", "...", "|", "+", "@", "#", "..", "$", "%")):
+            continue
+        if _SECTION.match(block) or any(">>>" in line or _ITEM.fullmatch(line) for line in lines):
+            continue
+        text = " ".join(line.strip() for line in lines)
+        text = _QUOTED.sub(r"\1", _ROLE.sub(r"\1", text)).replace("::", ":").replace("**", "")
+        words = text.split()
+        if len(words) >= 6 and _SENTENCE.match(text):
+            yield " ".join(words)

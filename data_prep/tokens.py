@@ -1,0 +1,257 @@
+"""Text -> ids: load a tokenizer, or train a WordPiece one; text never becomes a special id."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from data_prep import CorpusError
+from data_prep.config import VocabularyTokenizer
+from data_prep.shards import canonical_json, vocabulary_sha256, write_file
+from data_prep.shards.manifest import SpecialIds, TokenizerRecord
+
+NAMES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+# One `encode` takes about 150 bytes a character: 100,000 characters a piece and a million a call
+# keep a document of any size below 200 MB.
+PIECE_CHARACTERS = 100_000
+CALL_CHARACTERS = 1_000_000
+
+
+class Tokens:
+    """A tokenizer whose special ids are known; `names` maps pad, unk, cls, sep, mask to tokens."""
+
+    def __init__(self, backend: Tokenizer, names: dict[str, str], origin: str) -> None:
+        ids = {key: backend.token_to_id(names[key]) for key in NAMES}
+        if missing := [names[key] for key, id in ids.items() if id is None]:
+            raise CorpusError(
+                f"{origin}: the vocabulary has no {', '.join(missing)}: add them, "
+                "or choose a BERT tokenizer"
+            )
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True  # a literal "[MASK]" in text is text
+        self.backend = backend
+        self.names = names
+        self.special_ids = SpecialIds.model_validate(ids)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocabulary = [""] * (max(vocabulary.values()) + 1)
+        for token, id in vocabulary.items():
+            self.vocabulary[id] = token
+        # A pattern such as \[[^]]+\] finds "[MASK]" in text and the vocabulary has it: the last
+        # guard turns any special id that comes out of text into [UNK].
+        self._safe = np.arange(len(self.vocabulary), dtype=np.int32)
+        added = backend.get_added_tokens_decoder()
+        special = {id for id, token in added.items() if token.special}
+        special |= set(self.special_ids.model_dump().values())
+        self._safe[sorted(special)] = self.special_ids.unk
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """Ids of one text, without special tokens."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """Ids of each text, without special tokens; memory does not grow with a text's length."""
+        ids: list[list[npt.NDArray[np.int32]]] = [[] for _ in texts]
+        held: list[tuple[int, str]] = []
+        size = 0
+        for number, text in enumerate(texts):
+            for piece in pieces(text):
+                if size + len(piece) > CALL_CHARACTERS:
+                    self._encode_call(held, ids)
+                    held, size = [], 0
+                held.append((number, piece))
+                size += len(piece)
+        self._encode_call(held, ids)
+        return [np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in ids]
+
+    def _encode_call(
+        self, held: list[tuple[int, str]], ids: list[list[npt.NDArray[np.int32]]]
+    ) -> None:
+        texts = [piece for _, piece in held]
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        for (number, _), encoding in zip(held, encodings, strict=True):
+            ids[number].append(self._safe[np.array(encoding.ids, dtype=np.int32)])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Readable text of ids, special tokens included."""
+        return str(self.backend.decode([int(id) for id in ids], skip_special_tokens=False))
+
+    def record(self) -> TokenizerRecord:
+        """What the manifest keeps."""
+        state = [json.loads(self.backend.to_str()), self.special_ids.model_dump()]
+        return TokenizerRecord(
+            fingerprint=hashlib.sha256(canonical_json(state)).hexdigest(),
+            vocabulary_sha256=vocabulary_sha256(self.vocabulary),
+            vocab_size=len(self.vocabulary),
+            special_ids=self.special_ids,
+        )
+
+    def save(self, folder: Path, row_length: int) -> None:
+        """Write a folder that `load` and `transformers.AutoTokenizer` open."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = json.loads(self.backend.to_str())
+        normalizer = state["normalizer"] or {}
+        bert = state["model"]["type"] == "WordPiece" and normalizer.get("type") == "BertNormalizer"
+        settings: dict[str, Any] = {
+            "tokenizer_class": "BertTokenizer" if bert else "PreTrainedTokenizerFast",
+            "model_max_length": row_length,
+            **{f"{key}_token": self.names[key] for key in NAMES},
+        }
+        if bert:
+            settings["do_lower_case"] = normalizer["lowercase"]
+            settings["strip_accents"] = normalizer["strip_accents"]
+            settings["tokenize_chinese_chars"] = normalizer["handle_chinese_chars"]
+        files = {
+            "tokenizer.json": self.backend.to_str(pretty=True),
+            "tokenizer_config.json": json.dumps(settings, indent=2),
+        }
+        if not any("\n" in token for token in self.vocabulary):
+            files["vocab.txt"] = "\n".join(self.vocabulary)
+        for name, text in files.items():
+            data = (text + "\n").encode()
+            write_file(folder / name, lambda file, data=data: file.write(data))  # type: ignore[misc]
+
+
+def load(spec: str | Path | VocabularyTokenizer) -> Tokens:
+    """Load a folder, tokenizer.json, vocab.txt, hub name or vocabulary; CorpusError if unusable."""
+    if isinstance(spec, VocabularyTokenizer):
+        vocabulary = read_vocabulary(spec.vocab)
+        if spec.pattern is None:
+            return word_piece(vocabulary, spec.lowercase, origin=str(spec.vocab))
+        return _word_level(vocabulary, spec.pattern, bool(spec.lowercase), origin=str(spec.vocab))
+    path = Path(spec)
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        return _from_json(path / "tokenizer.json", _names(path))
+    if path.is_dir() and (path / "vocab.txt").is_file():
+        path = path / "vocab.txt"
+    if path.is_file():
+        if path.suffix == ".json":
+            return _from_json(path, NAMES)
+        return word_piece(read_vocabulary(path), None, origin=str(path))
+    if path.suffix in (".txt", ".json") or str(spec).startswith((".", "/", "~")):
+        raise CorpusError(f"{spec}: no such tokenizer file or folder: check `tokenizer`")
+    return _from_hub(str(spec))
+
+
+def read_vocabulary(path: Path) -> list[str]:
+    """One token a line, in id order; CorpusError for an empty, duplicate or unreadable one."""
+    try:
+        lines = path.read_bytes().decode().removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise CorpusError(f"{path}: cannot be read as a vocabulary: {reason}") from None
+    vocabulary = [line.removesuffix("\r") for line in lines]
+    seen: dict[str, int] = {}
+    for number, token in enumerate(vocabulary, start=1):
+        if not token:
+            raise CorpusError(f"{path}: line {number} is empty: a vocabulary has one token a line")
+        if token in seen:
+            raise CorpusError(f"{path}: lines {seen[token]} and {number} are both {token!r}")
+        seen[token] = number
+    return vocabulary
+
+
+def word_piece(vocabulary: Sequence[str], lowercase: bool | None, origin: str) -> Tokens:
+    """BERT's WordPiece; `lowercase` None: lower-case if no entry has an upper-case letter."""
+    if lowercase is None:
+        words = (token for token in vocabulary if not token.startswith("["))
+        # Not isupper(): it holds for letters without a lower case, which lower-case BERT has.
+        lowercase = all(word == word.lower() for word in words)
+    _require(vocabulary, origin)
+    numbered = {token: id for id, token in enumerate(vocabulary)}
+    backend = Tokenizer(models.WordPiece(numbered, unk_token=NAMES["unk"]))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return _finish(backend, origin)
+
+
+def _word_level(vocabulary: Sequence[str], pattern: str, lowercase: bool, origin: str) -> Tokens:
+    try:
+        if not pattern:
+            raise ValueError("empty")
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CorpusError(f"tokenizer.pattern {pattern!r}: not a regex ({error})") from None
+    _require(vocabulary, origin)
+    numbered = {token: id for id, token in enumerate(vocabulary)}
+    backend = Tokenizer(models.WordLevel(numbered, unk_token=NAMES["unk"]))
+    if lowercase:
+        backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), split])
+    return _finish(backend, origin)
+
+
+def _require(vocabulary: Sequence[str], origin: str) -> None:
+    # Adding a missing special token would give it an id that no teacher has.
+    if missing := [name for name in NAMES.values() if name not in vocabulary]:
+        raise CorpusError(f"{origin}: the vocabulary has no {', '.join(missing)}: add them")
+
+
+def _finish(backend: Tokenizer, origin: str) -> Tokens:
+    backend.add_special_tokens(list(NAMES.values()))
+    ends = [(name, backend.token_to_id(name)) for name in (NAMES["cls"], NAMES["sep"])]
+    backend.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+    )
+    return Tokens(backend, NAMES, origin)
+
+
+def _from_json(path: Path, names: dict[str, str]) -> Tokens:
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CorpusError(f"{path}: not a tokenizer.json ({str(error)[:200]})") from None
+    return Tokens(backend, names, str(path))
+
+
+def _names(folder: Path) -> dict[str, str]:
+    """The special tokens that a folder's settings name, else BERT's."""
+    names = dict(NAMES)
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        try:
+            settings = json.loads((folder / file).read_bytes())
+        except FileNotFoundError:
+            continue
+        except ValueError:
+            raise CorpusError(f"{folder / file}: not JSON: restore it") from None
+        for key in NAMES:
+            token = settings.get(f"{key}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            names[key] = token or names[key]
+    return names
+
+
+def _from_hub(name: str) -> Tokens:
+    from transformers import AutoTokenizer  # seconds to import, and workers never need it
+
+    repository, _, revision = name.partition("@")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(repository, revision=revision or "main")
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    except (OSError, ValueError, AttributeError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise CorpusError(
+            f"tokenizer {name!r}: neither a path nor a fast tokenizer that could be loaded "
+            f"from the hub ({reason})"
+        ) from None
+    names = {key: getattr(tokenizer, f"{key}_token") or NAMES[key] for key in NAMES}
+    return Tokens(backend, names, name)
+
+
+def pieces(text: str, limit: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """Cut a text before whitespace into pieces of at most `limit` characters."""
+    start = 0
+    while len(text) - start > limit:
+        window = (start + 1, start + limit + 1)
+        end = max(text.rfind(" ", *window), text.rfind("\n", *window))
+        end = end if end > 0 else start + limit
+        yield text[start:end]
+        start = end
+    yield text[start:]

@@ -1,0 +1,65 @@
+"""Train a WordPiece vocabulary that is the same at every run."""
+
+import re
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers.trainers import WordPieceTrainer
+
+from data_prep import CorpusError
+from data_prep.config import TrainWordPiece
+from data_prep.tokens import NAMES, Tokens, pieces, word_piece
+
+MAX_ALPHABET = 1000
+# WordPiece turns longer words into [UNK] anyway, and the trainer's memory grows with them.
+_LONG_WORD = re.compile(r"(\S{100})(?=\S)")
+
+
+def train(texts: Callable[[], Iterator[str]], settings: TrainWordPiece) -> Tokens:
+    """Train on the texts that `texts()` yields, called twice; special tokens have ids 0 to 4."""
+    backend = Tokenizer(models.WordPiece(unk_token=NAMES["unk"]))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=settings.lowercase)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    limit = min(MAX_ALPHABET, (settings.vocab_size - len(NAMES)) // 3)
+    characters = _alphabet(backend, texts(), limit)
+    if not characters:
+        raise CorpusError("tokenizer.train: no text to train on: check the sources and filters")
+    # The trainer numbers characters in the order of a hash map, which changes at every run, and
+    # breaks ties between merges by those numbers: given in advance, they are settled.
+    leading = [*NAMES.values(), *characters, *(f"##{character}" for character in characters)]
+    trainer = WordPieceTrainer(
+        vocab_size=settings.vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=leading,
+        initial_alphabet=characters,
+        limit_alphabet=len(characters),
+    )
+    backend.train_from_iterator(_training_pieces(texts()), trainer)
+    # The trained tokenizer holds every character as a special token: keep its vocabulary alone.
+    trained = backend.get_vocab(with_added_tokens=True)
+    vocabulary = sorted(trained, key=trained.__getitem__)
+    assert vocabulary[: len(leading)] == leading
+    return word_piece(vocabulary, settings.lowercase, origin="the trained vocabulary")
+
+
+def _training_pieces(texts: Iterator[str]) -> Iterator[str]:
+    for text in texts:
+        for piece in pieces(text):
+            yield _LONG_WORD.sub(r"\1 ", piece)
+
+
+def _alphabet(backend: Tokenizer, texts: Iterator[str], limit: int) -> list[str]:
+    """The `limit` most frequent characters (the lower code point of equals), sorted."""
+    counts = np.zeros(0x110000, dtype=np.int64)
+    for text in texts:
+        for piece in pieces(text):
+            normal = backend.normalizer.normalize_str(piece)
+            found, times = np.unique(
+                np.frombuffer(normal.encode("utf-32-le"), dtype=np.uint32), return_counts=True
+            )
+            counts[found] += times
+    order = np.argsort(-counts, kind="stable")
+    frequent = (chr(code) for code in order[: np.count_nonzero(counts)])
+    return sorted([character for character in frequent if not character.isspace()][:limit])

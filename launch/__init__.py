@@ -1,0 +1,1 @@
+"""Everything that starts things: the command line, config loading, the demo."""

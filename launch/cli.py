@@ -1,0 +1,243 @@
+"""`distil`: the command line. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="distil",
+    help="Make your own DistilBERT: corpus -> packed shards -> distillation -> checkpoint.",
+    epilog="Any command takes --debug, which shows the traceback behind an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Config = Annotated[Path, typer.Argument(help="A YAML file.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value ...", metavar="[OVERRIDES]...")
+]
+
+
+@app.command()
+def prepare(config: Config, overrides: Overrides = None) -> None:
+    """Turn a corpus into packed shards.
+
+    Example: distil prepare configs/corpus-wikipedia-bookcorpus.yaml workers=8
+    """
+    from data_prep.config import CorpusConfig
+    from data_prep.prepare import prepare as run
+    from launch.config import load_config
+    from launch.progress import stages
+    from launch.tables import corpus_lines, show
+
+    settings = load_config(CorpusConfig, config, overrides or [])
+    with stages() as progress:
+        manifest = run(settings, progress)
+    show(corpus_lines(settings.output, manifest))
+
+
+@app.command()
+def verify(folder: Annotated[Path, typer.Argument(help="A folder of shards.")]) -> None:
+    """Check every file of a prepared corpus against its manifest.
+
+    Example: distil verify shards/wikipedia-books
+    """
+    from data_prep import CorpusError
+    from data_prep.shards import load_manifest
+    from data_prep.shards import verify as problems_of
+    from launch.tables import show
+
+    problems = problems_of(folder)
+    if problems:
+        raise CorpusError("\n       ".join(problems))
+    manifest = load_manifest(folder)
+    shards = sum(len(split.shards) for split in manifest.splits.values())
+    show([f"{folder}: {shards} shard(s) and {len(manifest.files)} other files are whole"])
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A folder of shards.")],
+    rows: Annotated[int, typer.Option(help="How many rows to decode.", min=0)] = 3,
+) -> None:
+    """Show counts, fill, unknown words and a few decoded rows.
+
+    Example: distil inspect shards/wikipedia-books --rows 5
+    """
+    from data_prep.inspect import summary
+    from launch.tables import inspection
+
+    inspection(summary(folder, rows))
+
+
+@app.command()
+def pretrain(
+    config: Config,
+    overrides: Overrides = None,
+    stop_after: Annotated[
+        int | None, typer.Option(help="Stop after this step; the schedule stays.", min=1)
+    ] = None,
+) -> None:
+    """Train, or continue where the last checkpoint left off.
+
+    Example: distil pretrain configs/distilbert-base-uncased.yaml train.micro_batch_size=16
+    """
+    from launch.config import load_config
+    from launch.progress import Training
+    from launch.tables import show
+    from pretrain.config import RunConfig
+    from pretrain.train import train
+
+    _quiet()
+    settings = load_config(RunConfig, config, overrides or [])
+    with Training() as progress:
+        outcome = train(settings, progress=progress, stop_after=stop_after)
+    if int(os.environ.get("RANK", 0)) == 0:
+        where = f"step {outcome.step:,} of {outcome.num_steps:,}"
+        lines = {
+            "finished": f"{settings.output}: finished, {where}; next: distil export "
+            f"{settings.output} DIR",
+            "up to date": f"{settings.output}: up to date, {where}; nothing to do",
+            "stopped": f"{settings.output}: stopped at {where}; the same command continues",
+            "interrupted": f"{settings.output}: interrupted at {where}, checkpoint written; the "
+            "same command continues",
+        }
+        show([lines[outcome.ended]])
+    if outcome.ended == "interrupted":
+        raise typer.Exit(75)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="A run, or a folder with a model.")],
+    shards: Annotated[Path, typer.Argument(help="A folder of shards.")],
+    teacher: Annotated[str | None, typer.Option(help="A folder or hub name.")] = None,
+    rows: Annotated[int, typer.Option(help="Held-out rows.", min=1)] = 1024,
+) -> None:
+    """Masked accuracy on held-out rows, beside the unigram baseline and the teacher.
+
+    Example: distil evaluate runs/demo/student runs/demo/shards --teacher runs/demo/teacher-export
+    """
+    from launch.tables import show
+    from pretrain.evaluate import evaluate_folder
+
+    _quiet()
+    values = evaluate_folder(model, shards, teacher=teacher, rows=rows)
+    show([f"{name:>18}  {value:,.4f}" for name, value in values.items()])
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="The output folder of a run.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write the checkpoint.")],
+    push: Annotated[
+        str | None, typer.Option(help="Upload to this repository; the token is HF_TOKEN's.")
+    ] = None,
+) -> None:
+    """Write a checkpoint that plain transformers loads, with tokenizer and model card.
+
+    Example: distil export runs/distilbert-base-uncased exported/my-distilbert
+    """
+    from launch.tables import show
+    from pretrain.export import export as write
+    from pretrain.export import push as upload
+
+    _quiet()
+    exported = write(run, folder)
+    show(
+        [
+            f"{folder}: {exported.architecture}, {exported.num_parameters:,} parameters, "
+            f"{exported.num_bytes:,} bytes, from step {exported.step:,}",
+            f"read back: logits differ by at most {exported.difference:.1e}",
+        ]
+    )
+    if push:
+        show([upload(folder, push)])
+
+
+@app.command()
+def demo(
+    output: Annotated[
+        Path | None, typer.Option(help="Where everything is written.", show_default="runs/demo")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="A shortened run, to see that it works.")] = False,
+) -> None:
+    """Run the whole road on documentation that is installed here: nothing is downloaded.
+
+    Example: distil demo
+    """
+    from launch.demo import demo as run
+
+    _quiet()
+    run(output or Path("runs/demo-quick" if quick else "runs/demo"), quick=quick)
+
+
+def main() -> None:
+    """Entry point: the user's mistakes become one line and exit code 2, a non-finite loss 3."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    # Set before transformers and tokenizers are imported; a user's own setting wins.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        answer = _answer(error)
+        if debug or answer is None:
+            traceback.print_exc()
+        if answer is None:
+            sys.exit(1)
+        text, code = answer
+        print(f"error: {text}", file=sys.stderr)
+        sys.exit(code)
+
+
+def _quiet() -> None:
+    """Keep transformers' own bars from running through ours."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _answer(error: Exception) -> tuple[str, int] | None:
+    """(message, exit code) for what is the user's to mend; None for a bug of ours."""
+    from data_prep import CorpusError
+    from launch.config import ConfigError
+    from pretrain import NonFiniteError, RunError
+
+    if isinstance(error, CorpusError | ConfigError | RunError):
+        return str(error), 2
+    if isinstance(error, NonFiniteError):
+        return str(error), 3
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}{_remedy(error)}", 2
+    return None
+
+
+def _remedy(error: OSError) -> str:
+    import errno
+
+    remedies: dict[Any, str] = {
+        errno.ENOSPC: "free some space, then run the same command again; what is finished stays",
+        errno.EDQUOT: "free some space, then run the same command again; what is finished stays",
+        errno.EROFS: "the disk is read-only; set `output:` to a place that can be written",
+        errno.EACCES: "no permission; set `output:` to a place that can be written",
+        errno.EFBIG: "a file-size limit was reached; raise it (ulimit -f) or write elsewhere",
+    }
+    return f"; {remedies[error.errno]}" if error.errno in remedies else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The whole road on text that is installed here: corpus, teacher, student, export, one table."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from transformers import AutoModelForMaskedLM, pipeline
+
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
+from launch.config import load_config
+from launch.progress import Training, stages
+from launch.tables import corpus_lines, print_table, show
+from pretrain.config import RunConfig
+from pretrain.evaluate import evaluate_folder
+from pretrain.export import export
+from pretrain.metrics import write_json
+from pretrain.train import train
+
+_SENTENCE = "This function returns a [MASK] of the given objects."
+_QUICK = {
+    "teacher": ["train.max_steps=30", "evaluation.rows=64", "evaluation.every=0"],
+    "student": ["train.max_steps=15", "evaluation.rows=64", "evaluation.every=0"],
+}
+
+
+def demo(output: Path, *, quick: bool = False) -> None:
+    """Run every stage under `output`, or what is left of it, and print the table."""
+    corpus = load_config(
+        CorpusConfig,
+        Path("configs/corpus-demo.yaml"),
+        [f"output={output}/shards", *(["sources.0.max_megabytes=1"] if quick else [])],
+    )
+    show(["1/4 corpus: the documentation installed with Python and our dependencies"])
+    with stages() as progress:
+        manifest = prepare(corpus, progress)
+    show(corpus_lines(corpus.output, manifest))
+
+    extra = _QUICK if quick else {"teacher": [], "student": []}
+    show(["", "2/4 teacher: a small BERT, masked language modelling"])
+    teacher = output / "teacher-export"
+    news = _train("demo-teacher.yaml", output, "teacher", [*extra["teacher"]])
+    show(["", "3/4 student: half the layers, from the teacher's, triple loss"])
+    news |= _train("demo.yaml", output, "student", [f"teacher={teacher}", *extra["student"]])
+
+    show(["", "4/4 both, exported and loaded back by plain transformers"])
+    results = output / "results.json"
+    if news or not results.exists():
+        write_json(results, _measure(output, rows=64 if quick else 512))
+    else:
+        show(["everything is up to date; this was measured before"])
+    _print(json.loads(results.read_text(encoding="utf-8")))
+    show([f"the student: {output}/student-export"])
+
+
+def _train(config: str, output: Path, name: str, overrides: list[str]) -> bool:
+    """Train or resume one run and export it; whether anything was new."""
+    settings = load_config(
+        RunConfig,
+        Path("configs") / config,
+        [f"output={output}/{name}", f"shards={output}/shards", *overrides],
+    )
+    with Training() as progress:
+        outcome = train(settings, progress=progress)
+    if outcome.ended == "interrupted":
+        show([f"interrupted at step {outcome.step}; the same command continues"])
+        raise typer.Exit(75)
+    exported = output / f"{name}-export"
+    if outcome.ended == "up to date" and exported.exists():
+        show([f"{settings.output}: up to date, step {outcome.step}"])
+        return False
+    if exported.exists():  # of an earlier, shorter run of this demo
+        shutil.rmtree(exported)
+    export(settings.output, exported)
+    return True
+
+
+def _measure(output: Path, rows: int) -> dict[str, Any]:
+    """Held-out figures, sizes, speeds side by side, and one filled-in sentence."""
+    folders = {name: output / f"{name}-export" for name in ("teacher", "student")}
+    models = {
+        name: AutoModelForMaskedLM.from_pretrained(folder).eval()
+        for name, folder in folders.items()
+    }
+    figures = evaluate_folder(
+        folders["student"], output / "shards", teacher=str(folders["teacher"]), rows=rows
+    )
+    speeds = _tokens_per_second(models)
+    fill = pipeline("fill-mask", model=str(folders["student"]), device="cpu")
+    return {
+        "parameters": {n: sum(p.numel() for p in m.parameters()) for n, m in models.items()},
+        "accuracy": {"teacher": figures["teacher_accuracy"], "student": figures["accuracy"]},
+        "unigram": figures["unigram_accuracy"],
+        "agreement": figures["agreement"],
+        "tokens_per_second": speeds,
+        "sentence": _SENTENCE,
+        "words": [answer["token_str"] for answer in fill(_SENTENCE, top_k=3)],
+    }
+
+
+def _tokens_per_second(models: dict[str, Any], rounds: int = 7) -> dict[str, float]:
+    """Forward speed in fp32 on the CPU, the models taking turns; medians."""
+    ids = torch.arange(8 * 128).reshape(8, 128) % 1000
+    times: dict[str, list[float]] = {name: [] for name in models}
+    with torch.no_grad():
+        for _ in range(rounds):
+            for name, model in models.items():
+                start = time.perf_counter()
+                model(input_ids=ids)
+                times[name].append(time.perf_counter() - start)
+    return {name: ids.numel() / statistics.median(values) for name, values in times.items()}
+
+
+def _print(results: dict[str, Any]) -> None:
+    parameters, accuracy = results["parameters"], results["accuracy"]
+    speeds = results["tokens_per_second"]
+    retention = accuracy["student"] / max(accuracy["teacher"], 1e-9)
+    print_table(
+        ("", "teacher", "student", "student / teacher"),
+        [
+            [
+                "parameters",
+                f"{parameters['teacher']:,}",
+                f"{parameters['student']:,}",
+                f"{parameters['student'] / parameters['teacher']:.0%}",
+            ],
+            [
+                f"masked accuracy (unigram {results['unigram']:.1%})",
+                f"{accuracy['teacher']:.1%}",
+                f"{accuracy['student']:.1%}",
+                f"{retention:.0%} retained",
+            ],
+            ["agreement with the teacher", "", f"{results['agreement']:.1%}", ""],
+            [
+                "forward, tokens/s",
+                f"{speeds['teacher']:,.0f}",
+                f"{speeds['student']:,.0f}",
+                f"{speeds['student'] / speeds['teacher']:.2f} x",
+            ],
+        ],
+    )
+    words = ", ".join(results["words"])
+    show([f"{results['sentence']}  [MASK] = {words}"])

@@ -1,0 +1,9 @@
+"""Shards -> student: the distillation itself, usable from Python without the command line."""
+
+
+class RunError(ValueError):
+    """A mistake in a run's inputs or environment; one line with the culprit and the fix."""
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient that is not finite; raised before the optimizer step that would use it."""

@@ -1,0 +1,175 @@
+"""Everything a run can be told: one typed, frozen model, read from YAML by `launch` alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from pretrain.objectives import DistilBert, Objective
+
+_FROZEN = ConfigDict(frozen=True, extra="forbid")
+
+
+class Model(BaseModel):
+    """Sizes of the BERT that `objective: mlm` trains; the names are those of `BertConfig`."""
+
+    model_config = _FROZEN
+
+    hidden_size: int = Field(768, ge=1)
+    num_hidden_layers: int = Field(12, ge=1)
+    num_attention_heads: int = Field(12, ge=1)
+    intermediate_size: int = Field(3072, ge=1)
+    max_position_embeddings: int = Field(512, ge=8)
+    hidden_dropout_prob: float = Field(0.1, ge=0, lt=1)
+    attention_probs_dropout_prob: float = Field(0.1, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Model:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} does not divide "
+                f"hidden_size {self.hidden_size}"
+            )
+        return self
+
+
+class Student(BaseModel):
+    """The student: how deep, and where its weights come from.
+
+    `init` is "teacher" (its layers, evenly spaced), a list of teacher layers counted from 0,
+    "random", or a folder with a DistilBERT to continue from. `num_layers` defaults to half the
+    teacher's.
+    """
+
+    model_config = _FROZEN
+
+    num_layers: int | None = Field(None, ge=1)
+    init: tuple[int, ...] | str = "teacher"
+    dropout: float = Field(0.1, ge=0, lt=1)
+    attention_dropout: float = Field(0.1, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _layers_agree(self) -> Student:
+        if not isinstance(self.init, str):
+            if not self.init:
+                raise ValueError("init lists no teacher layer")
+            if self.num_layers not in (None, len(self.init)):
+                raise ValueError(
+                    f"num_layers is {self.num_layers} but init lists {len(self.init)} layers"
+                )
+        return self
+
+
+class MaskingConfig(BaseModel):
+    """Which tokens are predicted: 15 % of each row, drawn uniformly, or rare words more often."""
+
+    model_config = _FROZEN
+
+    probability: float = Field(0.15, gt=0, lt=1)
+    mode: Literal["uniform", "smoothed"] = "uniform"
+
+
+class Optimizer(BaseModel):
+    """AdamW with linear warm-up and linear decay to 0; the defaults are DistilBERT's."""
+
+    model_config = _FROZEN
+
+    learning_rate: float = Field(5.0e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = Field(1.0e-6, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_ratio: float = Field(0.05, ge=0, lt=1)
+    max_grad_norm: float = Field(5.0, gt=0)
+
+
+class Train(BaseModel):
+    """How long, in what batches, in what precision.
+
+    `global_batch_size` counts rows of one optimizer step over all processes; gradient accumulation
+    follows from it. `max_steps` wins over `epochs`.
+    """
+
+    model_config = _FROZEN
+
+    epochs: float = Field(3, gt=0)
+    max_steps: int | None = Field(None, ge=1)
+    global_batch_size: int = Field(4096, ge=1)
+    micro_batch_size: int = Field(8, ge=1)
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    seed: int = Field(0, ge=0, lt=2**64)
+    num_workers: int = Field(1, ge=0)
+
+
+class Evaluation(BaseModel):
+    """Held-out evaluation at the start, every `every` steps (0: not between) and at the end."""
+
+    model_config = _FROZEN
+
+    every: int = Field(1000, ge=0)
+    rows: int = Field(512, ge=1)
+
+
+class Checkpoint(BaseModel):
+    """A checkpoint every `every` steps (0: not between) and at the end; the last `keep` stay."""
+
+    model_config = _FROZEN
+
+    every: int = Field(500, ge=0)
+    keep: int = Field(3, ge=1)
+
+
+class Logging(BaseModel):
+    """A line of metrics every `every` steps; `tensorboard` writes them there as well."""
+
+    model_config = _FROZEN
+
+    every: int = Field(10, ge=1)
+    tensorboard: bool = False
+
+
+class RunConfig(BaseModel):
+    """One training run."""
+
+    model_config = _FROZEN
+
+    output: Path
+    shards: Path
+    teacher: str | None = None
+    model: Model | None = None
+    student: Student = Student()
+    objective: Objective = DistilBert()
+    masking: MaskingConfig = MaskingConfig()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+
+    @model_validator(mode="after")
+    def _teacher_or_model(self) -> RunConfig:
+        name = self.objective.name
+        if self.objective.needs_teacher:
+            if self.teacher is None:
+                raise ValueError(f"objective {name} needs `teacher:`, a folder or a hub name")
+            if self.model is not None:
+                raise ValueError(
+                    f"`model:` is for objective mlm; objective {name} takes the teacher's widths"
+                )
+        else:
+            if self.teacher is not None or "student" in self.model_fields_set:
+                raise ValueError(f"objective {name} has no teacher and no student: remove them")
+            if self.model is None:
+                raise ValueError(f"objective {name} needs `model:`, the sizes of a BERT")
+        return self
+
+    def shaping(self) -> dict[str, Any]:
+        """What a resumed run must share with its checkpoint: all but where, how fast, how often."""
+        shaping = self.model_dump(
+            mode="json",
+            exclude={"output", "shards", "teacher", "evaluation", "checkpoint", "logging"},
+        )
+        for key in ("micro_batch_size", "num_workers"):
+            del shaping["train"][key]
+        return shaping

@@ -1,0 +1,146 @@
+"""Held-out evaluation: the same rows, masks and pure functions every time.
+
+Every selected token becomes [MASK], from one fixed key that training never uses. All figures are
+means over the masked positions.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from data_prep.shards import Manifest, ShardSet, check, open_shards
+from pretrain import RunError, checkpoint
+from pretrain.distillation import Distillation
+from pretrain.losses import agrees, cross_entropy, is_correct, kl_divergence
+from pretrain.masking import Masking
+from pretrain.models import MaskedLM
+from pretrain.objectives import Signals, Term
+from pretrain.rows import corrupt, special_ids
+from pretrain.student import check_row_length, load_student, load_teacher
+
+_KEY = 0x4556414C  # "EVAL"
+
+
+def evaluate(
+    student: MaskedLM,
+    teacher: MaskedLM | None,
+    shards: ShardSet,
+    *,
+    rows: int,
+    batch_size: int = 32,
+    probability: float = 0.15,
+    accelerator: Accelerator,
+) -> dict[str, float]:
+    """Evaluate on the first `rows` rows of a split, shared out over the processes.
+
+    Returns:
+        loss (nats), accuracy, unigram_accuracy; with a teacher also kl (nats, temperature 1),
+        agreement (same most likely word) and teacher_accuracy; and the number of masked tokens.
+    """
+    rows = min(rows, len(shards))
+    mine = np.array_split(np.arange(rows), accelerator.num_processes)[accelerator.process_index]
+    special = shards.manifest.tokenizer.special_ids
+    masking = evaluation_masking(shards.manifest, probability)
+    terms = _terms(most_frequent_word(shards), teacher is not None)
+    module = Distillation(student, teacher, terms, cls_id=special.cls, pad_id=special.pad)
+    ones = torch.ones(len(terms), device=accelerator.device)
+
+    was_training = student.training
+    student.eval()
+    sums = torch.zeros(len(terms) + 1, dtype=torch.float64)
+    with torch.no_grad(), accelerator.autocast():
+        for batch in np.array_split(mine, -(-len(mine) // batch_size) or 1):
+            if len(batch) == 0:
+                continue
+            data = corrupt(shards, masking, np.zeros_like(batch), batch)
+            inputs = (
+                t.to(accelerator.device) for t in (data.input_ids, data.positions, data.labels)
+            )
+            _, values = module(*inputs, ones)
+            sums[:-1] += values.cpu()
+            sums[-1] += data.num_masked
+    student.train(was_training)
+    if accelerator.num_processes > 1:
+        sums = accelerator.reduce(sums.to(accelerator.device), "sum").cpu()
+    count = float(sums[-1])
+    means = {
+        term.name: float(total) / max(count, 1.0)
+        for term, total in zip(terms, sums[:-1], strict=True)
+    }
+    return {**means, "masked_tokens": count}
+
+
+def evaluation_masking(manifest: Manifest, probability: float) -> Masking:
+    """The fixed masks of evaluation: uniform, all [MASK], the same for every run."""
+    return Masking(
+        probability=probability,
+        special_ids=special_ids(manifest),
+        mask_id=manifest.tokenizer.special_ids.mask,
+        vocab_size=manifest.tokenizer.vocab_size,
+        seed=_KEY,
+        replace="mask",
+    )
+
+
+def most_frequent_word(shards: ShardSet) -> int:
+    """The id that a unigram model would predict everywhere: the training rows' most frequent."""
+    table = json.loads((shards.folder / "token_counts.json").read_text(encoding="utf-8"))
+    counts = np.asarray(table["counts"], dtype=np.int64)
+    counts[list(special_ids(shards.manifest))] = 0
+    return int(counts.argmax())
+
+
+def _terms(unigram: int, with_teacher: bool) -> list[Term]:
+    def logits(signals: Signals) -> Tensor:
+        assert signals.logits is not None
+        return signals.logits
+
+    def term(name: str, values: object, needs_teacher: bool = False) -> Term:
+        return Term(name, 1.0, "masked", "logits", values, needs_teacher)  # type: ignore[arg-type]
+
+    terms = [
+        term("loss", lambda s, t, labels: cross_entropy(logits(s), labels)),
+        term("accuracy", lambda s, t, labels: is_correct(logits(s), labels)),
+        term("unigram_accuracy", lambda s, t, labels: (labels == unigram).float()),
+    ]
+    if with_teacher:
+        terms += [
+            term("kl", lambda s, t, _: kl_divergence(logits(s), logits(t), temperature=1.0), True),
+            term("agreement", lambda s, t, _: agrees(logits(s), logits(t)), True),
+            term("teacher_accuracy", lambda s, t, labels: is_correct(logits(t), labels), True),
+        ]
+    return terms
+
+
+def evaluate_folder(
+    model: Path, shards: Path, *, teacher: str | None = None, rows: int = 1024
+) -> dict[str, float]:
+    """Evaluate a run's newest checkpoint, or any folder with a BERT or DistilBERT, on a corpus.
+
+    Raises:
+        RunError, CorpusError: one of them cannot be used, or does not fit the others.
+    """
+    manifest = check(shards)
+    saved = checkpoint.newest(model / "checkpoints", lambda text: None)
+    student = load_student(saved.folder / "student" if saved else model)
+    if student.config.vocab_size != manifest.tokenizer.vocab_size:
+        raise RunError(
+            f"{model}: it knows {student.config.vocab_size} words, the shards were made with "
+            f"{manifest.tokenizer.vocab_size}; prepare a corpus with its tokenizer"
+        )
+    check_row_length(str(model), student.config.max_position_embeddings, manifest)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    loaded = load_teacher(teacher, manifest).model.to(accelerator.device) if teacher else None
+    return evaluate(
+        student.to(accelerator.device),
+        loaded,
+        open_shards(shards, "validation"),
+        rows=rows,
+        accelerator=accelerator,
+    )

@@ -1,0 +1,122 @@
+"""A run -> a folder that plain `transformers` loads: weights, tokenizer, model card."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+from transformers import AutoModelForMaskedLM
+
+from pretrain import RunError, checkpoint
+from pretrain.card import model_card
+from pretrain.models import MaskedLM
+from pretrain.student import load_student
+
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how far its logits are from the run's when read back."""
+
+    architecture: str
+    step: int
+    num_parameters: int
+    num_bytes: int
+    difference: float
+
+
+def export(run: Path, folder: Path) -> Exported:
+    """Write the newest checkpoint's student to `folder`, and read it back before saying so.
+
+    The layout is that of `distilbert-base-uncased` (or a BERT's, for objective mlm). Everything is
+    made in a folder beside the target and renamed, so the target is whole or not there.
+
+    Raises:
+        RunError: there is no checkpoint, the folder is taken, or what was read back differs.
+        OSError: the disk is full or read-only.
+    """
+    saved = checkpoint.newest(run / "checkpoints", _ignore)
+    if saved is None:
+        raise RunError(f"{run}: no checkpoint to export; run `distil pretrain` first")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder}: already there; export to another folder, or remove it first")
+    student = load_student(saved.folder / "student").eval()
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        _copy_tokenizer(saved.folder / "student", temporary)
+        student.save_pretrained(temporary)
+        model_card(student, saved.state).save(temporary / "README.md")
+        difference = _read_back(student, temporary)
+        if folder.exists():
+            folder.rmdir()  # empty, as checked above
+        temporary.rename(folder)
+    except SafetensorError as error:
+        raise OSError(f"{temporary}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Exported(
+        architecture=type(student).__name__,
+        step=saved.step,
+        num_parameters=sum(p.numel() for p in student.parameters()),
+        num_bytes=(folder / "model.safetensors").stat().st_size,
+        difference=difference,
+    )
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload an export to a hub; the token comes from HF_TOKEN and nowhere else.
+
+    Raises:
+        RunError: no token, or the hub refused.
+    """
+    token = os.environ.get("HF_TOKEN")
+    if not token:
+        raise RunError(
+            f"{folder} is written, but --push {repository} needs a token with write access in the "
+            "environment variable HF_TOKEN"
+        )
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repository, exist_ok=True)
+        commit = api.upload_folder(repo_id=repository, folder_path=folder)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0].replace(token, "***")
+        raise RunError(f"{folder} is written, but not uploaded to {repository}: {reason}") from None
+    return f"uploaded to {repository} ({commit.oid[:12]})"
+
+
+def _read_back(student: MaskedLM, folder: Path) -> float:
+    """The largest difference of logits between the student and its export, in fp32."""
+    reloaded = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    vocabulary, length = student.config.vocab_size, min(32, student.config.max_position_embeddings)
+    ids = torch.arange(4 * length).reshape(4, length) * 7919 % vocabulary
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        ours = student(input_ids=ids, attention_mask=mask).logits
+        theirs = reloaded(input_ids=ids, attention_mask=mask).logits
+    difference = float((ours - theirs).abs().max())
+    if not difference <= _TOLERANCE:
+        raise RunError(
+            f"{folder}: what was written reads back with logits off by {difference:.1e}; nothing "
+            "was exported. Check the disk and the transformers version"
+        )
+    return difference
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for path in source.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            shutil.copy2(path, target / path.name)
+
+
+def _ignore(text: str) -> None:
+    """Warnings about skipped checkpoints belong to training."""

@@ -1,0 +1,43 @@
+"""Keyed integer hashing with the same bits in Python, numpy and torch, on every device.
+
+Everything random that a run must be able to repeat (row order, masks) is a pure function of
+integers through these functions. Library random streams are not stable across versions, and float
+logarithms differ between numpy, torch CPU and GPU; 64-bit wrap-around multiplication does not.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+Integers = TypeVar("Integers", int, np.ndarray, torch.Tensor)
+
+MASK32 = 0xFFFFFFFF
+_STRIDE = 0x9E3779B1  # odd, so i -> i * _STRIDE is a bijection of 32-bit integers
+
+
+def mix(x: Integers) -> Integers:
+    """Scramble the low 32 bits of `x` (int64 or Python int) into 0..2**32-1; a bijection.
+
+    Constants: the two-round "lowbias32" multiply-xorshift (Wellons, "Prospecting for hash
+    functions", 2018). A product may overflow int64; its low 32 bits are right all the same.
+    """
+    x = x & MASK32
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK32
+    return x ^ (x >> 16)
+
+
+def derive(key: Integers, index: Integers) -> Integers:
+    """The key of child `index` under `key`: injective in `index` (below 2**32) for a fixed key."""
+    return mix(mix(index * _STRIDE) + key)
+
+
+def root(seed: int, *names: int) -> int:
+    """A 32-bit key from a seed of up to 64 bits and the integers that name its use."""
+    key = derive(derive(0, seed & MASK32), (seed >> 32) & MASK32)
+    for name in names:
+        key = derive(key, name)
+    return key

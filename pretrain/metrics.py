@@ -1,0 +1,164 @@
+"""What a run says of itself: metrics.jsonl, the console, and the trackers a config asks for."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+
+from pretrain.models import MaskedLM
+
+# Dense half-precision peak in FLOP/s, from the vendors' data sheets.
+_PEAK = {
+    "V100": 125e12,
+    "T4": 65e12,
+    "A10": 125e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "H100": 989e12,
+    "H200": 989e12,
+}
+
+
+class Progress(Protocol):
+    """What training tells whoever shows it; `launch` has a bar, a plain line is the default."""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+
+    def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
+        """After every optimizer step; `values` are its metrics where it is logged, else empty."""
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Held-out figures."""
+
+
+class Silent:
+    """Shows nothing: other ranks, and use from Python."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing."""
+
+
+class Metrics:
+    """Appends to metrics.jsonl; a resumed run first drops what lies after its checkpoint."""
+
+    def __init__(self, path: Path, step: int, accelerator: Accelerator) -> None:
+        self.path, self.accelerator = path, accelerator
+        if not accelerator.is_main_process:
+            return
+        # The evaluation at step 0 is made again by a run that starts there.
+        kept = [
+            entry for entry in read(path) if 0 < entry["step"] <= step or 0 == entry["step"] < step
+        ]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+    def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """One line, closed at once, so that `tail -f` and a crash both see it."""
+        if self.accelerator.is_main_process:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self.accelerator.log({f"{kind}/{name}": value for name, value in values.items()}, step)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The entries of a metrics.jsonl; a last line cut short with its process is left out."""
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            break
+    return entries
+
+
+class Clock:
+    """Tokens a second, data-wait share and MFU since the last reading; monotonic time only."""
+
+    def __init__(self, flops_per_token: float, peak_flops: float, tokens: int) -> None:
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self._start, self._waited, self._tokens = time.perf_counter(), 0.0, tokens
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what waits for the loader."""
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    def read(self, tokens: int) -> dict[str, float]:
+        """The rates since the last call, given how many tokens have been seen by now."""
+        now = time.perf_counter()
+        seconds = max(now - self._start, 1e-9)
+        rate = (tokens - self._tokens) / seconds
+        values = {
+            "tokens_per_second": round(rate, 1),
+            "data_wait": round(self._waited / seconds, 4),
+            "mfu": round(rate * self.flops_per_token / self.peak_flops, 4),
+        }
+        self._start, self._waited, self._tokens = now, 0.0, tokens
+        return values
+
+
+def flops_per_token(
+    student: MaskedLM, teacher: MaskedLM | None, row_length: int, head_share: float
+) -> float:
+    """Work the loss needs, a token: the teacher forward, the student forward and backward (x 3).
+
+    A layer's forward is 8 D^2 + 4 D F + 4 S D, the head's 2 D^2 + 2 D V at `head_share` of the
+    positions (1 with KL over all tokens, else the masked share).
+    """
+    total = 3 * _forward_flops(student, row_length, head_share)
+    if teacher is not None:
+        total += _forward_flops(teacher, row_length, head_share)
+    return total
+
+
+def _forward_flops(model: MaskedLM, row_length: int, head_share: float) -> float:
+    config = model.config
+    width, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or config.hidden_dim
+    layer = 8 * width**2 + 4 * width * inner + 4 * row_length * width
+    return layers * layer + head_share * (2 * width**2 + 2 * width * config.vocab_size)
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """The device's peak in FLOP/s: a data sheet's, or what a large matrix product reaches here."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for model, peak in sorted(_PEAK.items(), key=lambda item: -len(item[0])):
+            if model in name:
+                return peak if precision != "fp32" else peak / 8
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    size = 1024 if device.type == "cpu" else 4096
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    best = 0.0
+    for _ in range(4):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a small JSON file so that a reader sees the old one or the new one, never half."""
+    _replace(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,33 @@
+"""Masked language modelling without a teacher (BERT, arXiv 1810.04805, section 3.1; no NSP)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from pretrain.losses import cross_entropy
+from pretrain.objectives.terms import Signals, Term
+
+
+class MaskedLanguageModel(BaseModel):
+    """Trains a BERT of the sizes under `model:`, for want of a teacher."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["mlm"] = "mlm"
+
+    @property
+    def needs_teacher(self) -> bool:
+        """No."""
+        return False
+
+    def terms(self) -> tuple[Term, ...]:
+        """The one term."""
+        return (Term("mlm", 1.0, "masked", "logits", _mlm, needs_teacher=False),)
+
+
+def _mlm(student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
+    assert student.logits is not None
+    return cross_entropy(student.logits, labels)

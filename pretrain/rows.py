@@ -1,0 +1,115 @@
+"""The rows of each optimizer step, corrupted and ready: one loader item a step and rank.
+
+Shapes: R rows of this rank in a step, L row length, K mask slots a row.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from data_prep.shards import Manifest, ShardSet
+from pretrain.config import MaskingConfig
+from pretrain.masking import IGNORE, Masking
+from pretrain.order import Order
+
+
+class StepRows(NamedTuple):
+    """One rank's share of an optimizer step, or a micro-batch of it."""
+
+    input_ids: Tensor  # [R, L] int64, corrupted
+    positions: Tensor  # [R, K] int64, where the mask slots point
+    labels: Tensor  # [R, K] int64, -100 in an unused slot
+    rows: Tensor  # [R] int64, row numbers in the shards
+    num_tokens: int  # all but padding
+    num_masked: int
+
+    def micro_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(input_ids, positions, labels) of `size` rows at a time."""
+        yield from zip(
+            *(t.split(size) for t in (self.input_ids, self.positions, self.labels)), strict=True
+        )
+
+
+class StepDataset(Dataset[StepRows]):
+    """Item `step` is a pure function of the step: no state, so any worker may make it."""
+
+    def __init__(
+        self, shards: ShardSet, order: Order, masking: Masking, *, rank: int = 0, world: int = 1
+    ) -> None:
+        share = order.global_batch_size // world
+        self.shards, self.order, self.masking = shards, order, masking
+        self.mine = slice(rank * share, (rank + 1) * share)
+
+    def __getitem__(self, step: int) -> StepRows:
+        """The rows of optimizer step `step`, counted from 0."""
+        epochs, rows = (values[self.mine] for values in self.order.at(step))
+        return corrupt(self.shards, self.masking, epochs, rows)
+
+
+def corrupt(shards: ShardSet, masking: Masking, epochs: Any, rows: Any) -> StepRows:
+    """Read rows [R] and mask them as their epochs [R] demand."""
+    ids = shards.rows(rows).astype(np.int64)
+    masked = masking(ids, epochs, rows)
+    return StepRows(
+        torch.from_numpy(masked.input_ids),
+        torch.from_numpy(masked.positions),
+        torch.from_numpy(masked.labels),
+        torch.from_numpy(rows),
+        int((ids != shards.manifest.tokenizer.special_ids.pad).sum()),
+        int((masked.labels != IGNORE).sum()),
+    )
+
+
+def loader(dataset: StepDataset, first: int, last: int, num_workers: int) -> Iterator[StepRows]:
+    """Steps `first` to `last` - 1 in order, made ahead by `num_workers` processes.
+
+    The generator of its own keeps `iter(DataLoader)` from drawing its base seed from the global
+    stream, where it would shift every later dropout mask of a resumed run.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return iter(
+        DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=range(first, last),
+            num_workers=num_workers,
+            generator=generator,
+            worker_init_fn=_ignore_interrupt if num_workers else None,
+        )
+    )
+
+
+def build_masking(config: MaskingConfig, folder: Path, manifest: Manifest, seed: int) -> Masking:
+    """The training masks a config asks for, over the shards' vocabulary."""
+    smoothing = None
+    if config.mode == "smoothed":
+        table = json.loads((folder / "token_counts.json").read_text(encoding="utf-8"))
+        smoothing = np.asarray(table["smoothing"], dtype=np.int64)
+    return Masking(
+        probability=config.probability,
+        special_ids=special_ids(manifest),
+        mask_id=manifest.tokenizer.special_ids.mask,
+        vocab_size=manifest.tokenizer.vocab_size,
+        seed=seed,
+        smoothing=smoothing,
+    )
+
+
+def special_ids(manifest: Manifest) -> tuple[int, ...]:
+    """The ids that are never predicted nor inserted: [PAD], [UNK], [CLS], [SEP], [MASK]."""
+    special = manifest.tokenizer.special_ids
+    return special.pad, special.unk, special.cls, special.sep, special.mask
+
+
+def _ignore_interrupt(worker: int) -> None:
+    # Ctrl-C reaches the whole process group; the main process finishes its step and saves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

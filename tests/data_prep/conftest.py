@@ -1,0 +1,49 @@
+"""A small corpus that every stage can be tried on."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.config import CorpusConfig
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+LITERALS = "a literal [MASK] and [SEP] and [PAD] and [CLS] stay text"
+
+
+def words() -> list[str]:
+    """A vocabulary of plain words, none of them part of another."""
+    draw = random.Random(3)
+    return sorted({"".join(draw.choices("abcdefghij", k=5)) for _ in range(60)})
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Any:
+    """A function from changed keys to the config of a corpus of 60 documents in 6 files."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    draw = random.Random(4)
+    known = words()
+    shared = " ".join(known[:40])
+    for number in range(6):
+        documents = [" ".join(draw.choices(known, k=draw.randint(3, 90))) for _ in range(10)]
+        documents[3] = LITERALS
+        documents[4] = shared
+        (folder / f"{number}.txt").write_text("\n\n".join(documents) + "\n")
+    literal = ["a", "literal", "[", "]", "mask", "sep", "pad", "cls", "and", "stay", "text"]
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join([*SPECIAL, *literal, *known]) + "\n")
+
+    def make(**changes: Any) -> CorpusConfig:
+        values: dict[str, Any] = {
+            "output": tmp_path / "out",
+            "tokenizer": str(vocabulary),
+            "sources": [{"kind": "text", "path": str(folder), "document": "paragraph"}],
+            "row_length": 32,
+            "validation": 0.2,
+            "workers": 1,
+        }
+        return CorpusConfig.model_validate(values | changes)
+
+    return make

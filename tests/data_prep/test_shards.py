@@ -1,0 +1,234 @@
+"""Shards: rows read as other readers read them, and no damage goes unnoticed."""
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+
+from data_prep import CorpusError
+from data_prep.prepare import prepare
+from data_prep.shards import (
+    check,
+    load_manifest,
+    open_shards,
+    verify,
+    vocabulary_sha256,
+    write_file,
+    write_shard,
+)
+from data_prep.shards.manifest import seal
+
+
+@pytest.fixture
+def folder(make_config: Any) -> Path:
+    """A finished folder with several shards."""
+    config = make_config()
+    prepare(config, part_bytes=4_000)
+    output: Path = config.output
+    return output
+
+
+def all_rows(folder: Path) -> npt.NDArray[Any]:
+    """Every training row, read without any of our code."""
+    rows = []
+    for path in sorted(folder.glob("train-*.arrow")):
+        with pa.ipc.open_stream(path.read_bytes()) as stream:
+            rows += stream.read_all()["input_ids"].to_pylist()
+    return np.array(rows)
+
+
+def test_rows_of_any_order(folder: Path) -> None:
+    expected = all_rows(folder)
+    shards = open_shards(folder)
+    assert len(shards.manifest.splits["train"].shards) > 2
+    assert len(shards) == len(expected)
+    assert shards.row_length == 32
+    draw = random.Random(0)
+    indices = [draw.randrange(len(shards)) for _ in range(300)]
+    found = shards.rows(np.array(indices))
+    assert found.dtype == np.uint16
+    assert np.array_equal(found, expected[indices])
+    assert shards.rows(np.array([], dtype=np.int64)).shape == (0, 32)
+    for outside in (-1, len(shards)):
+        with pytest.raises(IndexError):
+            shards.rows([outside])
+
+
+def test_pickles_as_a_name(folder: Path) -> None:
+    shards = open_shards(folder)
+    first = shards.rows([0, 1])
+    pickled = ForkingPickler.dumps(shards)  # as a DataLoader worker receives it
+    assert len(pickled) < 1000
+    assert np.array_equal(ForkingPickler.loads(pickled).rows([0, 1]), first)
+
+
+def test_datasets_opens_a_shard(folder: Path, tmp_path: Path) -> None:
+    import datasets
+
+    files = sorted(str(path) for path in folder.glob("train-*.arrow"))
+    loaded = datasets.load_dataset(
+        "arrow", data_files=files, split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert np.array_equal(np.array(loaded["input_ids"]), all_rows(folder))
+
+
+def test_vocabulary_sha256() -> None:
+    assert vocabulary_sha256(["a", "b"]) == hashlib.sha256(b"a\nb").hexdigest()
+
+
+def test_every_flipped_bit_is_found(folder: Path) -> None:
+    assert verify(folder) == []
+    draw = random.Random(0)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        for _ in range(6 if data else 0):
+            place, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
+            path.write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
+            problems = verify(folder)
+            assert problems, (path.name, place, bit)
+            assert all(path.name in problem and "\n" not in problem for problem in problems)
+            if path.suffix == ".arrow":
+                assert f"{path}: block 0 differs from the manifest" in problems[0]
+                with pytest.raises(CorpusError, match="block 0 differs"):
+                    check(folder)
+            path.write_bytes(data)
+    assert verify(folder) == []
+
+
+def test_the_damaged_block_is_named(tmp_path: Path) -> None:
+    rows = np.arange(3 * 2**18, dtype=np.uint32).reshape(-1, 64)  # 3 MiB
+    record = write_shard(tmp_path / "a.arrow", rows, pad=0)
+    assert len(record.blocks) == 4  # and a header
+    assert record.tokens == rows.size - 1
+    data = (tmp_path / "a.arrow").read_bytes()
+    assert record.sha256 == hashlib.sha256(data).hexdigest()
+    assert record.blocks[1] == hashlib.sha256(data[2**20 : 2**21]).hexdigest()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "longer", "swapped"])
+def test_files_of_another_size(folder: Path, damage: str) -> None:
+    path = folder / "train-00001.arrow"
+    data = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "swapped":
+        path.write_bytes((folder / "train-00000.arrow").read_bytes())
+    else:
+        path.write_bytes(data[:-100] if damage == "truncated" else data + b"\0")
+    expected = "missing" if damage == "missing" else "train-00001.arrow"
+    for full in (False, True):
+        assert any(expected in problem for problem in verify(folder, full=full))
+    with pytest.raises(CorpusError, match=expected):
+        check(folder)
+    with pytest.raises(CorpusError, match=expected):
+        open_shards(folder)
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    values = json.loads((folder / "manifest.json").read_text())
+    change(values)
+    (folder / "manifest.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.update(format_version=2), "format version 2"),
+        (lambda values: values.update(row_length=64), "edited or damaged"),
+        (lambda values: values.update(digest="0" * 64), "edited or damaged"),
+        (lambda values: values["sources"][0].update(licence="CC0"), "edited or damaged"),
+        (lambda values: values["files"][0].update(file="../../etc/passwd"), r"files\.0\.file"),
+        (lambda values: values["files"][0].update(file="/etc/passwd"), r"files\.0\.file"),
+        (lambda values: values.update(extra=1), "damaged at extra"),
+        (lambda values: values.pop("format_version"), "damaged"),
+    ],
+)
+def test_edited_manifests(
+    folder: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    edited(folder, change)
+    with pytest.raises(CorpusError, match=message) as caught:
+        open_shards(folder)
+    assert "\n" not in str(caught.value)
+    assert verify(folder) == [str(caught.value)]
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="no finished shards; run `distil prepare`"):
+        open_shards(tmp_path)
+    for text in ("", "[]", "{", "\x00", "[" * 100_000):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(CorpusError, match="damaged"):
+            load_manifest(tmp_path)
+
+
+def spoil(rows: npt.NDArray[Any], kind: str) -> None:
+    """Break a rule of rows in row 1; ids: 0 pad, 2 [CLS], 3 [SEP], 4 [MASK]."""
+    if kind == "outside the vocabulary":
+        rows[1, 1] = 60_000
+    elif kind == "start with":
+        rows[1, 0] = 5
+    elif kind == "padding inside":
+        rows[1, 1] = 0
+    elif kind == "MASK":
+        rows[1, 1] = 4
+    elif kind == "not .CLS. ... .SEP.":
+        rows[1, np.flatnonzero(rows[1] == 3)[-1]] = 5
+    elif kind == "segments":
+        rows[1] = 0
+        rows[1, :9] = [2, 5, 3] * 3
+    else:
+        rows[1, 1] = 6 if rows[1, 1] == 5 else 5
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "outside the vocabulary",
+        "start with",
+        "padding inside",
+        "MASK",
+        "not .CLS. ... .SEP.",
+        "segments",
+        "counts differ",
+    ],
+)
+def test_rows_that_break_the_rules_under_right_hashes(folder: Path, kind: str) -> None:
+    manifest = load_manifest(folder)
+    old = manifest.splits["train"].shards[0]
+    rows = open_shards(folder).rows(np.arange(old.rows))
+    spoil(rows, kind)
+    shard = write_shard(folder / old.file, rows, pad=0)
+    train = manifest.splits["train"]
+    values = manifest.model_dump(exclude={"digest", "self_sha256"})
+    values["splits"]["train"] |= {
+        "shards": [shard, *train.shards[1:]],
+        "tokens": train.tokens - old.tokens + shard.tokens,
+    }
+    data = seal(values).model_dump_json().encode()
+    (folder / "manifest.json").write_bytes(data)
+    problems = verify(folder)
+    assert any(re.search(kind, problem) for problem in problems), problems
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def fail(file: Any) -> None:
+        file.write(b"new")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_file(path, fail)
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,178 @@
+"""Tiny real models and a tiny real corpus: nothing in them is accidentally zero."""
+
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test may ask a hub
+
+import huggingface_hub
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
+
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
+from data_prep.shards import Manifest, load_manifest
+from pretrain.student import Teacher
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
+VOCAB_SIZE = 200
+ROW_LENGTH = 32
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The variable above is read once, and another folder's tests may have come first.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> list[str]:
+    """200 entries in id order: the five special tokens, then words that are no parts of others."""
+    draw = random.Random(3)
+    words: list[str] = []
+    while len(words) < VOCAB_SIZE - len(SPECIAL):
+        word = "".join(draw.choices("abcdefghij", k=6))
+        if word not in words:
+            words.append(word)
+    return SPECIAL + words
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory, vocabulary: list[str]) -> Path:
+    """A finished folder of shards: rows of 32 tokens from 240 documents, a tenth held out."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(4)
+    words = vocabulary[len(SPECIAL) :]
+    # Zipf-like, so that frequent and rare words differ.
+    weights = [1 / (rank + 1) for rank in range(len(words))]
+    documents = [" ".join(draw.choices(words, weights, k=draw.randint(3, 60))) for _ in range(240)]
+    (folder / "texts").mkdir()
+    (folder / "texts" / "all.txt").write_text("\n\n".join(documents) + "\n", encoding="utf-8")
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    config = CorpusConfig.model_validate(
+        {
+            "output": folder / "shards",
+            "tokenizer": str(folder / "vocab.txt"),
+            "sources": [
+                {"kind": "text", "path": str(folder / "texts"), "document": "paragraph"},
+            ],
+            "row_length": ROW_LENGTH,
+            "validation": 0.1,
+            "workers": 1,
+        }
+    )
+    prepare(config)
+    return folder / "shards"
+
+
+@pytest.fixture(scope="session")
+def manifest(corpus: Path) -> Manifest:
+    """The manifest of `corpus`."""
+    return load_manifest(corpus)
+
+
+@pytest.fixture(scope="session")
+def tiny_bert() -> Callable[..., BertForMaskedLM]:
+    """A function from sizes and a seed to a BERT in eval mode whose every parameter is random."""
+
+    def make(layers: int = 4, *, seed: int = 0, width: int = 32, **changes: Any) -> BertForMaskedLM:
+        values: dict[str, Any] = {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "intermediate_size": 2 * width,
+            "max_position_embeddings": 2 * ROW_LENGTH,
+            "attn_implementation": "sdpa",
+        }
+        model = BertForMaskedLM(BertConfig(**values | changes))
+        _randomise(model, seed)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_distilbert() -> Callable[..., DistilBertForMaskedLM]:
+    """The same for a DistilBERT, in eval mode."""
+
+    def make(layers: int = 2, *, seed: int = 1, width: int = 32) -> DistilBertForMaskedLM:
+        config = DistilBertConfig(
+            vocab_size=VOCAB_SIZE,
+            dim=width,
+            n_layers=layers,
+            n_heads=4,
+            hidden_dim=2 * width,
+            max_position_embeddings=2 * ROW_LENGTH,
+            attn_implementation="sdpa",
+        )
+        model = DistilBertForMaskedLM(config)
+        _randomise(model, seed)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def save_teacher(
+    tiny_bert: Callable[..., BertForMaskedLM], vocabulary: list[str]
+) -> Callable[..., BertForMaskedLM]:
+    """A function that writes a BertForMaskedLM with tokenizer files into a folder; returns it."""
+
+    def save(
+        folder: Path, model: BertForMaskedLM | None = None, words: Sequence[str] | None = None
+    ) -> BertForMaskedLM:
+        model = model or tiny_bert()
+        model.save_pretrained(folder)
+        (folder / "vocab.txt").write_text("\n".join(words or vocabulary) + "\n", encoding="utf-8")
+        settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return model
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def as_teacher() -> Callable[[BertForMaskedLM], Teacher]:
+    """A function that makes a Teacher of a model that was never saved."""
+
+    def make(model: BertForMaskedLM) -> Teacher:
+        return Teacher(model=model, name="tiny", local=True, revision=None, sha256="0" * 64)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[list[list[int]]]:
+    """Three rows of documents, `[CLS] words [SEP]` each: 3, 1 and 2 to a row, ids without words."""
+    draw = random.Random(5)
+    lengths = [[9, 14, 6], [32], [3, 20]]
+    return [
+        [[2, *(draw.randrange(5, VOCAB_SIZE) for _ in range(n - 2)), 3] for n in row]
+        for row in lengths
+    ]
+
+
+@pytest.fixture(scope="session")
+def packed_ids(documents: list[list[list[int]]]) -> Tensor:
+    """`documents` as packed rows [3, 32]; the first and the last end in padding."""
+    rows = [sum(row, []) for row in documents]
+    return torch.tensor([row + [0] * (ROW_LENGTH - len(row)) for row in rows])
+
+
+@torch.no_grad()
+def _randomise(model: nn.Module, seed: int) -> None:
+    """Weights of deviation 0.2, biases of 0.1, LayerNorm about 1: every parameter matters."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            parameter.copy_(0.2 * noise)
+        else:
+            parameter.copy_(0.1 * noise + float(name.lower().endswith("norm.weight")))

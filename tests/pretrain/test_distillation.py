@@ -1,0 +1,273 @@
+"""The whole objective on packed rows against each document alone, full logits, autograd, fp64.
+
+The comparison runs every document through Transformers' own forward, without packing, padding or
+masks, and writes the paper's means out.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertForMaskedLM, DistilBertForMaskedLM
+
+from pretrain import head
+from pretrain.distillation import Distillation
+from pretrain.masking import Masking
+from pretrain.objectives import DistilBert
+
+CLS, PAD = 2, 0
+Row = list[list[int]]
+
+
+class Batch(NamedTuple):
+    input_ids: Tensor
+    positions: Tensor
+    labels: Tensor
+    num_tokens: int
+    num_masked: int
+
+
+class Expected(NamedTuple):
+    means: dict[str, Tensor]
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def batch(packed_ids: Tensor) -> Batch:
+    """`packed_ids` corrupted; a fifth is predicted, so the fullest row has slots to spare."""
+    masking = Masking(0.2, (0, 1, 2, 3, 4), mask_id=4, vocab_size=200, seed=3)
+    result = masking(packed_ids, torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    assert (result.labels == -100).any() and (result.input_ids != packed_ids).any()
+    num_tokens, num_masked = int((packed_ids != PAD).sum()), int((result.labels >= 0).sum())
+    return Batch(result.input_ids, result.positions, result.labels, num_tokens, num_masked)
+
+
+@pytest.fixture
+def models(
+    tiny_bert: Callable[..., BertForMaskedLM],
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+) -> tuple[DistilBertForMaskedLM, BertForMaskedLM]:
+    teacher = tiny_bert().requires_grad_(False)
+    # Peaked like a trained teacher, so that KL is not lost in noise.
+    return tiny_distilbert().double(), teacher.double()
+
+
+def module(models: Sequence[Any], objective: DistilBert) -> Distillation:
+    student, teacher = models
+    return Distillation(student, teacher, objective.terms(), cls_id=CLS, pad_id=PAD)
+
+
+def coefficients(distillation: Distillation, batch: Batch) -> Tensor:
+    """weight / count: the loss is then the weighted sum of means."""
+    counts = {"tokens": batch.num_tokens, "masked": batch.num_masked}
+    values = [term.weight / counts[term.over] for term in distillation.terms]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def expected(
+    models: Sequence[Any], batch: Batch, documents: Sequence[Row], objective: DistilBert
+) -> Expected:
+    """Means over all tokens or masked ones, document by document."""
+    student, teacher = models
+    t = objective.temperature
+    spread = {
+        (row, int(p)): int(label)
+        for row in range(len(batch.positions))
+        for p, label in zip(batch.positions[row], batch.labels[row], strict=True)
+        if label >= 0
+    }
+    kl_all, kl_masked, mlm, cosine = [], [], [], []
+    for row, row_documents in enumerate(documents):
+        start = 0
+        for document in row_documents:
+            ids = batch.input_ids[None, row, start : start + len(document)]
+            ours = student(input_ids=ids, output_hidden_states=True)
+            theirs = teacher(input_ids=ids, output_hidden_states=True)
+            log_q = (ours.logits[0] / t).log_softmax(-1)
+            p = (theirs.logits[0] / t).softmax(-1)
+            kl = t**2 * (p * (p.log() - log_q)).sum(-1)
+            s, h = ours.hidden_states[-1][0], theirs.hidden_states[-1][0]
+            cosine += [*(1 - (s * h).sum(-1) / (s.norm(dim=-1) * h.norm(dim=-1)))]
+            kl_all += [*kl]
+            for i in range(len(document)):
+                if (row, start + i) in spread:
+                    kl_masked.append(kl[i])
+                    logits = ours.logits[0, i]
+                    mlm.append(logits.logsumexp(0) - logits[spread[row, start + i]])
+            start += len(document)
+    assert (len(cosine), len(mlm)) == (batch.num_tokens, batch.num_masked)
+    kl_values = kl_all if objective.kl_positions == "all" else kl_masked
+    means = {
+        "kl": torch.stack(kl_values).mean(),
+        "mlm": torch.stack(mlm).mean(),
+        "cosine": torch.stack(cosine).mean(),
+    }
+    loss = sum(
+        (weight * means[name] for name, weight in weights(objective).items()), torch.zeros(())
+    )
+    names, parameters = zip(*student.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for name, parameter, gradient in zip(names, parameters, found, strict=True)
+    }
+    return Expected({k: v.detach() for k, v in means.items()}, loss.detach(), gradients)
+
+
+def weights(objective: DistilBert) -> dict[str, float]:
+    return {"kl": objective.kl, "mlm": objective.mlm, "cosine": objective.cosine}
+
+
+def check_gradients(
+    student: DistilBertForMaskedLM, expected: dict[str, Tensor], tolerance: float
+) -> None:
+    """Relative to each parameter's largest entry; where the true gradient is 0, to all of them."""
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert largest > 0.1
+    for name, parameter in student.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        scale = float(expected[name].abs().max())
+        # A bias of the keys shifts every score of a query alike: softmax does not see it.
+        if name.endswith("k_lin.bias") or scale == 0:
+            scale = largest
+        difference = float((gradient.double() - expected[name]).abs().max())
+        assert difference <= tolerance * scale, f"{name}: {difference} of {scale}"
+
+
+OBJECTIVES = {
+    "triple": {},
+    "masked kl": {"kl_positions": "masked"},
+    "no kl": {"kl": 0},
+    "no mlm": {"mlm": 0},
+    "no cosine": {"cosine": 0},
+    "no mlm, masked kl": {"mlm": 0, "kl_positions": "masked"},
+    "kl alone": {"mlm": 0, "cosine": 0},
+    "mlm alone": {"kl": 0, "cosine": 0},
+    "cosine alone": {"kl": 0, "mlm": 0},
+    "temperature 1": {"temperature": 1.0},
+}
+
+
+@pytest.mark.parametrize("changes", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_loss_terms_and_gradients(
+    changes: dict[str, Any],
+    models: tuple[DistilBertForMaskedLM, BertForMaskedLM],
+    batch: Batch,
+    documents: list[Row],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(head, "CHUNK", 7)
+    objective = DistilBert(**changes)
+    reference = expected(models, batch, documents, objective)
+    distillation = module(models, objective)
+    kept = {name for name, weight in weights(objective).items() if weight}
+    assert {term.name for term in distillation.terms} == kept
+
+    loss, sums = distillation(*batch[:3], coefficients(distillation, batch))
+    loss.backward()
+    assert loss.item() == pytest.approx(reference.loss.item(), rel=1e-6)
+    assert not sums.requires_grad
+    for term, total in zip(distillation.terms, sums.tolist(), strict=True):
+        count = batch.num_tokens if term.over == "tokens" else batch.num_masked
+        assert total / count == pytest.approx(reference.means[term.name].item(), rel=1e-6)
+    check_gradients(models[0], reference.gradients, 1e-6)
+
+
+def test_the_weights_of_the_paper() -> None:
+    objective = DistilBert()
+    assert (objective.kl, objective.mlm, objective.cosine) == (5, 2, 1)
+    assert (objective.temperature, objective.kl_positions) == (2, "all")
+
+
+def test_the_tied_embedding_gets_both_gradients(
+    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: Batch, documents: list[Row]
+) -> None:
+    """Words absent from the input are reached by the head alone, words in it by both ends."""
+    student, _ = models
+    embedding = student.distilbert.embeddings.word_embeddings.weight
+    assert student.vocab_projector.weight is embedding
+    reference = expected(models, batch, documents, DistilBert()).gradients
+    distillation = module(models, DistilBert())
+    distillation(*batch[:3], coefficients(distillation, batch))[0].backward()
+    gradient, exact = embedding.grad, reference["distilbert.embeddings.word_embeddings.weight"]
+    present = set(batch.input_ids.flatten().tolist())
+    absent = [i for i in range(200) if i not in present]
+    assert gradient is not None and len(absent) > 50
+    for word in (absent[0], PAD, CLS, int(batch.input_ids[0, 1])):
+        assert exact[word].abs().max() > 1e-6
+        torch.testing.assert_close(gradient[word], exact[word], rtol=1e-9, atol=1e-12)
+
+
+def test_fp32_and_autocast_come_near(
+    tiny_bert: Callable[..., BertForMaskedLM],
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+    batch: Batch,
+    documents: list[Row],
+) -> None:
+    """fp32 to 1e-4 of each gradient; bf16 autocast to 2e-2 of the loss and 10 % of the norm."""
+    exact = (tiny_distilbert().double(), tiny_bert().requires_grad_(False).double())
+    reference = expected(exact, batch, documents, DistilBert())
+    models = (tiny_distilbert(), tiny_bert().requires_grad_(False))
+    distillation = module(models, DistilBert())
+    factors = coefficients(distillation, batch).float()
+    loss, _ = distillation(*batch[:3], factors)
+    loss.backward()
+    assert loss.item() == pytest.approx(reference.loss.item(), rel=1e-5)
+    check_gradients(models[0], reference.gradients, 1e-4)
+
+    models[0].zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = distillation(*batch[:3], factors)
+    loss.backward()
+    assert loss.item() == pytest.approx(reference.loss.item(), rel=2e-2)
+    found = torch.cat([p.grad.flatten() for p in models[0].parameters() if p.grad is not None])
+    true = torch.cat([gradient.flatten() for gradient in reference.gradients.values()])
+    assert (found - true).norm() < 0.1 * true.norm()
+
+
+def test_no_gradient_under_no_grad(
+    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: Batch
+) -> None:
+    distillation = module(models, DistilBert())
+    factors = coefficients(distillation, batch)
+    with torch.no_grad():
+        silent, sums = distillation(*batch[:3], factors)
+    loss, same = distillation(*batch[:3], factors)
+    assert loss.requires_grad and not silent.requires_grad
+    assert silent.item() == pytest.approx(loss.item(), rel=1e-12)
+    np.testing.assert_allclose(sums, same, rtol=1e-12)
+
+
+def test_micro_batches_sum_to_the_batch(
+    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: Batch, documents: list[Row]
+) -> None:
+    """Rows one by one, with the whole step's counts: a token weighs the same in any batch."""
+    reference = expected(models, batch, documents, DistilBert())
+    distillation = module(models, DistilBert())
+    factors = coefficients(distillation, batch)
+    total = 0.0
+    for row in range(3):
+        loss, _ = distillation(*(tensor[row : row + 1] for tensor in batch[:3]), factors)
+        loss.backward()
+        total += loss.item()
+    assert total == pytest.approx(reference.loss.item(), rel=1e-6)
+    check_gradients(models[0], reference.gradients, 1e-6)
+
+
+def test_the_teacher_is_no_part_of_the_module(
+    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: Batch
+) -> None:
+    student, teacher = models
+    before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+    distillation = module(models, DistilBert())
+    assert [*distillation.parameters()] == [*student.parameters()]
+    assert all(name.startswith("student.") for name in distillation.state_dict())
+    distillation.train()
+    assert not teacher.training
+    distillation(*batch[:3], coefficients(distillation, batch))[0].backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert all((before[name] == tensor).all() for name, tensor in teacher.state_dict().items())

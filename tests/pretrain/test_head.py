@@ -1,0 +1,181 @@
+"""The chunked vocabulary head against full logits and autograd, fp64."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain import head
+from pretrain.head import Projection, vocabulary_losses
+from pretrain.objectives import DistilBert, MaskedLanguageModel, Term
+
+N, D, V = 37, 16, 53
+COEFFICIENTS = (0.7, 1.3)
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def projections(dtype: torch.dtype = torch.float64) -> tuple[Projection, Projection]:
+    """A student whose tensors want gradients, and a teacher."""
+    student = Projection(draw(0, N, D).to(dtype), draw(1, V, D).to(dtype), draw(2, V).to(dtype))
+    teacher = Projection(draw(3, N, D).to(dtype), draw(4, V, D).to(dtype), draw(5, V).to(dtype))
+    for tensor in student:
+        tensor.requires_grad_()
+    return student, teacher
+
+
+def labels_and_masks(terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
+    """Every fifth position is predicted, and the last seven are padding."""
+    labels = torch.full((N,), -100)
+    labels[::5] = torch.arange(len(labels[::5])) * 6 + 1
+    labels[30:] = -100
+    masks = {"tokens": torch.arange(N) < 30, "masked": labels != -100}
+    return labels, torch.stack([masks[term.over] for term in terms])
+
+
+def logit_terms(**changes: float | str) -> list[Term]:
+    objective = DistilBert.model_validate(changes)
+    return [term for term in objective.terms() if term.signal == "logits"]
+
+
+def naive_sums(
+    student: Projection, teacher: Projection, labels: Tensor, terms: Sequence[Term], t: float = 2.0
+) -> list[Tensor]:
+    """The sums from full logits, written from the formulas and not from `pretrain.losses`."""
+
+    def log_softmax(x: Tensor) -> Tensor:
+        return x - x.exp().sum(-1, keepdim=True).log()
+
+    ours = student.hidden_ND @ student.weight_VD.T + student.bias_V
+    theirs = teacher.hidden_ND @ teacher.weight_VD.T + teacher.bias_V
+    log_p, log_q = log_softmax(theirs / t), log_softmax(ours / t)
+    kl = t * t * (log_p.exp() * (log_p - log_q)).sum(-1)
+    predicted = [n for n in range(N) if labels[n] >= 0]
+    log_likelihood = log_softmax(ours)
+    sums = {
+        ("kl", "tokens"): kl[:30].sum(),
+        ("kl", "masked"): kl[predicted].sum(),
+        ("mlm", "masked"): torch.stack([-log_likelihood[n, labels[n]] for n in predicted]).sum(),
+    }
+    return [sums[term.name, term.over] for term in terms]
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    difference = (found.double() - expected.double()).abs().max()
+    return bool(difference <= tolerance * expected.double().abs().max())
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 36, 37, 38, 512])
+@pytest.mark.parametrize("kl_positions", ["all", "masked"])
+def test_chunks_give_what_full_logits_give(
+    chunk: int, kl_positions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "CHUNK", chunk)
+    terms = logit_terms(kl_positions=kl_positions)
+    coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float64)
+    student, teacher = projections()
+    labels, masks = labels_and_masks(terms)
+    expected = naive_sums(student, teacher, labels, terms)
+    expected_loss = 0.7 * expected[0] + 1.3 * expected[1]
+    expected_gradients = torch.autograd.grad(2.5 * expected_loss, list(student))
+
+    loss, sums = vocabulary_losses(student, teacher, labels, terms, masks, coefficients)
+    (2.5 * loss).backward()
+    assert close(sums, torch.stack(expected).detach(), 1e-12)
+    assert close(loss.detach(), expected_loss.detach(), 1e-12)
+    assert not sums.requires_grad
+    for tensor, gradient in zip(student, expected_gradients, strict=True):
+        assert tensor.grad is not None and close(tensor.grad, gradient, 1e-12)
+    assert all(not tensor.requires_grad for tensor in teacher)
+
+
+@pytest.mark.parametrize(("changes", "names"), [({"kl": 0}, ["mlm"]), ({"mlm": 0}, ["kl"])])
+def test_a_term_alone(changes: dict[str, float], names: list[str]) -> None:
+    terms = logit_terms(**changes)
+    assert [term.name for term in terms] == names
+    student, teacher = projections()
+    labels, masks = labels_and_masks(terms)
+    (expected,) = naive_sums(student, teacher, labels, terms)
+    gradients = torch.autograd.grad(3 * expected, list(student))
+    # The cross-entropy alone needs no teacher.
+    given = teacher if terms[0].needs_teacher else None
+    loss, sums = vocabulary_losses(
+        student, given, labels, terms, masks, torch.tensor([3.0], dtype=torch.float64)
+    )
+    loss.backward()
+    assert close(loss.detach(), 3 * expected.detach(), 1e-12)
+    assert close(sums, expected.detach()[None], 1e-12)
+    for tensor, gradient in zip(student, gradients, strict=True):
+        assert tensor.grad is not None and close(tensor.grad, gradient, 1e-12)
+
+
+def test_masked_language_model_objective() -> None:
+    (term,) = MaskedLanguageModel().terms()
+    student, _ = projections()
+    labels, masks = labels_and_masks([term])
+    logits = student.hidden_ND @ student.weight_VD.T + student.bias_V
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum").detach()
+    loss, _ = vocabulary_losses(student, None, labels, [term], masks, torch.ones(1))
+    assert (term.weight, term.over, term.needs_teacher) == (1.0, "masked", False)
+    assert close(loss.detach(), expected, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "autocast"])
+def test_lower_precisions(kind: str) -> None:
+    """fp32 to 1e-5; bf16 weights, and fp32 weights under autocast, to 2e-2."""
+    terms = logit_terms()
+    labels, masks = labels_and_masks(terms)
+    exact, exact_teacher = projections()
+    expected = torch.stack(naive_sums(exact, exact_teacher, labels, terms))
+    coefficients = torch.tensor(COEFFICIENTS)
+    gradients = torch.autograd.grad(expected @ coefficients.double(), list(exact))
+
+    student, teacher = projections(torch.bfloat16 if kind == "bf16" else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        loss, sums = vocabulary_losses(student, teacher, labels, terms, masks, coefficients)
+    loss.backward()
+    tolerance = 1e-5 if kind == "fp32" else 2e-2
+    assert loss.dtype == sums.dtype == torch.float32
+    assert close(sums, expected.detach(), tolerance)
+    for tensor, gradient in zip(student, gradients, strict=True):
+        assert tensor.grad is not None and tensor.grad.dtype == tensor.dtype
+        assert close(tensor.grad, gradient, tolerance)
+
+
+def test_no_gradient_under_no_grad() -> None:
+    terms = logit_terms()
+    labels, masks = labels_and_masks(terms)
+    student, teacher = projections()
+    coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float64)
+    with torch.no_grad():
+        loss, sums = vocabulary_losses(student, teacher, labels, terms, masks, coefficients)
+    assert not loss.requires_grad and not sums.requires_grad
+    expected = naive_sums(student, teacher, labels, terms)
+    assert close(sums, torch.stack(expected).detach(), 1e-12)
+
+
+def test_a_frozen_student_gets_values_and_no_gradient() -> None:
+    terms = logit_terms()
+    labels, masks = labels_and_masks(terms)
+    student, teacher = projections()
+    frozen = Projection(*(tensor.detach() for tensor in student))
+    loss, _ = vocabulary_losses(frozen, teacher, labels, terms, masks, torch.tensor(COEFFICIENTS))
+    assert not loss.requires_grad and loss.item() > 0
+
+
+def test_gradients_accumulate_over_two_calls() -> None:
+    """Two micro-batches give the sum of their gradients, as autograd would."""
+    terms = logit_terms()
+    labels, masks = labels_and_masks(terms)
+    student, teacher = projections()
+    coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float64)
+    first = naive_sums(student, teacher, labels, terms)
+    gradient = torch.autograd.grad(0.7 * first[0] + 1.3 * first[1], student.weight_VD)[0]
+    for _ in range(2):
+        vocabulary_losses(student, teacher, labels, terms, masks, coefficients)[0].backward()
+    assert student.weight_VD.grad is not None
+    assert close(student.weight_VD.grad, 2 * gradient, 1e-12)

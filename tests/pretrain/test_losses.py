@@ -1,0 +1,168 @@
+"""The losses against their formulas in numpy, fp64."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pretrain.losses import agrees, cosine_distance, cross_entropy, is_correct, kl_divergence
+
+Array = NDArray[np.float64]
+N, V, D = 13, 41, 17
+
+
+def draw(seed: int, *shape: int, scale: float = 3.0) -> Array:
+    return scale * np.random.default_rng(seed).standard_normal(shape)
+
+
+def log_softmax(x: Array) -> Array:
+    top = x.max(-1, keepdims=True)
+    return x - top - np.log(np.exp(x - top).sum(-1, keepdims=True))
+
+
+def kl_formula(student: Array, teacher: Array, t: float) -> tuple[Array, Array]:
+    """T^2 sum_v p (log p - log q), and its gradient T (q - p)."""
+    log_p, log_q = log_softmax(teacher / t), log_softmax(student / t)
+    value = t * t * (np.exp(log_p) * (log_p - log_q)).sum(-1)
+    return value, t * (np.exp(log_q) - np.exp(log_p))
+
+
+def ce_formula(logits: Array, labels: NDArray[np.int64]) -> tuple[Array, Array]:
+    """-log q[label], and its gradient q - onehot; both 0 where the label is -100."""
+    log_q = log_softmax(logits)
+    used = labels != -100
+    safe = np.where(used, labels, 0)
+    value = np.where(used, -log_q[np.arange(len(labels)), safe], 0)
+    return value, np.where(used[:, None], np.exp(log_q) - np.eye(logits.shape[1])[safe], 0)
+
+
+def cosine_formula(s: Array, t: Array) -> tuple[Array, Array]:
+    """1 - s.t / |s||t|, and its gradient (cos s/|s| - t/|t|) / |s|."""
+    norm_s = np.sqrt((s * s).sum(-1, keepdims=True))
+    norm_t = np.sqrt((t * t).sum(-1, keepdims=True))
+    cos = (s * t).sum(-1, keepdims=True) / (norm_s * norm_t)
+    return 1 - cos[:, 0], (cos * s / norm_s - t / norm_t) / norm_s
+
+
+def compare(
+    loss: Callable[[Tensor], Tensor],
+    inputs: Array,
+    expected: tuple[Array, Array],
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """Values and the gradient of their weighted sum, relative to the largest entry."""
+    x = torch.from_numpy(inputs).to(dtype).requires_grad_()
+    values = loss(x)
+    weights = torch.arange(1, len(inputs) + 1, dtype=values.dtype)
+    (values * weights).sum().backward()
+    value, gradient = expected
+    gradient = gradient * np.arange(1, len(inputs) + 1)[:, None]
+    assert x.grad is not None and values.shape == (len(inputs),)
+    assert np.abs(values.detach().numpy() - value).max() <= tolerance * np.abs(value).max()
+    assert np.abs(x.grad.double().numpy() - gradient).max() <= tolerance * np.abs(gradient).max()
+
+
+PRECISIONS = pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)],
+    ids=["fp64", "fp32", "bf16"],
+)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 5.0])
+def test_kl_follows_its_formula(dtype: torch.dtype, tolerance: float, temperature: float) -> None:
+    student, teacher = draw(0, N, V), draw(1, N, V)
+    compare(
+        lambda x: kl_divergence(x, torch.from_numpy(teacher).to(dtype), temperature=temperature),
+        student,
+        kl_formula(student, teacher, temperature),
+        dtype,
+        tolerance,
+    )
+
+
+@PRECISIONS
+def test_cross_entropy_follows_its_formula(dtype: torch.dtype, tolerance: float) -> None:
+    logits = draw(2, N, V)
+    labels = np.random.default_rng(3).integers(0, V, N)
+    labels[[0, 5]] = -100
+    compare(
+        lambda x: cross_entropy(x, torch.from_numpy(labels)),
+        logits,
+        ce_formula(logits, labels),
+        dtype,
+        tolerance,
+    )
+
+
+@PRECISIONS
+def test_cosine_follows_its_formula(dtype: torch.dtype, tolerance: float) -> None:
+    student, teacher = draw(4, N, D), draw(5, N, D)
+    compare(
+        lambda x: cosine_distance(x, torch.from_numpy(teacher).to(dtype)),
+        student,
+        cosine_formula(student, teacher),
+        dtype,
+        tolerance,
+    )
+
+
+def test_values_by_hand() -> None:
+    # p = (3/4, 1/4) and q = (1/2, 1/2) at temperature 2.
+    teacher = torch.tensor([[2 * math.log(3.0), 0.0]], dtype=torch.float64)
+    student = torch.zeros(1, 2, dtype=torch.float64)
+    kl = 4 * (0.75 * math.log(1.5) + 0.25 * math.log(0.5))
+    assert kl_divergence(student, teacher, temperature=2.0).item() == pytest.approx(kl, rel=1e-12)
+    logits = torch.tensor([[0.0, math.log(3.0)]], dtype=torch.float64)
+    label = torch.tensor([1])
+    assert cross_entropy(logits, label).item() == pytest.approx(math.log(4 / 3), rel=1e-12)
+    # 3-4-5: cos((3, 4), (4, 3)) = 24 / 25.
+    distance = cosine_distance(torch.tensor([[3.0, 4.0]]), torch.tensor([[4.0, 3.0]]))
+    assert distance.item() == pytest.approx(1 / 25, rel=1e-5)
+
+
+def test_equal_models_have_no_loss_and_no_gradient() -> None:
+    logits = torch.from_numpy(draw(6, N, V)).requires_grad_()
+    loss = kl_divergence(logits, logits.detach().clone(), temperature=2.0)
+    loss.sum().backward()
+    assert logits.grad is not None
+    assert loss.detach().abs().max() < 1e-13 and logits.grad.abs().max() < 1e-13
+    hidden = torch.from_numpy(draw(7, N, D))
+    assert cosine_distance(hidden, 3 * hidden).abs().max() < 1e-13
+    assert (cosine_distance(hidden, -hidden) - 2).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_enormous_logits_stay_finite(dtype: torch.dtype) -> None:
+    """A softmax that is not shifted by its maximum overflows here."""
+    teacher = torch.tensor([[4096.0, 0.0, -4096.0]], dtype=dtype)
+    student = torch.tensor([[-4096.0, 0.0, 4096.0]], dtype=dtype, requires_grad=True)
+    loss = kl_divergence(student, teacher, temperature=2.0)
+    loss.sum().backward()
+    assert loss.item() == 4 * 4096.0  # T^2 (log 1 - (-8192 / T))
+    assert student.grad is not None and student.grad.tolist() == [[-2.0, 0.0, 2.0]]
+    assert cross_entropy(student.detach(), torch.tensor([0])).item() == 8192.0
+
+
+def test_low_precision_inputs_are_computed_in_fp32() -> None:
+    """Only the inputs' rounding may be lost: a bf16 softmax would be off by a percent."""
+    student = torch.from_numpy(draw(8, N, 4096)).bfloat16()
+    teacher = torch.from_numpy(draw(9, N, 4096)).bfloat16()
+    exact, _ = kl_formula(student.double().numpy(), teacher.double().numpy(), 2.0)
+    found = kl_divergence(student, teacher, temperature=2.0)
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), exact, rtol=1e-4)
+
+
+def test_counts_of_likeliest_words() -> None:
+    student = torch.tensor([[0.0, 2.0, 1.0], [5.0, 0.0, 1.0], [0.0, 1.0, 2.0]])
+    teacher = torch.tensor([[0.0, 1.0, 0.5], [0.0, 5.0, 1.0], [3.0, 1.0, 4.0]])
+    assert is_correct(student, torch.tensor([1, 1, 2])).tolist() == [1.0, 0.0, 1.0]
+    assert is_correct(student, torch.tensor([1, 0, -100])).tolist() == [1.0, 1.0, 0.0]
+    assert agrees(student, teacher).tolist() == [1.0, 0.0, 1.0]

@@ -1,0 +1,327 @@
+"""Masking: rates, uniformity, independence of the layout, and the same bits everywhere."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from data_prep.shards import Manifest, open_shards
+from pretrain.config import MaskingConfig
+from pretrain.masking import _EXPONENTIAL, IGNORE, Masked, Masking
+from pretrain.rows import build_masking
+
+Ids = NDArray[np.int64]
+
+PAD, UNK, CLS, SEP, MASK = range(5)
+SPECIAL = (PAD, UNK, CLS, SEP, MASK)
+V = 200
+UNIFORM = Masking(probability=0.15, special_ids=SPECIAL, mask_id=MASK, vocab_size=V, seed=17)
+# count**0.7 for words that occur `100 * id` times.
+SMOOTHED = replace(UNIFORM, smoothing=(10 * (100.0 * np.arange(V)) ** 0.7 + 1).astype(np.int64))
+
+
+@pytest.fixture(scope="module")
+def ids() -> Ids:
+    """512 rows of 512: documents of 3 to 200 tokens, some [UNK] and [MASK], padding at the end."""
+    draw = np.random.default_rng(0)
+    rows = draw.integers(len(SPECIAL), V, (512, 512))
+    for row in rows:
+        end = int(draw.integers(300, 513))
+        start = 0
+        while start < end:
+            stop = min(end, start + int(draw.integers(3, 200)))
+            row[start], row[stop - 1] = CLS, SEP
+            start = stop
+        row[end:] = PAD
+        row[draw.integers(0, end, 3)] = (UNK, UNK, MASK)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def masked(ids: Ids) -> Masked:
+    return UNIFORM(ids, np.zeros(len(ids), np.int64), np.arange(len(ids)))
+
+
+def deviations(count: int, trials: int, probability: float) -> float:
+    """How many binomial standard deviations a count is from its expectation."""
+    return (count - trials * probability) / np.sqrt(trials * probability * (1 - probability))
+
+
+def ordinary(ids: Ids) -> NDArray[np.bool_]:
+    return ids >= len(SPECIAL)
+
+
+def selected(result: Masked, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Which positions are predicted, spread over the row."""
+    flags = np.zeros(shape, bool)
+    for row, (positions, labels) in enumerate(zip(result.positions, result.labels, strict=True)):
+        flags[row, positions[labels != IGNORE]] = True
+    return flags
+
+
+def test_fifteen_percent_of_every_rows_ordinary_tokens(ids: Ids, masked: Masked) -> None:
+    wanted = 0.15 * ordinary(ids).sum(1)
+    found = (masked.labels != IGNORE).sum(1)
+    assert np.abs(found - wanted).max() <= 0.51  # rounded to the nearest
+    assert ordinary(ids).sum() > 100_000
+    assert found.sum() / ordinary(ids).sum() == pytest.approx(0.15, abs=5e-4)
+
+
+def test_labels_are_the_original_ids_and_the_rest_is_untouched(ids: Ids, masked: Masked) -> None:
+    assert masked.positions.shape == masked.labels.shape == (512, 77)  # round(0.15 * 512)
+    flags = selected(masked, ids.shape)
+    assert flags.sum() == (masked.labels != IGNORE).sum()  # no position twice
+    for row in range(len(ids)):
+        used = masked.labels[row] != IGNORE
+        assert (ids[row, masked.positions[row][used]] == masked.labels[row][used]).all()
+    assert (masked.input_ids[~flags] == ids[~flags]).all()
+
+
+def test_specials_are_neither_selected_nor_inserted(ids: Ids, masked: Masked) -> None:
+    flags = selected(masked, ids.shape)
+    assert not flags[~ordinary(ids)].any()
+    put = masked.input_ids[flags]
+    assert (put[put < len(SPECIAL)] == MASK).all()
+
+
+def test_eighty_ten_ten(ids: Ids, masked: Masked) -> None:
+    flags = selected(masked, ids.shape)
+    put, original = masked.input_ids[flags], ids[flags]
+    num = len(put)
+    same = 1 / (V - len(SPECIAL))  # a random word may be the original one
+    assert abs(deviations((put == MASK).sum(), num, 0.8)) < 4
+    assert abs(deviations((put == original).sum(), num, 0.1 + 0.1 * same)) < 4
+    other = (put != MASK) & (put != original)
+    assert abs(deviations(other.sum(), num, 0.1 * (1 - same))) < 4
+
+
+def test_random_replacements_are_uniform_over_ordinary_words() -> None:
+    """Chi-square over 194 words, in rows of one word so that the original is known."""
+    word, rows = 50, 600
+    ids = np.full((rows, 512), word)
+    put = UNIFORM(ids, np.zeros(rows, np.int64), np.arange(rows)).input_ids
+    counts = np.bincount(put[(put != word) & (put != MASK)], minlength=V)
+    assert counts[: len(SPECIAL)].sum() == 0 and counts[word] == 0
+    counts = np.delete(counts, [*SPECIAL, word])
+    expected = counts.sum() / len(counts)
+    assert expected > 20
+    degrees = len(counts) - 1
+    assert ((counts - expected) ** 2 / expected).sum() < degrees + 4 * np.sqrt(2 * degrees)
+
+
+def test_selected_positions_are_uniform() -> None:
+    rows = 1000
+    ids = np.full((rows, 64), 50)
+    flags = selected(UNIFORM(ids, np.full(rows, 3), np.arange(rows)), ids.shape)
+    counts = flags.sum(0)
+    # round(0.15 * 64) = 10 of 64 without replacement.
+    variance = rows * 10 / 64 * (1 - 10 / 64)
+    assert (counts.sum(), flags.sum(1).tolist()) == (10 * rows, [10] * rows)
+    statistic = ((counts - rows * 10 / 64) ** 2 / variance).sum() * 63 / 64
+    assert 63 - 4 * np.sqrt(126) < statistic < 63 + 4 * np.sqrt(126)
+
+
+@pytest.mark.parametrize("masking", [UNIFORM, SMOOTHED], ids=["uniform", "smoothed"])
+@pytest.mark.parametrize("seed", [0, 17, 2**64 - 1])
+def test_numpy_and_torch_give_the_same_bits(masking: Masking, seed: int, ids: Ids) -> None:
+    masking = replace(masking, seed=seed)
+    some = ids[:64]
+    epochs = np.arange(64) % 3 + 2**20
+    rows = np.arange(64) * 67_108_859  # up to 2**32
+    found = masking(some, epochs, rows)
+    same = masking(*(torch.from_numpy(x) for x in (some, epochs, rows)))
+    for ours, theirs in zip(found, same, strict=True):
+        assert isinstance(theirs, torch.Tensor) and theirs.dtype == torch.int64
+        assert (ours == theirs.numpy()).all()
+
+
+def test_the_input_is_left_alone(ids: Ids) -> None:
+    for kind in (np.array, torch.tensor):
+        some = kind(ids[:4].tolist())
+        UNIFORM(some, kind([0] * 4), kind([0, 1, 2, 3]))
+        assert some.tolist() == ids[:4].tolist()
+
+
+@pytest.mark.parametrize("masking", [UNIFORM, SMOOTHED], ids=["uniform", "smoothed"])
+def test_a_row_alone_is_the_row_in_any_batch(masking: Masking, ids: Ids) -> None:
+    epochs, rows = np.arange(20) // 7, np.arange(20) * 11
+    whole = masking(ids[:20], epochs, rows)
+    shuffled = np.random.default_rng(1).permutation(20)
+    again = masking(ids[shuffled], epochs[shuffled], rows[shuffled])
+    for i in range(20):
+        alone = masking(ids[i : i + 1], epochs[i : i + 1], rows[i : i + 1])
+        place = int(np.flatnonzero(shuffled == i)[0])
+        for one, all_rows, mixed in zip(alone, whole, again, strict=True):
+            assert (one[0] == all_rows[i]).all() and (one[0] == mixed[place]).all()
+
+
+def test_epochs_rows_and_seeds_mask_independently() -> None:
+    """Two masks share a position as often as chance has it: 77 * 77 / 512 of 77."""
+    ids = np.full((400, 512), 50)
+    none, rows = np.zeros(400, np.int64), np.arange(400)
+    first = selected(UNIFORM(ids, none, rows), ids.shape)
+    variants = {
+        "next row": first[np.r_[1:400, 0]],
+        "next epoch": selected(UNIFORM(ids, none + 1, rows), ids.shape),
+        "other seed": selected(replace(UNIFORM, seed=18)(ids, none, rows), ids.shape),
+        "high bits of the seed": selected(
+            replace(UNIFORM, seed=17 + 2**32)(ids, none, rows), ids.shape
+        ),
+        "epoch and row swapped": selected(UNIFORM(ids, rows, none), ids.shape)[np.r_[1:400, 0]],
+    }
+    share = 77 / 512
+    deviation = np.sqrt(400 * 77 * share * (1 - share) * (435 / 511))  # hypergeometric
+    for what, other in variants.items():
+        assert abs((first & other).sum() - 400 * 77 * share) < 4 * deviation, what
+
+
+def test_action_and_replacement_do_not_follow_the_selection() -> None:
+    """Early slots hold the smallest draws: they must be [MASK] as often as late ones."""
+    ids = np.full((1000, 512), 50)
+    result = UNIFORM(ids, np.zeros(1000, np.int64), np.arange(1000))
+    put = np.take_along_axis(result.input_ids, result.positions, axis=1)
+    for slots in (put[:, :20], put[:, -20:]):
+        assert abs(deviations((slots == MASK).sum(), slots.size, 0.8)) < 4
+
+
+def test_smoothed_draws_by_count_to_the_minus_0_7() -> None:
+    """Frequencies of three classes against a naive float Efraimidis-Spirakis race."""
+    counts = np.array([100, 1_000, 20_000])
+    words = np.array([10, 11, 12])
+    table = np.ones(V, np.int64)
+    table[words] = np.round(30_000 * (counts / 20_000) ** 0.7)
+    ids = np.repeat(np.tile(words, 20)[None, :], 4000, axis=0)  # 20 of each in a row of 60
+    smoothed = replace(UNIFORM, smoothing=table)
+    result = smoothed(ids, np.zeros(4000, np.int64), np.arange(4000))
+    found = np.array([(result.labels == word).sum() for word in words])
+    assert found.sum() == 9 * 4000  # round(0.15 * 60): the share is that of uniform masking
+
+    draw = np.random.default_rng(2)
+    weights = np.tile(counts.astype(float) ** -0.7, 20)
+    race = draw.exponential(size=(20_000, 60)) / weights
+    winners = np.argsort(race, axis=1)[:, :9] % 3
+    expected = np.bincount(winners.ravel(), minlength=3) / 20_000 * 4000
+    deviation = np.sqrt(expected * (1 + 4000 / 20_000))  # of both; less without replacement
+    assert (np.abs(found - expected) < 4 * deviation).all(), (found, expected)
+    assert found[0] > 3 * found[1] > 9 * found[2]
+
+
+def test_smoothed_is_no_function_of_the_position() -> None:
+    ids = np.full((1000, 64), 50)
+    flags = selected(SMOOTHED(ids, np.zeros(1000, np.int64), np.arange(1000)), ids.shape)
+    expected = 1000 * 10 / 64
+    statistic = ((flags.sum(0) - expected) ** 2 / (expected * 54 / 64)).sum() * 63 / 64
+    assert statistic < 63 + 4 * np.sqrt(126)
+
+
+def test_the_exponential_table_is_minus_the_logarithm() -> None:
+    exact = -np.log((np.arange(1 << 16) + 0.5) / (1 << 16)) * 2**22
+    assert np.abs(_EXPONENTIAL - exact).max() <= 2
+    assert _EXPONENTIAL.min() >= 1  # a draw of 0 would win whatever its weight
+
+
+def test_prepared_counts_become_smoothed_masking(corpus: Path, manifest: Manifest) -> None:
+    """The table beside the shards is count**0.7 of what the training rows really hold."""
+    masking = build_masking(MaskingConfig(mode="smoothed"), corpus, manifest, seed=5)
+    shards = open_shards(corpus)
+    rows = shards.rows(np.arange(len(shards))).astype(np.int64)
+    counts = np.bincount(rows.ravel(), minlength=V)
+    table = json.loads((corpus / "token_counts.json").read_text())
+    assert table["counts"][len(SPECIAL) :] == counts[len(SPECIAL) :].tolist()
+    assert masking.smoothing is not None
+    power = np.maximum(counts, 1.0)[len(SPECIAL) :] ** 0.7
+    found = masking.smoothing[len(SPECIAL) :]
+    np.testing.assert_allclose(found / found.max(), power / power.max(), rtol=1e-5)
+
+    epochs = np.arange(100)
+    rare = counts[rows] <= np.median(counts[len(SPECIAL) :])
+    rare &= ordinary(rows)
+    chances = []
+    for mode in (masking, build_masking(MaskingConfig(), corpus, manifest, seed=5)):
+        hits = total = 0
+        for epoch in epochs:
+            result = mode(rows, np.full(len(rows), epoch), np.arange(len(rows)))
+            flags = selected(result, rows.shape)
+            hits, total = hits + int((flags & rare).sum()), total + int(flags.sum())
+        chances.append(hits / total)
+    uniform = rare.sum() / ordinary(rows).sum()
+    assert chances[1] == pytest.approx(uniform, rel=0.1)
+    assert chances[0] > 1.5 * uniform
+
+
+@pytest.mark.parametrize("masking", [UNIFORM, SMOOTHED], ids=["uniform", "smoothed"])
+@pytest.mark.parametrize("kind", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_rows_with_hardly_a_word(masking: Masking, kind: Callable[..., Any]) -> None:
+    """No word: nothing predicted. One to nine: one predicted, always a word."""
+    rows = [
+        [CLS, SEP] + [PAD] * 14,
+        [PAD] * 16,
+        [CLS, 7, SEP] + [PAD] * 13,
+        [CLS, UNK, MASK, 8, SEP] + [PAD] * 11,
+        [CLS, *range(20, 29), SEP] + [PAD] * 5,
+        [CLS, *range(20, 31), SEP] + [PAD] * 3,  # 1.65 of 11
+        [CLS, *range(20, 34), SEP],
+    ]
+    result = masking(kind(rows), kind([0] * 7), kind(list(range(7))))
+    labels = [[x for x in row if x != IGNORE] for row in result.labels.tolist()]
+    assert [len(row) for row in labels] == [0, 0, 1, 1, 1, 2, 2]
+    assert labels[2:4] == [[7], [8]]
+    assert result.input_ids.tolist()[:2] == rows[:2]
+
+
+def test_one_word_is_selected_at_every_epoch() -> None:
+    ids = np.array([[CLS, 9, SEP, PAD]])
+    for epoch in range(20):
+        result = UNIFORM(ids, np.array([epoch]), np.array([0]))
+        assert result.labels.tolist() == [[9]] and result.positions.tolist() == [[1]]
+
+
+@pytest.mark.parametrize("probability", [0.01, 0.1, 0.15, 0.3, 0.9])
+@pytest.mark.parametrize("length", [8, 50, 128, 511, 512])
+def test_count_is_the_number_of_labels(probability: float, length: int) -> None:
+    """Rows of words alone, the hardest case for the number of slots, and rows of few words."""
+    masking = replace(UNIFORM, probability=probability)
+    ids = np.full((8, length), 50)
+    for row in range(4):
+        ids[row, : row * length // 4] = PAD
+    result = masking(ids, np.zeros(8, np.int64), np.arange(8))
+    assert masking.count(ids) == (result.labels != IGNORE).sum()
+    for row in range(8):
+        assert masking.count(ids[row : row + 1]) == (result.labels[row] != IGNORE).sum()
+
+
+def test_evaluation_masks_every_selected_word(ids: Ids, masked: Masked) -> None:
+    """Only the replacement differs from training, not the selection."""
+    result = replace(UNIFORM, replace="mask")(
+        ids, np.zeros(len(ids), np.int64), np.arange(len(ids))
+    )
+    assert (result.labels == masked.labels).all() and (result.positions == masked.positions).all()
+    expected = np.where(selected(masked, ids.shape), MASK, ids)
+    assert (result.input_ids == expected).all()
+
+
+def test_golden_values() -> None:
+    """A changed function would silently change the masks of every resumed run."""
+    ids = (np.arange(2 * 40).reshape(2, 40) * 7 + 5) % 195 + 5
+    ids[:, 0], ids[:, -1] = CLS, SEP
+    epochs, rows = np.array([0, 3]), np.array([0, 123_456_789])
+    for masking, golden in ((UNIFORM, GOLDEN_UNIFORM), (SMOOTHED, GOLDEN_SMOOTHED)):
+        result = masking(ids, epochs, rows)
+        put = np.take_along_axis(result.input_ids, result.positions, axis=1)
+        assert (result.positions.tolist(), put.tolist()) == golden
+
+
+GOLDEN_UNIFORM = (
+    [[20, 28, 23, 37, 21, 18], [29, 23, 8, 2, 13, 24]],
+    [[4, 4, 4, 4, 4, 4], [4, 4, 4, 4, 4, 4]],
+)
+GOLDEN_SMOOTHED = (
+    [[4, 38, 29, 9, 34, 5], [12, 3, 16, 34, 26, 15]],
+    [[4, 81, 4, 4, 4, 45], [4, 116, 62, 4, 4, 14]],
+)

@@ -1,0 +1,142 @@
+"""The row order: every row once an epoch, whatever the batch; and the hash below it."""
+
+import numpy as np
+import pytest
+import torch
+
+from pretrain.hashing import derive, mix, root
+from pretrain.order import Order, permutation
+
+EDGES = [0, 1, 2, 3, 0x7FFFFFFF, 0x80000000, 0xDEADBEEF, 0xFFFFFFFF]
+
+
+def unmix(y: int) -> int:
+    """The inverse of lowbias32: undo each xor-shift, multiply by the modular inverses."""
+    y ^= y >> 16
+    y = y * pow(0x846CA68B, -1, 2**32) % 2**32
+    y ^= (y >> 15) ^ (y >> 30)
+    y = y * pow(0x7FEB352D, -1, 2**32) % 2**32
+    return y ^ (y >> 16)
+
+
+def test_mix_is_invertible_and_the_same_in_python_numpy_and_torch() -> None:
+    numbers = EDGES + [int(i) for i in np.random.default_rng(0).integers(0, 2**32, 1000)]
+    mixed = [mix(number) for number in numbers]
+    assert [unmix(y) for y in mixed] == numbers
+    assert mix(np.array(numbers)).tolist() == mixed
+    assert mix(torch.tensor(numbers)).tolist() == mixed
+
+
+def test_mix_reads_only_the_low_32_bits() -> None:
+    for number in EDGES:
+        assert mix(number) == mix(number + (7 << 32))
+    assert mix(np.array(EDGES) - (1 << 40)).tolist() == [mix(number) for number in EDGES]
+
+
+def test_derive_is_injective_and_the_same_in_python_numpy_and_torch() -> None:
+    for key in (0, 1, 0xFFFFFFFF):
+        python = [derive(key, index) for index in EDGES]
+        assert derive(key, np.array(EDGES)).tolist() == python
+        assert derive(key, torch.tensor(EDGES)).tolist() == python
+        assert len(np.unique(derive(key, np.arange(100_000)))) == 100_000
+
+
+def test_root_hears_every_bit_of_the_seed_and_every_name() -> None:
+    seeds = [0, 3, *(1 << bit for bit in range(64)), 2**64 - 1]
+    names = [(use, index) for use in (1, 2, 3) for index in range(20)]
+    keys = {root(seed, *name) for seed in seeds for name in names}
+    assert len(keys) == len(seeds) * len(names)
+    assert all(0 <= key < 2**32 for key in keys)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 4096, 10007])
+def test_permutation_is_a_bijection(size: int) -> None:
+    for key in (0, 1, 0xDEADBEEF):
+        found = permutation(np.arange(size), size, key)
+        assert sorted(found.tolist()) == list(range(size))
+
+
+def test_permutation_needs_no_neighbours() -> None:
+    whole = permutation(np.arange(4097), 4097, 7)
+    assert (
+        permutation(np.array([4096, 3, 3, 0]), 4097, 7).tolist() == whole[[4096, 3, 3, 0]].tolist()
+    )
+
+
+def test_permutation_reads_its_argument_only() -> None:
+    index = np.arange(10)
+    permutation(index, 10, 3)
+    assert index.tolist() == list(range(10))
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(10, 4), (7, 7), (5, 12), (1, 3), (100, 1)])
+def test_every_epoch_visits_every_row_once(rows: int, batch: int) -> None:
+    """Batches straddle epochs (and may be longer than one); no row is dropped or repeated."""
+    order = Order(rows, batch, seed=11)
+    steps = -(-3 * rows // batch)
+    seen: dict[int, list[int]] = {}
+    flat = []
+    for step in range(steps):
+        epochs, numbers = order.at(step)
+        assert len(epochs) == len(numbers) == batch
+        flat += epochs.tolist()
+        for epoch, number in zip(epochs.tolist(), numbers.tolist(), strict=True):
+            seen.setdefault(epoch, []).append(number)
+    assert flat == [position // rows for position in range(steps * batch)]
+    for epoch in range(3):
+        assert sorted(seen[epoch]) == list(range(rows))
+
+
+def test_the_batch_size_does_not_change_the_sequence() -> None:
+    def sequence(batch: int) -> list[int]:
+        order = Order(100, batch, seed=5)
+        return np.concatenate([order.at(step)[1] for step in range(600 // batch)]).tolist()
+
+    assert sequence(12) == sequence(50) == sequence(600)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    """Chance agreement of two permutations is one row in 1,000 on average."""
+    epochs = [Order(1000, 1000, seed=1).at(step)[1] for step in range(3)]
+    others = [Order(1000, 1000, seed=seed).at(0)[1] for seed in (0, 2, 1 + 2**32, 2**64 - 1)]
+    orders = [*epochs, *others]
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            assert (one == other).sum() < 10
+
+
+def test_no_correlation_of_position_and_row() -> None:
+    """Spearman's rho has deviation 1/sqrt(n - 1) for a random permutation; so has lag 1."""
+    n = 10007
+    for seed in range(4):
+        rows = Order(n, n, seed).at(0)[1]
+        assert abs(np.corrcoef(np.arange(n), rows)[0, 1]) < 4 / np.sqrt(n - 1)
+        assert abs(np.corrcoef(rows[:-1], rows[1:])[0, 1]) < 4 / np.sqrt(n - 2)
+    first, second = Order(n, n, 0).at(0)[1], Order(n, n, 0).at(1)[1]
+    assert abs(np.corrcoef(first, second)[0, 1]) < 4 / np.sqrt(n - 1)
+
+
+def test_where_rows_land_is_uniform() -> None:
+    """Over keys, row 0 of 16 lands everywhere equally often: chi-square with 15 degrees."""
+    places = [int(permutation(np.array([0]), 16, key)[0]) for key in range(3200)]
+    counts = np.bincount(places, minlength=16)
+    assert ((counts - 200) ** 2 / 200).sum() < 15 + 4 * np.sqrt(30)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "epochs", "steps"),
+    [(10, 5, 1, 2), (10, 4, 1, 3), (10, 4, 2, 5), (10, 4, 0.5, 2), (3, 100, 3, 1), (7, 1, 3, 21)],
+)
+def test_steps_for_rounds_up(rows: int, batch: int, epochs: float, steps: int) -> None:
+    assert Order(rows, batch, 0).steps_for(epochs) == steps
+
+
+def test_golden_values() -> None:
+    """A changed function would silently reorder every resumed run."""
+    assert [mix(x) for x in (1, 2, 0xFFFFFFFF)] == [1753845952, 3507691905, 1734902346]
+    assert (derive(5, 9), root(2**40 + 3, 1, 2)) == (1453137416, 2585391108)
+    assert permutation(np.arange(10), 10, 123).tolist() == [0, 3, 9, 6, 2, 8, 1, 7, 5, 4]
+    order = Order(100, 8, seed=42)
+    assert order.at(0)[1].tolist() == [1, 69, 63, 7, 83, 37, 4, 65]
+    assert order.at(12)[1].tolist() == [19, 11, 51, 85, 13, 87, 82, 8]
+    assert order.at(1_000_000)[1].tolist() == [63, 56, 78, 37, 35, 1, 65, 59]

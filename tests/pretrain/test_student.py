@@ -1,0 +1,590 @@
+"""Teachers that are accepted and refused, and students made of their layers."""
+
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertModel,
+    DistilBertForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+from data_prep.shards import Manifest
+from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sha256
+from pretrain import RunError
+from pretrain.config import Model, Student
+from pretrain.student import (
+    Teacher,
+    build_bert,
+    build_student,
+    default_layers,
+    load_student,
+    load_teacher,
+    parameters_sha256,
+)
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "rxn-bert.tar.xz"
+
+
+@pytest.fixture(scope="module")
+def teacher(
+    tiny_bert: Callable[..., BertForMaskedLM], as_teacher: Callable[[BertForMaskedLM], Teacher]
+) -> Teacher:
+    return as_teacher(tiny_bert(4))
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    """Three unpacked rows of 20 words."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 200, (3, 20), generator=generator)
+
+
+# --- students --------------------------------------------------------------------------------
+
+
+def test_all_layers_give_the_teachers_outputs(teacher: Teacher, ids: Tensor) -> None:
+    """Also the token-type embedding, which a DistilBERT does not have, is not lost."""
+    student = build_student(Student(num_layers=4), teacher, seed=0)
+    assert student.training
+    student.eval()
+    with torch.no_grad():
+        ours = student(input_ids=ids, output_hidden_states=True)
+        theirs = teacher.model(input_ids=ids, output_hidden_states=True)
+    assert len(ours.hidden_states) == len(theirs.hidden_states) == 5
+    for one, other in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+        assert (one - other).abs().max() < 1e-5
+    assert (ours.logits - theirs.logits).abs().max() < 1e-5
+    # The comparison would notice: without token type 0 the first of them differ.
+    position = teacher.model.bert.embeddings.position_embeddings.weight
+    student.distilbert.embeddings.position_embeddings.weight.data.copy_(position)
+    with torch.no_grad():
+        without = student(input_ids=ids, output_hidden_states=True)
+    assert (without.hidden_states[0] - theirs.hidden_states[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [(Student(), (0, 2)), (Student(num_layers=3), (0, 1, 2)), (Student(init=(3, 1)), (3, 1))],
+    ids=["half", "three", "listed"],
+)
+def test_students_hold_the_layers_they_should(
+    config: Student, layers: tuple[int, ...], teacher: Teacher, ids: Tensor
+) -> None:
+    """A student of layers (3, 1) is what the teacher is with its layers 3 and 1 alone."""
+    student = build_student(config, teacher, seed=0).eval()
+    shorter = BertForMaskedLM(
+        BertConfig(**{**teacher.model.config.to_dict(), "num_hidden_layers": len(layers)})
+    )
+    state = {k: v for k, v in teacher.model.state_dict().items() if ".layer." not in k}
+    for name, tensor in teacher.model.state_dict().items():
+        for place, layer in enumerate(layers):
+            if f".layer.{layer}." in name:
+                state[name.replace(f".layer.{layer}.", f".layer.{place}.")] = tensor
+    shorter.load_state_dict(state)
+    with torch.no_grad():
+        difference = student(input_ids=ids).logits - shorter.eval()(input_ids=ids).logits
+    assert difference.abs().max() < 1e-5
+    assert student.config.n_layers == len(layers)
+    assert student.vocab_projector.weight is student.distilbert.embeddings.word_embeddings.weight
+
+
+def test_copies_share_no_memory_with_the_teacher(
+    tiny_bert: Callable[..., BertForMaskedLM],
+    as_teacher: Callable[[BertForMaskedLM], Teacher],
+) -> None:
+    teacher = as_teacher(tiny_bert(2))
+    before = parameters_sha256(teacher.model)
+    student = build_student(Student(num_layers=2), teacher, seed=0)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            assert parameter.requires_grad and parameter.dtype == torch.float32
+            parameter.add_(1.0)
+    assert parameters_sha256(teacher.model) == before
+
+
+def test_default_layers() -> None:
+    assert default_layers(12, 6) == (0, 2, 4, 7, 9, 11)
+    assert default_layers(4, 2) == (0, 2)
+    assert default_layers(6, 3) == (0, 2, 4)
+    assert default_layers(12, 3) == (0, 4, 8)
+    assert default_layers(12, 12) == tuple(range(12))
+    assert default_layers(1, 1) == (0,)
+    for teacher in range(1, 25):
+        for student in range(1, teacher + 1):
+            layers = default_layers(teacher, student)
+            assert len(set(layers)) == student and sorted(layers) == list(layers)
+            assert layers[0] >= 0 and layers[-1] < teacher
+
+
+def one_line(error: pytest.ExceptionInfo[RunError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_layers_the_teacher_does_not_have(teacher: Teacher) -> None:
+    with pytest.raises(
+        RunError, match="student.num_layers 5 is more than the teacher's 4"
+    ) as error:
+        build_student(Student(num_layers=5), teacher, seed=0)
+    one_line(error)
+    for layer in (4, -1):
+        with pytest.raises(RunError, match=f"layers 0 to 3, not {layer}") as error:
+            build_student(Student(init=(0, layer)), teacher, seed=0)
+        one_line(error)
+
+
+def test_random_students(teacher: Teacher) -> None:
+    """Repeatable whatever else drew random numbers; BERT's deviation; norms 1 and 0."""
+    torch.manual_seed(1)
+    first = build_student(Student(init="random"), teacher, seed=7)
+    torch.manual_seed(2)
+    again = build_student(Student(init="random"), teacher, seed=7)
+    other = build_student(Student(init="random"), teacher, seed=8)
+    copied = build_student(Student(), teacher, seed=7)
+    assert parameters_sha256(first) == parameters_sha256(again)
+    for name, parameter in first.named_parameters():
+        if parameter.dim() > 1:
+            assert parameter.std() == pytest.approx(0.02, rel=0.1)
+            assert abs(parameter.mean()) < 4 * 0.02 / parameter.numel() ** 0.5
+            assert not torch.equal(parameter, other.get_parameter(name))
+            assert not torch.equal(parameter, copied.get_parameter(name))
+        else:
+            norm = "norm" in name.lower() and name.endswith("weight")
+            assert (parameter == float(norm)).all(), name
+
+
+def test_a_random_student_may_be_deeper_than_its_teacher(teacher: Teacher) -> None:
+    """What the refusal of too many layers advises."""
+    student = build_student(Student(init="random", num_layers=5), teacher, seed=0)
+    assert len(student.distilbert.transformer.layer) == 5
+
+
+def test_dropout_is_the_configs(teacher: Teacher) -> None:
+    student = build_student(Student(dropout=0.3, attention_dropout=0.2), teacher, seed=0)
+    rates = {n: m.p for n, m in student.named_modules() if isinstance(m, torch.nn.Dropout)}
+    assert len(rates) == 5  # embeddings, and attention and feed-forward of two layers
+    for name, rate in rates.items():
+        assert rate == (0.2 if "attention" in name else 0.3), name
+
+
+def test_continue_from_a_folder(teacher: Teacher, tmp_path: Path) -> None:
+    saved = build_student(Student(init="random", num_layers=3), teacher, seed=4)
+    saved.save_pretrained(tmp_path / "student")
+    config = Student(init=str(tmp_path / "student"), dropout=0.25, attention_dropout=0.05)
+    found = build_student(config, teacher, seed=9)
+    assert parameters_sha256(found) == parameters_sha256(saved)
+    assert found.training
+    rates = {n: m.p for n, m in found.named_modules() if isinstance(m, torch.nn.Dropout)}
+    assert set(rates.values()) == {0.25, 0.05}
+    with pytest.raises(RunError, match="has n_layers 3, but this run needs 2") as error:
+        build_student(Student(init=str(tmp_path / "student"), num_layers=2), teacher, seed=9)
+    one_line(error)
+
+
+def test_folders_that_are_no_students(
+    teacher: Teacher,
+    tiny_bert: Callable[..., BertForMaskedLM],
+    as_teacher: Callable[[BertForMaskedLM], Teacher],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(RunError, match="no folder with a config.json") as error:
+        build_student(Student(init=str(tmp_path / "nowhere")), teacher, seed=0)
+    one_line(error)
+    teacher.model.save_pretrained(tmp_path / "bert")
+    with pytest.raises(RunError, match="holds a bert, no DistilBERT") as error:
+        build_student(Student(init=str(tmp_path / "bert")), teacher, seed=0)
+    one_line(error)
+    wide = as_teacher(tiny_bert(2, width=48))
+    build_student(Student(), wide, seed=0).save_pretrained(tmp_path / "wide")
+    with pytest.raises(RunError, match="has dim 48, but this run needs 32") as error:
+        build_student(Student(init=str(tmp_path / "wide")), teacher, seed=0)
+    one_line(error)
+
+
+def test_a_teacher_with_another_epsilon(
+    tiny_bert: Callable[..., BertForMaskedLM], as_teacher: Callable[[BertForMaskedLM], Teacher]
+) -> None:
+    odd = as_teacher(tiny_bert(2, layer_norm_eps=1e-5))
+    with pytest.raises(RunError, match="layer_norm_eps is 1e-05") as error:
+        build_student(Student(), odd, seed=0)
+    one_line(error)
+
+
+def test_a_bert_of_ones_own(manifest: Manifest) -> None:
+    sizes = Model(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+    )
+    model = build_bert(sizes, manifest, seed=3)
+    assert model.training and model.config.vocab_size == 200
+    # Embeddings 8,640 + 64, layers 2 x 8,544, head 1,056 + 64 + 200.
+    assert sum(p.numel() for p in model.parameters()) == (232 + 2) * 32 + 64 + 2 * 8544 + 1320
+    assert parameters_sha256(model) == parameters_sha256(build_bert(sizes, manifest, seed=3))
+    with pytest.raises(RunError, match="rows of 32 tokens need as many positions") as error:
+        build_bert(sizes.model_copy(update={"max_position_embeddings": 31}), manifest, seed=3)
+    one_line(error)
+
+
+def test_load_student_returns_what_was_saved(teacher: Teacher, tmp_path: Path) -> None:
+    student = build_student(Student(), teacher, seed=0)
+    student.save_pretrained(tmp_path / "student")
+    teacher.model.save_pretrained(tmp_path / "bert")
+    for folder, saved, kind in (
+        ("student", student, DistilBertForMaskedLM),
+        ("bert", teacher.model, BertForMaskedLM),
+    ):
+        found = load_student(tmp_path / folder)
+        assert type(found) is kind
+        assert parameters_sha256(found) == parameters_sha256(saved)
+
+
+# --- teachers --------------------------------------------------------------------------------
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def refused(name: str | Path, manifest: Manifest) -> str:
+    with pytest.raises(RunError) as error:
+        load_teacher(str(name), manifest)
+    text = one_line(error)
+    assert str(name) in text
+    return text
+
+
+def test_load_teacher(
+    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest, ids: Tensor
+) -> None:
+    saved = save_teacher(tmp_path)
+    teacher = load_teacher(str(tmp_path), manifest)
+    assert not teacher.model.training and teacher.model.dtype == torch.float32
+    assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
+    assert teacher.model.config._attn_implementation == "sdpa"
+    assert (teacher.name, teacher.revision) == (str(tmp_path), None)
+    with torch.no_grad():
+        assert torch.equal(teacher.model(input_ids=ids).logits, saved(input_ids=ids).logits)
+
+
+def test_a_half_precision_teacher_is_widened(
+    tmp_path: Path,
+    tiny_bert: Callable[..., BertForMaskedLM],
+    save_teacher: Callable[..., BertForMaskedLM],
+    manifest: Manifest,
+) -> None:
+    save_teacher(tmp_path, tiny_bert().to(torch.bfloat16))
+    model = load_teacher(str(tmp_path), manifest).model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_the_digest_is_of_the_weights(
+    tmp_path: Path,
+    tiny_bert: Callable[..., BertForMaskedLM],
+    save_teacher: Callable[..., BertForMaskedLM],
+    manifest: Manifest,
+) -> None:
+    digests = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        save_teacher(tmp_path / name, tiny_bert(seed=seed))
+        digests.append(load_teacher(str(tmp_path / name), manifest).sha256)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_trunk_without_a_head(
+    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest
+) -> None:
+    model = save_teacher(tmp_path)
+    model.bert.save_pretrained(tmp_path)
+    assert isinstance(model.bert, BertModel)
+    edit_config(tmp_path, architectures=["BertForMaskedLM"])
+    assert "no trained masked-language-model head" in refused(tmp_path, manifest)
+
+
+def test_a_pretraining_checkpoint_has_a_head(
+    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest, ids: Tensor
+) -> None:
+    """With next-sentence head and pooler, as Google's BERT came."""
+    save_teacher(tmp_path)
+    torch.manual_seed(0)
+    whole = BertForPreTraining(BertConfig.from_pretrained(tmp_path)).eval()
+    whole.save_pretrained(tmp_path)
+    model = load_teacher(str(tmp_path), manifest).model
+    with torch.no_grad():
+        expected = whole(input_ids=ids).prediction_logits
+        assert (model(input_ids=ids).logits - expected).abs().max() < 1e-5
+
+
+def test_other_architectures(
+    tmp_path: Path,
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+    manifest: Manifest,
+) -> None:
+    tiny_distilbert().save_pretrained(tmp_path / "distilbert")
+    assert "a distilbert cannot be a teacher" in refused(tmp_path / "distilbert", manifest)
+    config = RobertaConfig(
+        vocab_size=200,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+    )
+    RobertaForMaskedLM(config).save_pretrained(tmp_path / "roberta")
+    assert "a roberta cannot be a teacher" in refused(tmp_path / "roberta", manifest)
+
+
+@pytest.mark.parametrize("file", ["vocab.txt", "tokenizer.json"])
+def test_another_vocabulary_of_the_same_size(
+    file: str,
+    tmp_path: Path,
+    corpus: Path,
+    save_teacher: Callable[..., BertForMaskedLM],
+    vocabulary: list[str],
+    manifest: Manifest,
+) -> None:
+    """Two words that changed places, told by either tokenizer file."""
+    words = [*vocabulary[:-2], vocabulary[-1], vocabulary[-2]]
+    save_teacher(tmp_path, words=words)
+    if file == "tokenizer.json":
+        (tmp_path / "vocab.txt").unlink()
+        text = (corpus / "tokenizer" / "tokenizer.json").read_text()
+        (tmp_path / file).write_text(text)
+        load_teacher(str(tmp_path), manifest)  # the shards' own passes
+        raw = json.loads(text)
+        raw["model"]["vocab"] = {word: i for i, word in enumerate(words)}
+        (tmp_path / file).write_text(json.dumps(raw))
+    assert "the shards' size but other words" in refused(tmp_path, manifest)
+
+
+def test_another_vocabulary_size(
+    tmp_path: Path,
+    tiny_bert: Callable[..., BertForMaskedLM],
+    save_teacher: Callable[..., BertForMaskedLM],
+    vocabulary: list[str],
+    manifest: Manifest,
+) -> None:
+    save_teacher(tmp_path, tiny_bert(1, vocab_size=199), vocabulary[:199])
+    assert "it knows 199 words, the shards were made with 200" in refused(tmp_path, manifest)
+
+
+def test_rows_longer_than_the_positions(
+    tmp_path: Path,
+    tiny_bert: Callable[..., BertForMaskedLM],
+    save_teacher: Callable[..., BertForMaskedLM],
+    manifest: Manifest,
+) -> None:
+    save_teacher(tmp_path / "short", tiny_bert(1, max_position_embeddings=31))
+    text = refused(tmp_path / "short", manifest)
+    assert "max_position_embeddings is 31" in text and "row_length: 31" in text
+    save_teacher(tmp_path / "just", tiny_bert(1, max_position_embeddings=32))
+    load_teacher(str(tmp_path / "just"), manifest)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"auto_map": {"AutoModelForMaskedLM": "evil.Model"}},
+        {"_attn_implementation": "someone/kernel"},
+        {"_attn_implementation_internal": "someone/kernel"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_configs_that_could_run_code(
+    changes: dict[str, Any],
+    tmp_path: Path,
+    save_teacher: Callable[..., BertForMaskedLM],
+    manifest: Manifest,
+) -> None:
+    save_teacher(tmp_path)
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')\n")
+    edit_config(tmp_path, **changes)
+    assert next(iter(changes)) in refused(tmp_path, manifest)
+
+
+@pytest.mark.parametrize("name", ["a missing folder", "no-such-owner/no-such-model", "a@b@c"])
+def test_nothing_there(name: str, tmp_path: Path, manifest: Manifest) -> None:
+    """At once and in a line, though a hub is out of reach."""
+    path = str(tmp_path / name) if name == "a missing folder" else name
+    assert "no folder with a config.json" in refused(path, manifest)
+
+
+def test_damaged_configs(
+    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest
+) -> None:
+    save_teacher(tmp_path)
+    good = (tmp_path / "config.json").read_text()
+    for bad in (good[: len(good) // 2], "", "[1, 2]", "null"):
+        (tmp_path / "config.json").write_text(bad)
+        assert "config.json" in refused(tmp_path, manifest)
+    for changes in ({"hidden_size": "wide"}, {"hidden_size": 33}, {"hidden_act": "no_such"}):
+        (tmp_path / "config.json").write_text(good)
+        edit_config(tmp_path, **changes)
+        refused(tmp_path, manifest)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_truncated_weights(
+    file: str,
+    kept: float,
+    tmp_path: Path,
+    save_teacher: Callable[..., BertForMaskedLM],
+    manifest: Manifest,
+) -> None:
+    model = save_teacher(tmp_path)
+    if file.endswith(".bin"):
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / file)
+        load_teacher(str(tmp_path), manifest)
+    data = (tmp_path / file).read_bytes()
+    (tmp_path / file).write_bytes(data[: int(kept * len(data))])
+    refused(tmp_path, manifest)
+
+
+def test_weights_that_do_not_fit_the_config(
+    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest
+) -> None:
+    save_teacher(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "away")
+    refused(tmp_path, manifest)  # no weights at all
+    (tmp_path / "away").rename(tmp_path / "model.safetensors")
+    edit_config(tmp_path, num_hidden_layers=5)
+    assert "do not fit its config.json" in refused(tmp_path, manifest)
+    edit_config(tmp_path, num_hidden_layers=4, intermediate_size=96)
+    refused(tmp_path, manifest)
+
+
+def test_an_old_checkpoint(
+    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest, ids: Tensor
+) -> None:
+    """`.bin`, gamma and beta, no model_type, no decoder.bias: the same model as today's file."""
+    model = save_teacher(tmp_path)
+    state = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        state[name.replace("LayerNorm.bias", "LayerNorm.beta")] = tensor
+    state["cls.predictions.decoder.weight"] = state["bert.embeddings.word_embeddings.weight"]
+    state["bert.embeddings.position_ids"] = torch.arange(64)[None]
+    assert "cls.predictions.bias" in state and "cls.predictions.decoder.bias" not in state
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    edit_config(tmp_path, model_type=None, architectures=None, transformers_version=None)
+    teacher = load_teacher(str(tmp_path), manifest)
+    with torch.no_grad():
+        assert (teacher.model(input_ids=ids).logits - model(input_ids=ids).logits).abs().max() == 0
+    head = teacher.model.cls.predictions
+    assert torch.equal(head.decoder.bias, head.bias) and head.bias.abs().max() > 0.1
+
+
+def test_a_pickle_that_runs_code(
+    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest
+) -> None:
+    """A `.bin` is a pickle: what is no tensor in it must not be built."""
+    save_teacher(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"bert.embeddings.word_embeddings.weight": Trap(tmp_path)}, tmp_path / "trap")
+    (tmp_path / "trap").rename(tmp_path / "pytorch_model.bin")
+    refused(tmp_path, manifest)
+    assert not (tmp_path / "sprung").exists()
+
+
+class Trap:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import os
+
+        return os.mkdir, (str(self.folder / "sprung"),)
+
+
+# --- a real one ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 12-layer BERT over reaction SMILES, in the format of 2020."""
+    if not REAL.is_file():
+        pytest.skip("../shared/data/rxn-bert.tar.xz is not there")
+    folder = tmp_path_factory.mktemp("rxn")
+    with tarfile.open(REAL) as archive:
+        members = [m for m in archive.getmembers() if m.name.startswith("models/")]
+        archive.extractall(folder, members, filter="data")
+    (found,) = folder.glob("models/*")
+    return found
+
+
+def fitting_manifest(manifest: Manifest, words: list[str], row_length: int) -> Manifest:
+    special = SpecialIds(
+        **{key: words.index(f"[{key.upper()}]") for key in ("pad", "unk", "cls", "sep", "mask")}
+    )
+    tokenizer = TokenizerRecord(
+        fingerprint="0" * 64,
+        vocabulary_sha256=vocabulary_sha256(words),
+        vocab_size=len(words),
+        special_ids=special,
+    )
+    return manifest.model_copy(update={"tokenizer": tokenizer, "row_length": row_length})
+
+
+def test_the_real_teacher(real_teacher: Path, manifest: Manifest, tmp_path: Path) -> None:
+    """It loads as it came, predicts reactions, and six of its layers make a student."""
+    words = (real_teacher / "vocab.txt").read_text().splitlines()
+    fitting = fitting_manifest(manifest, words, 512)
+    teacher = load_teacher(str(real_teacher), fitting)
+    weights = torch.load(real_teacher / "pytorch_model.bin", weights_only=True)
+    state = teacher.model.state_dict()
+    assert len(teacher.model.bert.encoder.layer) == 12
+    for name, tensor in weights.items():
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+        name = name.replace("LayerNorm.beta", "LayerNorm.bias")
+        if name in state:
+            assert torch.equal(state[name], tensor), name
+
+    # Ethyl bromide and hydroxide to ethanol; the hidden atom is a carbon.
+    smiles = ["C", "C", "Br", ".", "[OH-]", ">>", "C", "C", "O"]
+    tokens = ["[CLS]", *smiles, "[SEP]"]
+    assert set(tokens) <= set(words)
+    ids = torch.tensor([[words.index(token) for token in tokens]])
+    ids[0, 8] = words.index("[MASK]")
+    with torch.no_grad():
+        logits = teacher.model(input_ids=ids).logits
+    assert words[int(logits[0, 8].argmax())] == "C"
+
+    whole = build_student(Student(num_layers=12), teacher, seed=0).eval()
+    with torch.no_grad():
+        assert (whole(input_ids=ids).logits - logits).abs().max() < 1e-4
+    student = build_student(Student(), teacher, seed=0)
+    for place, layer in enumerate((0, 2, 4, 7, 9, 11)):
+        ours = student.distilbert.transformer.layer[place].attention.q_lin.weight
+        assert torch.equal(ours, state[f"bert.encoder.layer.{layer}.attention.self.query.weight"])
+
+    assert "other words" in refused_copy(real_teacher, tmp_path, fitting, words[::-1])
+    longer = fitting_manifest(manifest, words, 4096)
+    assert "rows of 4096 tokens" in refused(real_teacher, longer)
+
+
+def refused_copy(source: Path, target: Path, manifest: Manifest, words: list[str]) -> str:
+    shutil.copytree(source, target / "copy")
+    (target / "copy" / "vocab.txt").write_text("\n".join(words) + "\n")
+    return refused(target / "copy", manifest)

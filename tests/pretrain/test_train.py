@@ -1,0 +1,423 @@
+"""Whole runs on tiny real models: one result, however it is run, stopped or split."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import BertForMaskedLM
+
+from pretrain import NonFiniteError, RunError, checkpoint, metrics
+from pretrain.config import RunConfig
+from pretrain.train import Outcome, learning_rate, train
+
+ROOT = Path(__file__).parents[2]
+RATES = ("tokens_per_second", "data_wait", "mfu")  # the only figures that time may change
+
+Settings = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def teacher(tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: object) -> Path:
+    folder = tmp_path / "teacher"
+    save_teacher(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(tmp_path: Path, corpus: Path, teacher: Path) -> Settings:
+    """A run of 10 steps of 8 rows with dropout, as YAML would give it; changes by section."""
+
+    def make(name: str = "run", **changes: Any) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "output": str(tmp_path / name),
+            "shards": str(corpus),
+            "teacher": str(teacher),
+            "student": {"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
+            "optimizer": {"learning_rate": 1e-3},
+            "train": {
+                "max_steps": 10,
+                "global_batch_size": 8,
+                "micro_batch_size": 4,
+                "num_workers": 0,
+            },
+            "evaluation": {"every": 5, "rows": 8},
+            "checkpoint": {"every": 5},
+            "logging": {"every": 1},
+        }
+        for section, change in changes.items():
+            if isinstance(change, dict) and isinstance(values.get(section), dict):
+                values[section] |= change
+            else:
+                values[section] = change
+        return values
+
+    return make
+
+
+def run(values: dict[str, Any], **arguments: Any) -> Outcome:
+    return train(RunConfig.model_validate(values), **arguments)
+
+
+def weights(values: dict[str, Any], step: int = 10) -> dict[str, torch.Tensor]:
+    folder = Path(values["output"]) / "checkpoints" / f"step-{step:08d}"
+    student = load_file(folder / "student" / "model.safetensors")
+    return student | load_file(folder / "optimizer.safetensors")
+
+
+def history(values: dict[str, Any]) -> list[dict[str, Any]]:
+    entries = metrics.read(Path(values["output"]) / "metrics.jsonl")
+    return [{k: v for k, v in entry.items() if k not in RATES} for entry in entries]
+
+
+def assert_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Bitwise: weights, optimizer state, and every metric but the rates."""
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert history(one) == history(other)
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference between the students' weights, relative to the weights' size.
+
+    The key biases have a true gradient of zero, so Adam turns their rounding noise into steps.
+    """
+    ours, theirs = weights(one), weights(other)
+    return max(
+        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-3))
+        for name in ours
+        if "/" not in name and "k_lin.bias" not in name
+    )
+
+
+def command(path: Path, *arguments: str, processes: int = 0) -> list[str]:
+    start = [sys.executable, "-m"]
+    if processes:
+        start += ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"]
+    return [*start, "launch", "pretrain", str(path), *arguments]
+
+
+def write(path: Path, values: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
+
+
+def test_ten_steps_are_five_and_five_bitwise(settings: Settings) -> None:
+    whole, halves = settings("whole"), settings("halves")
+    assert run(whole).ended == "finished"
+    first = run(halves, stop_after=5)
+    assert (first.ended, first.step) == ("stopped", 5)
+    assert run(halves).ended == "finished"
+    assert_same_run(whole, halves)
+    assert run(halves).ended == "up to date"
+
+
+def test_dropout_is_really_on(settings: Settings) -> None:
+    dropped = settings("dropped", train={"max_steps": 1})
+    kept = settings(
+        "kept", train={"max_steps": 1}, student={"dropout": 0.0, "attention_dropout": 0.0}
+    )
+    run(dropped), run(kept)
+    assert history(dropped)[1]["kl"] != history(kept)[1]["kl"]
+
+
+def test_workers_change_nothing(settings: Settings) -> None:
+    one, other = settings("one"), settings("other", train={"num_workers": 2})
+    run(one), run(other)
+    assert_same_run(one, other)
+
+
+def test_micro_batches_and_processes_change_only_rounding(
+    settings: Settings, tmp_path: Path
+) -> None:
+    still = {"student": {"dropout": 0.0, "attention_dropout": 0.0}}
+    one = settings("8x1", train={"micro_batch_size": 8}, **still)
+    two = settings("2x4", train={"micro_batch_size": 2}, **still)
+    ranks = settings("2 ranks", train={"micro_batch_size": 2}, **still)
+    run(one), run(two)
+    path = write(tmp_path / "ranks.yaml", ranks)
+    subprocess.run(command(path, processes=2), cwd=ROOT, env=environment(), check=True, timeout=240)
+    assert difference(two, one) < 1e-5
+    assert difference(ranks, one) < 1e-5
+    for entry, other, third in zip(history(one), history(two), history(ranks), strict=True):
+        for key, value in entry.items():
+            if isinstance(value, float):
+                assert other[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+                assert third[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+def test_another_micro_batch_may_continue_a_run(settings: Settings) -> None:
+    still = {"student": {"dropout": 0.0, "attention_dropout": 0.0}}
+    whole, mixed = settings("whole", **still), settings("mixed", **still)
+    run(whole), run(mixed, stop_after=5)
+    run(settings("mixed", train={"micro_batch_size": 8}, **still))
+    assert difference(mixed, whole) < 1e-5
+
+
+def test_sigterm_saves_and_the_same_command_continues(settings: Settings, tmp_path: Path) -> None:
+    undisturbed = settings("undisturbed", train={"max_steps": 60}, checkpoint={"every": 0})
+    disturbed = settings("disturbed", train={"max_steps": 60}, checkpoint={"every": 0})
+    path = write(tmp_path / "disturbed.yaml", disturbed)
+    process = subprocess.Popen(command(path), cwd=ROOT, env=environment())
+    log = Path(disturbed["output"]) / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while len(metrics.read(log)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
+    saved = checkpoint.newest(Path(disturbed["output"]) / "checkpoints", pytest.fail)
+    assert saved is not None and 0 < saved.step < 60
+
+    for values in (undisturbed, disturbed):
+        subprocess.run(
+            command(write(path, values)), cwd=ROOT, env=environment(), check=True, timeout=240
+        )
+    assert torch.equal(*(weights(v, 60)["vocab_projector.bias"] for v in (undisturbed, disturbed)))
+    assert history(undisturbed) == history(disturbed)
+
+
+def test_killed_at_once_it_loses_only_what_follows_the_checkpoint(
+    settings: Settings, tmp_path: Path
+) -> None:
+    undisturbed, killed = settings("undisturbed"), settings("killed")
+    run(undisturbed)
+    run(killed, stop_after=5)
+    path = write(tmp_path / "killed.yaml", settings("killed", checkpoint={"every": 0}))
+    process = subprocess.Popen(command(path), cwd=ROOT, env=environment())
+    log = Path(killed["output"]) / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not any(e["step"] > 5 for e in metrics.read(log)) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    process.wait(60)
+    run(killed)
+    assert_same_run(undisturbed, killed)
+
+
+def test_terms_are_logged_by_name_and_add_up(settings: Settings) -> None:
+    values = settings(train={"max_steps": 1})
+    run(values)
+    entry = history(values)[1]
+    assert entry["kind"] == "train"
+    total = 5 * entry["kl"] + 2 * entry["mlm"] + entry["cosine"]
+    assert entry["loss"] == pytest.approx(total, rel=1e-6)
+
+
+@pytest.mark.parametrize("zero", ["kl", "mlm", "cosine"])
+def test_a_weight_of_zero_leaves_the_other_terms_as_they_were(
+    settings: Settings, zero: str
+) -> None:
+    still = {"student": {"dropout": 0.0, "attention_dropout": 0.0}, "train": {"max_steps": 1}}
+    full, ablated = settings("full", **still), settings("ablated", objective={zero: 0.0}, **still)
+    ablated["objective"]["name"] = "distilbert"
+    run(full), run(ablated)
+    before, after = history(full)[1], history(ablated)[1]
+    assert zero not in after
+    for name in {"kl", "mlm", "cosine"} - {zero}:
+        assert after[name] == pytest.approx(before[name], rel=1e-5)
+
+
+def test_cosine_alone_trains_in_two_processes(settings: Settings, tmp_path: Path) -> None:
+    # The head's parameters then get no gradient, which DDP must be told.
+    values = settings(
+        objective={"name": "distilbert", "kl": 0.0, "mlm": 0.0}, train={"max_steps": 3}
+    )
+    path = write(tmp_path / "run.yaml", values)
+    subprocess.run(command(path, processes=2), cwd=ROOT, env=environment(), check=True, timeout=240)
+    assert [e["step"] for e in history(values) if e["kind"] == "train"] == [1, 2, 3]
+
+
+def test_mlm_trains_a_bert_and_learns(settings: Settings) -> None:
+    values = settings(
+        objective={"name": "mlm"}, train={"max_steps": 40}, optimizer={"learning_rate": 1e-2}
+    )
+    del values["teacher"], values["student"]
+    values["model"] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 32,
+    }
+    outcome = run(values)
+    start = history(values)[0]["loss"]
+    assert start == pytest.approx(math.log(200), rel=0.05)  # nothing is known of 200 words
+    assert outcome.evaluation["loss"] < start - 0.5
+    folder = Path(values["output"]) / "checkpoints" / "step-00000040" / "student"
+    assert type(BertForMaskedLM.from_pretrained(folder)) is BertForMaskedLM
+
+
+def test_random_initialisation_and_continuing_from_a_folder(settings: Settings) -> None:
+    random = settings("random", student={"init": "random"}, train={"max_steps": 2})
+    run(random)
+    folder = Path(random["output"]) / "checkpoints" / "step-00000002" / "student"
+    again = settings("again", student={"init": str(folder)}, train={"max_steps": 2})
+    run(again)
+    # Evaluation at step 0 of the second is that at the end of the first.
+    assert history(again)[0]["loss"] == history(random)[-1]["loss"]
+
+
+def test_a_non_finite_loss_stops_before_the_update(settings: Settings, tmp_path: Path) -> None:
+    first = settings("first", train={"max_steps": 2})
+    run(first)
+    folder = Path(first["output"]) / "checkpoints" / "step-00000002" / "student"
+    from transformers import DistilBertForMaskedLM
+
+    model = DistilBertForMaskedLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.vocab_transform.bias[0] = float("nan")
+    poisoned = tmp_path / "poisoned"
+    model.save_pretrained(poisoned)
+    values = settings("second", student={"init": str(poisoned)})
+    with pytest.raises(NonFiniteError, match=r"step 0: the loss is nan over rows \d+, .* not made"):
+        run(values)
+    result = subprocess.run(
+        command(write(tmp_path / "run.yaml", values)),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 3
+    assert "Traceback" not in result.stderr
+    assert not list((Path(values["output"]) / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": {"seed": 1}}, r"train\.seed was 0 and is now 1"),
+        ({"optimizer": {"learning_rate": 2e-3}}, r"optimizer\.learning_rate was 0\.001"),
+        ({"train": {"max_steps": 11}}, r"train\.max_steps was 10 and is now 11"),
+        ({"masking": {"mode": "smoothed"}}, r"masking\.mode was uniform"),
+    ],
+)
+def test_another_recipe_may_not_continue_a_run(
+    settings: Settings, changes: dict[str, Any], message: str
+) -> None:
+    run(settings(), stop_after=1)
+    with pytest.raises(RunError, match=message):
+        run(settings(**changes))
+
+
+def test_another_teacher_may_not_continue_a_run(
+    settings: Settings,
+    teacher: Path,
+    save_teacher: Callable[..., BertForMaskedLM],
+    tiny_bert: Callable[..., BertForMaskedLM],
+) -> None:
+    run(settings(), stop_after=1)
+    save_teacher(teacher, tiny_bert(seed=9))
+    with pytest.raises(RunError, match="has other weights"):
+        run(settings())
+
+
+def test_batches_that_do_not_divide_are_refused_with_sizes_that_do(settings: Settings) -> None:
+    with pytest.raises(RunError, match=r"8 is not a multiple of micro_batch_size 3 .* take 6 or 9"):
+        run(settings(train={"micro_batch_size": 3}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do fp16")
+def test_fp16_is_refused_on_a_cpu(settings: Settings) -> None:
+    with pytest.raises(RunError, match="fp16 needs a CUDA GPU"):
+        run(settings(train={"precision": "fp16"}))
+
+
+def test_bf16_follows_fp32(settings: Settings) -> None:
+    still = {"student": {"dropout": 0.0, "attention_dropout": 0.0}}
+    full, half = settings("full", **still), settings("half", train={"precision": "bf16"}, **still)
+    run(full), run(half)
+    for one, other in zip(history(full), history(half), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=0.03)
+    assert history(full)[1]["loss"] != history(half)[1]["loss"]
+
+
+def test_a_damaged_checkpoint_is_skipped_and_said(settings: Settings) -> None:
+    whole, damaged = settings("whole"), settings("damaged")
+    run(whole), run(damaged)
+    root = Path(damaged["output"]) / "checkpoints"
+    file = root / "step-00000010" / "optimizer.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    said: list[str] = []
+    saved = checkpoint.newest(root, said.append)
+    assert saved is not None and saved.step == 5
+    assert "optimizer.safetensors differs from its checksum" in said[0]
+    run(damaged)
+    assert_same_run(whole, damaged)
+
+
+def test_only_the_last_checkpoints_stay(settings: Settings) -> None:
+    values = settings(checkpoint={"every": 2, "keep": 2})
+    run(values)
+    root = Path(values["output"]) / "checkpoints"
+    assert sorted(p.name for p in root.glob("*")) == ["latest", "step-00000008", "step-00000010"]
+    assert (root / "latest").read_text(encoding="utf-8") == "step-00000010\n"
+
+
+def test_a_full_disk_loses_no_checkpoint(settings: Settings, tmp_path: Path) -> None:
+    values = settings()
+    run(values, stop_after=5)
+    path = write(tmp_path / "run.yaml", values)
+    # A file-size limit stands in for the full disk: the same error path, at the same write.
+    result = subprocess.run(
+        ["bash", "-c", 'ulimit -f 40; exec "$@"', "-", *command(path)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr and "checkpoints" in result.stderr
+    saved = checkpoint.newest(Path(values["output"]) / "checkpoints", pytest.fail)
+    assert saved is not None and saved.step == 5
+
+
+def test_learning_rate_warms_up_and_decays_linearly() -> None:
+    optimizer = RunConfig.model_validate(
+        {
+            "output": "o",
+            "shards": "s",
+            "teacher": "t",
+            "optimizer": {"learning_rate": 1.0, "warmup_ratio": 0.2},
+        }
+    ).optimizer
+    rates = [learning_rate(optimizer, step, 10) for step in range(10)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+
+
+def test_tensorboard_is_written_where_asked(settings: Settings) -> None:
+    values = settings(logging={"tensorboard": True}, train={"max_steps": 2})
+    run(values)
+    events = list(Path(values["output"]).rglob("events.out.tfevents.*"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logged = EventAccumulator(str(events[0])).Reload().Scalars("train/kl")
+    expected = [e["kl"] for e in history(values) if e["kind"] == "train"]
+    assert [point.value for point in logged] == pytest.approx(expected, rel=1e-6)
+
+
+def test_config_is_saved_beside_the_metrics(settings: Settings) -> None:
+    values = settings()
+    run(values, stop_after=1)
+    saved = json.loads((Path(values["output"]) / "config.json").read_text(encoding="utf-8"))
+    assert RunConfig.model_validate(saved) == RunConfig.model_validate(values)
