@@ -1,12 +1,14 @@
 """Packages are listed by hand: find_packages() would install the tests."""
 
+from pathlib import Path
+
 from setuptools import setup
 
 setup(
     name="distil-pretraining",
     version="0.1.0",
     description="Make your own DistilBERT: corpus, packed shards, distillation, checkpoint.",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
@@ -48,6 +50,7 @@ setup(
             "pre-commit>=4",
             "pytest>=8",
             "ruff>=0.9",
+            "setuptools>=68",
             "tensorboard>=2.15",
             "types-PyYAML",
         ],

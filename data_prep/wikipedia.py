@@ -1,44 +1,16 @@
-"""Wikitext -> plain text, in one pass over the markup: linear time whatever a page holds."""
+"""A Wikipedia article as plain text: what its wikitext shows, less all that is no prose."""
 
 from __future__ import annotations
 
 import html
 import re
-from dataclasses import dataclass, field
 
-from data_prep.templates import render
+from data_prep.wikitext import is_ordinary, parsed, substituted
 
-# Openers and closers of templates, links and tables, and the bar between arguments. A table opens
-# and closes at the start of a line only: `{|` and `|}` elsewhere belong to templates.
-_MARKUP = re.compile(r"\{\{|\}\}|\[\[|\]\]|(?m:^[ \t:*#]*\{\|)|(?m:^[ \t]*\|\}(?!\}))|\|")
-_CLOSES = {"}}": "{{", "]]": "[[", "|}": "{|"}
-
-# Elements whose content is no prose.
-_DROPPED = (
-    "ref|references|math|chem|ce|gallery|timeline|score|syntaxhighlight|source|imagemap|hiero|"
-    "graph|templatedata|mapframe|maplink|inputbox|categorytree|pre|style|noinclude|table|"
-    "templatestyles|indicator|section"
-)
-_DROPPED_TAG = re.compile(rf"<(/?)({_DROPPED})\b([^<>]*)>", re.IGNORECASE)
-_BREAKING_TAG = re.compile(
-    r"</?(?:br|p|div|center|blockquote|poem|li|ul|ol|dl|dt|dd|hr|tr|td|th|h[1-6])\b[^<>]*>",
-    re.IGNORECASE,
-)
-_INLINE_TAG = re.compile(
-    r"</?(?:b|i|u|s|em|strong|small|big|sub|sup|span|font|cite|code|tt|kbd|samp|var|abbr|del|ins|"
-    r"strike|q|bdi|bdo|ruby|rb|rt|rp|nowiki|onlyinclude|includeonly|dfn|time|wbr|mark|data|link|"
-    r"meta|img|a|ref|math|gallery|chem)\b[^<>]*>",
-    re.IGNORECASE,
-)
-_COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
-_NOWIKI = re.compile(r"<nowiki>([^<]*)</nowiki>", re.IGNORECASE)
-_HIDDEN = str.maketrans({character: f"&#{ord(character)};" for character in "{}[]|'=*#:;<>_"})
-_URL_LINK = re.compile(r"\[(?:(?:https?|ftp|irc):|(?=//))//?[^\s\[\]]*[ \t]*([^\[\]\n]*)\]")
 _SWITCH = re.compile(r"__[A-Z]{3,}__")
 _QUOTES = re.compile(r"'{2,}")
 _STRAY = re.compile(r"\{\{+|\}\}+|\[\[+|\]\]+|\{\||\|\}")
 _HEADING = re.compile(r"(={1,6})[ \t]*(.+?)[ \t]*\1[ \t]*")
-_LANGUAGE_LINK = re.compile(r"(?:[a-z]{2,3}|simple|zh-[a-z-]+|roa-[a-z]+|be-[a-z-]+):(?=\S)")
 
 _NOT_PROSE = frozenset(("file", "image", "category", "media"))
 # Last sections that list sources and links.
@@ -77,26 +49,18 @@ _HOLES = (
 )
 
 
-@dataclass(slots=True)
-class _Open:
-    """A template, link or table still open: its opener, and its arguments as pieces of text."""
-
-    opener: str
-    arguments: list[list[str]] = field(default_factory=lambda: [[]])
-
-
 def plain_text(wikitext: str, *, not_prose: frozenset[str] = _NOT_PROSE) -> str:
     """The prose of an article, one paragraph, list item or heading a line.
 
     `not_prose` holds the lower-case namespaces (file, category) whose links show no text; a dump
     names those of its language.
     """
-    text = _NOWIKI.sub(lambda found: found[1].translate(_HIDDEN), wikitext)
-    text = _without_elements(_COMMENT.sub("", text))
-    text = _resolved(text, not_prose | _NOT_PROSE)
-    text = _URL_LINK.sub(r"\1", text)
-    text = _BREAKING_TAG.sub("\n", text)
-    text = _INLINE_TAG.sub("", text)
+    read = parsed if is_ordinary(wikitext) else substituted
+    return prose(read(wikitext, not_prose | _NOT_PROSE))
+
+
+def prose(text: str) -> str:
+    """Wikitext whose templates, links and elements are resolved, as plain text."""
     text = _STRAY.sub("", _QUOTES.sub("", _SWITCH.sub("", text)))
     return _prose_lines(without_holes(html.unescape(text)))
 
@@ -106,78 +70,6 @@ def without_holes(text: str) -> str:
     for pattern, replacement in _HOLES:
         text = pattern.sub(replacement, text)
     return text
-
-
-def _without_elements(text: str) -> str:
-    """Drop <ref>...</ref> and its like; an element that is never closed loses only its tag."""
-    tags = list(_DROPPED_TAG.finditer(text))
-    last_close = {tag[2].lower(): tag.start() for tag in tags if tag[1]}
-    kept: list[str] = []
-    position, inside = 0, ""
-    for tag in tags:
-        name = tag[2].lower()
-        if inside:
-            if tag[1] and name == inside:
-                position, inside = tag.end(), ""
-            continue
-        kept.append(text[position : tag.start()])
-        position = tag.end()
-        if not tag[1] and not tag[3].endswith("/") and last_close.get(name, -1) > tag.start():
-            inside = name
-    kept.append(text[position:])
-    return "".join(kept)
-
-
-def _resolved(text: str, not_prose: frozenset[str]) -> str:
-    """Replace templates, links and tables, however nested, by the text that they show."""
-    stack = [_Open("")]
-    depth = {"{{": 0, "[[": 0, "{|": 0}
-    position = 0
-    for found in _MARKUP.finditer(text):
-        stack[-1].arguments[-1].append(text[position : found.start()])
-        position = found.end()
-        token = found[0].strip(" \t:*#")
-        if token in depth:
-            stack.append(_Open(token))
-            depth[token] += 1
-        elif token == "|":
-            if len(stack) == 1:
-                stack[-1].arguments[-1].append("|")
-            else:
-                stack[-1].arguments.append([])
-        elif depth[_CLOSES[token]]:
-            while True:
-                top = stack.pop()
-                depth[top.opener] -= 1
-                if top.opener == _CLOSES[token]:
-                    break
-                stack[-1].arguments[-1].append(_unclosed(top))
-            stack[-1].arguments[-1].append(_shown(top, not_prose))
-    stack[-1].arguments[-1].append(text[position:])
-    while len(stack) > 1:
-        top = stack.pop()
-        stack[-1].arguments[-1].append(_unclosed(top))
-    return "".join(stack[0].arguments[0])
-
-
-def _unclosed(frame: _Open) -> str:
-    return "|".join("".join(pieces) for pieces in frame.arguments)
-
-
-def _shown(frame: _Open, not_prose: frozenset[str]) -> str:
-    if frame.opener == "{|":
-        return ""
-    arguments = ["".join(pieces) for pieces in frame.arguments]
-    if frame.opener == "{{":
-        return render(arguments)
-    target = arguments[0].strip()
-    namespace, colon, _ = target.partition(":")
-    if colon and namespace.strip().lower() in not_prose:
-        return ""
-    if _LANGUAGE_LINK.match(target):
-        return ""
-    shown = arguments[-1] if len(arguments) > 1 else target.removeprefix(":")
-    return shown if shown.strip() else re.sub(r" *\(.*\)$", "", target)
 
 
 def _prose_lines(text: str) -> str:

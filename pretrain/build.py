@@ -19,9 +19,10 @@ from pretrain.checkpoint import Saved
 from pretrain.config import Optimizer, RunConfig
 from pretrain.distillation import Distillation
 from pretrain.metrics import Metrics, Progress
-from pretrain.models import MaskedLM
+from pretrain.models import MaskedLM, check_row_length, load_model
 from pretrain.order import Order
-from pretrain.student import Teacher, build_bert, build_student, load_student
+from pretrain.student import build_bert, build_student
+from pretrain.teacher import Teacher
 
 _MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
@@ -105,12 +106,14 @@ def build(
     student: MaskedLM
     if saved is not None:
         check_same_run(config, manifest, teacher, saved)
-        student = load_student(saved.folder / "student").train()
+        student = load_model(saved.folder / "student").train()
     elif teacher is not None:
         student = build_student(config.student, teacher, config.train.seed)
     else:
         assert config.model is not None
         student = build_bert(config.model, manifest, config.train.seed)
+
+    check_row_length("student.init", student.config.max_position_embeddings, manifest)
 
     special = manifest.tokenizer.special_ids
     module = Distillation(

@@ -19,10 +19,10 @@ from pretrain import RunError, checkpoint
 from pretrain.distillation import Distillation
 from pretrain.losses import agrees, cross_entropy, is_correct, kl_divergence
 from pretrain.masking import Masking
-from pretrain.models import MaskedLM
+from pretrain.models import MaskedLM, check_row_length, load_model
 from pretrain.objectives import Signals, Term
 from pretrain.rows import corrupt, special_ids
-from pretrain.student import check_row_length, load_student, load_teacher
+from pretrain.teacher import load_teacher
 
 _KEY = 0x4556414C  # "EVAL"
 
@@ -128,7 +128,7 @@ def evaluate_folder(
     """
     manifest = check(shards)
     saved = checkpoint.newest(model / "checkpoints", lambda text: None)
-    student = load_student(saved.folder / "student" if saved else model)
+    student = load_model(saved.folder / "student" if saved else model)
     if student.config.vocab_size != manifest.tokenizer.vocab_size:
         raise RunError(
             f"{model}: it knows {student.config.vocab_size} words, the shards were made with "

@@ -15,8 +15,7 @@ from transformers import AutoModelForMaskedLM
 
 from pretrain import RunError, checkpoint
 from pretrain.card import model_card
-from pretrain.models import MaskedLM
-from pretrain.student import load_student
+from pretrain.models import MaskedLM, load_model
 
 _TOLERANCE = 1e-5
 
@@ -47,7 +46,7 @@ def export(run: Path, folder: Path) -> Exported:
         raise RunError(f"{run}: no checkpoint to export; run `distil pretrain` first")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder}: already there; export to another folder, or remove it first")
-    student = load_student(saved.folder / "student").eval()
+    student = load_model(saved.folder / "student").eval()
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

@@ -107,7 +107,7 @@ class _VocabularyLosses(torch.autograd.Function):
             ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
             ctx.dtypes = weight_VD.dtype, bias_V.dtype
         ctx.mark_non_differentiable(sums_T)
-        return sums_T @ coefficients_T.to(wide), sums_T
+        return (sums_T * coefficients_T.to(wide)).sum(), sums_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

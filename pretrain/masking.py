@@ -61,7 +61,7 @@ class Masking:
 
     def num_slots(self, row_length: int) -> int:
         """K, the most tokens that can be selected in a row of `row_length`."""
-        return max(1, int(row_length * self.probability + 0.5))
+        return max(1, int(self._num_wanted(np.int64(row_length))))
 
     def __call__(self, input_ids: Any, epochs: Any, rows: Any) -> Masked:
         """Corrupt rows `input_ids` [B, L], given each row's epoch [B] and number [B].

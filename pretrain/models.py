@@ -1,4 +1,4 @@
-"""BERT and DistilBERT seen alike: trunk, MLM transform, output projection.
+"""BERT and DistilBERT seen alike: loading, trunk, MLM transform, output projection.
 
 The heads of `transformers` make full logits inside `forward`; here the parts are called one by one,
 so that the fused head can take over after the transform.
@@ -8,10 +8,18 @@ Shapes: B rows, L row length, N positions, D width.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
+from transformers.utils.hub import cached_file
 
-from pretrain.attention import Segments
+from data_prep.shards import Manifest
+from pretrain import RunError
+from pretrain.attention import IMPLEMENTATION, Segments
 from pretrain.head import Projection
 
 MaskedLM = BertForMaskedLM | DistilBertForMaskedLM
@@ -36,3 +44,50 @@ def projection(model: MaskedLM, hidden_ND: Tensor) -> Projection:
         return Projection(head.transform(hidden_ND), head.decoder.weight, head.decoder.bias)
     transformed = model.vocab_layer_norm(model.activation(model.vocab_transform(hidden_ND)))
     return Projection(transformed, model.vocab_projector.weight, model.vocab_projector.bias)
+
+
+def load_model(folder: Path) -> DistilBertForMaskedLM | BertForMaskedLM:
+    """A student or MLM-trained BERT as a run saved it, in fp32."""
+    raw = read_config(str(folder), str(folder), None)
+    kind = BertForMaskedLM if raw.get("model_type") == "bert" else DistilBertForMaskedLM
+    try:
+        model = kind.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=IMPLEMENTATION
+        )
+    except Exception as error:  # a damaged file raises whatever its parser comes upon
+        raise RunError(f"{folder}: {first_line(error)}") from error
+    return model
+
+
+def read_config(name: str, source: str, revision: str | None) -> dict[str, Any]:
+    """The config.json of a folder or hub name."""
+    try:
+        path = cached_file(source, "config.json", revision=revision)
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{name}: no folder with a config.json, and not to be had from the hub "
+            f"({first_line(error)})"
+        ) from error
+    try:
+        raw: dict[str, Any] = json.loads(Path(str(path)).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise RunError(f"{path}: not a JSON object")
+    return raw
+
+
+def check_row_length(who: str, max_position_embeddings: int, manifest: Manifest) -> None:
+    """Refuse rows that are longer than a model's positions."""
+    if manifest.row_length > max_position_embeddings:
+        raise RunError(
+            f"{who}: rows of {manifest.row_length} tokens need as many positions, but "
+            f"max_position_embeddings is {max_position_embeddings}; prepare the corpus with "
+            f"row_length: {max_position_embeddings}"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """What a library said, without the rest of the page."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

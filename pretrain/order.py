@@ -51,7 +51,7 @@ class Order:
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps that read `epochs` passes over the rows, rounded up."""
-        return -(-int(self.num_rows * epochs) // self.global_batch_size)
+        return max(1, -(-round(self.num_rows * epochs) // self.global_batch_size))
 
     def at(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(epochs [G], rows [G]) of optimizer step `step`, counted from 0."""

@@ -1,90 +1,22 @@
-"""Where models come from: the teacher, the student initialised from its layers, or a new BERT."""
+"""The student: from the teacher's layers, at random, or continued; or a new BERT."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
-)
-from transformers.utils.hub import cached_file
+from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
-from data_prep.shards import Manifest, vocabulary_sha256
+from data_prep.shards import Manifest
 from pretrain import RunError
 from pretrain.attention import IMPLEMENTATION
 from pretrain.config import Model, Student
+from pretrain.models import check_row_length, load_model
+from pretrain.teacher import Teacher
 
 _PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as the authors' released code takes them
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """A frozen BERT with a trained MLM head, and what identifies it."""
-
-    model: BertForMaskedLM
-    name: str
-    local: bool  # a folder of this machine, which means nothing elsewhere
-    revision: str | None  # the commit, where it came from a hub
-    sha256: str  # of its parameters
-
-
-def load_teacher(name: str, manifest: Manifest) -> Teacher:
-    """Load a teacher from a folder, a hub name or `name@revision`, and hold it against the shards.
-
-    Raises:
-        RunError: it cannot be read, is no BERT, has no trained MLM head, its vocabulary is not the
-            shards', or its positions are fewer than a row's.
-    """
-    source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
-    raw = _read_config(name, source, revision or None)
-    _refuse_config(name, raw)
-    try:
-        loaded: Any = BertForMaskedLM.from_pretrained(
-            source,
-            revision=revision or "main",
-            config=BertConfig.from_dict(raw),
-            dtype=torch.float32,
-            attn_implementation=IMPLEMENTATION,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RunError(f"teacher {name}: {_first_line(error)}") from error
-    model, report = loaded
-    # The decoder is tied to the embeddings and its bias to `predictions.bias`: not in old files.
-    missing = sorted(key for key in report["missing_keys"] if ".decoder." not in key)
-    if any(key.startswith("cls.predictions") for key in missing):
-        raise RunError(
-            f"teacher {name}: it has no trained masked-language-model head ({missing[0]} is not in "
-            "its weights); take a checkpoint saved as BertForMaskedLM or BertForPreTraining"
-        )
-    if missing or report["mismatched_keys"]:
-        odd = missing[0] if missing else sorted(report["mismatched_keys"])[0]
-        raise RunError(f"teacher {name}: its weights do not fit its config.json (see {odd})")
-    _check_vocabulary(name, source, revision or None, model, manifest)
-    check_row_length(f"teacher {name}", model.config.max_position_embeddings, manifest)
-    model.eval().requires_grad_(False)
-    commit = getattr(model.config, "_commit_hash", None)
-    return Teacher(model, name, Path(source).exists(), commit, parameters_sha256(model))
-
-
-def check_row_length(who: str, max_position_embeddings: int, manifest: Manifest) -> None:
-    """Refuse rows that are longer than a model's positions."""
-    if manifest.row_length > max_position_embeddings:
-        raise RunError(
-            f"{who}: rows of {manifest.row_length} tokens need as many positions, but "
-            f"max_position_embeddings is {max_position_embeddings}; prepare the corpus with "
-            f"row_length: {max_position_embeddings}"
-        )
 
 
 def build_student(config: Student, teacher: Teacher, seed: int) -> DistilBertForMaskedLM:
@@ -96,16 +28,18 @@ def build_student(config: Student, teacher: Teacher, seed: int) -> DistilBertFor
     bert = teacher.model.config
     if isinstance(config.init, str) and config.init not in ("teacher", "random"):
         return _continue_from(Path(config.init), config, bert)
-    if isinstance(config.init, str):
-        num_layers = config.num_layers or max(1, bert.num_hidden_layers // 2)
+    num_layers = config.num_layers or max(1, bert.num_hidden_layers // 2)
+    if config.init == "random":
+        student = DistilBertForMaskedLM(_student_config(bert, num_layers, config))
+        reinitialise(student, seed)
+        return student.train()
+    if config.init == "teacher":
         layers = default_layers(bert.num_hidden_layers, num_layers)
     else:
+        assert not isinstance(config.init, str)
         layers = config.init
     student = DistilBertForMaskedLM(_student_config(bert, len(layers), config))
-    if config.init == "random":
-        reinitialise(student, seed)
-    else:
-        copy_layers(teacher.model, student, layers)
+    copy_layers(teacher.model, student, layers)
     return student.train()
 
 
@@ -134,6 +68,11 @@ def copy_layers(
     to every position and the student's embedding output equals the teacher's from the start. (The
     original drops it.)
     """
+    if teacher.config.layer_norm_eps != 1e-12:
+        raise RunError(
+            f"the teacher's layer_norm_eps is {teacher.config.layer_norm_eps}; DistilBERT fixes it "
+            "at 1e-12, so its layers cannot be copied; set student.init: random"
+        )
     bad = [layer for layer in layers if not 0 <= layer < len(teacher.bert.encoder.layer)]
     if bad:
         raise RunError(
@@ -183,34 +122,7 @@ def reinitialise(model: nn.Module, seed: int) -> None:
             parameter.fill_(1.0 if name.lower().endswith("norm.weight") else 0.0)
 
 
-def load_student(folder: Path) -> DistilBertForMaskedLM | BertForMaskedLM:
-    """A student or MLM-trained BERT as a run saved it, in fp32."""
-    raw = _read_config(str(folder), str(folder), None)
-    kind = BertForMaskedLM if raw.get("model_type") == "bert" else DistilBertForMaskedLM
-    try:
-        model = kind.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=IMPLEMENTATION
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RunError(f"{folder}: {_first_line(error)}") from error
-    return model
-
-
-def parameters_sha256(model: nn.Module) -> str:
-    """A digest of names and values of all parameters: two models agree on it only if equal."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _student_config(bert: BertConfig, num_layers: int, config: Student) -> DistilBertConfig:
-    if bert.layer_norm_eps != 1e-12:
-        raise RunError(
-            f"the teacher's layer_norm_eps is {bert.layer_norm_eps}; DistilBERT fixes it at 1e-12, "
-            "so its layers cannot be copied"
-        )
     return DistilBertConfig(  # type: ignore[call-arg]
         vocab_size=bert.vocab_size,
         max_position_embeddings=bert.max_position_embeddings,
@@ -232,7 +144,7 @@ def _continue_from(folder: Path, config: Student, bert: BertConfig) -> DistilBer
             f"student.init: {folder} is no folder with a config.json; give a DistilBERT's folder, "
             "a list of teacher layers, teacher or random"
         )
-    model = load_student(folder)
+    model = load_model(folder)
     if not isinstance(model, DistilBertForMaskedLM):
         raise RunError(f"student.init: {folder} holds a {model.config.model_type}, no DistilBERT")
     wanted = {"vocab_size": bert.vocab_size, "dim": bert.hidden_size}
@@ -264,67 +176,3 @@ def _block_pairs(block: Any, layer: Any) -> list[tuple[nn.Module, nn.Module]]:
         (block.ffn.lin2, layer.output.dense),
         (block.output_layer_norm, layer.output.LayerNorm),
     ]
-
-
-def _read_config(name: str, source: str, revision: str | None) -> dict[str, Any]:
-    try:
-        path = cached_file(source, "config.json", revision=revision)
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{name}: no folder with a config.json, and not to be had from the hub "
-            f"({_first_line(error)})"
-        ) from error
-    try:
-        raw: dict[str, Any] = json.loads(Path(str(path)).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunError(f"{path}: not valid JSON ({error})") from error
-    return raw
-
-
-def _refuse_config(name: str, raw: dict[str, Any]) -> None:
-    """No code, no attention override, and nothing but a BERT (old configs name no model_type)."""
-    for key in raw:
-        if key == "auto_map" or key.startswith("_attn_implementation"):
-            raise RunError(f"teacher {name}: its config.json holds {key!r}, which could run code")
-    if raw.get("model_type", "bert") != "bert":
-        raise RunError(
-            f"teacher {name}: a {raw['model_type']} cannot be a teacher here; objective distilbert "
-            "takes a BERT with a masked-language-model head"
-        )
-
-
-def _check_vocabulary(
-    name: str, source: str, revision: str | None, model: BertForMaskedLM, manifest: Manifest
-) -> None:
-    size = manifest.tokenizer.vocab_size
-    if model.config.vocab_size != size:
-        raise RunError(
-            f"teacher {name}: it knows {model.config.vocab_size} words, the shards were made with "
-            f"{size}; prepare the corpus with the teacher's tokenizer"
-        )
-    words = _vocabulary(source, revision)
-    if words is None:
-        return  # weights without tokenizer files: the size is all there is to compare
-    if vocabulary_sha256(words) != manifest.tokenizer.vocabulary_sha256:
-        raise RunError(
-            f"teacher {name}: its vocabulary has the shards' size but other words; prepare the "
-            "corpus with the teacher's tokenizer"
-        )
-
-
-def _vocabulary(source: str, revision: str | None) -> list[str] | None:
-    """The words in id order, from vocab.txt or else the tokenizer; None where there is neither."""
-    folder = Path(source)
-    if folder.is_dir():
-        if (folder / "vocab.txt").is_file():
-            return (folder / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")
-        if not (folder / "tokenizer.json").is_file():
-            return None
-    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-    ids: dict[str, int] = tokenizer.get_vocab()
-    return sorted(ids, key=lambda word: ids[word])
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

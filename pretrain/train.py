@@ -21,7 +21,7 @@ from pretrain.evaluate import evaluate
 from pretrain.hashing import root
 from pretrain.metrics import Clock, Progress, Silent, flops_per_token, peak_flops, write_json
 from pretrain.rows import StepDataset, StepRows, build_masking, loader
-from pretrain.student import load_teacher
+from pretrain.teacher import load_teacher
 
 _DROPOUT = 3  # names this use of the seed; order and masking have theirs
 

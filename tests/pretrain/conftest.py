@@ -3,7 +3,7 @@
 import json
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest
-from pretrain.student import Teacher
+from pretrain.teacher import Teacher
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
 VOCAB_SIZE = 200
@@ -29,6 +29,15 @@ ROW_LENGTH = 32
 def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     # The variable above is read once, and another folder's tests may have come first.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny matrices on a busy machine: threads that wait for one another take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -162,7 +171,7 @@ def documents() -> list[list[list[int]]]:
 @pytest.fixture(scope="session")
 def packed_ids(documents: list[list[list[int]]]) -> Tensor:
     """`documents` as packed rows [3, 32]; the first and the last end in padding."""
-    rows = [sum(row, []) for row in documents]
+    rows = [[token for document in row for token in document] for row in documents]
     return torch.tensor([row + [0] * (ROW_LENGTH - len(row)) for row in rows])
 
 

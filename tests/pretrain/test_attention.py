@@ -11,6 +11,7 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 from pretrain.attention import segments
 from pretrain.models import MaskedLM, last_hidden_state, projection
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CLS, PAD = 2, 0
 Row = list[list[int]]
 

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from transformers import BertConfig, BertForMaskedLM, DistilBertForMaskedLM
 
 from pretrain.config import Student
-from pretrain.student import Teacher, build_student
+from pretrain.student import build_student
+from pretrain.teacher import Teacher
 
 
 @pytest.fixture(scope="module")

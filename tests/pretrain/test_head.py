@@ -10,6 +10,7 @@ from pretrain import head
 from pretrain.head import Projection, vocabulary_losses
 from pretrain.objectives import DistilBert, MaskedLanguageModel, Term
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 N, D, V = 37, 16, 53
 COEFFICIENTS = (0.7, 1.3)
 
@@ -144,6 +145,26 @@ def test_lower_precisions(kind: str) -> None:
     for tensor, gradient in zip(student, gradients, strict=True):
         assert tensor.grad is not None and tensor.grad.dtype == tensor.dtype
         assert close(tensor.grad, gradient, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_rounds_neither_the_loss_nor_its_scale(dtype: torch.dtype) -> None:
+    """A sum over a batch passes fp16's 65,504, and 1/3 in bf16 is a thousandth off."""
+    terms = logit_terms()
+    labels, masks = labels_and_masks(terms)
+    coefficients = torch.tensor([5000.0, 2000.0])
+    gradients = []
+    for scale in (1.0, 1 / 3):
+        student, teacher = projections(torch.float32)
+        with torch.autocast("cpu", dtype):
+            loss, sums = vocabulary_losses(student, teacher, labels, terms, masks, coefficients)
+        assert loss.dtype == torch.float32 and loss.item() > 65_504
+        expected = 5000 * sums[0].item() + 2000 * sums[1].item()
+        assert loss.item() == pytest.approx(expected, rel=1e-6)
+        (loss * scale).backward()
+        gradients.append([tensor.grad for tensor in student])
+    for whole, third in zip(*gradients, strict=True):
+        assert whole is not None and third is not None and close(3 * third, whole, 1e-6)
 
 
 def test_no_gradient_under_no_grad() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pretrain.losses import agrees, cosine_distance, cross_entropy, is_correct, kl_divergence
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 Array = NDArray[np.float64]
 N, V, D = 13, 41, 17
 

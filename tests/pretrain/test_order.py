@@ -125,7 +125,17 @@ def test_where_rows_land_is_uniform() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "batch", "epochs", "steps"),
-    [(10, 5, 1, 2), (10, 4, 1, 3), (10, 4, 2, 5), (10, 4, 0.5, 2), (3, 100, 3, 1), (7, 1, 3, 21)],
+    [
+        (10, 5, 1, 2),
+        (10, 4, 1, 3),
+        (10, 4, 2, 5),
+        (10, 4, 0.5, 2),
+        (3, 100, 3, 1),
+        (7, 1, 3, 21),
+        (10, 4, 0.05, 1),
+        (100, 1, 0.29, 29),
+        (10, 1, 0.3, 3),
+    ],
 )
 def test_steps_for_rounds_up(rows: int, batch: int, epochs: float, steps: int) -> None:
     assert Order(rows, batch, 0).steps_for(epochs) == steps

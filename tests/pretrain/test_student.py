@@ -25,16 +25,11 @@ from data_prep.shards import Manifest
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sha256
 from pretrain import RunError
 from pretrain.config import Model, Student
-from pretrain.student import (
-    Teacher,
-    build_bert,
-    build_student,
-    default_layers,
-    load_student,
-    load_teacher,
-    parameters_sha256,
-)
+from pretrain.models import load_model
+from pretrain.student import build_bert, build_student, default_layers
+from pretrain.teacher import Teacher, load_teacher, parameters_sha256
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 REAL = Path(__file__).parents[3] / "shared" / "data" / "rxn-bert.tar.xz"
 
 
@@ -136,9 +131,7 @@ def one_line(error: pytest.ExceptionInfo[RunError]) -> str:
 
 
 def test_layers_the_teacher_does_not_have(teacher: Teacher) -> None:
-    with pytest.raises(
-        RunError, match="student.num_layers 5 is more than the teacher's 4"
-    ) as error:
+    with pytest.raises(RunError, match=r"num_layers 5 is more than the teacher's 4") as error:
         build_student(Student(num_layers=5), teacher, seed=0)
     one_line(error)
     for layer in (4, -1):
@@ -158,8 +151,8 @@ def test_random_students(teacher: Teacher) -> None:
     assert parameters_sha256(first) == parameters_sha256(again)
     for name, parameter in first.named_parameters():
         if parameter.dim() > 1:
-            assert parameter.std() == pytest.approx(0.02, rel=0.1)
-            assert abs(parameter.mean()) < 4 * 0.02 / parameter.numel() ** 0.5
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.1)
+            assert abs(parameter.mean().item()) < 4 * 0.02 / parameter.numel() ** 0.5
             assert not torch.equal(parameter, other.get_parameter(name))
             assert not torch.equal(parameter, copied.get_parameter(name))
         else:
@@ -201,7 +194,7 @@ def test_folders_that_are_no_students(
     as_teacher: Callable[[BertForMaskedLM], Teacher],
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(RunError, match="no folder with a config.json") as error:
+    with pytest.raises(RunError, match=r"no folder with a config\.json") as error:
         build_student(Student(init=str(tmp_path / "nowhere")), teacher, seed=0)
     one_line(error)
     teacher.model.save_pretrained(tmp_path / "bert")
@@ -250,7 +243,7 @@ def test_load_student_returns_what_was_saved(teacher: Teacher, tmp_path: Path) -
         ("student", student, DistilBertForMaskedLM),
         ("bert", teacher.model, BertForMaskedLM),
     ):
-        found = load_student(tmp_path / folder)
+        found = load_model(tmp_path / folder)
         assert type(found) is kind
         assert parameters_sha256(found) == parameters_sha256(saved)
 
@@ -469,6 +462,35 @@ def test_weights_that_do_not_fit_the_config(
     edit_config(tmp_path, num_hidden_layers=5)
     assert "do not fit its config.json" in refused(tmp_path, manifest)
     edit_config(tmp_path, num_hidden_layers=4, intermediate_size=96)
+    refused(tmp_path, manifest)
+
+
+def test_an_untied_output_embedding(
+    tmp_path: Path,
+    tiny_bert: Callable[..., BertForMaskedLM],
+    save_teacher: Callable[..., BertForMaskedLM],
+    manifest: Manifest,
+) -> None:
+    """A DistilBERT's is tied, so such a head cannot be copied: its logits would come out wrong."""
+    save_teacher(tmp_path, tiny_bert(2, tie_word_embeddings=False))
+    assert "tie_word_embeddings" in refused(tmp_path, manifest)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("vocab.txt", b"\xff\xfe[PAD]"), ("tokenizer.json", b"{broken")],
+    ids=["vocab.txt", "tokenizer.json"],
+)
+def test_damaged_tokenizer_files(
+    file: str,
+    content: bytes,
+    tmp_path: Path,
+    save_teacher: Callable[..., BertForMaskedLM],
+    manifest: Manifest,
+) -> None:
+    save_teacher(tmp_path)
+    (tmp_path / "vocab.txt").unlink()
+    (tmp_path / file).write_bytes(content)
     refused(tmp_path, manifest)
 
 

@@ -1,0 +1,182 @@
+"""The text that wikitext shows: templates, links, tables and elements resolved."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import mwparserfromhell
+from mwparserfromhell import nodes
+from mwparserfromhell.wikicode import Wikicode
+
+from data_prep.templates import render
+
+# mwparserfromhell reads on, often to the end of the page, for the closer of every opener, and that
+# again and again where closers are missing: its time is about openers without closer x page.
+_PAGE_LIMIT = 1 << 19  # characters; the longest articles have about 400,000
+_MARKUP_LIMIT = 1 << 15  # lines, and templates, links, tables, comments and tags
+_OPEN_LIMIT = 40  # openers that wait for their closer, those that never get it included
+
+_OPENS = re.compile(
+    r"\{\{|\[\[|(?m:^[ \t:*#]*\{\|)|<!--|(?P<url>\[(?=//|[a-zA-Z]+:)(?![^\[\]\n]*\]))|"
+    r"<(?P<tag>[a-zA-Z]\w*)(?=(?P<rest>[^<>]*)(?P<end>>?))|"
+    r"(?P<close>\}\}|\]\]|(?m:^[ \t]*\|\}(?!\}))|-->|</[a-zA-Z]\w*)"
+)
+_CLOSERS = {"{{": "}}", "[[": "]]", "{|": "|}", "<!--": "-->"}
+_NEVER_CLOSED = ("br", "hr", "wbr", "img", "meta", "link", "li", "dt", "dd", "td", "th", "tr")
+
+# Elements whose content is no prose, those that start a line, and the rest of those in articles.
+_DROPPED = (
+    "ref|references|math|chem|ce|gallery|timeline|score|syntaxhighlight|source|imagemap|hiero|"
+    "graph|templatedata|mapframe|maplink|inputbox|categorytree|pre|style|noinclude|table|"
+    "templatestyles|indicator|section"
+)
+_BREAKING = "br|p|div|center|blockquote|poem|li|ul|ol|dl|dt|dd|hr|tr|td|th|h1|h2|h3|h4|h5|h6"
+_INLINE = (
+    "b|i|u|s|em|strong|small|big|sub|sup|span|font|cite|code|tt|kbd|samp|var|abbr|del|ins|strike|"
+    "q|bdi|bdo|ruby|rb|rt|rp|nowiki|onlyinclude|includeonly|dfn|time|wbr|mark|data|link|meta|img|a"
+)
+_DROPPED_NAMES = frozenset(_DROPPED.split("|"))
+_BREAKING_NAMES = frozenset(_BREAKING.split("|"))
+_STRAY_TAG = re.compile(rf"</?({_DROPPED}|{_BREAKING}|{_INLINE})\b[^<>]*>", re.IGNORECASE)
+_COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
+_HIDDEN = str.maketrans({character: f"&#{ord(character)};" for character in "{}[]|'=*#:;<>_"})
+_LANGUAGE_LINK = re.compile(r"(?:[a-z]{2,3}|simple|zh-[a-z-]+|roa-[a-z]+|be-[a-z-]+):(?=\S)")
+
+# The innermost of each kind, for `substituted`. What stands between opener and closer holds no
+# further opener, so that an opener without closer costs no more than the way to the next one.
+_NOWIKI = re.compile(r"<nowiki>([^<]*)</nowiki>", re.IGNORECASE)
+_ELEMENT = re.compile(
+    rf"<({_DROPPED})\b[^<>]*(?:/>|(?<!/)>[^<]*(?:<(?!/?(?:{_DROPPED})\b)[^<]*)*</\1\s*>)",
+    re.IGNORECASE,
+)
+_TEMPLATE = re.compile(r"\{\{([^{}]*(?:(?:\{(?!\{)|\}(?!\}))[^{}]*)*)\}\}")
+_LINK = re.compile(r"\[\[([^\[\]]*(?:(?:\[(?!\[)|\](?!\]))[^\[\]]*)*)\]\]")
+_URL_LINK = re.compile(r"\[(?:(?:https?|ftp|irc):|(?=//))//?[^\s\[\]]*[ \t]*([^\[\]\n]*)\]")
+_TABLE = re.compile(
+    r"(?m)^[ \t:*#]*\{\|[^\n]*(?:\n(?![ \t:*#]*\{\||[ \t]*\|\})[^\n]*)*\n[ \t]*\|\}"
+)
+_ROUNDS = 40  # of `substituted`; markup nested deeper is rather broken than deep
+
+
+def is_ordinary(wikitext: str) -> bool:
+    """Whether mwparserfromhell is sure to read this page in a few seconds at most.
+
+    A page is not if it is very long, holds a great deal of markup, or leaves many templates, links,
+    tables or elements open.
+    """
+    if len(wikitext) > _PAGE_LIMIT or wikitext.count("\n") > _MARKUP_LIMIT:
+        return False
+    waiting: list[str] = []  # the closers that the openers so far wait for
+    lost = 0  # openers that can no longer find their closer
+    for count, found in enumerate(_OPENS.finditer(wikitext)):
+        if count > _MARKUP_LIMIT or len(waiting) + lost > _OPEN_LIMIT:
+            return False
+        token = found[0].strip(" \t:*#").lower()
+        if found["close"]:
+            if token in waiting:
+                while waiting.pop() != token:
+                    lost += 1
+        elif found["url"] or found["end"] == "":
+            lost += 1
+        elif not found["tag"]:
+            waiting.append(_CLOSERS[token])
+        elif not found["rest"].endswith("/") and found["tag"].lower() not in _NEVER_CLOSED:
+            waiting.append(f"</{token[1:]}")
+    return len(waiting) + lost <= _OPEN_LIMIT
+
+
+def parsed(wikitext: str, not_prose: frozenset[str]) -> str:
+    """The text of an ordinary page, headings and list marks left in place.
+
+    `not_prose`: the lower-case namespaces (file, category) whose links show no text.
+    """
+    # Bold and italic quotes are left as they are: unbalanced ones are common, and cost time.
+    page = mwparserfromhell.parse(wikitext, skip_style_tags=True)
+    return _without_strays(_shown(page, not_prose))
+
+
+def substituted(wikitext: str, not_prose: frozenset[str]) -> str:
+    """The same for a page that is not ordinary, where mwparserfromhell may take hours.
+
+    It replaces the innermost markup until none is left: in linear time whatever the page holds, but
+    with less care than a parser.
+    """
+    text = _NOWIKI.sub(lambda found: found[1].translate(_HIDDEN), wikitext)
+    text = _COMMENT.sub("", text)
+
+    def link(found: re.Match[str]) -> str:
+        target, _, shown = found[1].partition("|")
+        return _link(target, shown, not_prose)
+
+    def template(found: re.Match[str]) -> str:
+        return render(found[1].split("|"))
+
+    # Links before templates: the bars in them separate no arguments.
+    replacements = ((_ELEMENT, ""), (_LINK, link), (_TEMPLATE, template), (_TABLE, ""))
+    for pattern, replacement in replacements:
+        for _ in range(_ROUNDS):
+            text, count = pattern.subn(replacement, text)
+            if not count:
+                break
+    return _without_strays(_URL_LINK.sub(r"\1", text))
+
+
+def _without_strays(text: str) -> str:
+    """Drop the tags and comments that nothing opens or closes."""
+    return _STRAY_TAG.sub(
+        lambda found: "\n" if found[1].lower() in _BREAKING_NAMES else "", _COMMENT.sub("", text)
+    )
+
+
+def _shown(code: Wikicode | None, not_prose: frozenset[str]) -> str:
+    return "" if code is None else "".join(_node(node, not_prose) for node in code.nodes)
+
+
+def _node(node: nodes.Node, not_prose: frozenset[str]) -> str:
+    shown = partial(_shown, not_prose=not_prose)
+    match node:
+        case nodes.Text():
+            return node.value
+        case nodes.HTMLEntity():
+            return str(node)
+        case nodes.Template():
+            arguments = [
+                f"{parameter.name}={shown(parameter.value)}"
+                if parameter.showkey
+                else shown(parameter.value)
+                for parameter in node.params
+            ]
+            return render([shown(node.name), *arguments])
+        case nodes.Wikilink():
+            return _link(shown(node.title), shown(node.text), not_prose)
+        case nodes.ExternalLink():
+            return shown(node.title) if node.brackets else shown(node.url)
+        case nodes.Heading():
+            return f"{'=' * node.level}{shown(node.title)}{'=' * node.level}"
+        case nodes.Argument():
+            return shown(node.default)
+        case nodes.Tag():
+            return _element(node, not_prose)
+    return ""  # a comment
+
+
+def _element(tag: nodes.Tag, not_prose: frozenset[str]) -> str:
+    name = str(tag.tag).strip().lower()
+    if name in _DROPPED_NAMES:
+        return ""
+    if name == "nowiki":
+        return str(tag.contents or "").translate(_HIDDEN)
+    if tag.wiki_markup:  # the mark of a list item or a rule
+        return str(tag.wiki_markup)
+    text = _shown(tag.contents, not_prose)
+    return f"\n{text}\n" if name in _BREAKING_NAMES else text
+
+
+def _link(target: str, text: str, not_prose: frozenset[str]) -> str:
+    """What [[target|text]] reads as."""
+    target = target.strip()
+    namespace, colon, _ = target.partition(":")
+    if (colon and namespace.strip().lower() in not_prose) or _LANGUAGE_LINK.match(target):
+        return ""
+    return text if text.strip() else target.removeprefix(":")

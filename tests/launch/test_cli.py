@@ -1,0 +1,237 @@
+"""What a person gets wrong at the terminal: one clear line, the right exit code, no traceback."""
+
+import bz2
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import BertConfig, BertForMaskedLM
+
+from data_prep.shards import load_manifest
+
+ROOT = Path(__file__).parents[2]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
+WORDS += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+
+
+def distil(*arguments: object, limit_kib: int | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launch", *map(str, arguments)]
+    if limit_kib:
+        command = ["bash", "-c", f'ulimit -f {limit_kib}; exec "$@"', "-", *command]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=240
+    )
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+    """Exit code 2 and one line on stderr that holds all parts."""
+    assert result.returncode == 2, result.stdout + result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    for part in parts:
+        assert part in lines[0], lines[0]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> dict[str, Any]:
+    """A corpus config over one text file, ready to be written."""
+    (tmp_path / "text").mkdir()
+    text = "\n\n".join(f"some words of a paragraph {chr(97 + i % 26) * 3}" for i in range(200))
+    (tmp_path / "text" / "good.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    source = {"kind": "text", "path": str(tmp_path / "text"), "document": "paragraph"}
+    return {
+        "output": str(tmp_path / "shards"),
+        "tokenizer": str(tmp_path / "vocab.txt"),
+        "row_length": 32,
+        "sources": [source],
+        "validation": 0.1,
+        "workers": 1,
+    }
+
+
+def write(path: Path, values: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def prepared(tmp_path: Path, corpus: dict[str, Any]) -> Path:
+    result = distil("prepare", write(tmp_path / "corpus.yaml", corpus))
+    assert result.returncode == 0, result.stderr
+    return Path(corpus["output"])
+
+
+def save_teacher(folder: Path, *, words: list[str] = WORDS, positions: int = 64) -> Path:
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=positions,
+    )
+    BertForMaskedLM(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    return folder
+
+
+def run_file(tmp_path: Path, shards: Path, teacher: object) -> Path:
+    values = {
+        "output": str(tmp_path / "run"),
+        "shards": str(shards),
+        "teacher": str(teacher),
+        "train": {"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4},
+    }
+    return write(tmp_path / "run.yaml", values)
+
+
+def test_help_shows_an_example_for_every_command() -> None:
+    listing = distil("--help").stdout
+    for command in ("prepare", "verify", "inspect", "pretrain", "evaluate", "export", "demo"):
+        assert command in listing
+        assert f"Example: distil {command}" in distil(command, "--help").stdout
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = distil("prepare", tmp_path / "none.yaml", "--debug")
+    assert result.returncode == 2
+    assert "Traceback" in result.stderr and "no such file" in result.stderr.splitlines()[-1]
+
+
+def test_missing_files_are_named(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    assert_refused(distil("prepare", tmp_path / "none.yaml"), "none.yaml: no such file")
+    assert_refused(distil("verify", tmp_path / "none"), "none")
+    assert_refused(distil("inspect", tmp_path / "none"), "none")
+    assert_refused(distil("export", tmp_path / "none", tmp_path / "out"), "none: no checkpoint")
+    corpus["sources"][0]["path"] = str(tmp_path / "nothing")
+    assert_refused(distil("prepare", write(tmp_path / "c.yaml", corpus)), "nothing")
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    (tmp_path / "text" / "good.txt").write_text("\n\n  \n", encoding="utf-8")
+    assert_refused(distil("prepare", write(tmp_path / "c.yaml", corpus)), "no training row")
+    assert not (Path(corpus["output"]) / "manifest.json").exists()
+
+
+def test_bad_documents_are_set_aside_and_counted(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    (tmp_path / "text" / "binary.txt").write_bytes(b"\x7fELF\x00\x00\x01" * 50)
+    (tmp_path / "text" / "latin.txt").write_bytes("caf\xe9 cr\xe8me".encode("latin-1"))
+    folder = prepared(tmp_path, corpus)
+    source = load_manifest(folder).sources[0]
+    assert source.dropped["binary"] == 1 and source.dropped["not utf-8"] == 1
+    assert source.documents_in == source.documents_kept + sum(source.dropped.values())
+    quarantined = (folder / "quarantine.jsonl").read_text(encoding="utf-8").splitlines()
+    where = {json.loads(line)["reason"]: json.loads(line)["where"] for line in quarantined}
+    assert "binary.txt" in where["binary"] and "latin.txt" in where["not utf-8"]
+
+
+def test_a_truncated_dump_is_refused(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    page = "<page><title>T{0}</title><ns>0</ns><id>{0}</id><revision><text>word {0}</text>"
+    pages = "".join(page.format(i) + "</revision></page>" for i in range(20000))
+    whole = bz2.compress(f"<mediawiki>{pages}</mediawiki>".encode())
+    dump = tmp_path / "dump.xml.bz2"
+    dump.write_bytes(whole[: len(whole) * 2 // 3])
+    corpus["sources"] = [{"kind": "mediawiki", "path": str(dump)}]
+    assert_refused(distil("prepare", write(tmp_path / "c.yaml", corpus)), "dump.xml.bz2", "again")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_document_of_one_50_mb_line_stays_within_a_gigabyte(
+    tmp_path: Path, corpus: dict[str, Any]
+) -> None:
+    # Random letters in words of 150: each becomes one [UNK], which keeps tokenising short.
+    letters = bytes(97 + i % 26 for i in range(256))
+    line = bytearray(random.Random(0).randbytes(50 * 2**20).translate(letters))
+    line[150::151] = b" " * len(line[150::151])
+    (tmp_path / "text" / "long.txt").write_bytes(line)
+    corpus["sources"][0]["document"] = "file"
+    path = write(tmp_path / "corpus.yaml", corpus)
+    process = subprocess.Popen([sys.executable, "-m", "launch", "prepare", str(path)], cwd=ROOT)
+    anonymous = [0]  # KiB; mapped files do not count
+    while process.poll() is None:
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+        anonymous += [int(kib) for kib in re.findall(r"RssAnon:\s+(\d+) kB", status)]
+        time.sleep(0.02)
+    assert process.returncode == 0
+    assert 0 < max(anonymous) < 2**20
+    splits = load_manifest(Path(corpus["output"])).splits.values()
+    words = sum(split.tokens - 2 * split.segments for split in splits)
+    assert words >= 50 * 2**20 // 151
+
+
+def test_a_flipped_bit_in_a_shard_is_found(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    folder = prepared(tmp_path, corpus)
+    shard = folder / load_manifest(folder).splits["train"].shards[0].file
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 4
+    shard.write_bytes(data)
+    assert_refused(distil("verify", folder), shard.name, "again")
+    run = run_file(tmp_path, folder, save_teacher(tmp_path / "teacher"))
+    assert_refused(distil("pretrain", run), shard.name)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_teachers_that_do_not_fit_are_refused(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    folder = prepared(tmp_path, corpus)
+    other = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
+    teacher = save_teacher(tmp_path / "other", words=other)
+    assert_refused(distil("pretrain", run_file(tmp_path, folder, teacher)), "vocabulary")
+    teacher = save_teacher(tmp_path / "short", positions=16)
+    assert_refused(
+        distil("pretrain", run_file(tmp_path, folder, teacher)), "row_length: 16", "max_position"
+    )
+    missing = tmp_path / "nobody" / "here"
+    assert_refused(distil("pretrain", run_file(tmp_path, folder, missing)), "nobody/here")
+
+
+def test_a_full_disk_names_the_place_and_loses_nothing(
+    tmp_path: Path, corpus: dict[str, Any]
+) -> None:
+    folder = prepared(tmp_path, corpus)
+    before = {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    long = " ".join(f"{a}{b}{c}" for a in "abcdefgh" for b in "abcdefgh" for c in WORDS[5:31])
+    (tmp_path / "text" / "more.txt").write_text(
+        "\n\n".join(f"{long} {i}" for i in range(40)), encoding="utf-8"
+    )
+    elsewhere = write(tmp_path / "c.yaml", {**corpus, "output": str(tmp_path / "elsewhere")})
+    assert_refused(distil("prepare", elsewhere, limit_kib=64), "elsewhere", "file-size limit")
+    assert not (tmp_path / "elsewhere" / "manifest.json").exists()
+    assert distil("prepare", elsewhere).returncode == 0  # the same command, with room
+    assert before == {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_read_only_output_is_refused(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    # A file where the folder's parent should be: root may write anywhere modes forbid it.
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    corpus["output"] = str(tmp_path / "file" / "shards")
+    assert_refused(distil("prepare", write(tmp_path / "c.yaml", corpus)), "file")
+
+
+def test_a_finished_corpus_is_up_to_date_and_never_overwritten(
+    tmp_path: Path, corpus: dict[str, Any]
+) -> None:
+    folder = prepared(tmp_path, corpus)
+    before = (folder / "manifest.json").read_bytes()
+    assert distil("prepare", tmp_path / "corpus.yaml").returncode == 0
+    changed = write(tmp_path / "changed.yaml", {**corpus, "row_length": 64})
+    assert_refused(distil("prepare", changed), "row_length", "output")
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_a_mistake_in_training_is_one_line_too(tmp_path: Path, corpus: dict[str, Any]) -> None:
+    folder = prepared(tmp_path, corpus)
+    run = run_file(tmp_path, folder, save_teacher(tmp_path / "teacher"))
+    assert_refused(distil("pretrain", run, "train.micro_batch_size=3"), "take 3 or 6")
+    assert_refused(distil("pretrain", run, "student.init=[0,5]"), "layers 0 to 1, not 5")
+    assert_refused(distil("pretrain", run, "student.init=nowhere"), "nowhere")
+    if not torch.cuda.is_available():
+        assert_refused(distil("pretrain", run, "train.precision=fp16"), "use bf16 or fp32")

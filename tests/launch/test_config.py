@@ -1,0 +1,158 @@
+"""Every shipped config loads; every mistake is one line with file, key and fix."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data_prep.config import CorpusConfig
+from launch.config import ConfigError, load_config
+from pretrain.config import RunConfig
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+RUN = {"output": "o", "shards": "s", "teacher": "t"}
+CORPUS = {"output": "o", "sources": [{"kind": "text", "path": "p"}]}
+
+
+def write(path: Path, values: Any) -> Path:
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def load_run(tmp_path: Path, values: dict[str, Any], *overrides: str) -> RunConfig:
+    return load_config(RunConfig, write(tmp_path / "run.yaml", values), overrides)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_config_loads_and_opens_with_its_command(path: Path) -> None:
+    model = CorpusConfig if path.name.startswith("corpus-") else RunConfig
+    assert load_config(model, path)
+    head = path.read_text(encoding="utf-8").partition("\noutput:")[0]
+    assert f"configs/{path.name}" in head and "Time:" in head and "Result:" in head
+
+
+def test_the_paper_config_is_the_paper() -> None:
+    config = load_config(RunConfig, Path("configs/distilbert-base-uncased.yaml"))
+    assert config.train.global_batch_size == 4096 and config.train.precision == "fp16"
+    assert config.train.epochs == 3
+    objective = config.objective.model_dump()
+    assert objective == {
+        "name": "distilbert",
+        "temperature": 2.0,
+        "kl": 5.0,
+        "mlm": 2.0,
+        "cosine": 1.0,
+        "kl_positions": "all",
+    }
+    assert config.optimizer.model_dump() == {
+        "learning_rate": 5e-4,
+        "betas": (0.9, 0.98),
+        "eps": 1e-6,
+        "weight_decay": 0.0,
+        "warmup_ratio": 0.05,
+        "max_grad_norm": 5.0,
+    }
+
+
+def test_a_run_has_fewer_than_eighty_keys() -> None:
+    from launch.config import _paths
+
+    keys = {*_paths(RunConfig.model_json_schema()), *_paths(CorpusConfig.model_json_schema())}
+    assert len(keys) < 80
+
+
+def test_overrides_reach_nested_keys_and_lists(tmp_path: Path) -> None:
+    config = load_run(tmp_path, RUN, "train.max_steps=7", "student.init=[0, 2]", "teacher=x@y")
+    assert config.train.max_steps == 7
+    assert config.student.init == (0, 2)
+    assert config.teacher == "x@y"
+    corpus = load_config(
+        CorpusConfig, write(tmp_path / "c.yaml", CORPUS), ["sources.0.fraction=0.5", "workers=3"]
+    )
+    assert corpus.sources[0].fraction == 0.5 and corpus.workers == 3
+
+
+def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
+    assert load_run(tmp_path, RUN, "optimizer.eps=1e-6").optimizer.eps == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train": {"precison": "fp16"}},
+            "unknown key train.precison; did you mean train.precision?",
+        ),
+        ({"learning_rate": 1}, "unknown key learning_rate; did you mean optimizer.learning_rate?"),
+        ({"train": {"max_steps": "many"}}, "train.max_steps: .*valid integer.*given: 'many'"),
+        ({"train": {"precision": "fp8"}}, "train.precision: .*'fp32', 'bf16' or 'fp16'.*'fp8'"),
+        ({"objective": {"name": "distilbret"}}, "objective: .*'distilbert'"),
+        (
+            {"objective": {"name": "distilbert", "temprature": 1}},
+            "unknown key objective.temprature; did you mean objective.temperature?",
+        ),
+        ({"teacher": None}, "objective distilbert needs `teacher:`"),
+        ({"model": {}}, "`model:` is for objective mlm"),
+        ({"objective": {"name": "mlm"}}, "objective mlm has no teacher"),
+        (
+            {"objective": {"name": "distilbert", "kl": 0, "mlm": 0, "cosine": 0}},
+            "kl, mlm and cosine are all 0",
+        ),
+        ({"student": {"num_layers": 3, "init": [0, 1]}}, "num_layers is 3 but init lists 2"),
+    ],
+)
+def test_mistakes_in_a_run_are_one_line(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_run(tmp_path, RUN | changes)
+    assert "\n" not in str(error.value) and "run.yaml: " in str(error.value)
+
+
+def test_a_mistake_in_a_source_names_its_place(tmp_path: Path) -> None:
+    values = CORPUS | {"sources": [{"kind": "text", "pth": "p"}]}
+    path = write(tmp_path / "corpus.yaml", values)
+    with pytest.raises(ConfigError, match=r"unknown key sources\.0\.pth; did you mean s"):
+        load_config(CorpusConfig, path)
+    values = CORPUS | {"sources": [{"kind": "txt", "path": "p"}]}
+    with pytest.raises(ConfigError, match=r"sources\.0: .*'txt'.*'text'"):
+        load_config(CorpusConfig, write(path, values))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\n", "not YAML|line"),
+        ("output: a\noutput: b\n", "line 2 key 'output' is given twice"),
+        ("- a\n", "expected `key: value` lines"),
+        ("output: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
+        ("", "expected `key: value` lines"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(RunConfig, path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    write(tmp_path / "run.yaml", RUN)
+    with pytest.raises(ConfigError, match=r"rum\.yaml: no such file; did you mean .*run\.yaml"):
+        load_config(RunConfig, tmp_path / "rum.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.max_steps", "write section.key=value"),
+        ("=3", "write section.key=value"),
+        ("output.x=1", "output is a single value"),
+        ("train.max_stepz=3", "did you mean train.max_steps"),
+    ],
+)
+def test_mistakes_in_overrides(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run(tmp_path, RUN, override)

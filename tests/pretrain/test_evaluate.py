@@ -1,0 +1,63 @@
+"""Held-out figures against a plain loop: a row at a time, full logits, explicit counting."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import BertForMaskedLM, DistilBertForMaskedLM
+
+from data_prep.shards import open_shards
+from pretrain.attention import segments
+from pretrain.evaluate import evaluate, evaluation_masking
+
+
+def test_the_figures_are_those_of_a_plain_loop(
+    corpus: Path,
+    tiny_bert: Callable[..., BertForMaskedLM],
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+) -> None:
+    student, teacher, shards = tiny_distilbert(), tiny_bert(), open_shards(corpus, "validation")
+    rows = min(6, len(shards))
+    ours = evaluate(student, teacher, shards, rows=rows, batch_size=4, accelerator=Accelerator())
+
+    counts = json.loads((corpus / "token_counts.json").read_text(encoding="utf-8"))["counts"]
+    frequent = max(range(5, len(counts)), key=lambda word: counts[word])
+    masking = evaluation_masking(shards.manifest, 0.15)
+    sums = dict.fromkeys(("loss", "accuracy", "unigram_accuracy", "kl", "agreement"), 0.0)
+    sums["teacher_accuracy"] = 0.0
+    number = 0
+    for row in range(rows):
+        ids = torch.from_numpy(shards.rows([row]).astype("int64"))
+        masked = masking(ids, torch.zeros(1, dtype=torch.long), torch.tensor([row]))
+        assert ((masked.input_ids == 4) | (masked.input_ids == ids)).all()
+        packed = segments(masked.input_ids, cls_id=2, pad_id=0)
+        with torch.no_grad():
+            arguments = {"attention_mask": packed.attention_mask}
+            arguments["position_ids"] = packed.position_ids
+            student_logits = student(masked.input_ids, **arguments).logits[0].double()
+            teacher_logits = teacher(masked.input_ids, **arguments).logits[0].double()
+        for position in (masked.input_ids[0] == 4).nonzero().flatten().tolist():
+            label, q, p = int(ids[0, position]), student_logits[position], teacher_logits[position]
+            log_q, log_p = q.log_softmax(0), p.log_softmax(0)
+            sums["loss"] -= float(log_q[label])
+            sums["accuracy"] += float(q.argmax() == label)
+            sums["teacher_accuracy"] += float(p.argmax() == label)
+            sums["agreement"] += float(q.argmax() == p.argmax())
+            sums["unigram_accuracy"] += float(label == frequent)
+            sums["kl"] += float((log_p.exp() * (log_p - log_q)).sum())
+            number += 1
+    assert ours["masked_tokens"] == number > 0
+    for name, total in sums.items():
+        assert ours[name] == pytest.approx(total / number, rel=1e-4), name
+
+
+def test_the_student_is_left_in_training_mode(
+    corpus: Path, tiny_distilbert: Callable[..., DistilBertForMaskedLM]
+) -> None:
+    student, shards = tiny_distilbert().train(), open_shards(corpus, "validation")
+    first = evaluate(student, None, shards, rows=4, accelerator=Accelerator())
+    assert student.training
+    assert evaluate(student, None, shards, rows=4, accelerator=Accelerator()) == first

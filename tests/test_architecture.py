@@ -1,0 +1,106 @@
+"""Arrows run one way, and only the listed packages are installed."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("configs", "data_prep", "launch", "pretrain")
+
+
+def imports(file: Path) -> set[str]:
+    """The dotted names of all modules a file imports, wherever it does."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def modules(package: str) -> list[Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    return files
+
+
+def test_data_prep_knows_nothing_of_training() -> None:
+    for file in modules("data_prep"):
+        assert not {n for n in imports(file) if n.split(".")[0] in ("pretrain", "launch")}, file
+
+
+def test_pretrain_sees_the_corpus_stage_through_shards_alone() -> None:
+    for file in modules("pretrain"):
+        for name in imports(file):
+            assert not name.startswith("launch"), file
+            if name.startswith("data_prep"):
+                assert name.startswith("data_prep.shards."), f"{file}: {name}"
+
+
+def test_shards_need_nothing_else_of_the_corpus_stage() -> None:
+    for file in modules("data_prep/shards"):
+        for name in imports(file):
+            if name.startswith("data_prep"):
+                allowed = name.startswith("data_prep.shards") or name == "data_prep.CorpusError"
+                assert allowed, f"{file}: {name}"
+
+
+def test_only_launch_reads_yaml() -> None:
+    readers = [
+        file.relative_to(ROOT)
+        for package in PACKAGES
+        for file in modules(package)
+        if any(name.split(".")[0] == "yaml" for name in imports(file))
+    ]
+    assert readers == [Path("launch/config.py")]
+
+
+@pytest.mark.parametrize("name", ["utils.py", "common.py", "helpers.py", "misc.py", "base.py"])
+def test_no_file_has_a_name_that_says_nothing(name: str) -> None:
+    assert not [file for package in PACKAGES for file in (ROOT / package).rglob(name)]
+
+
+def test_nothing_that_executes_is_loaded() -> None:
+    for package in PACKAGES:
+        for file in modules(package):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call):
+                    called = ast.unparse(node.func)
+                    keys = {keyword.arg for keyword in node.keywords}
+                    assert called not in ("eval", "exec", "torch.load", "pickle.load"), file
+                    assert not keys & {"trust_remote_code", "allow_pickle", "shell"}, file
+                    # One loader, which derives from yaml.SafeLoader.
+                    assert called != "yaml.load" or "Loader=_Loader" in ast.unparse(node), file
+            assert not {n for n in imports(file) if n.split(".")[0] in ("pickle", "dill")}, file
+
+
+def test_only_the_listed_packages_are_built(tmp_path: Path) -> None:
+    subprocess.run(
+        [
+            sys.executable,
+            "setup.py",
+            "-q",
+            "build",
+            "-b",
+            tmp_path,
+            "--build-lib",
+            tmp_path / "lib",
+        ],
+        cwd=ROOT,
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    built = {p.relative_to(tmp_path / "lib") for p in (tmp_path / "lib").rglob("*") if p.is_file()}
+    expected = {
+        file.relative_to(ROOT)
+        for package in PACKAGES
+        for pattern in ("*.py", "*.yaml")
+        for file in (ROOT / package).rglob(pattern)
+    }
+    assert built == expected

@@ -1,0 +1,44 @@
+"""The README's commands run, in its order, in an empty folder; only shortened."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+# The same files and the same road, but a small part of the text and a few steps.
+SHORTER = {
+    "prepare": ["sources.0.max_megabytes=0.2", "tokenizer.train.vocab_size=1000"],
+    "pretrain": ["train.max_steps=2", "evaluation.rows=8"],
+    "evaluate": ["--rows", "8"],
+}
+
+
+def test_every_command_of_the_three_jobs_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    ours = [command for command in commands if command[0] == "distil"]
+    assert {command[1] for command in ours} >= {"prepare", "pretrain", "export"}
+    environment = {**os.environ, "PYTHONPATH": str(README.parent), "HF_HUB_OFFLINE": "1"}
+    for command in ours:
+        arguments = [*command[1:], *SHORTER.get(command[1], [])]
+        result = subprocess.run(
+            [sys.executable, "-m", "launch", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+    assert (tmp_path / "exported" / "my-distilbert" / "model.safetensors").is_file()
+
+
+def test_the_make_targets_it_names_exist() -> None:
+    makefile = README.with_name("Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"make (\w[\w-]*)", README.read_text(encoding="utf-8")))
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    assert {"demo", "test"} <= named <= targets
