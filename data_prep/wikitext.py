@@ -13,9 +13,9 @@ from data_prep.templates import render
 
 # mwparserfromhell reads on, often to the end of the page, for the closer of every opener, and that
 # again and again where closers are missing: its time is about openers without closer x page.
-_PAGE_LIMIT = 1 << 19  # characters; the longest articles have about 400,000
+_PAGE_LIMIT = 1 << 18  # characters
 _MARKUP_LIMIT = 1 << 15  # lines, and templates, links, tables, comments and tags
-_OPEN_LIMIT = 40  # openers that wait for their closer, those that never get it included
+_OPEN_LIMIT = 32  # openers that wait for their closer, those that never get it included
 
 _OPENS = re.compile(
     r"\{\{|\[\[|(?m:^[ \t:*#]*\{\|)|<!--|(?P<url>\[(?=//|[a-zA-Z]+:)(?![^\[\]\n]*\]))|"
@@ -23,7 +23,7 @@ _OPENS = re.compile(
     r"(?P<close>\}\}|\]\]|(?m:^[ \t]*\|\}(?!\}))|-->|</[a-zA-Z]\w*)"
 )
 _CLOSERS = {"{{": "}}", "[[": "]]", "{|": "|}", "<!--": "-->"}
-_NEVER_CLOSED = ("br", "hr", "wbr", "img", "meta", "link", "li", "dt", "dd", "td", "th", "tr")
+_NEVER_CLOSED = ("br", "hr", "wbr", "img", "meta", "link")
 
 # Elements whose content is no prose, those that start a line, and the rest of those in articles.
 _DROPPED = (

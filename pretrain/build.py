@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Run:
     step: int = 0
     tokens: int = 0
     evaluation: dict[str, float] = field(default_factory=dict)
+    evaluation_step: int = 0
 
     @property
     def student(self) -> MaskedLM:
@@ -58,11 +60,16 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     """Accelerate's device and process set-up, with accumulation and saving left to us.
 
     Raises:
-        RunError: fp16 without a GPU, where Accelerate would silently compute in fp32.
+        RunError: fp16 without a GPU, where Accelerate would silently compute in fp32; or a
+            tracker that is not installed.
     """
     # Without `cpu=True` Accelerate runs one process where several were started on CPUs.
     cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
     device = PartialState(cpu=cpu).device
+    if config.logging.tensorboard and find_spec("tensorboard") is None:
+        raise RunError(
+            "logging.tensorboard needs TensorBoard: pip install 'distil-pretraining[tensorboard]'"
+        )
     if config.train.precision == "fp16" and device.type != "cuda":
         raise RunError(
             f"train.precision fp16 needs a CUDA GPU, this is {device.type}; use bf16 or fp32"
@@ -151,6 +158,7 @@ def build(
         step=step,
         tokens=saved.state["tokens"] if saved else 0,
         evaluation=saved.state["evaluation"] if saved else {},
+        evaluation_step=saved.state["evaluation_step"] if saved else 0,
     )
 
 
@@ -170,6 +178,7 @@ def save(run: Run) -> None:
                 "num_steps": run.num_steps,
                 "tokens": run.tokens,
                 "evaluation": run.evaluation,
+                "evaluation_step": run.evaluation_step,
                 "config": config.model_dump(mode="json"),
                 "shaping": config.shaping(),
                 "shards": manifest.digest,

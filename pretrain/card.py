@@ -38,7 +38,7 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
         "```python\nfrom transformers import pipeline\n\n"
         'fill = pipeline("fill-mask", model="PATH_OR_NAME")\n```',
         "## Held-out figures",
-        *_figures(state["evaluation"]),
+        *_figures(state["evaluation"], state["evaluation_step"]),
         "## Data",
         _table(
             ("source", "kind", "documents", "licence"),
@@ -68,7 +68,7 @@ def _summary(student: MaskedLM, state: Mapping[str, Any]) -> str:
     )
 
 
-def _figures(evaluation: Mapping[str, float]) -> Iterable[str]:
+def _figures(evaluation: Mapping[str, float], step: int) -> Iterable[str]:
     if not evaluation:
         return ["Not measured: the corpus had no validation split."]
     rows = [
@@ -76,8 +76,8 @@ def _figures(evaluation: Mapping[str, float]) -> Iterable[str]:
     ]
     return [
         _table(("figure", "value"), rows),
-        f"Means over {evaluation['masked_tokens']:,.0f} masked tokens of held-out rows, every "
-        "selected token replaced by [MASK].",
+        f"Measured at step {step:,}: means over {evaluation['masked_tokens']:,.0f} masked tokens "
+        "of held-out rows, every selected token replaced by [MASK].",
     ]
 
 

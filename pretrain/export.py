@@ -53,6 +53,8 @@ def export(run: Path, folder: Path) -> Exported:
         temporary.mkdir(parents=True)
         _copy_tokenizer(saved.folder / "student", temporary)
         student.save_pretrained(temporary)
+        # safetensors writes for the owner alone; an export is for whoever may read its folder.
+        shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
         model_card(student, saved.state).save(temporary / "README.md")
         difference = _read_back(student, temporary)
         if folder.exists():

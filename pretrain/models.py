@@ -46,27 +46,44 @@ def projection(model: MaskedLM, hidden_ND: Tensor) -> Projection:
     return Projection(transformed, model.vocab_projector.weight, model.vocab_projector.bias)
 
 
-def load_model(folder: Path) -> DistilBertForMaskedLM | BertForMaskedLM:
-    """A student or MLM-trained BERT as a run saved it, in fp32."""
-    raw = read_config(str(folder), str(folder), None)
-    kind = BertForMaskedLM if raw.get("model_type") == "bert" else DistilBertForMaskedLM
+def load_model(folder: Path) -> MaskedLM:
+    """A BERT or DistilBERT with its MLM head, as a run saved it, in fp32.
+
+    Raises:
+        RunError: it cannot be read, is neither, or has no such head.
+    """
+    kinds: dict[str, Any] = {"bert": BertForMaskedLM, "distilbert": DistilBertForMaskedLM}
+    kind = read_config(str(folder), str(folder), None).get("model_type")
+    if kind not in kinds:
+        raise RunError(f"{folder}: a {kind} model; only {' and '.join(kinds)} can be used here")
     try:
-        model = kind.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=IMPLEMENTATION
+        model, report = kinds[kind].from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=IMPLEMENTATION,
+            output_loading_info=True,
         )
     except Exception as error:  # a damaged file raises whatever its parser comes upon
         raise RunError(f"{folder}: {first_line(error)}") from error
-    return model
+    if report["missing_keys"]:
+        raise RunError(
+            f"{folder}: its weights lack {sorted(report['missing_keys'])[0]}; it must be saved "
+            f"with its masked-language-model head, as {kinds[kind].__name__}"
+        )
+    loaded: MaskedLM = model
+    return loaded
 
 
-def read_config(name: str, source: str, revision: str | None) -> dict[str, Any]:
-    """The config.json of a folder or hub name."""
+def read_config(who: str, source: str, revision: str | None) -> dict[str, Any]:
+    """The config.json of a folder or hub name; `who` opens the message if there is none."""
     try:
         path = cached_file(source, "config.json", revision=revision)
     except (OSError, ValueError) as error:
+        if source.count("/") > 1 or source.startswith((".", "/", "~")) or Path(source).is_dir():
+            raise RunError(f"{who}: there is no {source}/config.json; check the path") from error
         raise RunError(
-            f"{name}: no folder with a config.json, and not to be had from the hub "
-            f"({first_line(error)})"
+            f"{who}: no such folder here, and the hub does not give it ({first_line(error)}); "
+            "check the name, or give the path of a folder"
         ) from error
     try:
         raw: dict[str, Any] = json.loads(Path(str(path)).read_text(encoding="utf-8"))

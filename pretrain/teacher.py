@@ -36,7 +36,7 @@ def load_teacher(name: str, manifest: Manifest) -> Teacher:
             shards', or its positions are fewer than a row's.
     """
     source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
-    raw = read_config(name, source, revision or None)
+    raw = read_config(f"teacher {name}", source, revision or None)
     _refuse_config(name, raw)
     try:
         loaded: Any = BertForMaskedLM.from_pretrained(

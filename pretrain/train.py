@@ -226,6 +226,7 @@ def hold_out(run: Run) -> None:
         rows=run.config.evaluation.rows,
         accelerator=run.accelerator,
     )
+    run.evaluation_step = run.step
     run.metrics.write("evaluation", run.step, run.evaluation)
     run.progress.evaluation(run.step, run.evaluation)
 

@@ -416,7 +416,9 @@ def test_configs_that_could_run_code(
 def test_nothing_there(name: str, tmp_path: Path, manifest: Manifest) -> None:
     """At once and in a line, though a hub is out of reach."""
     path = str(tmp_path / name) if name == "a missing folder" else name
-    assert "no folder with a config.json" in refused(path, manifest)
+    message = refused(path, manifest)
+    assert name.split("/")[-1] in message
+    assert "check the path" in message or "check the name" in message
 
 
 def test_damaged_configs(
