@@ -18,9 +18,13 @@ _MARKUP_LIMIT = 1 << 15  # lines, and templates, links, tables, comments and tag
 _OPEN_LIMIT = 32  # openers that wait for their closer, those that never get it included
 
 _OPENS = re.compile(
-    r"\{\{|\[\[|(?m:^[ \t:*#]*\{\|)|<!--|(?P<url>\[(?=//|[a-zA-Z]+:)(?![^\[\]\n]*\]))|"
-    r"<(?P<tag>[a-zA-Z]\w*)(?=(?P<rest>[^<>]*)(?P<end>>?))|"
-    r"(?P<close>\}\}|\]\]|(?m:^[ \t]*\|\}(?!\}))|-->|</[a-zA-Z]\w*)"
+    r"""
+    (?P<lost> \{ (?=\{\{) (?!\{\{[^{}]*\}\}\}) | \[ (?=//|[a-zA-Z]+:) (?![^\[\]\n]*\]) ) |
+    (?P<close> \}\} | \]\] | ^[ \t]*\|\}(?!\}) | --> | </[a-zA-Z]\w* ) |
+    <(?P<tag>[a-zA-Z]\w*) (?=(?P<rest>[^<>]*)(?P<end>>?)) |
+    \{\{ | \[\[ | ^[ \t:*\#]*\{\| | <!--
+    """,
+    re.VERBOSE | re.MULTILINE,
 )
 _CLOSERS = {"{{": "}}", "[[": "]]", "{|": "|}", "<!--": "-->"}
 _NEVER_CLOSED = ("br", "hr", "wbr", "img", "meta", "link")
@@ -77,7 +81,7 @@ def is_ordinary(wikitext: str) -> bool:
             if token in waiting:
                 while waiting.pop() != token:
                     lost += 1
-        elif found["url"] or found["end"] == "":
+        elif found["lost"] or found["end"] == "":
             lost += 1
         elif not found["tag"]:
             waiting.append(_CLOSERS[token])

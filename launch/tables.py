@@ -11,6 +11,8 @@ from rich.table import Table
 from data_prep.shards import Manifest
 from launch.progress import console
 
+_SEGMENTS = 4  # of a row, in an inspection
+
 
 def show(lines: Iterable[str]) -> None:
     """Plain lines."""
@@ -68,10 +70,13 @@ def inspection(summary: Mapping[str, Any]) -> None:
         ]
     )
     for row in summary["rows"]:
-        show(["", f"row {row['row']}"])
-        for segment in row["segments"]:
-            title = segment.get("title") or segment.get("document")
+        segments = row["segments"]
+        show(["", f"row {row['row']}: {len(segments)} document(s)"])
+        for segment in segments[:_SEGMENTS]:
+            title = segment["title"] or segment["document"]
             show([f"  [{title}] {_shortened(segment['text'])}"])
+        if len(segments) > _SEGMENTS:
+            show([f"  ... and {len(segments) - _SEGMENTS} more"])
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -279,6 +279,7 @@ def describe(run: Run) -> None:
     )
     if run.step:
         say(f"continuing after step {run.step:,}")
+    run.progress.step(run.step, run.num_steps, {})
 
 
 @contextmanager
