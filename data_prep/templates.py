@@ -97,13 +97,15 @@ def _quotation(arguments: list[str], named: dict[str, str]) -> str:
 
 
 def _grouped(number: str) -> str:
-    return f"{int(number):,}" if re.fullmatch(r"\d{4,}", number) else number
+    return f"{int(number):,}" if re.fullmatch(r"\d{4,99}", number) else number
 
 
 def _convert(arguments: list[str], named: dict[str, str]) -> str:
     """{{convert|10|to|20|km|mi}} -> 10 to 20 kilometres; {{convert|5|ft|11|in|m}} likewise."""
     text, i = "", 0
     while i < len(arguments) and _NUMBER.fullmatch(arguments[i]):
+        if text and i + 1 == len(arguments):  # without a unit: the digits to round to
+            break
         text += (" " if text else "") + _grouped(arguments[i])
         i += 1
         while i + 1 < len(arguments) and (joint := _BETWEEN.get(arguments[i])):
@@ -111,6 +113,9 @@ def _convert(arguments: list[str], named: dict[str, str]) -> str:
             i += 2
         if i < len(arguments):
             unit = arguments[i]
+            if power := re.fullmatch(r"e(3|6|9)(\D.*)", unit):  # e6acre: million acres
+                text += {"3": " thousand", "6": " million", "9": " billion"}[power[1]]
+                unit = power[2]
             adjective = named.get("adj", "").startswith(("on", "mid", "pre"))
             name = unit if named.get("abbr") in ("on", "in") else _UNITS.get(unit, unit)
             name = name.replace("-", " ")
@@ -130,10 +135,10 @@ def _as_of(arguments: list[str], named: dict[str, str]) -> str:
 def _date(arguments: list[str], named: dict[str, str]) -> str:
     """Year, month, day as numbers -> 12 May 1850; anything else is joined as it stands."""
     given = [part for part in arguments if part]
-    if len(given) < 2 or not given[1].isdigit() or not 1 <= int(given[1]) <= 12:
+    if len(given) < 2 or not re.fullmatch("0?[1-9]|1[0-2]", given[1]):
         return " ".join(reversed(given))
     month = _MONTHS[int(given[1]) - 1]
-    day = f"{int(given[2])} " if len(given) > 2 and given[2].isdigit() else ""
+    day = f"{int(given[2])} " if len(given) > 2 and re.fullmatch(r"\d\d?", given[2]) else ""
     return f"{day}{month} {given[0]}"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import re
 
+from mwparserfromhell.parser import ParserError
+
 from data_prep.wikitext import is_ordinary, parsed, substituted
 
 _SWITCH = re.compile(r"__[A-Z]{3,}__")
@@ -55,8 +57,13 @@ def plain_text(wikitext: str, *, not_prose: frozenset[str] = _NOT_PROSE) -> str:
     `not_prose` holds the lower-case namespaces (file, category) whose links show no text; a dump
     names those of its language.
     """
-    read = parsed if is_ordinary(wikitext) else substituted
-    return prose(read(wikitext, not_prose | _NOT_PROSE))
+    not_prose |= _NOT_PROSE
+    if not is_ordinary(wikitext):
+        return prose(substituted(wikitext, not_prose))
+    try:
+        return prose(parsed(wikitext, not_prose))
+    except ParserError:  # a bug of the parser's: one page must not end a run over millions
+        return prose(substituted(wikitext, not_prose))
 
 
 def prose(text: str) -> str:

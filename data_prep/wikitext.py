@@ -11,8 +11,8 @@ from mwparserfromhell.wikicode import Wikicode
 
 from data_prep.templates import render
 
-# mwparserfromhell reads on, often to the end of the page, for the closer of every opener, and that
-# again and again where closers are missing: its time is about openers without closer x page.
+# mwparserfromhell looks for the closer of every opener, often to the end of the page, and starts
+# over where there is none: its time goes with openers without closer times length of the page.
 _PAGE_LIMIT = 1 << 18  # characters
 _MARKUP_LIMIT = 1 << 15  # lines, and templates, links, tables, comments and tags
 _OPEN_LIMIT = 32  # openers that wait for their closer, those that never get it included
@@ -56,7 +56,7 @@ _ELEMENT = re.compile(
 )
 _TEMPLATE = re.compile(r"\{\{([^{}]*(?:(?:\{(?!\{)|\}(?!\}))[^{}]*)*)\}\}")
 _LINK = re.compile(r"\[\[([^\[\]]*(?:(?:\[(?!\[)|\](?!\]))[^\[\]]*)*)\]\]")
-_URL_LINK = re.compile(r"\[(?:(?:https?|ftp|irc):|(?=//))//?[^\s\[\]]*[ \t]*([^\[\]\n]*)\]")
+_URL_LINK = re.compile(r"\[(?:(?:https?|ftp|irc)://|//|mailto:)[^\s\[\]]*(?=[ \t\]])([^\[\]\n]*)\]")
 _TABLE = re.compile(
     r"(?m)^[ \t:*#]*\{\|[^\n]*(?:\n(?![ \t:*#]*\{\||[ \t]*\|\})[^\n]*)*\n[ \t]*\|\}"
 )
@@ -64,7 +64,7 @@ _ROUNDS = 40  # of `substituted`; markup nested deeper is rather broken than dee
 
 
 def is_ordinary(wikitext: str) -> bool:
-    """Whether mwparserfromhell is sure to read this page in a few seconds at most.
+    """Whether mwparserfromhell will read this page in seconds at most, by counts and not a clock.
 
     A page is not if it is very long, holds a great deal of markup, or leaves many templates, links,
     tables or elements open.
@@ -158,11 +158,9 @@ def _node(node: nodes.Node, not_prose: frozenset[str]) -> str:
             return shown(node.title) if node.brackets else shown(node.url)
         case nodes.Heading():
             return f"{'=' * node.level}{shown(node.title)}{'=' * node.level}"
-        case nodes.Argument():
-            return shown(node.default)
         case nodes.Tag():
             return _element(node, not_prose)
-    return ""  # a comment
+    return ""  # a comment, or a parameter of a template's own page
 
 
 def _element(tag: nodes.Tag, not_prose: frozenset[str]) -> str:

@@ -120,6 +120,7 @@ def read_huggingface(source: HuggingFace, input: str) -> Iterator[Document | Rej
 
 def _dataset(source: HuggingFace, input: str) -> Iterator[Mapping[str, Any]]:
     import datasets
+    import huggingface_hub
 
     try:
         saved = [os.path.join(input, name) for name in ("dataset_dict.json", "state.json")]
@@ -127,6 +128,9 @@ def _dataset(source: HuggingFace, input: str) -> Iterator[Mapping[str, Any]]:
             return iter(datasets.load_from_disk(input)[source.split])
         if os.path.exists(saved[1]):
             return iter(datasets.load_from_disk(input))
+        if not os.path.exists(input) and not datasets.config.HF_HUB_OFFLINE:
+            # Without a network load_dataset tries for half a minute, noisily; this fails at once.
+            huggingface_hub.HfApi().dataset_info(input, revision=source.revision, timeout=10)
         return iter(
             datasets.load_dataset(
                 input,
