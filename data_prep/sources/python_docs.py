@@ -19,20 +19,10 @@ from data_prep import CorpusError
 from data_prep.sources.document import Document, Rejected, SourceKeys
 
 _STDLIB = "python"
-_MIN_PROSE = 200  # characters of prose below which a module is no document
+_MIN_PROSE = 200  # characters below which a module's documentation is no document
+_MIN_WORDS = 4  # of a block
 _SKIPPED_FOLDERS = frozenset(("test", "tests", "testing", "_vendor", "site-packages", "idlelib"))
 _MAX_SOURCE = 1 << 22  # bytes of a source file
-
-# `name : type` or `name (type): text` opens an item of a parameter table; headings stand alone.
-_ITEM = re.compile(r"\s*[*`]*\w+`?(?:, \*?\w+)*`? ?(?::| \(.*\) ?:|\s--).*|\s*[-=~^*\"]{3,}\s*")
-_SECTION = re.compile(
-    r"(?:Args|Arguments|Parameters|Returns?|Yields?|Raises|Keyword Args|Attributes|Examples?|"
-    r"Example usage|Shape|Inputs?|Outputs?|References|See Also|Other Parameters|Methods|Usage|"
-    r"Warns|Signature|Usage example)::?\s*|.*\n[-=]{3,}"
-)
-_ROLE = re.compile(r":[\w:+.-]+:`~?([^`<]*?)\s*(?:<[^`>]*>)?`")
-_QUOTED = re.compile(r"``?([^`]+)``?(?:__?)?")
-_SENTENCE = re.compile(r"[A-Z\"'(].*[a-z]{2}.*[.:!?)]\Z", re.DOTALL)
 
 
 class PythonDocs(SourceKeys):
@@ -75,7 +65,7 @@ def inputs(source: PythonDocs) -> list[str]:
 
 
 def read(source: PythonDocs, input: str) -> Iterator[Document | Rejected]:
-    """A document a module: its docstrings' prose, in the order of the file."""
+    """A document a module: its docstrings, in the order of the file, each block once."""
     folder = _folder(input)
     if folder is None:
         raise CorpusError(f"packages: {input} is not installed; leave it out or install it")
@@ -138,15 +128,9 @@ def _prose_of(path: Path) -> str:
 
 
 def _paragraphs(docstring: str) -> Iterator[str]:
-    """The prose of a docstring, a line a paragraph: no code, tables, parameters or headings."""
+    """The blocks of a docstring, a line each, without the lines of interactive sessions."""
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
-        lines = block.split("\n")
-        if lines[0].startswith((" ", "\t", ">>>", "...", "|", "+", "@", "#", "..", "$", "%")):
-            continue
-        if _SECTION.match(block) or any(">>>" in line or _ITEM.fullmatch(line) for line in lines):
-            continue
-        text = " ".join(line.strip() for line in lines)
-        text = _QUOTED.sub(r"\1", _ROLE.sub(r"\1", text)).replace("::", ":").replace("**", "")
-        words = text.split()
-        if len(words) >= 6 and _SENTENCE.match(text):
+        lines = [line.strip() for line in block.split("\n")]
+        words = " ".join(line for line in lines if not line.startswith((">>>", "..."))).split()
+        if len(words) >= _MIN_WORDS:
             yield " ".join(words)
