@@ -1,0 +1,23 @@
+"""Shards: the files between the corpus stage and training, and all that `pretrain` may import.
+
+A shard is an Arrow IPC stream with one column, `input_ids`: rows of whole segments
+`[CLS] ids [SEP]`, padded at the end. `manifest.json` describes and seals a folder of them.
+"""
+
+from data_prep.shards.manifest import Manifest, canonical_json, load_manifest, vocabulary_sha256
+from data_prep.shards.reading import ShardSet, open_shards
+from data_prep.shards.verifying import check, verify
+from data_prep.shards.writing import write_file, write_shard
+
+__all__ = [
+    "Manifest",
+    "ShardSet",
+    "canonical_json",
+    "check",
+    "load_manifest",
+    "open_shards",
+    "verify",
+    "vocabulary_sha256",
+    "write_file",
+    "write_shard",
+]

@@ -1,0 +1,173 @@
+"""`manifest.json`: what a folder of shards holds, sealed by hashes."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from data_prep import CorpusError
+
+FORMAT_VERSION: Literal[1] = 1
+BLOCK_BYTES = 2**20
+MANIFEST = "manifest.json"
+TOKEN_COUNTS = "token_counts.json"
+AGAIN = "restore it, or delete the folder and run `distil prepare` again"
+
+FROZEN = ConfigDict(frozen=True, extra="forbid")
+# No part of a name starts with a dot: a hostile manifest cannot point outside its folder.
+FileName = Annotated[
+    str, Field(pattern=r"^(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0)]
+
+
+class SpecialIds(BaseModel):
+    """The ids of the five special tokens."""
+
+    model_config = FROZEN
+    pad: Count
+    unk: Count
+    cls: Count
+    sep: Count
+    mask: Count
+
+
+class TokenizerRecord(BaseModel):
+    """What training must know of the tokenizer; `fingerprint` covers all of its behaviour."""
+
+    model_config = FROZEN
+    fingerprint: Sha256
+    vocabulary_sha256: Sha256
+    vocab_size: Annotated[int, Field(gt=5)]
+    special_ids: SpecialIds
+
+
+class ShardRecord(BaseModel):
+    """One shard file; `tokens` counts all ids but padding, `blocks` are hashes of 1 MiB pieces."""
+
+    model_config = FROZEN
+    file: FileName
+    rows: Annotated[int, Field(gt=0)]
+    tokens: Count
+    bytes: Count
+    sha256: Sha256
+    block_bytes: Annotated[int, Field(gt=0)] = BLOCK_BYTES
+    blocks: tuple[Sha256, ...]
+
+
+class SplitRecord(BaseModel):
+    """The shards of one split, in row order."""
+
+    model_config = FROZEN
+    rows: Count
+    tokens: Count
+    segments: Count
+    shards: tuple[ShardRecord, ...]
+
+
+class FileRecord(BaseModel):
+    """Any other file of the folder."""
+
+    model_config = FROZEN
+    file: FileName
+    bytes: Count
+    sha256: Sha256
+
+
+class SourceRecord(BaseModel):
+    """One source: documents_in = documents_kept + the sum of `dropped`, by reason."""
+
+    model_config = FROZEN
+    name: str
+    kind: str
+    licence: str
+    documents_in: Count
+    documents_kept: Count
+    documents_validation: Count
+    dropped: dict[str, Count]
+    characters: Count
+
+
+class Manifest(BaseModel):
+    """A folder of shards; `digest` names the content, `self_sha256` seals the whole file."""
+
+    model_config = FROZEN
+    format_version: Literal[1] = FORMAT_VERSION
+    digest: Sha256
+    tokenizer: TokenizerRecord
+    row_length: Annotated[int, Field(ge=8)]
+    dtype: Literal["uint16", "uint32"]
+    splits: dict[Literal["train", "validation"], SplitRecord]
+    files: tuple[FileRecord, ...]
+    sources: tuple[SourceRecord, ...]
+    content: dict[str, Any]
+    code_version: str
+    created_by: dict[str, str]
+    self_sha256: Sha256
+
+
+def vocabulary_sha256(tokens: list[str]) -> str:
+    """The sha256 of a vocabulary, its tokens in id order."""
+    return hashlib.sha256("\n".join(tokens).encode()).hexdigest()
+
+
+def canonical_json(value: object) -> bytes:
+    """The one JSON spelling that hashes are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def seal(fields: dict[str, Any]) -> Manifest:
+    """Make a manifest of all fields but the two hashes, which it computes."""
+    zero = "0" * 64
+    values = Manifest(**fields, digest=zero, self_sha256=zero).model_dump(mode="json")
+    values["digest"] = _digest(values)
+    values["self_sha256"] = _self_sha256(values)
+    return Manifest(**values)
+
+
+def load_manifest(folder: Path | str) -> Manifest:
+    """Read and check `folder/manifest.json`; raise CorpusError if missing, unknown or damaged."""
+    path = Path(folder) / MANIFEST
+    try:
+        values = json.loads(path.read_bytes())
+        version = values["format_version"]
+    except FileNotFoundError:
+        raise CorpusError(
+            f"{path}: not found: {folder} holds no finished shards; run `distil prepare`"
+        ) from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise CorpusError(f"{path}: damaged: {AGAIN}") from None
+    if version != FORMAT_VERSION:
+        raise CorpusError(
+            f"{path}: format version {version!r}, this release reads {FORMAT_VERSION}: "
+            "use the release that wrote it or run `distil prepare` again"
+        )
+    try:
+        manifest = Manifest.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CorpusError(f"{path}: damaged at {where} ({first['msg']}): {AGAIN}") from None
+    if manifest.self_sha256 != _self_sha256(values) or manifest.digest != _digest(values):
+        raise CorpusError(f"{path}: edited or damaged (its own hash differs): {AGAIN}")
+    return manifest
+
+
+def _digest(values: dict[str, Any]) -> str:
+    """What two manifests with the same content share: no names, versions, paths or times."""
+    counts = [file["sha256"] for file in values["files"] if file["file"] == TOKEN_COUNTS]
+    shards = {
+        name: [shard["sha256"] for shard in split["shards"]]
+        for name, split in values["splits"].items()
+    }
+    kept = ("format_version", "tokenizer", "row_length", "dtype", "content")
+    content = {key: values[key] for key in kept} | {"shards": shards, "token_counts": counts}
+    return hashlib.sha256(canonical_json(content)).hexdigest()
+
+
+def _self_sha256(values: dict[str, Any]) -> str:
+    rest = {key: value for key, value in values.items() if key != "self_sha256"}
+    return hashlib.sha256(canonical_json(rest)).hexdigest()

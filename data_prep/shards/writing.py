@@ -1,0 +1,73 @@
+"""Files written whole: temporary name, flush to disk, rename."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from data_prep.shards.manifest import BLOCK_BYTES, FileRecord, ShardRecord
+
+
+def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Let `write` fill a file that appears under its name only when it is safely on disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush renames in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_shard(path: Path, rows: npt.NDArray[Any], pad: int) -> ShardRecord:
+    """Write rows [n, row_length] of uint16 or uint32 ids as one Arrow stream."""
+    assert rows.ndim == 2 and len(rows) and rows.dtype in (np.uint16, np.uint32)
+    values = pa.array(np.ascontiguousarray(rows).reshape(-1))
+    column = pa.FixedSizeListArray.from_arrays(values, rows.shape[1])
+    batch = pa.record_batch([column], names=["input_ids"])
+
+    def write(file: IO[bytes]) -> None:
+        with pa.ipc.new_stream(file, batch.schema) as stream:
+            stream.write_batch(batch)
+
+    write_file(path, write)
+    sha256, blocks, size = hash_file(path)
+    tokens = int(np.count_nonzero(rows != pad))
+    return ShardRecord(
+        file=path.name, rows=len(rows), tokens=tokens, bytes=size, sha256=sha256, blocks=blocks
+    )
+
+
+def file_record(folder: Path, name: str) -> FileRecord:
+    """Describe a finished file for the manifest."""
+    sha256, _, size = hash_file(folder / name)
+    return FileRecord(file=name, bytes=size, sha256=sha256)
+
+
+def hash_file(path: Path, block_bytes: int = BLOCK_BYTES) -> tuple[str, tuple[str, ...], int]:
+    """The sha256 of a file and of each of its blocks, and its size in bytes."""
+    whole, blocks, size = hashlib.sha256(), [], 0
+    with path.open("rb") as file:
+        while block := file.read(block_bytes):
+            whole.update(block)
+            blocks.append(hashlib.sha256(block).hexdigest())
+            size += len(block)
+    return whole.hexdigest(), tuple(blocks), size
