@@ -73,21 +73,20 @@ class Training:
         console.print(text, soft_wrap=True, markup=False)
 
     def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
-        """Move the bar; a line where there are values."""
+        """Move the bar; a line where there are values, with an ETA where there is no bar."""
         now = time.monotonic()
         if self.first is None:
             self.first = (step, now)
-        text = _training_line(values)
         if self.bar:
             if self.task is None:
                 self.task = self.bar.add_task("training", total=total)
             self.bar.update(self.task, completed=step)
-            if values:
-                self.bar.update(self.task, description=text)
-        elif values:
+        if values:
+            line = f"step {step}/{total}  {_training_line(values)}"
             first, start = self.first
-            eta = (now - start) / (step - first) * (total - step) if step > first else None
-            self.say(f"step {step}/{total}  {text}  eta {_minutes(eta)}")
+            if not self.bar and step > first:
+                line += f"  eta {_minutes((now - start) / (step - first) * (total - step))}"
+            self.say(line)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Held-out figures on a line."""
@@ -102,8 +101,6 @@ class Training:
 
 
 def _training_line(values: Mapping[str, float]) -> str:
-    if not values:
-        return ""
     rates = ("grad_norm", "learning_rate", "tokens", "tokens_per_second", "data_wait", "mfu")
     terms = "  ".join(f"{name} {value:.3f}" for name, value in values.items() if name not in rates)
     return (
@@ -113,11 +110,8 @@ def _training_line(values: Mapping[str, float]) -> str:
     )
 
 
-def _minutes(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    whole = int(seconds)
-    hours, rest = divmod(whole, 3600)
+def _minutes(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
