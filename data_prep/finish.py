@@ -56,7 +56,7 @@ def find_finished(config: CorpusConfig, source_inputs: Sequence[list[str]]) -> M
             f"{output}: holds shards of another corpus ({'; '.join(differences)}): "
             "use another `output`"
         )
-    if problems := verify(output, full=False):
+    if problems := verify(output, full=True):
         raise CorpusError(problems[0])
     shutil.rmtree(output / WORK, ignore_errors=True)  # a kill between the manifest and its removal
     return manifest

@@ -61,6 +61,8 @@ def prepare(
         units = _extract_units(config, source_inputs, work, part_bytes)
         extracted = run(extract, units, config.workers, _stage(report, "read"))
         kept = _deduplicate(extracted)
+        if not any(part.of("train").any() for part in kept):
+            raise _no_rows(config, extracted)
         if tokens is None:
             assert isinstance(config.tokenizer, TrainTokenizer)
             report("train the vocabulary", 0, 1)
@@ -70,10 +72,7 @@ def prepare(
         rows_units = _rows_units(config, kept, tokens, work, part_bytes)
         results = run(write_rows, rows_units, config.workers, _stage(report, "tokenise and pack"))
         if not any(result.shard and result.unit.split == "train" for result in results):
-            raise CorpusError(
-                f"{config.output}: no training row: {_losses(extracted)}: "
-                "add text, or loosen `min_characters`, `fraction` or `validation`"
-            )
+            raise _no_rows(config, extracted)
         records = _source_records(config, extracted, kept, results)
         return finish(config, tokens, extracted, results, records, work)
 
@@ -125,6 +124,13 @@ def _deduplicate(extracted: Sequence[Extracted]) -> list[Kept]:
     return [
         Kept(part, keep[end - len(part.keys) : end]) for part, end in zip(parts, ends, strict=True)
     ]
+
+
+def _no_rows(config: CorpusConfig, extracted: Sequence[Extracted]) -> CorpusError:
+    return CorpusError(
+        f"{config.output}: no training row: {_losses(extracted)}: "
+        "add text, or loosen `min_characters`, `fraction` or `validation`"
+    )
 
 
 def _train(kept: Sequence[Kept], settings: TrainWordPiece, seed: int) -> Tokens:

@@ -38,9 +38,11 @@ def prepare(config: Config, overrides: Overrides = None) -> None:
     from launch.tables import corpus_lines, show
 
     settings = load_config(CorpusConfig, config, overrides or [])
+    before = (settings.output / "manifest.json").exists()
     with stages() as progress:
         manifest = run(settings, progress)
-    show(corpus_lines(settings.output, manifest))
+    # A finished corpus is never overwritten: what was there and passed is what was asked for.
+    show(corpus_lines(settings.output, manifest, "up to date" if before else "done"))
 
 
 @app.command()
@@ -129,7 +131,7 @@ def evaluate(
     from pretrain.evaluate import evaluate_folder
 
     _quiet()
-    values = evaluate_folder(model, shards, teacher=teacher, rows=rows)
+    values = evaluate_folder(model, shards, teacher=teacher, rows=rows, warn=_warn)
     show([f"{name:>18}  {value:,.4f}" for name, value in values.items()])
 
 
@@ -147,10 +149,12 @@ def export(
     """
     from launch.tables import show
     from pretrain.export import export as write
+    from pretrain.export import hub_token
     from pretrain.export import push as upload
 
     _quiet()
-    exported = write(run, folder)
+    token = hub_token() if push else ""
+    exported = write(run, folder, _warn)
     show(
         [
             f"{folder}: {exported.architecture}, {exported.num_parameters:,} parameters, "
@@ -159,7 +163,7 @@ def export(
         ]
     )
     if push:
-        show([upload(folder, push)])
+        show([upload(folder, push, token)])
 
 
 @app.command()
@@ -188,6 +192,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     try:
         app()
     except KeyboardInterrupt:
@@ -201,6 +206,10 @@ def main() -> None:
         text, code = answer
         print(f"error: {text}", file=sys.stderr)
         sys.exit(code)
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def _quiet() -> None:
@@ -234,6 +243,8 @@ def _remedy(error: OSError) -> str:
         errno.EDQUOT: "free some space, then run the same command again; what is finished stays",
         errno.EROFS: "the disk is read-only; set `output:` to a place that can be written",
         errno.EACCES: "no permission; set `output:` to a place that can be written",
+        errno.ENOTDIR: "a file stands where a folder should be; choose another path",
+        errno.EEXIST: "a file stands where a folder should be; choose another path",
         errno.EFBIG: "a file-size limit was reached; raise it (ulimit -f) or write elsewhere",
     }
     return f"; {remedies[error.errno]}" if error.errno in remedies else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -112,13 +113,30 @@ def _index(override: str, part: str, items: list[Any]) -> int:
 
 def _sentence(model: type[BaseModel], error: ValidationError) -> str:
     """The first mistake in words; unknown keys first, since they cause the missing ones."""
-    errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    known = set(_paths(model.model_json_schema()))
+
+    def rank(entry: Any) -> tuple[bool, int]:
+        # A key that is right in another member of a union is no unknown key; of the mistakes that
+        # every member of a union has to report, the innermost is in the member that was meant.
+        key = _plain(".".join(map(str, _without_tags(model, entry["loc"]))))
+        unknown = entry["type"] == "extra_forbidden" and key not in known
+        return not unknown, -len(entry["loc"])
+
+    errors = sorted(error.errors(), key=rank)
     first = errors[0]
-    key = ".".join(str(part) for part in _without_tags(model, first["loc"]))
+    key = ".".join(map(str, _without_tags(model, first["loc"])))
+    context = first.get("ctx", {})
     if first["type"] == "extra_forbidden":
         text = f"unknown key {key}{_suggestion(model, key)}"
     elif first["type"] == "missing":
         text = f"{key} is missing"
+    elif first["type"].startswith("union_tag"):
+        name = context["discriminator"].strip("'")
+        choices = re.findall(r"'([^']+)'", str(context.get("expected_tags", "")))
+        close = difflib.get_close_matches(str(context.get("tag", "")), choices, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; one of {', '.join(choices)}"
+        given = f" {context['tag']!r} is not known" if "tag" in context else " is missing"
+        text = f"{key}: {name}{given}{hint if choices else ''}"
     else:
         message = first["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
@@ -132,11 +150,17 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
 def _without_tags(model: type[BaseModel], loc: Sequence[Any]) -> list[Any]:
     """Pydantic's location without the names of union members, which no user wrote."""
     names = {path.rpartition(".")[2] for path in _paths(model.model_json_schema())}
+    members = {"str", "float", "int", *model.model_json_schema().get("$defs", {})}
+    last = len(loc) - 1
     return [
         part
         for i, part in enumerate(loc)
-        if isinstance(part, int) or part in names or i == len(loc) - 1
+        if isinstance(part, int) or part in names or (i == last and not _member(part, members))
     ]
+
+
+def _member(part: str, members: set[str]) -> bool:
+    return part in members or part.startswith("tuple[")
 
 
 def _suggestion(model: type[BaseModel], key: str) -> str:

@@ -21,7 +21,7 @@ from launch.tables import corpus_lines, print_table, show
 from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate_folder
 from pretrain.export import export
-from pretrain.metrics import write_json
+from pretrain.files import write_json
 from pretrain.train import train
 
 _SENTENCE = "This function returns a [MASK] of the given objects."
@@ -39,9 +39,10 @@ def demo(output: Path, *, quick: bool = False) -> None:
         [f"output={output}/shards", *(["sources.0.max_megabytes=1"] if quick else [])],
     )
     show(["1/4 corpus: the documentation installed with Python and our dependencies"])
+    before = (corpus.output / "manifest.json").exists()
     with stages() as progress:
         manifest = prepare(corpus, progress)
-    show(corpus_lines(corpus.output, manifest))
+    show(corpus_lines(corpus.output, manifest, "up to date" if before else "done"))
 
     extra = _QUICK if quick else {"teacher": [], "student": []}
     show(["", "2/4 teacher: a small BERT, masked language modelling"])
@@ -78,7 +79,7 @@ def _train(config: str, output: Path, name: str, overrides: list[str]) -> bool:
         return False
     if exported.exists():  # of an earlier, shorter run of this demo
         shutil.rmtree(exported)
-    export(settings.output, exported)
+    export(settings.output, exported, lambda text: show([text]))
     return True
 
 
@@ -90,7 +91,11 @@ def _measure(output: Path, rows: int) -> dict[str, Any]:
         for name, folder in folders.items()
     }
     figures = evaluate_folder(
-        folders["student"], output / "shards", teacher=str(folders["teacher"]), rows=rows
+        folders["student"],
+        output / "shards",
+        teacher=str(folders["teacher"]),
+        rows=rows,
+        warn=print,
     )
     speeds = _tokens_per_second(models)
     fill = pipeline("fill-mask", model=str(folders["student"]), device="cpu")

@@ -20,7 +20,7 @@ def show(lines: Iterable[str]) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def corpus_lines(folder: Path, manifest: Manifest) -> list[str]:
+def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
     """What a prepared corpus holds, a line a split and a source."""
     lines = []
     for name, split in manifest.splits.items():
@@ -35,7 +35,7 @@ def corpus_lines(folder: Path, manifest: Manifest) -> list[str]:
             f"{source.name}: {source.documents_in:,} documents, {source.documents_kept:,} kept"
             + (f" (dropped: {dropped})" if dropped else "")
         )
-    return [*lines, f"{folder}: done, digest {manifest.digest[:16]}"]
+    return [*lines, f"{folder}: {state}, digest {manifest.digest[:16]}"]
 
 
 def inspection(summary: Mapping[str, Any]) -> None:

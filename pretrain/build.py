@@ -224,7 +224,8 @@ def check_same_run(
     ]
     if saved.state["shards"] != manifest.digest:
         changes.append(f"the shards in {config.shards} are other ones")
-    if teacher is not None and saved.state["teacher"]["sha256"] != teacher.sha256:
+    before_sha256 = (saved.state["teacher"] or {}).get("sha256")
+    if teacher is not None and before_sha256 not in (None, teacher.sha256):
         changes.append(f"the teacher {teacher.name} has other weights")
     if changes:
         raise RunError(

@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from pretrain import RunError
+from pretrain.files import replace_text, write_json, writing_to
 
 _FORMAT = 1
 
@@ -58,29 +58,30 @@ def save(
         OSError: the disk is full or read-only; earlier checkpoints are untouched.
     """
     final = root / f"step-{step:08d}"
+    if final.exists() and verify(final) is None:
+        return final  # this very step was written before: a run is repeatable
     temporary = root / f".tmp-{final.name}"
     for leftover in root.glob(".tmp-*"):
         shutil.rmtree(leftover)
-    temporary.mkdir(parents=True)
     try:
-        student.save_pretrained(temporary / "student")
-        shutil.copytree(tokenizer, temporary / "student", dirs_exist_ok=True)
-        save_file(dict(optimizer), temporary / "optimizer.safetensors", metadata={"format": "pt"})
-        _write_json(temporary / "state.json", {**state, "step": step})
-        _write_json(temporary / "manifest.json", _sealed(temporary, step))
-        for path in [*temporary.rglob("*"), temporary]:
-            _sync(path)
-    except SafetensorError as error:  # safetensors wraps what the disk said
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"{temporary}: {error}") from error
+        with writing_to(temporary):
+            temporary.mkdir(parents=True)
+            student.save_pretrained(temporary / "student")
+            shutil.copytree(tokenizer, temporary / "student", dirs_exist_ok=True)
+            moments = temporary / "optimizer.safetensors"
+            save_file(dict(optimizer), moments, metadata={"format": "pt"})
+            write_json(temporary / "state.json", {**state, "step": step})
+            write_json(temporary / "manifest.json", _sealed(temporary, step))
+            for path in [*temporary.rglob("*"), temporary]:
+                _sync(path)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if final.exists():  # the leaving of an interrupted removal, or one that no longer verifies
+    if final.exists():  # one that does not verify
         _remove(final)
     temporary.rename(final)
     _sync(root)
-    _replace_text(root / "latest", final.name)
+    replace_text(root / "latest", f"{final.name}\n")
     for old in _folders(root)[keep:]:
         _remove(old)
     return final
@@ -170,14 +171,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    _sync(temporary)
-    temporary.replace(path)

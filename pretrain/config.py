@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pretrain.objectives import DistilBert, Objective
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid")
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Model(BaseModel):
@@ -77,7 +78,7 @@ class Optimizer(BaseModel):
     model_config = _FROZEN
 
     learning_rate: float = Field(5.0e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.98)
     eps: float = Field(1.0e-6, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     warmup_ratio: float = Field(0.05, ge=0, lt=1)
@@ -146,6 +147,14 @@ class RunConfig(BaseModel):
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _objective_by_default(cls, values: Any) -> Any:
+        """`objective: {kl: 0}` means DistilBERT's, as no `objective:` does."""
+        if isinstance(values, dict) and isinstance(objective := values.get("objective"), dict):
+            values = {**values, "objective": {"name": "distilbert", **objective}}
+        return values
 
     @model_validator(mode="after")
     def _teacher_or_model(self) -> RunConfig:

@@ -7,6 +7,7 @@ means over the masked positions.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +16,14 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from data_prep.shards import Manifest, ShardSet, check, open_shards
-from pretrain import RunError, checkpoint
+from pretrain import checkpoint
 from pretrain.distillation import Distillation
 from pretrain.losses import agrees, cross_entropy, is_correct, kl_divergence
 from pretrain.masking import Masking
 from pretrain.models import MaskedLM, check_row_length, load_model
 from pretrain.objectives import Signals, Term
 from pretrain.rows import corrupt, special_ids
-from pretrain.teacher import load_teacher
+from pretrain.teacher import check_vocabulary, load_teacher
 
 _KEY = 0x4556414C  # "EVAL"
 
@@ -119,7 +120,12 @@ def _terms(unigram: int, with_teacher: bool) -> list[Term]:
 
 
 def evaluate_folder(
-    model: Path, shards: Path, *, teacher: str | None = None, rows: int = 1024
+    model: Path,
+    shards: Path,
+    *,
+    teacher: str | None = None,
+    rows: int = 1024,
+    warn: Callable[[str], None],
 ) -> dict[str, float]:
     """Evaluate a run's newest checkpoint, or any folder with a BERT or DistilBERT, on a corpus.
 
@@ -127,13 +133,10 @@ def evaluate_folder(
         RunError, CorpusError: one of them cannot be used, or does not fit the others.
     """
     manifest = check(shards)
-    saved = checkpoint.newest(model / "checkpoints", lambda text: None)
-    student = load_model(saved.folder / "student" if saved else model)
-    if student.config.vocab_size != manifest.tokenizer.vocab_size:
-        raise RunError(
-            f"{model}: it knows {student.config.vocab_size} words, the shards were made with "
-            f"{manifest.tokenizer.vocab_size}; prepare a corpus with its tokenizer"
-        )
+    saved = checkpoint.newest(model / "checkpoints", warn)
+    folder = saved.folder / "student" if saved else model
+    student = load_model(folder)
+    check_vocabulary(str(model), str(folder), None, student.config.vocab_size, manifest)
     check_row_length(str(model), student.config.max_position_embeddings, manifest)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     loaded = load_teacher(teacher, manifest).model.to(accelerator.device) if teacher else None

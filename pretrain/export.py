@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors import SafetensorError
 from transformers import AutoModelForMaskedLM
 
 from pretrain import RunError, checkpoint
 from pretrain.card import model_card
+from pretrain.files import writing_to
 from pretrain.models import MaskedLM, load_model
 
 _TOLERANCE = 1e-5
@@ -31,17 +32,18 @@ class Exported:
     difference: float
 
 
-def export(run: Path, folder: Path) -> Exported:
+def export(run: Path, folder: Path, warn: Callable[[str], None]) -> Exported:
     """Write the newest checkpoint's student to `folder`, and read it back before saying so.
 
     The layout is that of `distilbert-base-uncased` (or a BERT's, for objective mlm). Everything is
-    made in a folder beside the target and renamed, so the target is whole or not there.
+    made in a folder beside the target and renamed, so the target is whole or not there. `warn` is
+    told of newer checkpoints that do not verify.
 
     Raises:
         RunError: there is no checkpoint, the folder is taken, or what was read back differs.
         OSError: the disk is full or read-only.
     """
-    saved = checkpoint.newest(run / "checkpoints", _ignore)
+    saved = checkpoint.newest(run / "checkpoints", warn)
     if saved is None:
         raise RunError(f"{run}: no checkpoint to export; run `distil pretrain` first")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -50,18 +52,17 @@ def export(run: Path, folder: Path) -> Exported:
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        _copy_tokenizer(saved.folder / "student", temporary)
-        student.save_pretrained(temporary)
-        # safetensors writes for the owner alone; an export is for whoever may read its folder.
-        shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
-        model_card(student, saved.state).save(temporary / "README.md")
+        with writing_to(folder):
+            temporary.mkdir(parents=True)
+            _copy_tokenizer(saved.folder / "student", temporary)
+            student.save_pretrained(temporary)
+            # safetensors writes for the owner alone; an export is for all who may read its folder.
+            shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
+            model_card(student, saved.state).save(temporary / "README.md")
         difference = _read_back(student, temporary)
         if folder.exists():
             folder.rmdir()  # empty, as checked above
         temporary.rename(folder)
-    except SafetensorError as error:
-        raise OSError(f"{temporary}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(
@@ -73,18 +74,27 @@ def export(run: Path, folder: Path) -> Exported:
     )
 
 
-def push(folder: Path, repository: str) -> str:
-    """Upload an export to a hub; the token comes from HF_TOKEN and nowhere else.
+def hub_token() -> str:
+    """HF_TOKEN's value; a token comes from the environment and nowhere else.
 
     Raises:
-        RunError: no token, or the hub refused.
+        RunError: it is not set.
     """
     token = os.environ.get("HF_TOKEN")
     if not token:
         raise RunError(
-            f"{folder} is written, but --push {repository} needs a token with write access in the "
-            "environment variable HF_TOKEN"
+            "--push needs a token with write access in the environment variable HF_TOKEN; nothing "
+            "was written"
         )
+    return token
+
+
+def push(folder: Path, repository: str, token: str) -> str:
+    """Upload an export to a hub.
+
+    Raises:
+        RunError: the hub refused, or cannot be reached.
+    """
     api = HfApi(token=token)
     try:
         api.create_repo(repository, exist_ok=True)
@@ -117,7 +127,3 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     for path in source.iterdir():
         if path.name not in ("config.json", "model.safetensors"):
             shutil.copy2(path, target / path.name)
-
-
-def _ignore(text: str) -> None:
-    """Warnings about skipped checkpoints belong to training."""

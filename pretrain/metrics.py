@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 
+from pretrain.files import replace_text, writing_to
 from pretrain.models import MaskedLM
 
 # Dense half-precision peak in FLOP/s, from the vendors' data sheets.
@@ -63,13 +64,14 @@ class Metrics:
         kept = [
             entry for entry in read(path) if 0 < entry["step"] <= step or 0 == entry["step"] < step
         ]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+        with writing_to(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """One line, closed at once, so that `tail -f` and a crash both see it."""
         if self.accelerator.is_main_process:
-            with self.path.open("a", encoding="utf-8") as file:
+            with writing_to(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self.accelerator.log({f"{kind}/{name}": value for name, value in values.items()}, step)
 
@@ -151,14 +153,3 @@ def peak_flops(device: torch.device, precision: str) -> float:
         (a @ a)[0, 0].item()
         best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a small JSON file so that a reader sees the old one or the new one, never half."""
-    _replace(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -83,7 +83,7 @@ def loader(dataset: StepDataset, first: int, last: int, num_workers: int) -> Ite
             sampler=range(first, last),
             num_workers=num_workers,
             generator=generator,
-            worker_init_fn=_ignore_interrupt if num_workers else None,
+            worker_init_fn=_ignore_signals if num_workers else None,
         )
     )
 
@@ -110,6 +110,8 @@ def special_ids(manifest: Manifest) -> tuple[int, ...]:
     return special.pad, special.unk, special.cls, special.sep, special.mask
 
 
-def _ignore_interrupt(worker: int) -> None:
-    # Ctrl-C reaches the whole process group; the main process finishes its step and saves.
+def _ignore_signals(worker: int) -> None:
+    # Ctrl-C, and what a scheduler or torchrun sends, reach the whole process group; the main
+    # process finishes its step and saves. A worker ends with its queue, or when its parent is gone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

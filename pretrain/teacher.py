@@ -35,6 +35,10 @@ def load_teacher(name: str, manifest: Manifest) -> Teacher:
         RunError: it cannot be read, is no BERT, has no trained MLM head, its vocabulary is not the
             shards', or its positions are fewer than a row's.
     """
+    if Path(name).is_file():
+        raise RunError(
+            f"teacher {name}: a file; give the folder that holds config.json and weights"
+        )
     source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     raw = read_config(f"teacher {name}", source, revision or None)
     _refuse_config(name, raw)
@@ -60,7 +64,7 @@ def load_teacher(name: str, manifest: Manifest) -> Teacher:
     if missing or report["mismatched_keys"]:
         odd = missing[0] if missing else sorted(report["mismatched_keys"])[0]
         raise RunError(f"teacher {name}: its weights do not fit its config.json (see {odd})")
-    _check_vocabulary(name, source, revision or None, model, manifest)
+    check_vocabulary(f"teacher {name}", source, revision or None, model.config.vocab_size, manifest)
     check_row_length(f"teacher {name}", model.config.max_position_embeddings, manifest)
     model.eval().requires_grad_(False)
     commit = getattr(model.config, "_commit_hash", None)
@@ -93,27 +97,26 @@ def _refuse_config(name: str, raw: dict[str, Any]) -> None:
         )
 
 
-def _check_vocabulary(
-    name: str, source: str, revision: str | None, model: BertForMaskedLM, manifest: Manifest
+def check_vocabulary(
+    who: str, source: str, revision: str | None, vocab_size: int, manifest: Manifest
 ) -> None:
+    """Refuse a model whose words are not those the shards were made with."""
     size = manifest.tokenizer.vocab_size
-    if model.config.vocab_size != size:
+    if vocab_size != size:
         raise RunError(
-            f"teacher {name}: it knows {model.config.vocab_size} words, the shards were made with "
-            f"{size}; prepare the corpus with the teacher's tokenizer"
+            f"{who}: it knows {vocab_size} words, the shards were made with {size}; prepare the "
+            "corpus with its tokenizer"
         )
     try:
         words = _vocabulary(source, revision)
-    except Exception as error:  # as above
-        raise RunError(
-            f"teacher {name}: its tokenizer cannot be read ({first_line(error)})"
-        ) from error
+    except Exception as error:  # a damaged file raises whatever its parser comes upon
+        raise RunError(f"{who}: its tokenizer cannot be read ({first_line(error)})") from error
     if words is None:
         return  # weights without tokenizer files: the size is all there is to compare
     if vocabulary_sha256(words) != manifest.tokenizer.vocabulary_sha256:
         raise RunError(
-            f"teacher {name}: its vocabulary has the shards' size but other words; prepare the "
-            "corpus with the teacher's tokenizer"
+            f"{who}: its vocabulary has the shards' size but other words; prepare the corpus with "
+            "its tokenizer"
         )
 
 

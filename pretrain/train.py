@@ -18,8 +18,9 @@ from pretrain import NonFiniteError, checkpoint
 from pretrain.build import Run, build, build_accelerator, save
 from pretrain.config import Optimizer, RunConfig
 from pretrain.evaluate import evaluate
+from pretrain.files import write_json
 from pretrain.hashing import root
-from pretrain.metrics import Clock, Progress, Silent, flops_per_token, peak_flops, write_json
+from pretrain.metrics import Clock, Progress, Silent, flops_per_token, peak_flops
 from pretrain.rows import StepDataset, StepRows, build_masking, loader
 from pretrain.teacher import load_teacher
 
@@ -193,7 +194,7 @@ def _post_mortem(run: Run, rows: StepRows, values: list[float], bad: list[int]) 
     what = f"loss is {values[1 + bad[0]]}" if bad else f"gradient norm is {values[0]}"
     return (
         f"step {run.step}: the {what} over rows {shown} of {run.config.shards}; the update was not "
-        "made. Lower optimizer.learning_rate, or look at these rows; the last checkpoint is intact"
+        "made, and no checkpoint was touched. Lower optimizer.learning_rate, or look at these rows"
     )
 
 

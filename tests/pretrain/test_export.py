@@ -16,7 +16,7 @@ from transformers import (
 
 from pretrain import RunError, metrics
 from pretrain.config import RunConfig
-from pretrain.export import export, push
+from pretrain.export import export, hub_token
 from pretrain.train import train
 
 
@@ -46,7 +46,7 @@ def finished(
 
 
 def test_it_is_the_student_that_was_trained(finished: Path, tmp_path: Path) -> None:
-    done = export(finished, tmp_path / "exported")
+    done = export(finished, tmp_path / "exported", pytest.fail)
     assert (done.architecture, done.step) == ("DistilBertForMaskedLM", 3)
     assert done.difference <= 1e-5
     trained = DistilBertForMaskedLM.from_pretrained(
@@ -62,7 +62,7 @@ def test_it_is_the_student_that_was_trained(finished: Path, tmp_path: Path) -> N
 def test_the_tokenizer_travels_with_it(
     finished: Path, tmp_path: Path, vocabulary: list[str]
 ) -> None:
-    export(finished, tmp_path / "exported")
+    export(finished, tmp_path / "exported", pytest.fail)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     ids = tokenizer(f"{vocabulary[7]} {vocabulary[150]}")["input_ids"]
     assert ids == [2, 7, 150, 3]
@@ -72,7 +72,7 @@ def test_the_tokenizer_travels_with_it(
 
 
 def test_the_card_says_what_was_measured_and_no_path(finished: Path, tmp_path: Path) -> None:
-    export(finished, tmp_path / "exported")
+    export(finished, tmp_path / "exported", pytest.fail)
     text = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
     card = ModelCard(text)
     assert card.data.pipeline_tag == "fill-mask" and card.data.library_name == "transformers"
@@ -91,15 +91,17 @@ def test_a_taken_folder_and_a_run_without_checkpoint_are_refused(
     taken.mkdir()
     (taken / "mine.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(RunError, match="already there"):
-        export(finished, taken)
+        export(finished, taken, pytest.fail)
     assert (taken / "mine.txt").read_text(encoding="utf-8") == "mine"
     with pytest.raises(RunError, match="no checkpoint to export"):
-        export(tmp_path, tmp_path / "other")
+        export(tmp_path, tmp_path / "other", pytest.fail)
 
 
 def test_push_takes_its_token_from_the_environment_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(RunError, match="environment variable HF_TOKEN"):
-        push(tmp_path, "someone/model")
+        hub_token()
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert hub_token() == "secret"

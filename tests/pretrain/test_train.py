@@ -172,14 +172,17 @@ def test_another_micro_batch_may_continue_a_run(settings: Settings) -> None:
 
 def test_sigterm_saves_and_the_same_command_continues(settings: Settings, tmp_path: Path) -> None:
     undisturbed = settings("undisturbed", train={"max_steps": 60}, checkpoint={"every": 0})
-    disturbed = settings("disturbed", train={"max_steps": 60}, checkpoint={"every": 0})
+    # To the whole group, as torchrun and schedulers send it: the loader's worker gets it too.
+    disturbed = settings(
+        "disturbed", train={"max_steps": 60, "num_workers": 1}, checkpoint={"every": 0}
+    )
     path = write(tmp_path / "disturbed.yaml", disturbed)
-    process = subprocess.Popen(command(path), cwd=ROOT, env=environment())
+    process = subprocess.Popen(command(path), cwd=ROOT, env=environment(), start_new_session=True)
     log = Path(disturbed["output"]) / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while len(metrics.read(log)) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(60) == 75
     saved = checkpoint.newest(Path(disturbed["output"]) / "checkpoints", pytest.fail)
     assert saved is not None and 0 < saved.step < 60
@@ -326,6 +329,15 @@ def test_another_teacher_may_not_continue_a_run(
     run(settings(), stop_after=1)
     save_teacher(teacher, tiny_bert(seed=9))
     with pytest.raises(RunError, match="has other weights"):
+        run(settings())
+
+
+def test_an_mlm_run_is_not_continued_by_a_distillation(settings: Settings) -> None:
+    mlm = settings(objective={"name": "mlm"}, train={"max_steps": 1})
+    del mlm["teacher"], mlm["student"]
+    mlm["model"] = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    run(mlm)
+    with pytest.raises(RunError, match=r"objective\.name was mlm and is now distilbert"):
         run(settings())
 
 

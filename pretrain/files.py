@@ -1,0 +1,46 @@
+"""Writing files so that a reader sees the old one or the new one, and an error names its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Around what writes below `path`: every failure becomes an OSError that names it.
+
+    A failing write() knows no name, a copy names its source, and safetensors wraps what the disk
+    said in an error of its own.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise OSError(f"{path}: {error}") from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file beside its place, flush it, and rename it there."""
+    partial = path.with_name(f".{path.name}.partial")
+    with writing_to(path):
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a small JSON file."""
+    replace_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
