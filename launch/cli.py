@@ -32,17 +32,10 @@ def prepare(config: Config, overrides: Overrides = None) -> None:
     Example: distil prepare configs/corpus-wikipedia-bookcorpus.yaml workers=8
     """
     from data_prep.config import CorpusConfig
-    from data_prep.prepare import prepare as run
     from launch.config import load_config
-    from launch.progress import stages
-    from launch.tables import corpus_lines, show
+    from launch.corpus import prepare_shown
 
-    settings = load_config(CorpusConfig, config, overrides or [])
-    before = (settings.output / "manifest.json").exists()
-    with stages() as progress:
-        manifest = run(settings, progress)
-    # A finished corpus is never overwritten: what was there and passed is what was asked for.
-    show(corpus_lines(settings.output, manifest, "up to date" if before else "done"))
+    prepare_shown(load_config(CorpusConfig, config, overrides or []))
 
 
 @app.command()

@@ -14,10 +14,10 @@ import typer
 from transformers import AutoModelForMaskedLM, pipeline
 
 from data_prep.config import CorpusConfig
-from data_prep.prepare import prepare
 from launch.config import load_config
-from launch.progress import Training, stages
-from launch.tables import corpus_lines, print_table, show
+from launch.corpus import prepare_shown
+from launch.progress import Training
+from launch.tables import print_table, show
 from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate_folder
 from pretrain.export import export
@@ -39,10 +39,7 @@ def demo(output: Path, *, quick: bool = False) -> None:
         [f"output={output}/shards", *(["sources.0.max_megabytes=1"] if quick else [])],
     )
     show(["1/4 corpus: the documentation installed with Python and our dependencies"])
-    before = (corpus.output / "manifest.json").exists()
-    with stages() as progress:
-        manifest = prepare(corpus, progress)
-    show(corpus_lines(corpus.output, manifest, "up to date" if before else "done"))
+    prepare_shown(corpus)
 
     extra = _QUICK if quick else {"teacher": [], "student": []}
     show(["", "2/4 teacher: a small BERT, masked language modelling"])

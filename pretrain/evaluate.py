@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from pretrain.losses import agrees, cross_entropy, is_correct, kl_divergence
 from pretrain.masking import Masking
 from pretrain.models import MaskedLM, check_row_length, load_model
 from pretrain.objectives import Signals, Term
-from pretrain.rows import corrupt, special_ids
+from pretrain.rows import corrupt, masking_over, special_ids
 from pretrain.teacher import check_vocabulary, load_teacher
 
 _KEY = 0x4556414C  # "EVAL"
@@ -79,14 +80,7 @@ def evaluate(
 
 def evaluation_masking(manifest: Manifest, probability: float) -> Masking:
     """The fixed masks of evaluation: uniform, all [MASK], the same for every run."""
-    return Masking(
-        probability=probability,
-        special_ids=special_ids(manifest),
-        mask_id=manifest.tokenizer.special_ids.mask,
-        vocab_size=manifest.tokenizer.vocab_size,
-        seed=_KEY,
-        replace="mask",
-    )
+    return replace(masking_over(manifest, probability, _KEY), replace="mask")
 
 
 def most_frequent_word(shards: ShardSet) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,13 +95,17 @@ def build_masking(config: MaskingConfig, folder: Path, manifest: Manifest, seed:
     if config.mode == "smoothed":
         table = json.loads((folder / "token_counts.json").read_text(encoding="utf-8"))
         smoothing = np.asarray(table["smoothing"], dtype=np.int64)
+    return replace(masking_over(manifest, config.probability, seed), smoothing=smoothing)
+
+
+def masking_over(manifest: Manifest, probability: float, seed: int) -> Masking:
+    """Uniform masks over the shards' vocabulary."""
     return Masking(
-        probability=config.probability,
+        probability=probability,
         special_ids=special_ids(manifest),
         mask_id=manifest.tokenizer.special_ids.mask,
         vocab_size=manifest.tokenizer.vocab_size,
         seed=seed,
-        smoothing=smoothing,
     )
 
 

@@ -16,7 +16,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from pretrain.losses import cosine_distance, cross_entropy, kl_divergence
+from pretrain.losses import cosine_distance, kl_divergence
+from pretrain.objectives.mlm import mlm_term
 from pretrain.objectives.terms import Signals, Term
 
 
@@ -48,7 +49,7 @@ class DistilBert(BaseModel):
         over: Literal["tokens", "masked"] = "tokens" if self.kl_positions == "all" else "masked"
         terms = (
             Term("kl", self.kl, over, "logits", self._kl),
-            Term("mlm", self.mlm, "masked", "logits", _mlm, needs_teacher=False),
+            mlm_term(self.mlm),
             Term("cosine", self.cosine, "tokens", "last_hidden_state", _cosine),
         )
         return tuple(term for term in terms if term.weight > 0)
@@ -56,11 +57,6 @@ class DistilBert(BaseModel):
     def _kl(self, student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
         assert student.logits is not None and teacher.logits is not None
         return kl_divergence(student.logits, teacher.logits, temperature=self.temperature)
-
-
-def _mlm(student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
-    assert student.logits is not None
-    return cross_entropy(student.logits, labels)
 
 
 def _cosine(student: Signals, teacher: Signals, labels: Tensor) -> Tensor:

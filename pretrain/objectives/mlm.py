@@ -25,7 +25,12 @@ class MaskedLanguageModel(BaseModel):
 
     def terms(self) -> tuple[Term, ...]:
         """The one term."""
-        return (Term("mlm", 1.0, "masked", "logits", _mlm, needs_teacher=False),)
+        return (mlm_term(1.0),)
+
+
+def mlm_term(weight: float) -> Term:
+    """The cross-entropy of the masked tokens, for any objective that has it as a part."""
+    return Term("mlm", weight, "masked", "logits", _mlm, needs_teacher=False)
 
 
 def _mlm(student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
