@@ -1,4 +1,4 @@
-"""Readers: a source's entry in the corpus file -> its input files -> documents."""
+"""Readers: a source's entry in the corpus file -> pieces of its inputs -> documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pydantic import Field
 
 from data_prep.sources import books, mediawiki, python_docs, tables, text, wikiextractor
 from data_prep.sources.books import Books
-from data_prep.sources.document import Document, Rejected
+from data_prep.sources.document import Document, Piece, Rejected
+from data_prep.sources.files import relative_name
 from data_prep.sources.mediawiki import Mediawiki
 from data_prep.sources.python_docs import PythonDocs
 from data_prep.sources.tables import HuggingFace, Jsonl, Parquet
@@ -23,13 +24,15 @@ __all__ = [
     "Jsonl",
     "Mediawiki",
     "Parquet",
+    "Piece",
     "PythonDocs",
     "Rejected",
     "Sentences",
     "Source",
     "Text",
     "WikiExtractor",
-    "inputs",
+    "name_of",
+    "pieces",
     "read",
 ]
 
@@ -46,31 +49,44 @@ Source = Annotated[
     Field(discriminator="kind"),
 ]
 
-# kind -> (source -> its inputs, (source, input) -> documents)
-_READERS: dict[str, tuple[Callable[[Any], list[str]], Callable[[Any, str], Iterator[Any]]]] = {
-    "mediawiki": (mediawiki.inputs, mediawiki.read),
-    "wikiextractor": (wikiextractor.inputs, wikiextractor.read),
-    "books": (books.inputs, books.read),
-    "sentences": (text.inputs, text.read_sentences),
-    "text": (text.inputs, text.read_text),
-    "jsonl": (tables.jsonl_inputs, tables.read_jsonl),
-    "parquet": (tables.parquet_inputs, tables.read_parquet),
-    "huggingface": (tables.huggingface_inputs, tables.read_huggingface),
-    "python_docs": (python_docs.inputs, python_docs.read),
+_Pieces = Callable[[Any, int], list[Piece]]
+_Read = Callable[[Any, Piece], Iterator[Document | Rejected]]
+
+_READERS: dict[str, tuple[_Pieces, _Read]] = {
+    "mediawiki": (mediawiki.pieces, mediawiki.read),
+    "wikiextractor": (wikiextractor.pieces, wikiextractor.read),
+    "books": (books.pieces, books.read),
+    "sentences": (text.pieces, text.read_sentences),
+    "text": (text.pieces, text.read_text),
+    "jsonl": (tables.jsonl_pieces, tables.read_jsonl),
+    "parquet": (tables.parquet_pieces, tables.read_parquet),
+    "huggingface": (tables.huggingface_pieces, tables.read_huggingface),
+    "python_docs": (python_docs.pieces, python_docs.read),
 }
 
 
-def inputs(source: Source) -> list[str]:
-    """The source's inputs, sorted: each is a unit of work that `read` takes on its own.
+def pieces(source: Source, limit: int) -> list[Piece]:
+    """The source's inputs in order, cut into pieces of about `limit` bytes where they can be.
 
-    Raises CorpusError when there are none.
+    Depends on nothing but the files and `limit`. Raises CorpusError when there are no inputs.
     """
-    return _READERS[source.kind][0](source)
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    found: list[Piece] = _READERS[source.kind][0](source, limit)
+    return found
 
 
-def read(source: Source, input: str) -> Iterator[Document | Rejected]:
-    """The documents of one input, in order and in bounded memory.
+def name_of(source: Source, piece: Piece) -> str:
+    """What records call an input: its name within the source, or a package and its version."""
+    if isinstance(source, PythonDocs):
+        return python_docs.versioned(piece.path)
+    return relative_name(source.path, piece.path)
 
-    A bad document is yielded as Rejected; a truncated or unreadable file raises CorpusError.
+
+def read(source: Source, piece: Piece) -> Iterator[Document | Rejected]:
+    """The documents of one piece, in order and in bounded memory.
+
+    All pieces together hold the documents of the inputs, each once, whatever `limit` was. A bad
+    document is yielded as Rejected; a truncated or unreadable file raises CorpusError.
     """
-    return _READERS[source.kind][1](source, input)
+    return _READERS[source.kind][1](source, piece)

@@ -5,17 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from data_prep.language import CODES
+from data_prep.sources.remote import bare, is_remote
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text with an id that is unique within its source and never an absolute path."""
+    """One text with an id that is unique within its source and never an absolute path.
+
+    `notes` are what a person may want counted of documents that are kept ("cut short").
+    """
 
     text: str
     id: str
     title: str = ""
     url: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An input or a part of one, read on its own: bytes `start` to `end` as stored (None: the end).
+
+    Of a parquet file, the row groups `start` to `end`. `size` is its bytes, for planning.
+    """
+
+    path: str
+    start: int = 0
+    end: int | None = None
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +48,39 @@ class Rejected:
 
 
 class SourceKeys(BaseModel):
-    """The keys of `sources:` entries that all kinds share; no behaviour lives here."""
+    """The keys of `sources:` entries that all kinds share; no behaviour lives here.
+
+    `languages` are ISO 639-1 codes: a text that is surely in another language is dropped.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     name: str | None = None
     licence: str = "unknown"
     fraction: float = Field(default=1.0, gt=0.0, le=1.0)
+    languages: tuple[str, ...] | None = None
+
+    @field_validator("languages")
+    @classmethod
+    def _codes(cls, languages: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if languages is not None and not languages:
+            raise ValueError("no language is named; leave the key out to keep all")
+        for code in languages or ():
+            if code not in CODES:
+                raise ValueError(f"{code!r} is no language code such as en or de")
+        return languages
 
 
 class FileSource(SourceKeys):
-    """A source that is a file, a folder (searched recursively) or a glob."""
+    """A source that is a file, a folder (searched recursively), a glob, or a URL of one of these.
+
+    URLs are read through fsspec: s3://, gs://, hf://, https:// and whatever else it knows.
+    """
 
     path: str = Field(min_length=1)
 
     @property
     def label(self) -> str:
         """The name given, else the last part of the path."""
-        return self.name or PurePath(self.path).name or self.path
+        path = bare(self.path) if is_remote(self.path) else self.path
+        return self.name or PurePath(path).name or path

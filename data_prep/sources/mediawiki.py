@@ -9,14 +9,20 @@ from urllib.parse import quote
 from xml.parsers import expat
 
 from data_prep import CorpusError
-from data_prep.sources.document import Document, FileSource, Rejected
-from data_prep.sources.files import chunks, list_files
+from data_prep.sources import multistream
+from data_prep.sources.compressed import is_compressed
+from data_prep.sources.document import Document, FileSource, Piece, Rejected
+from data_prep.sources.files import chunks, cut, whole
+from data_prep.sources.remote import shown
 from data_prep.wikipedia import plain_text
 
 # Dumps come whole or in parts named like `...articles1.xml-p1p41242.bz2`; indexes end in .txt.bz2.
 PATTERNS = ("*.xml", "*.xml.bz2", "*.xml.gz", "*.xml.zst", "*.xml-p*[0-9]", "*.xml-p*.bz2")
+_PAGE = b"<page>"  # in a page's text the bracket is escaped
 _PAGE_LIMIT = 1 << 24  # characters; MediaWiki itself stops at 2 MiB a page
+_FIELD_LIMIT = 1 << 12  # characters of a title or an id
 _TOKEN_LIMIT = 1 << 20  # bytes; expat before 2.6 takes quadratic time over one long token
+_HEAD_LIMIT = 1 << 20  # bytes
 _FILE_NAMESPACES = ("6", "14", "-2")  # File, Category, Media under the names of the wiki's language
 _FIELDS = frozenset(("base", "namespace", "title", "ns", "id", "redirect", "text", "page"))
 
@@ -40,39 +46,47 @@ class _Dump:
     """State of the parse: what expat's handlers collect."""
 
     site: str = ""
-    not_prose: set[str] = field(default_factory=set)
+    not_prose: frozenset[str] = frozenset()
     pages: list[_Page] = field(default_factory=list)
     num_pages: int = 0
     fields: dict[str, str] = field(default_factory=dict)
-    pieces: list[str] | None = None  # text of the element being read, if it is of interest
+    texts: list[str] | None = None  # of the element being read, if it is of interest
     size: int = 0
+    limit: int = 0
     namespace_key: str = ""
+    root: str = ""
+    in_head: bool = True
+    ended: bool = False  # the whole file has been fed, not a piece of it
 
     def start(self, name: str, attributes: dict[str, str]) -> None:
+        self.root = self.root or name
         if name == "page":
             self.fields = {}
+            self.in_head = False
         elif name == "redirect":
-            self.fields["redirect"] = attributes.get("title", "yes")
+            self.fields["redirect"] = "yes"
         elif name == "namespace":
             self.namespace_key = attributes.get("key", "")
         if name in _FIELDS:
             # A page's own <id> comes first; those of its revision and contributor follow.
-            self.pieces = None if name == "id" and "id" in self.fields else []
+            self.texts = None if name == "id" and "id" in self.fields else []
             self.size = 0
+            self.limit = _PAGE_LIMIT if name == "text" else _FIELD_LIMIT
 
     def characters(self, data: str) -> None:
-        if self.pieces is not None:
+        if self.texts is not None:
             self.size += len(data)
-            if self.size <= _PAGE_LIMIT:
-                self.pieces.append(data)
+            if self.size <= self.limit:
+                self.texts.append(data)
 
     def end(self, name: str) -> None:
-        text = None if self.pieces is None else "".join(self.pieces)
-        self.pieces = None
-        if name == "base" and text:
+        text = None if self.texts is None else "".join(self.texts)
+        self.texts = None
+        if self.in_head and name == "base" and text:
             self.site = text.strip().rsplit("/", 1)[0]
-        elif name == "namespace" and text and self.namespace_key in _FILE_NAMESPACES:
-            self.not_prose.add(text.strip().lower())
+        elif self.in_head and name == "namespace" and text:
+            if self.namespace_key in _FILE_NAMESPACES:
+                self.not_prose |= {text.strip().lower()}
         elif name == "page":
             self.num_pages += 1
             page = self.fields
@@ -82,34 +96,53 @@ class _Dump:
             self.fields = {}
         elif name in ("title", "ns", "id", "text") and text is not None:
             self.fields[name] = text
-            if self.size > _PAGE_LIMIT:
+            if self.size > self.limit:
                 self.fields["long"] = "yes"
 
 
-def inputs(source: Mediawiki) -> list[str]:
-    """The dump's files; CorpusError if there are none."""
-    return list_files(source.path, PATTERNS)
+def pieces(source: Mediawiki, limit: int) -> list[Piece]:
+    """The dump's files, in ranges of bytes if plain, or of bz2 streams where an index lies beside.
+
+    Raises CorpusError if there are no files, or if an index does not fit its file.
+    """
+    found: list[Piece] = []
+    for file in whole(source.path, PATTERNS):
+        if multistream.is_index(file.path):
+            continue  # named by a glob
+        if (index := multistream.index_of(file.path)) is not None:
+            found += multistream.cut(file, index, limit)
+        else:
+            found += cut(file, limit)
+    if not found:
+        raise CorpusError(f"{shown(source.path)}: indexes alone; the dump lies elsewhere")
+    return found
 
 
-def read(source: Mediawiki, input: str) -> Iterator[Document | Rejected]:
-    """The articles of one dump file; CorpusError if it is cut short, no XML, or declares a DTD."""
+def read(source: Mediawiki, piece: Piece) -> Iterator[Document | Rejected]:
+    """The articles that begin in a piece.
+
+    Raises CorpusError if the dump is cut short, no XML, or declares a DTD.
+    """
     dump = _Dump()
-    for page in _pages(input, dump):
+    for page in _pages(piece, dump):
         where = f"page {page.id}"
         if page.wikitext is None:
             yield Rejected(where, "too long", f"{page.title}: more than {_PAGE_LIMIT} characters")
             continue
-        text = plain_text(page.wikitext, not_prose=frozenset(dump.not_prose))
-        if not text:
+        result = plain_text(page.wikitext, not_prose=dump.not_prose)
+        if not result.text:
             yield Rejected(where, "empty", page.title)
             continue
         url = f"{dump.site}/{quote(page.title.replace(' ', '_'), safe='/:(),!')}"
-        yield Document(text, page.id, page.title, url if dump.site else "")
+        notes = ("simple fallback",) if result.fallback else ()
+        yield Document(result.text, page.id, page.title, url if dump.site else "", notes)
 
 
-def _pages(input: str, dump: _Dump) -> Iterator[_Page]:
+def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
+    path = shown(piece.path)
+
     def refuse(*declaration: object) -> None:
-        raise CorpusError(f"{input}: declares a DOCTYPE or entities, which no MediaWiki dump does")
+        raise CorpusError(f"{path}: declares a DOCTYPE or entities, which no MediaWiki dump does")
 
     parser = expat.ParserCreate()
     parser.StartElementHandler = dump.start
@@ -118,20 +151,87 @@ def _pages(input: str, dump: _Dump) -> Iterator[_Page]:
     parser.StartDoctypeDeclHandler = refuse
     parser.EntityDeclHandler = refuse
     parser.buffer_text = True
-    fed = 0
+    fed = at = 0
     try:
-        for chunk in chunks(input):
+        for at, chunk in _feed(piece, dump):
             parser.Parse(chunk, False)
             fed += len(chunk)
             if fed - parser.CurrentByteIndex > _TOKEN_LIMIT:
-                raise CorpusError(f"{input}: an XML token of more than 1 MiB near byte {fed}")
+                raise CorpusError(f"{path}: an XML token of more than 1 MiB near byte {at}")
             yield from dump.pages
             dump.pages.clear()
-        parser.Parse(b"", True)
+        if fed or piece.start == 0:
+            # Of a piece in the middle the XML would go on; with its last page open this fails.
+            parser.Parse(b"" if dump.ended else f"</{dump.root}>".encode(), True)
     except expat.ExpatError as error:
+        mend = multistream.MEND if _is_streams(piece) else "download it again"
         raise CorpusError(
-            f"{input}: no whole XML ({error}) after {dump.num_pages} pages; download it again"
+            f"{path}: no whole XML near byte {at} ({error}) after {dump.num_pages} pages: {mend}"
         ) from error
     except CorpusError as error:
         raise CorpusError(f"{error} (after {dump.num_pages} pages)") from error
     yield from dump.pages
+
+
+def _feed(piece: Piece, dump: _Dump) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of the XML of a piece's pages, behind what comes before a dump's first page.
+
+    Offsets are those of the decompressed file, or within a range of streams.
+    """
+    if piece.start == 0 and (piece.end is None or _is_streams(piece)):
+        yield from _until_page(chunks(piece.path, 0, piece.end), 0, None, dump)
+    elif _is_streams(piece):
+        yield from _head(piece.path)
+        yield from _until_page(chunks(piece.path, piece.start, piece.end), 0, None, dump)
+    elif piece.start == 0:
+        yield from _until_page(chunks(piece.path), 0, piece.end, dump)
+    elif (first := _first_page(piece)) is not None:
+        yield from _head(piece.path)
+        yield from _until_page(chunks(piece.path, first), first, piece.end, dump)
+    if _is_streams(piece):
+        dump.ended = piece.end is None
+
+
+def _is_streams(piece: Piece) -> bool:
+    """Whether a piece is a range of bz2 streams."""
+    return is_compressed(piece.path) and (piece.start > 0 or piece.end is not None)
+
+
+def _head(path: str) -> Iterator[tuple[int, bytes]]:
+    for at, chunk in _until_page(chunks(path), 0, 0, _Dump()):
+        if at > _HEAD_LIMIT:
+            raise CorpusError(f"{shown(path)}: no <page> in its first MiB; is it a MediaWiki dump?")
+        yield at, chunk
+
+
+def _until_page(
+    stream: Iterator[bytes], at: int, stop: int | None, dump: _Dump
+) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of a stream that begins at `at`, up to the first page from `stop` on."""
+    held = b""
+    for chunk in stream:
+        data = held + chunk
+        if stop is not None and (found := data.find(_PAGE, max(0, stop - at))) >= 0:
+            yield at, data[:found]
+            return
+        sure = max(0, len(data) - len(_PAGE) + 1)
+        yield at, data[:sure]
+        at, held = at + sure, data[sure:]
+    yield at, held
+    dump.ended = True
+
+
+def _first_page(piece: Piece) -> int | None:
+    """Where the first page begins that begins in a piece of a plain file."""
+    at = piece.start
+    held = b""
+    for chunk in chunks(piece.path, piece.start):
+        data = held + chunk
+        found = data.find(_PAGE)
+        sure = found if found >= 0 else max(0, len(data) - len(_PAGE) + 1)
+        if piece.end is not None and at + sure >= piece.end:
+            return None
+        if found >= 0:
+            return at + found
+        at, held = at + sure, data[sure:]
+    return None

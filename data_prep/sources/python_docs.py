@@ -6,17 +6,19 @@ import ast
 import importlib.util
 import inspect
 import os
+import platform
 import re
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from data_prep import CorpusError
-from data_prep.sources.document import Document, Rejected, SourceKeys
+from data_prep.sources.document import Document, Piece, Rejected, SourceKeys
 
 _STDLIB = "python"
 _MIN_PROSE = 200  # characters below which a module's documentation is no document
@@ -56,23 +58,24 @@ class PythonDocs(SourceKeys):
         return self.name or self.kind
 
 
-def inputs(source: PythonDocs) -> list[str]:
-    """The packages that are installed; CorpusError if none is."""
+def pieces(source: PythonDocs, limit: int) -> list[Piece]:
+    """The packages that are installed, each whole; CorpusError if none is."""
     found = [name for name in sorted(set(source.packages)) if _folder(name) is not None]
     if not found:
         raise CorpusError(f"packages: none of {', '.join(source.packages)} is installed")
-    return found
+    return [Piece(name, size=int(source.max_megabytes * 1e6)) for name in found]
 
 
-def read(source: PythonDocs, input: str) -> Iterator[Document | Rejected]:
+def read(source: PythonDocs, piece: Piece) -> Iterator[Document | Rejected]:
     """A document a module: its docstrings, in the order of the file, each block once."""
-    folder = _folder(input)
+    package = piece.path
+    folder = _folder(package)
     if folder is None:
-        raise CorpusError(f"packages: {input} is not installed; leave it out or install it")
+        raise CorpusError(f"packages: {package} is not installed; leave it out or install it")
     budget = int(source.max_megabytes * 1e6)
     for path in _modules(folder):
         module = path.relative_to(folder).with_suffix("").as_posix()
-        where = f"{input}/{module}"
+        where = f"{package}/{module}"
         try:
             text = _prose_of(path)
         except (SyntaxError, ValueError, RecursionError) as error:
@@ -84,6 +87,14 @@ def read(source: PythonDocs, input: str) -> Iterator[Document | Rejected]:
         if budget < 0:
             return
         yield Document(text, where, where.replace("/", "."))
+
+
+def versioned(package: str) -> str:
+    """A package and its version: the docstrings are those of one release."""
+    if package == _STDLIB:
+        return f"{package} {platform.python_version()}"
+    names = packages_distributions().get(package, [])
+    return " ".join([package, *(version(name) for name in names)])
 
 
 def _folder(package: str) -> Path | None:

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from data_prep import CorpusError
-from data_prep.sources.document import Document, FileSource, Rejected
-from data_prep.sources.files import lines, list_files, relative_name
+from data_prep.sources.document import Document, FileSource, Piece, Rejected
+from data_prep.sources.files import LINE_LIMIT, LONG_LINE, cut, lines, opened, relative_name, whole
+from data_prep.sources.pages import largest_page
+from data_prep.sources.remote import shown
+from data_prep.wikipedia import repaired
 
-_SURROGATE = re.compile("[\\ud800-\\udfff]")
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
+
+_METADATA_LIMIT = 1 << 14  # characters of an id, a title or a link
+_PAGE_LIMIT = 1 << 27  # bytes; reading a page takes up to three times as many
+_BATCH = 1 << 26  # bytes, if each record were as large as the largest page
+
+Record = Mapping[str, Any] | Rejected  # the latter without its `where`
 
 
 class RecordSource(FileSource):
-    """The names of the fields (columns) to read; without `id_field`, ids are record numbers."""
+    """The names of the fields (columns) to read; without `id_field`, ids say where a record lies.
+
+    `cleaning: wikipedia` mends what other tools' extraction from Wikipedia leaves in the text.
+    """
 
     text_field: str = "text"
     id_field: str | None = None
     title_field: str | None = None
     url_field: str | None = None
+    cleaning: Literal["none", "wikipedia"] = "none"
 
 
 class Jsonl(RecordSource):
@@ -46,79 +61,159 @@ class HuggingFace(RecordSource):
     revision: str | None = None
 
 
-def jsonl_inputs(source: Jsonl) -> list[str]:
-    """The .jsonl files; CorpusError if there are none."""
-    kinds = ("*.jsonl", "*.ndjson", "*.json")
-    return list_files(source.path, tuple(k + end for k in kinds for end in ("", ".gz", ".zst")))
+def jsonl_pieces(source: Jsonl, limit: int) -> list[Piece]:
+    """The .jsonl files, plain ones in ranges of bytes; CorpusError if there are none."""
+    ends = ("", ".gz", ".bz2", ".zst")
+    kinds = tuple(kind + end for kind in ("*.jsonl", "*.ndjson", "*.json") for end in ends)
+    return [piece for file in whole(source.path, kinds) for piece in cut(file, limit)]
 
 
-def read_jsonl(source: Jsonl, input: str) -> Iterator[Document | Rejected]:
-    """The records of one file; CorpusError if a compressed file is cut short."""
-    name = relative_name(source.path, input)
-    for number, line in lines(input):
-        where = f"{name}#{number}"
+def read_jsonl(source: Jsonl, piece: Piece) -> Iterator[Document | Rejected]:
+    """The records that begin in a piece; CorpusError if a compressed file is cut short."""
+    name = relative_name(source.path, piece.path)
+    for offset, line in lines(piece.path, piece.start, piece.end):
+        where = f"{name}@{offset}"
         if line is None:
-            yield Rejected(where, "too long", "a line of more than 64 MiB")
+            yield Rejected(where, "too long", LONG_LINE)
         elif line.strip():
             yield _parsed(source, line, where)
 
 
-def parquet_inputs(source: Parquet) -> list[str]:
-    """The parquet files; CorpusError if there are none."""
-    return list_files(source.path, ("*.parquet",))
+def parquet_pieces(source: Parquet, limit: int) -> list[Piece]:
+    """Row groups of about `limit` decompressed bytes together; CorpusError if there are no files.
+
+    Reads the footers alone.
+    """
+    found = []
+    for file in whole(source.path, ("*.parquet",)):
+        with opened(file.path, seekable=True) as stored:
+            metadata = _parquet(source, file.path, stored).metadata
+            groups = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+        start, size = 0, 0
+        for number, group in enumerate(groups):
+            if size and size + group > limit:
+                found.append(Piece(file.path, start, number, size))
+                start, size = number, 0
+            size += group
+        found.append(Piece(file.path, start, len(groups), size))
+    return found
 
 
-def read_parquet(source: Parquet, input: str) -> Iterator[Document | Rejected]:
-    """The records of one file, batch by batch; CorpusError if damaged or a column is missing."""
+def read_parquet(source: Parquet, piece: Piece) -> Iterator[Document | Rejected]:
+    """The records of row groups; CorpusError if the file is damaged or a column is missing.
+
+    Takes up to 400 MB beyond a few documents: a row group with a page above 128 MiB is rejected.
+    """
+    name = relative_name(source.path, piece.path)
+    with opened(piece.path, seekable=True) as stored:
+        file = _parquet(source, piece.path, stored)
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        groups = range(piece.start, len(sizes) if piece.end is None else piece.end)
+        records = (r for group in groups for r in _group(stored, file, group, _columns(source)))
+        for number, record in _numbered(records, piece.path, sum(sizes[: piece.start])):
+            yield _record(source, record, f"{name}#{number}")
+
+
+def _parquet(source: Parquet, path: str, stored: BinaryIO) -> ParquetFile:
     import pyarrow
     from pyarrow import parquet
 
-    name = relative_name(source.path, input)
-    wanted = [source.text_field, source.id_field, source.title_field, source.url_field]
-    columns = [column for column in dict.fromkeys(wanted) if column is not None]
-    number = 0
     try:
-        with parquet.ParquetFile(input) as file:
-            names = file.schema_arrow.names
-            if missing := [column for column in columns if column not in names]:
-                raise CorpusError(f"{input}: no column {missing[0]!r}; it has {', '.join(names)}")
-            for batch in file.iter_batches(batch_size=256, columns=columns):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield _record(source, record, f"{name}#{number}")
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        # Not buffered, a column of a row group would be read at once, however long.
+        file = parquet.ParquetFile(
+            stored, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
+        )
+        names = file.schema_arrow.names
+    except (pyarrow.ArrowException, OSError) as error:
         raise CorpusError(
-            f"{input}: unreadable after {number} records ({_line(error)}); download it again"
-        ) from error
+            f"{shown(path)}: unreadable ({_line(error)}); download it again"
+        ) from None
+    if missing := [column for column in _columns(source) if column not in names]:
+        raise CorpusError(f"{shown(path)}: no column {missing[0]!r}; it has {', '.join(names)}")
+    return file
 
 
-def huggingface_inputs(source: HuggingFace) -> list[str]:
-    """The dataset itself, as one input."""
-    return [source.path]
+def _columns(source: RecordSource) -> list[str]:
+    wanted = [source.text_field, source.id_field, source.title_field, source.url_field]
+    return [column for column in dict.fromkeys(wanted) if column is not None]
 
 
-def read_huggingface(source: HuggingFace, input: str) -> Iterator[Document | Rejected]:
-    """The records of one split, streamed; CorpusError if it cannot be had."""
-    stem = PurePath(input).name if os.path.exists(input) else input
-    number = 0
-    # Everything that a download or a remote file may raise; the reader itself raises none of it.
-    records = _dataset(source, input)
+def _group(stored: BinaryIO, file: ParquetFile, group: int, columns: list[str]) -> Iterator[Record]:
+    page = largest_page(stored, file.metadata, group, columns)
+    if page > _PAGE_LIMIT:
+        detail = f"in a row group with a page of {page} bytes; write smaller row groups"
+        for _ in range(file.metadata.row_group(group).num_rows):
+            yield Rejected("", "too long", detail)
+        return
+    rows = min(256, max(1, _BATCH // max(page, 1)))
+    for batch in file.iter_batches(rows, [group], columns, use_threads=False):
+        yield from _records(batch)
+
+
+def _records(batch: RecordBatch) -> Iterator[Record]:
+    import pyarrow
+
+    # A slice of a dictionary's column counts the whole dictionary as its bytes.
+    columns = [
+        column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+        for column in batch.columns
+    ]
+    batch = pyarrow.record_batch(columns, names=batch.schema.names)
+    if batch.nbytes <= LINE_LIMIT:
+        try:
+            records = batch.to_pylist()
+        except UnicodeDecodeError:
+            pass  # Arrow does not check what it reads
+        else:
+            yield from records
+            return
+    for number in range(len(batch)):
+        row = batch.slice(number, 1)
+        if row.nbytes > LINE_LIMIT:
+            yield Rejected("", "too long", f"a record of {row.nbytes} bytes")
+            continue
+        try:
+            record = row.to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield Rejected("", "not utf-8", f"{error.reason} at byte {error.start} of it")
+        else:
+            yield record
+
+
+def _numbered(records: Iterator[Record], path: str, before: int) -> Iterator[tuple[int, Record]]:
+    number = before
     while True:
+        # Everything that a file, a store or a download may raise; the readers raise none of it.
         try:
             record = next(records, None)
         except Exception as error:
-            raise CorpusError(f"{input}: failed after {number} records: {_line(error)}") from error
+            raise CorpusError(
+                f"{shown(path)}: unreadable after {number} records ({_line(error)}); download it "
+                "again"
+            ) from None
         if record is None:
             return
-        if number == 0 and source.text_field not in record:
-            raise CorpusError(
-                f"{input}: no field {source.text_field!r}; it has {', '.join(record)}"
-            )
         number += 1
+        yield number, record
+
+
+def huggingface_pieces(source: HuggingFace, limit: int) -> list[Piece]:
+    """The dataset itself, as one piece."""
+    return [Piece(source.path)]
+
+
+def read_huggingface(source: HuggingFace, piece: Piece) -> Iterator[Document | Rejected]:
+    """The records of one split, streamed; CorpusError if it cannot be had."""
+    path = piece.path
+    stem = PurePath(path).name if os.path.exists(path) else path
+    for number, record in _numbered(_dataset(source, path), path, 0):
+        fields = () if isinstance(record, Rejected) else tuple(record)
+        if number == 1 and source.text_field not in fields:
+            raise CorpusError(f"{path}: no field {source.text_field!r}; it has {', '.join(fields)}")
         yield _record(source, record, f"{stem}#{number}")
 
 
-def _dataset(source: HuggingFace, input: str) -> Iterator[Mapping[str, Any]]:
+def _dataset(source: HuggingFace, input: str) -> Iterator[Record]:
     import datasets
     import huggingface_hub
 
@@ -159,7 +254,9 @@ def _parsed(source: Jsonl, line: bytes, where: str) -> Document | Rejected:
     return _record(source, record, where)
 
 
-def _record(source: RecordSource, record: Mapping[str, Any], where: str) -> Document | Rejected:
+def _record(source: RecordSource, record: Record, where: str) -> Document | Rejected:
+    if isinstance(record, Rejected):
+        return replace(record, where=where)
     text = record.get(source.text_field)
     if not isinstance(text, str):
         problem = "has no" if text is None else f"has a {type(text).__name__} as"
@@ -169,12 +266,19 @@ def _record(source: RecordSource, record: Mapping[str, Any], where: str) -> Docu
         for key in (source.id_field, source.title_field, source.url_field)
     ]
     # Valid JSON can spell half a surrogate pair, which neither tokenizers nor Arrow can encode.
-    if any(map(_SURROGATE.search, (text, *values))):
+    try:
+        for value in (text, *values):
+            value.encode()
+    except UnicodeEncodeError:
         return Rejected(where, "lone surrogate")
+    if max(map(len, values)) > _METADATA_LIMIT:
+        return Rejected(where, "too long", f"id, title or link above {_METADATA_LIMIT} characters")
+    if source.cleaning == "wikipedia":
+        text = repaired(text)
     if not text.strip():
         return Rejected(where, "empty")
     return Document(text, values[0] or where, values[1], values[2])
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return shown(str(error))[:200] or type(error).__name__

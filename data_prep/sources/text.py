@@ -6,12 +6,15 @@ import codecs
 from collections.abc import Iterator
 from typing import Literal
 
-from data_prep.sources.document import Document, FileSource, Rejected
-from data_prep.sources.files import chunks, lines, list_files, relative_name
+from data_prep.sources.document import Document, FileSource, Piece, Rejected
+from data_prep.sources.files import LONG_LINE, chunks, cut, lines, relative_name, whole
 
 PATTERNS = ("*.txt", "*.txt.gz", "*.txt.bz2", "*.txt.zst")
-PIECE = 1 << 22  # characters; a longer document goes on as the next one, so memory is bounded
+PART = 1 << 22  # bytes; a longer document goes on as the next one, so memory is bounded
+CELL = 1 << 20  # bytes; see `_with_borders`
 _SENTENCES = 1000  # lines after which a run of sentences is a document
+
+Run = list[tuple[int, bytes]]  # the lines of a document with their offsets
 
 
 class Text(FileSource):
@@ -27,47 +30,99 @@ class Sentences(FileSource):
     kind: Literal["sentences"] = "sentences"
 
 
-def inputs(source: Text | Sentences) -> list[str]:
-    """Text files, plain or compressed; CorpusError if there are none."""
-    return list_files(source.path, PATTERNS)
+def pieces(source: Text | Sentences, limit: int) -> list[Piece]:
+    """Whole files, and ranges of plain ones whose documents are lines or runs of lines."""
+    found = whole(source.path, PATTERNS)
+    if isinstance(source, Text) and source.document == "file":
+        return found
+    return [part for file in found for part in cut(file, limit)]
 
 
-def read_text(source: Text, input: str) -> Iterator[Document | Rejected]:
-    """The documents of one text file; a whole file above PIECE characters is cut at a line end."""
-    name = relative_name(source.path, input)
+def read_text(source: Text, piece: Piece) -> Iterator[Document | Rejected]:
+    """The documents that begin in a piece; a file above PART bytes is cut at a line end."""
+    name = relative_name(source.path, piece.path)
     if source.document == "file":
-        yield from _read_file(input, name)
+        yield from _read_file(piece.path, name)
     elif source.document == "line":
-        for number, line in lines(input):
+        for offset, line in lines(piece.path, piece.start, piece.end):
             if line is None or line.strip():
-                yield _decoded(line, f"{name}#{number}")
+                yield _decoded(line, f"{name}@{offset}")
     else:
-        for number, paragraph in _runs(input, max_lines=None):
-            yield _decoded(paragraph, f"{name}#{number}")
+        for run in _runs(piece, max_lines=None):
+            yield _document(run, name) if isinstance(run, list) else _too_long(run, name)
 
 
-def read_sentences(source: Sentences, input: str) -> Iterator[Document | Rejected]:
+def read_sentences(source: Sentences, piece: Piece) -> Iterator[Document | Rejected]:
     """Runs of sentences, one a line, of at most 1,000 lines; a bad line is rejected alone."""
-    name = relative_name(source.path, input)
-    for number, run in _runs(input, max_lines=_SENTENCES):
-        result = _decoded(run, f"{name}#{number}")
-        if isinstance(result, Document) or run is None:
+    name = relative_name(source.path, piece.path)
+    for run in _runs(piece, max_lines=_SENTENCES):
+        if isinstance(run, int):
+            yield _too_long(run, name)
+            continue
+        result = _document(run, name)
+        if isinstance(result, Document):
             yield result
             continue
-        results = [_decoded(s, f"{name}#{number + i}") for i, s in enumerate(run.split(b"\n"))]
+        results = [_decoded(sentence, f"{name}@{offset}") for offset, sentence in run]
         yield from (bad for bad in results if isinstance(bad, Rejected))
         if good := [sentence for sentence in results if isinstance(sentence, Document)]:
             yield Document("\n".join(sentence.text for sentence in good), good[0].id)
 
 
-def _read_file(input: str, name: str) -> Iterator[Document | Rejected]:
+def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run | int]:
+    """Runs of lines that are not blank; of a line that is too long, its offset alone.
+
+    A piece reads on from the borders that lie in it, up to the next border, be that behind its end.
+    """
+    start, end = piece.start, piece.end
+    mine = False
+    run: Run = []
+    for border, offset, line in _with_borders(piece):
+        behind = end is not None and offset >= end
+        if behind and (border or not mine):
+            break
+        mine = mine or (border and offset >= start)
+        if not mine:
+            continue
+        blank = line is not None and not line.strip()
+        if run and (border or blank or line is None or len(run) == max_lines):
+            yield run
+            run = []
+        if line is None:
+            yield offset
+        elif not blank:
+            run.append((offset, line))
+    if run:
+        yield run
+
+
+def _with_borders(piece: Piece) -> Iterator[tuple[bool, int, bytes | None]]:
+    """(whether no run goes across its beginning, offset, line) of the lines around a piece.
+
+    Borders are the file's beginning and blank lines. So that a file without these can be cut too,
+    the first line to begin at or after a multiple of CELL is one if no blank line begins in the
+    CELL bytes before that. All are properties of the file: documents do not depend on pieces.
+    """
+    # The cell before the piece's first decides whether that begins with a border.
+    first = max(0, piece.start // CELL * CELL - CELL)
+    last_cell, blank_cell = first // CELL - 1, -1
+    for offset, line in lines(piece.path, first, piece.end, on=True):
+        cell = offset // CELL
+        blank = line is not None and not line.strip()
+        # A cell in which no line begins has no blank one.
+        unbroken = cell > last_cell and (blank_cell != last_cell or cell > last_cell + 1)
+        yield offset == 0 or blank or unbroken, offset, line
+        last_cell, blank_cell = cell, cell if blank else blank_cell
+
+
+def _read_file(path: str, name: str) -> Iterator[Document | Rejected]:
     # Read twice: a bad byte at the end must reject the file before its start is out.
     check = codecs.getincrementaldecoder("utf-8")()
     read = 0
     try:
-        for chunk in chunks(input):
+        for chunk in chunks(path):
             if b"\0" in chunk:
-                yield Rejected(name, "binary", f"NUL byte near byte {read + chunk.index(0)}")
+                yield Rejected(name, "binary", f"NUL byte at byte {read + chunk.index(0)}")
                 return
             check.decode(chunk)
             read += len(chunk)
@@ -76,52 +131,47 @@ def _read_file(input: str, name: str) -> Iterator[Document | Rejected]:
         yield Rejected(name, "not utf-8", f"{error.reason} near byte {read}")
         return
     found = False
-    for part, text in enumerate(_pieces(input)):
+    for offset, part in _parts(path):
+        text = part.removeprefix(codecs.BOM_UTF8 if offset == 0 else b"").decode()
         if text.strip():
-            yield Document(text, name if part == 0 else f"{name}#{part}")
+            yield Document(text, f"{name}@{offset}" if offset else name)
             found = True
     if not found:
         yield Rejected(name, "empty")
 
 
-def _pieces(input: str) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    held: list[str] = []
-    size = 0
-    for chunk in chunks(input):
-        held.append(decoder.decode(chunk))
-        size += len(held[-1])
-        if size >= PIECE:
-            text = "".join(held)
-            # The last line end, else the last space, else right here (a text with neither).
-            cut = text.rfind("\n") + 1 or text.rfind(" ") + 1 or len(text)
-            yield text[:cut]
-            held, size = [text[cut:]], len(text) - cut
-    yield "".join([*held, decoder.decode(b"", final=True)])
-
-
-def _runs(input: str, *, max_lines: int | None) -> Iterator[tuple[int, bytes | None]]:
-    """(first line number, lines joined by a newline) of runs of lines that are not blank."""
-    start, size = 1, 0
+def _parts(path: str) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of parts of a file of about PART bytes, cut between lines if it can be."""
     held: list[bytes] = []
-    for number, line in lines(input):
-        full = len(held) == max_lines or size > PIECE
-        if held and (full or line is None or not line.strip()):
-            yield start, b"\n".join(held)
-            held, size = [], 0
-        if line is None:
-            yield number, None
-        elif line.strip():
-            start = start if held else number
-            held.append(line)
-            size += len(line)
-    if held:
-        yield start, b"\n".join(held)
+    offset = size = 0
+    for chunk in chunks(path):
+        held.append(chunk)
+        size += len(chunk)
+        if size >= PART:
+            part = b"".join(held)
+            # After the last line end, else the last space, else between characters.
+            end = part.rfind(b"\n") + 1 or part.rfind(b" ") + 1 or _last_character(part)
+            yield offset, part[:end]
+            held, size, offset = [part[end:]], len(part) - end, offset + end
+    yield offset, b"".join(held)
+
+
+def _last_character(part: bytes) -> int:
+    """Where the last character of UTF-8 begins."""
+    return next(at for at in range(len(part) - 1, -1, -1) if part[at] & 0xC0 != 0x80)
+
+
+def _document(run: Run, name: str) -> Document | Rejected:
+    return _decoded(b"\n".join(line for _, line in run), f"{name}@{run[0][0]}")
+
+
+def _too_long(offset: int, name: str) -> Rejected:
+    return Rejected(f"{name}@{offset}", "too long", LONG_LINE)
 
 
 def _decoded(raw: bytes | None, where: str) -> Document | Rejected:
     if raw is None:
-        return Rejected(where, "too long", "a line of more than 64 MiB")
+        return Rejected(where, "too long", LONG_LINE)
     if b"\0" in raw:
         return Rejected(where, "binary", f"NUL byte at byte {raw.index(0)} of it")
     try:

@@ -9,19 +9,14 @@ from collections.abc import Iterator
 from typing import Literal
 
 from data_prep import CorpusError
-from data_prep.sources.document import Document, FileSource, Rejected
-from data_prep.sources.files import lines, list_files, relative_name
-from data_prep.wikipedia import without_holes
+from data_prep.sources.document import Document, FileSource, Piece, Rejected
+from data_prep.sources.files import LONG_LINE, lines, relative_name, whole
+from data_prep.sources.remote import shown
+from data_prep.wikipedia import repaired
 
 _OPEN = re.compile(r'<doc id="([^"]*)"(?: revid="[^"]*")?(?: url="([^"]*)")?(?: title="(.*)")?>')
+_PATTERNS = ("wiki_*", "*.json", "*.jsonl", "*.txt", "*.gz", "*.bz2")
 _BODY_LIMIT = 1 << 24  # characters
-
-# Left over by the extractor: tags, braces of templates it could not close, bare entities.
-_TAG = re.compile(
-    r"</?[a-zA-Z][\w:-]{0,20}(?:\s[^<>\n]{0,300})?/?>|<(?:span|div|ref)\b[^<>\n]*(?m:$)"
-)
-_BRACES = re.compile(r"\{\{[^{}\n]{0,500}\}\}|\{\{+|\}\}+|\[\[|\]\]|\{\||\|\}|__[A-Z]{3,}__")
-_TABLE_LINE = re.compile(r"(?m)^[ \t]*[|!].*\n?")
 
 
 class WikiExtractor(FileSource):
@@ -31,21 +26,24 @@ class WikiExtractor(FileSource):
     licence: str = "CC-BY-SA-4.0"
 
 
-def inputs(source: WikiExtractor) -> list[str]:
-    """The extractor's files (AA/wiki_00 ...); CorpusError if there are none."""
-    return list_files(source.path, ("wiki_*", "*.json", "*.jsonl", "*.txt", "*.gz", "*.bz2"))
+def pieces(source: WikiExtractor, limit: int) -> list[Piece]:
+    """The extractor's files (AA/wiki_00 ...), each whole whatever `limit`: it makes them of 1 MB.
+
+    CorpusError if there are none.
+    """
+    return whole(source.path, _PATTERNS)
 
 
-def read(source: WikiExtractor, input: str) -> Iterator[Document | Rejected]:
+def read(source: WikiExtractor, piece: Piece) -> Iterator[Document | Rejected]:
     """The articles of one file; CorpusError if its last article has no end."""
-    name = relative_name(source.path, input)
+    name = relative_name(source.path, piece.path)
     head: re.Match[str] | None = None
     start, size = 0, 0
     body: list[bytes] = []
-    for number, line in lines(input):
+    for number, (_, line) in enumerate(lines(piece.path), start=1):
         where = f"{name}#{number}"
         if line is None:
-            yield Rejected(where, "too long", "a line of more than 64 MiB")
+            yield Rejected(where, "too long", LONG_LINE)
         elif head is None and line.startswith(b"{"):
             yield _from_json(line, where)
         elif head is None and line.startswith(b"<doc "):
@@ -65,7 +63,9 @@ def read(source: WikiExtractor, input: str) -> Iterator[Document | Rejected]:
             if size <= _BODY_LIMIT:
                 body.append(line)
     if head is not None:
-        raise CorpusError(f"{input}: cut short in the article of line {start}; extract it again")
+        raise CorpusError(
+            f"{shown(piece.path)}: cut short in the article of line {start}; extract it again"
+        )
 
 
 def _article(head: re.Match[str], body: bytes, where: str) -> Document | Rejected:
@@ -93,6 +93,5 @@ def _document(text: str, id: str, title: str, url: str, where: str) -> Document 
     first, _, rest = text.lstrip("\n").partition("\n")
     if first.strip() == title.strip():
         text = rest
-    text = html.unescape(_TAG.sub("", html.unescape(text)))
-    text = without_holes(_TABLE_LINE.sub("", _BRACES.sub("", text))).strip("\n")
-    return Document(text, id, title, url) if text.strip() else Rejected(where, "empty", title)
+    text = repaired(text)
+    return Document(text, id, title, url) if text else Rejected(where, "empty", title)

@@ -1,0 +1,79 @@
+"""The indexes of multistream dumps: where each of the file's bz2 streams of 100 pages begins."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from data_prep import CorpusError
+from data_prep.sources import remote
+from data_prep.sources.document import Piece
+from data_prep.sources.files import lines, opened
+from data_prep.sources.remote import shown
+
+MEND = "download dump and index again, or remove the index"
+_DUMP = re.compile(r"(.*-multistream)(\d*)\.xml(-p\d+p\d+)?\.bz2")
+_INDEX = re.compile(r".*-multistream-index\d*\.txt(-p\d+p\d+)?(\.bz2)?")
+_STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # a header and the magic of a block, the digits of pi
+
+
+def is_index(path: str) -> bool:
+    """Whether this is no dump but the index of one."""
+    return _INDEX.fullmatch(path) is not None
+
+
+def index_of(path: str) -> str | None:
+    """The index that lies beside a multistream dump, if there is one."""
+    if not (name := _DUMP.fullmatch(path)):
+        return None
+    index = f"{name[1]}-index{name[2]}.txt{name[3] or ''}.bz2"
+    found = remote.exists(index) if remote.is_remote(index) else os.path.isfile(index)
+    return index if found else None
+
+
+def cut(file: Piece, index: str, limit: int) -> list[Piece]:
+    """A dump -> pieces of at least `limit` bytes that begin where a bz2 stream does.
+
+    Raises CorpusError if the index does not fit the file.
+    """
+    if file.size <= limit:
+        return [file]
+    pieces = []
+    start = last = 0
+    with opened(file.path, seekable=True) as stored:
+
+        def check(offset: int) -> None:
+            stored.seek(offset)
+            if not _STREAM.match(stored.read(10)):
+                raise CorpusError(
+                    f"{shown(index)}: no bz2 stream begins at byte {offset} of the dump: {MEND}"
+                )
+
+        for last in _offsets(index, file.size):
+            if last - start >= limit:
+                check(last)
+                pieces.append(Piece(file.path, start, last, last - start))
+                start = last
+        check(last)
+    return [*pieces, Piece(file.path, start, None, file.size - start)]
+
+
+def _offsets(index: str, size: int) -> Iterator[int]:
+    """The offsets of the lines `offset:page id:title`, in order."""
+    last = 0
+    for at, line in lines(index):
+        number = (line or b"").split(b":", 1)[0]
+        if not number.isdigit() or len(number) > 18:
+            raise CorpusError(f"{shown(index)}: no index of a dump (at byte {at}): {MEND}")
+        offset = int(number)
+        if offset < last:
+            raise CorpusError(f"{shown(index)}: {offset} comes after {last}: {MEND}")
+        if offset >= size:
+            raise CorpusError(
+                f"{shown(index)}: byte {offset} lies beyond the dump's {size} bytes: {MEND}"
+            )
+        last = offset
+        yield offset
+    if last == 0:
+        raise CorpusError(f"{shown(index)}: names no page: {MEND}")

@@ -1,0 +1,169 @@
+"""Inputs under a URL that fsspec knows: s3://, gs://, hf://, https://, memory://, file://."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from typing import Any, BinaryIO
+from urllib.parse import unquote
+
+from data_prep import CorpusError
+
+# Protocol -> (package, what to install); other protocols name their package themselves.
+_DRIVERS = {
+    "s3": ("s3fs", "'distil-pretraining[s3]'"),
+    "s3a": ("s3fs", "'distil-pretraining[s3]'"),
+    "gs": ("gcsfs", "'distil-pretraining[gcs]'"),
+    "gcs": ("gcsfs", "'distil-pretraining[gcs]'"),
+    "http": ("aiohttp", "aiohttp"),
+    "https": ("aiohttp", "aiohttp"),
+}
+_CREDENTIALS = re.compile(r"(\w://)[^/\s]*@")  # hf://datasets/me/data@main is a revision
+_QUERY = re.compile(r"(https?://[^\s?#]*)[?#][^\s)'\"]*")  # a signed URL's signature
+# What a store says of a file's state, by the names that file systems give it.
+_STATES = (
+    *("etag", "md5", "md5hash", "content-md5", "crc32c", "digest", "generation", "blob_id"),
+    *("lastmodified", "last-modified", "last_modified", "mtime", "modified", "updated", "created"),
+)
+_CACHE = {"block_size": 1 << 22, "cache_type": "blockcache", "cache_options": {"maxblocks": 8}}
+_STALL = 120  # seconds without a byte
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL."""
+    return "://" in path
+
+
+def shown(text: str) -> str:
+    """A path or an error's text on one line, without the credentials in its URLs."""
+    return " ".join(_QUERY.sub(r"\1", _CREDENTIALS.sub(r"\1", text)).split())
+
+
+def bare(url: str) -> str:
+    """The URL without its protocol, credentials and query, for names."""
+    return unquote(shown(url)).split("://", 1)[-1] if _is_http(url) else shown(url).split("://")[-1]
+
+
+def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
+    """(URL, bytes; 0 if unknown) of a file, of a folder's files by pattern, or of a glob's."""
+    with _reaching(url):
+        files, root = _filesystem(url)
+        if not url.endswith("/") and files.isfile(root):
+            return [(url, files.info(root).get("size") or 0)]
+        if files.isdir(root):
+            stem, base = url.rstrip("/"), root.rstrip("/")
+            found = {
+                name: info
+                for name, info in files.find(root, detail=True).items()
+                if any(fnmatch(name.rsplit("/", 1)[-1].lower(), pattern) for pattern in patterns)
+            }
+            problem = f"no file named {' or '.join(patterns)} in this folder"
+        else:
+            stem = url[: _wild(url)].rpartition("/")[0]
+            base = files._strip_protocol(stem).rstrip("/")
+            matches = files.glob(root, detail=True) if glob.has_magic(root) else {}
+            found = {n: info for n, info in matches.items() if info.get("type") == "file"}
+            problem = "no such file or folder; check the path of this source"
+    result = []
+    for name, info in sorted(found.items()):
+        within = name[len(base) :] if name.startswith(base) else f"/{name}"
+        if not any(part.startswith(".") for part in within.split("/")):
+            whole = stem + within if name.startswith(base) else files.unstrip_protocol(name)
+            result.append((whole, info.get("size") or 0))
+    if not result:
+        raise CorpusError(f"{shown(url)}: {problem}")
+    return result
+
+
+def opened(url: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
+    """The bytes of a file from `start` on; `seekable` for those who read here and there."""
+    with _reaching(url):
+        files, path = _filesystem(url)
+        if _is_http(url) and start == 0 and not seekable:
+            file = files.open(path, "rb", block_size=0)  # one request, that any server answers
+        else:
+            file = files.open(path, "rb", **(_CACHE if seekable else {}))
+        if start:
+            file.seek(start)
+        return file
+
+
+def exists(url: str) -> bool:
+    """Whether there is such a file."""
+    with _reaching(url):
+        files, path = _filesystem(url)
+        return bool(files.exists(path))
+
+
+def takes_ranges(url: str) -> bool:
+    """Whether parts of a file can be asked for: not of every HTTP server."""
+    if not _is_http(url):
+        return True
+    with _reaching(url):
+        files, path = _filesystem(url)
+        with files.open(path, "rb", block_size=1 << 10, cache_type="none") as file:
+            try:
+                file.seek(1)
+                file.read(1)
+            except ValueError:
+                return False
+            return True
+
+
+def version(url: str) -> str:
+    """A hash of the size and of what the store says of the file's state (etag, times)."""
+    with _reaching(url):
+        files, path = _filesystem(url)
+        files.invalidate_cache(path)
+        info = files.info(path)
+    state = sorted((k.lower(), str(v)) for k, v in info.items() if k.lower() in _STATES)
+    return hashlib.sha256(repr((info.get("size"), state)).encode()).hexdigest()[:32]
+
+
+def failed(url: str, error: Exception) -> CorpusError:
+    """The error of a file system, without credentials."""
+    reason = shown(str(error)).strip("'\"")[:200] or type(error).__name__
+    return CorpusError(f"{shown(url)}: cannot be read ({reason}); check path, access and network")
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    protocol = url.split("://", 1)[0]
+    try:
+        if not _is_http(url):
+            return url_to_fs(url)
+        import aiohttp
+
+        # aiohttp gives up after five minutes in all, whatever the size of the file.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=_STALL)
+        return url_to_fs(url, client_kwargs={"timeout": timeout})
+    except ImportError as error:
+        missing = getattr(error.__cause__ or error, "name", None) or f"for {protocol}://"
+        package, install = _DRIVERS.get(protocol, (missing, missing))
+        raise CorpusError(
+            f"{shown(url)}: needs the package {package}: pip install {install}"
+        ) from None
+
+
+@contextmanager
+def _reaching(url: str) -> Iterator[None]:
+    try:
+        yield
+    except CorpusError:
+        raise
+    except Exception as error:  # each store has its own
+        raise failed(url, error) from None  # the cause may hold a signed URL
+
+
+def _is_http(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def _wild(url: str) -> int:
+    found = re.search(r"[*?\[]", url)
+    return found.start() if found else len(url)

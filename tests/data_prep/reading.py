@@ -1,0 +1,31 @@
+"""What the tests of all readers share."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from data_prep.sources import Document, Rejected, pieces, read
+
+LIMITS = (1, 7, 64, 1000, 10**9)
+
+
+def read_all(source: Any, limit: int = 10**9) -> list[Document | Rejected]:
+    """All pieces of a source, one after another."""
+    return [item for piece in pieces(source, limit) for item in read(source, piece)]
+
+
+def documents(items: list[Document | Rejected]) -> list[Document]:
+    """Those that could be read."""
+    return [item for item in items if isinstance(item, Document)]
+
+
+def reasons(items: list[Document | Rejected]) -> list[tuple[str, str]]:
+    """Where and why the others could not."""
+    return [(item.where, item.reason) for item in items if isinstance(item, Rejected)]
+
+
+def lines_of(raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of a whole file, the plain way."""
+    offset = 0
+    for line in raw.split(b"\n"):
+        yield offset, line.removesuffix(b"\r")
+        offset += len(line) + 1

@@ -1,0 +1,279 @@
+"""Finding files and reading them, here and behind URLs."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from reading import LIMITS, documents, lines_of, read_all
+
+from data_prep import CorpusError
+from data_prep.sources import Jsonl, Mediawiki, Parquet, Piece, Sentences, Text, files, pieces
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.compress,
+}
+
+
+def test_folders_files_and_globs(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/b.txt", "a/c.TXT", "a/.hidden.txt", ".git/d.txt", "e.pdf", "x[1].txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    os.mkfifo(tmp_path / "pipe.txt")  # opening it would wait for ever
+    for path, ids in [
+        ("", ["a/b.txt", "a/c.TXT", "b.txt", "x[1].txt"]),
+        ("/", ["a/b.txt", "a/c.TXT", "b.txt", "x[1].txt"]),
+        ("/*", ["b.txt", "e.pdf", "x[1].txt"]),
+        ("/*/*.txt", ["a/b.txt"]),
+        ("/**/b.txt", ["a/b.txt", "b.txt"]),
+        ("/e.pdf", ["e.pdf"]),
+        ("/x[1].txt", ["x[1].txt"]),
+    ]:
+        found = documents(read_all(Text(path=f"{tmp_path}{path}")))
+        assert [item.id for item in found] == ids, path
+    with pytest.raises(CorpusError, match=r"\.jsonl"):
+        pieces(Jsonl(path=str(tmp_path)), 1)
+    with pytest.raises(CorpusError, match="no such file"):
+        pieces(Text(path=str(tmp_path / "none")), 1)
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
+    with pytest.raises(CorpusError, match=r"gone\.txt: cannot be read: No such file"):
+        pieces(Text(path=str(tmp_path)), 1)
+
+
+def test_names_of_any_bytes_have_ids_of_their_own(tmp_path: Path) -> None:
+    for name in (b"a\xff.txt", b"a\xfe.txt"):
+        Path(os.fsdecode(bytes(tmp_path) + b"/" + name)).write_text("text")
+    ids = [item.id.encode() for item in documents(read_all(Text(path=str(tmp_path))))]
+    assert len(set(ids)) == 2
+
+
+def test_cut_ranges_cover_a_file(tmp_path: Path) -> None:
+    for size in (0, 1, 6, 7, 8, 14, 50):
+        for limit in (1, 7, 64):
+            parts = files.cut(Piece("a", size=size), limit)
+            assert parts[0].start == 0 and parts[-1].end is None
+            assert [part.end for part in parts[:-1]] == [part.start for part in parts[1:]]
+            assert [part.start for part in parts] == list(range(0, max(size, 1), limit))
+            assert sum(part.size for part in parts) == size
+    assert files.cut(Piece("a.gz", size=50), 7) == [Piece("a.gz", size=50)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_lines_of_ranges_are_the_lines_of_the_file(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    raw = b"".join(
+        draw.choices([b"\n", b"\r\n", b"a", b"\xc3\xa9", b"\0", b"b" * 70], k=draw.randrange(40))
+    )
+    file = tmp_path / "f"
+    file.write_bytes(raw)
+    whole = [item for item in lines_of(raw) if item[0] < len(raw)]  # none after the last end
+    borders = sorted(draw.choices(range(len(raw) + 1), k=4))
+    for cut in ([0, *borders, None], *([*range(0, max(1, len(raw)), n), None] for n in LIMITS)):
+        found = [x for a, b in pairwise(cut) for x in files.lines(str(file), a, b)]
+        assert found == whole
+        for start, end in pairwise(borders):
+            after = [item for item in whole if item[0] >= start]
+            expected = after if after and after[0][0] < end else []
+            assert list(files.lines(str(file), start, end, on=True)) == expected
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_cut_and_damaged_files_are_named(tmp_path: Path, suffix: str) -> None:
+    rows = "".join(json.dumps({"text": f"number {i * i}"}) + "\n" for i in range(5000)).encode()
+    whole = COMPRESS[suffix](rows)
+    file = tmp_path / f"t.txt{suffix}"
+    source = Text(path=str(file), document="line")
+    damaged_second = whole + b"BAD" + whole[3:]  # some take it for the end of the file
+    for damaged in (whole[: len(whole) // 2], whole[:-3], b"nothing compressed", damaged_second):
+        file.write_bytes(damaged)
+        with pytest.raises(CorpusError, match=f"{file.name}: cut short or damaged"):
+            read_all(source)
+    file.write_bytes(whole + whole)
+    assert len(read_all(source)) == 10_000
+
+
+def test_hashes_and_versions_tell_what_changed(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    raw = bytes(range(256)) * 10_000
+    file.write_bytes(raw)
+    for start, end in ((0, None), (0, 1000), (999, 2_000_000), (2_000_000, None)):
+        expected = hashlib.sha256(raw[start:end]).hexdigest()
+        assert files.sha256(Piece(str(file), start, end)) == expected
+        assert files.sha256(Piece(f"file://{file}", start, end)) == expected
+    before = files.version(str(file)), files.version(f"file://{file}")
+    assert before == (files.version(str(file)), files.version(f"file://{file}"))
+    os.utime(file, (1, 1))
+    after = files.version(str(file)), files.version(f"file://{file}")
+    assert after[0] != before[0] and after[1] != before[1]
+    assert files.local(str(file)) and not files.local(f"file://{file}")
+
+
+def fill(folder: str, write: Callable[[str, bytes], None], tmp_path: Path) -> None:
+    """The same files of all kinds into a folder, by whoever can write there."""
+    rows = b"".join(json.dumps({"text": f"row {i}"}).encode() + b"\n" for i in range(50))
+    write(f"{folder}/a.jsonl", rows)
+    write(f"{folder}/b/a.jsonl", rows)
+    write(f"{folder}/b/c.jsonl.zst", zstandard.compress(rows))
+    write(f"{folder}/b/.d.jsonl", rows)
+    write(f"{folder}/t.txt", b"one\ntwo\n\nthree\n" * 20)
+    pq.write_table(
+        pa.table({"text": [f"t{i}" for i in range(90)]}), tmp_path / "p", row_group_size=9
+    )
+    write(f"{folder}/p.parquet", (tmp_path / "p").read_bytes())
+    head = b"<mediawiki><siteinfo><base>https://x/y</base></siteinfo>"
+    text = b"".join(
+        b"<page><title>T</title><ns>0</ns><id>%d</id><revision><text>w</text></revision></page>" % i
+        for i in range(20)
+    )
+    stored = bz2.compress(head)
+    write(f"{folder}/w-multistream-index.txt.bz2", bz2.compress(b"%d:0:T\n" % len(stored)))
+    write(
+        f"{folder}/w-multistream.xml.bz2",
+        stored + bz2.compress(text) + bz2.compress(b"</mediawiki>"),
+    )
+
+
+def sources_in(folder: str) -> Iterator[Any]:
+    yield Jsonl(path=folder)
+    yield Jsonl(path=f"{folder}/b/*.jsonl")
+    yield Jsonl(path=f"{folder}/b/c.jsonl.zst")
+    yield Text(path=f"{folder}/t.txt", document="paragraph")
+    yield Sentences(path=folder)
+    yield Parquet(path=folder)
+    yield Mediawiki(path=folder)
+
+
+@pytest.mark.parametrize("protocol", ["file", "memory"])
+def test_remote_files_give_the_same_documents_as_local_ones(tmp_path: Path, protocol: str) -> None:
+    local, root = tmp_path / "local", tmp_path / "remote"
+    other = f"{protocol}://{root}"
+
+    def write_here(path: str, data: bytes) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(data)
+
+    def write_there(path: str, data: bytes) -> None:
+        with fsspec.open(path, "wb", auto_mkdir=True) as file:
+            file.write(data)
+
+    fill(str(local), write_here, tmp_path)
+    fill(other, write_there, tmp_path)
+    for here, there in zip(sources_in(str(local)), sources_in(other), strict=True):
+        expected = read_all(here)
+        for limit in (64, 1000, 10**9):
+            assert read_all(there, limit) == expected
+            mine, theirs = pieces(here, limit), pieces(there, limit)
+            assert [files.sha256(p) for p in mine] == [files.sha256(p) for p in theirs]
+            assert [(p.start, p.end, p.size) for p in mine] == [
+                (p.start, p.end, p.size) for p in theirs
+            ]
+    before = files.version(f"{other}/t.txt")
+    assert before == files.version(f"{other}/t.txt")
+    write_there(f"{other}/t.txt", b"changed")
+    assert before != files.version(f"{other}/t.txt")
+    for path, problem in [
+        ("/none", "no such file"),
+        ("/*.none", "no such"),
+        ("/b", "no file named"),
+    ]:
+        with pytest.raises(CorpusError, match=problem) as caught:
+            pieces(Text(path=other + path), 1)
+        assert f"{protocol}://" in str(caught.value)
+
+
+class Ranges(SimpleHTTPRequestHandler):
+    """A server that answers requests for ranges, as stores do."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        path = Path(self.translate_path(self.path))
+        if not asked or not path.is_file():
+            super().do_GET()
+            return
+        data = path.read_bytes()
+        part = data[int(asked[1]) : int(asked[2]) + 1]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {asked[1]}-{asked[2]}/{len(data)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+
+class NoRanges(SimpleHTTPRequestHandler):
+    """The standard library's server, which sends whole files."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("handler", [Ranges, NoRanges])
+def test_files_are_read_over_http_with_and_without_ranges(tmp_path: Path, handler: Any) -> None:
+    pytest.importorskip("aiohttp")
+    fill(str(tmp_path), lambda path, data: _write(Path(path), data), tmp_path)
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), lambda *args: handler(*args, directory=str(tmp_path))
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    site = f"127.0.0.1:{server.server_port}"
+    try:
+        for name in ("a.jsonl", "b/c.jsonl.zst"):
+            here = Jsonl(path=f"{tmp_path}/{name}")
+            there = Jsonl(path=f"http://{site}/{name}?signature=secret")
+            cuttable = handler is Ranges and not name.endswith("zst")
+            assert (len(pieces(there, 100)) > 1) == cuttable
+            assert read_all(there, 100) == read_all(here)
+        with pytest.raises(CorpusError) as caught:
+            pieces(Jsonl(path=f"http://me:secret@{site}/none.jsonl?signature=secret"), 1)
+        assert "none.jsonl" in str(caught.value) and "secret" not in str(caught.value)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def test_a_missing_driver_and_an_unknown_protocol_are_named() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules |= {'s3fs': None, 'gcsfs': None}\n"
+        "from data_prep import CorpusError\n"
+        "from data_prep.sources import Text, pieces\n"
+        "for path in sys.argv[1:]:\n"
+        "    try:\n"
+        "        pieces(Text(path=path), 1)\n"
+        "    except CorpusError as error:\n"
+        "        print(error)\n"
+    )
+    urls = ["s3://bucket/x", "gs://key:secret@bucket/x", "nonsense://x"]
+    command = [sys.executable, "-c", program, *urls]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    first, second, third = printed.strip().split("\n")
+    assert first == "s3://bucket/x: needs the package s3fs: pip install 'distil-pretraining[s3]'"
+    assert second == "gs://bucket/x: needs the package gcsfs: pip install 'distil-pretraining[gcs]'"
+    assert third.startswith("nonsense://x: ") and "Protocol not known" in third

@@ -1,0 +1,218 @@
+"""Records: JSON lines, parquet and datasets, cut and whole."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from reading import LIMITS, documents, lines_of, read_all, reasons
+
+from data_prep import CorpusError
+from data_prep.sources import Document, HuggingFace, Jsonl, Parquet, files, pieces, tables
+from data_prep.sources.pages import largest_page
+from data_prep.wikipedia import repaired
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    records = [
+        b'{"text": "one", "id": 7, "t": "T"}',
+        b"{bad",
+        b'{"txt": "x"}',
+        b'{"text": 5}',
+        b'{"text": "\\ud800"}',
+        b'["text"]',
+        '{"text": "a\u2028b\u0085c", "id": null}'.encode(),
+        b'{"text": "\xff"}',
+        b"",
+        b'{"text": " "}',
+        b"[" * 100_000,
+        b'{"text": "x", "id": "' + b"9" * 20_000 + b'"}',
+        b'{"text": "nul \\u0000 and \0"}',
+        b'{"text": "last"}',
+    ]
+    raw = b"\n".join(records)
+    (tmp_path / "a.jsonl").write_bytes(raw)
+    (tmp_path / "z.jsonl.zst").write_bytes(zstandard.compress(raw))
+    at = [offset for offset, _ in lines_of(raw)]
+    for name, limits in (("a.jsonl", (64, 1000, 10**9)), ("z.jsonl.zst", (1,))):
+        source = Jsonl(path=f"{tmp_path}/{name}", id_field="id", title_field="t")
+        for limit in limits:
+            items = read_all(source, limit)
+            assert documents(items) == [
+                Document("one", "7", "T"),
+                Document("a\u2028b\u0085c", f"{name}@{at[6]}"),
+                Document("last", f"{name}@{at[13]}"),
+            ]
+            assert reasons(items) == [
+                (f"{name}@{at[1]}", "malformed json"),
+                (f"{name}@{at[2]}", "no text"),
+                (f"{name}@{at[3]}", "no text"),
+                (f"{name}@{at[4]}", "lone surrogate"),
+                (f"{name}@{at[5]}", "malformed json"),
+                (f"{name}@{at[7]}", "not utf-8"),
+                (f"{name}@{at[9]}", "empty"),
+                (f"{name}@{at[10]}", "malformed json"),
+                (f"{name}@{at[11]}", "too long"),
+                (f"{name}@{at[12]}", "malformed json"),
+            ]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_jsonl_is_the_same_from_pieces_of_any_size(tmp_path: Path, end: str) -> None:
+    draw = random.Random(2)
+    texts = ["caf\u00e9 \u2028 " * draw.randrange(1, 9) for _ in range(40)]
+    rows = [json.dumps({"text": text}, ensure_ascii=draw.random() < 0.5) for text in texts]
+    raw = end.join(rows).encode()
+    (tmp_path / "a.jsonl").write_bytes(raw)
+    offsets = [offset for offset, _ in lines_of(raw)]
+    expected = [Document(t, f"a.jsonl@{at}") for t, at in zip(texts, offsets, strict=True)]
+    for limit in (*LIMITS, *range(100, 140), len(raw), len(raw) - 1):
+        assert read_all(Jsonl(path=str(tmp_path)), limit) == expected
+
+
+def test_text_of_other_tools_is_mended_on_request(tmp_path: Path) -> None:
+    text = "He ( , ) was born . {{citation}} [[Town|town]]s &amp; more"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    pq.write_table(pa.table({"text": [text]}), tmp_path / "a.parquet")
+    for kind in (Jsonl, Parquet):
+        assert documents(read_all(kind(path=str(tmp_path))))[0].text == text
+        mended = documents(read_all(kind(path=str(tmp_path), cleaning="wikipedia")))[0].text
+        assert mended == repaired(text) != text
+
+
+def write_parquet(file: Path, rows: int = 1000) -> list[Document]:
+    texts = [f"text {i} " + "x" * (i % 50) for i in range(rows)]
+    table = pa.table({"text": [*texts, None], "n": range(rows + 1)})
+    pq.write_table(table, file, row_group_size=300)
+    return [Document(text, f"{file.name}#{i + 1}") for i, text in enumerate(texts)]
+
+
+def test_parquet_is_the_same_from_pieces_of_any_size(tmp_path: Path) -> None:
+    expected = write_parquet(tmp_path / "a.parquet")
+    sizes = [
+        pq.read_metadata(tmp_path / "a.parquet").row_group(i).total_byte_size for i in range(4)
+    ]
+    source = Parquet(path=str(tmp_path))
+    for limit in (*LIMITS, sum(sizes[:2]), sum(sizes[:3]) - 1):
+        items = read_all(source, limit)
+        assert documents(items) == expected
+        assert reasons(items) == [("a.parquet#1001", "no text")]
+    for limit, groups in [
+        (1, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+        (sum(sizes[:2]), [(0, 2), (2, 4)]),
+        (10**9, [(0, 4)]),
+    ]:
+        assert [(part.start, part.end) for part in pieces(source, limit)] == groups
+    by_id = documents(read_all(Parquet(path=str(tmp_path), id_field="n")))
+    assert [item.id for item in by_id] == [str(i) for i in range(1000)]
+    with pytest.raises(CorpusError, match="no column 'body'; it has text, n"):
+        pieces(Parquet(path=str(tmp_path), text_field="body"), 1)
+
+
+def test_damaged_parquet_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    write_parquet(file)
+    whole = file.read_bytes()
+    source = Parquet(path=str(tmp_path))
+    file.write_bytes(whole[:-100])
+    with pytest.raises(CorpusError, match=r"a\.parquet: unreadable"):
+        pieces(source, 1)
+    # The first page's header: its sizes now are nonsense.
+    file.write_bytes(whole[:4] + b"\xff" * 12 + whole[16:])
+    with pytest.raises(CorpusError, match=r"a\.parquet: unreadable after 0 records"):
+        read_all(source)
+
+
+def test_what_is_no_utf8_in_a_column_is_rejected_alone(tmp_path: Path) -> None:
+    bad = pa.array([b"good", b"caf\xe9", b"also good"]).view(pa.string())
+    pq.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
+    items = read_all(Parquet(path=str(tmp_path)))
+    assert [item.text for item in documents(items)] == ["good", "also good"]
+    assert reasons(items) == [("a.parquet#2", "not utf-8")]
+
+
+@pytest.mark.parametrize("codec", ["snappy", "zstd", "none"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_the_largest_page_is_told_from_its_header(tmp_path: Path, codec: str, version: str) -> None:
+    file = tmp_path / "a.parquet"
+    for size in (10, 100_000, 3_000_000):
+        table = pa.table({"n": range(6), "text": ["a", "b" * size, "c", "d", "e", "f"]})
+        pq.write_table(
+            table,
+            file,
+            compression=codec,
+            data_page_version=version,
+            use_dictionary=False,
+            data_page_size=1,
+            write_batch_size=1,
+            write_page_checksum=True,
+            column_encoding={"text": "PLAIN", "n": "PLAIN"},
+        )
+        metadata = pq.read_metadata(file)
+        with file.open("rb") as stored:
+            page = largest_page(stored, metadata, 0, ["text"])
+            assert size + 4 <= page < size + 40  # the length, and levels
+            assert largest_page(stored, metadata, 0, ["n"]) < 40
+    # The chunk's size in the footer is that of its pages with their headers.
+    chunk = metadata.row_group(0).column(1)
+    assert chunk.total_uncompressed_size > page
+
+
+def test_giant_cells_and_pages_are_refused_and_the_rest_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = "y" * ((1 << 24) + 1)
+    table = pa.table({"text": ["one", big, "three", "four"]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    source = Parquet(path=str(tmp_path))
+    items = read_all(source)
+    assert [item.text for item in documents(items)] == ["one", "three", "four"]
+    assert reasons(items) == [("a.parquet#2", "too long")]
+    monkeypatch.setattr(tables, "_PAGE_LIMIT", 1 << 24)
+    items = read_all(source)
+    assert documents(items) == [Document("four", "a.parquet#4")]
+    assert reasons(items) == [(f"a.parquet#{i}", "too long") for i in (1, 2, 3)]
+
+
+def test_the_hash_of_row_groups_changes_with_their_bytes_alone(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    write_parquet(file)
+    whole = file.read_bytes()
+    parts = pieces(Parquet(path=str(tmp_path)), 1)
+    before = [files.sha256(part) for part in parts]
+    assert len(set(before)) == 4
+    second = pq.read_metadata(file).row_group(1).column(0)
+    at = second.data_page_offset + 40
+    for place, changed in ((at, [1]), (len(whole) - 20, [0, 1, 2, 3])):  # a page; the footer
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        after = [files.sha256(part) for part in parts]
+        assert [i for i in range(4) if after[i] != before[i]] == changed
+
+
+def test_huggingface_saved_and_streamed(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    texts = {"text": ["one", "two", ""]}
+    datasets.Dataset.from_dict(texts).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=datasets.Dataset.from_dict(texts)).save_to_disk(tmp_path / "dict")
+    (tmp_path / "folder").mkdir()
+    pq.write_table(pa.table(texts), tmp_path / "folder/train.parquet")
+    for name in ("saved", "dict", "folder"):
+        source = HuggingFace(path=str(tmp_path / name))
+        assert [piece.path for piece in pieces(source, 1)] == [source.path]
+        items = read_all(source)
+        assert documents(items) == [
+            Document("one", f"{name}#1"),
+            Document("two", f"{name}#2"),
+        ]
+        assert reasons(items) == [(f"{name}#3", "empty")]
+        with pytest.raises(CorpusError, match="no field 'body'"):
+            read_all(HuggingFace(path=source.path, text_field="body"))
+    for wrong in ({"path": str(tmp_path / "none")}, {"path": source.path, "split": "dev"}):
+        with pytest.raises(CorpusError, match="cannot load") as caught:
+            read_all(HuggingFace(**wrong))
+        assert "\n" not in str(caught.value)
