@@ -28,6 +28,11 @@ def _table() -> dict[int, str | None]:
 
 
 _CHARACTERS = _table()
+# NFC takes quadratic time over a run of combining marks; Unicode's own limit (UAX 15) is 30.
+_MARKS = "".join(filter(unicodedata.combining, map(chr, range(0x20000))))
+_LONG_RUN = re.compile(f"([{_MARKS}]{{30}})[{_MARKS}]{{34,}}")
+_EVERY = 16  # characters: a run of 64 has at least three of those that are looked at
+_SUSPECT = re.compile(f"[{_MARKS}]{{3}}")
 _SPACES_AROUND_LINE_END = re.compile(r" *\n *")
 _SPACES = re.compile(r"  +")
 _BLANK_LINES = re.compile(r"\n{3,}")
@@ -36,12 +41,14 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 def clean(text: str) -> str:
     r"""Text in NFC without control or zero-width characters, lone surrogates or spare spaces.
 
-    Lines end in "\n" and are stripped, at most one blank line stands between two. Idempotent, and
-    the result can always be encoded as UTF-8.
+    Lines end in "\n" and are stripped, at most one blank line stands between two, and of more than
+    63 combining marks in a row 30 stay. Idempotent, and the result can always be encoded as UTF-8.
     """
     if text.isascii() and text.isprintable() and "  " not in text:
         return text.strip(" ")
     text = text.replace("\r\n", "\n").translate(_CHARACTERS)
+    if _SUSPECT.search(text[::_EVERY]):
+        text = _LONG_RUN.sub(r"\1", text)
     text = unicodedata.normalize("NFC", text)
     text = _SPACES.sub(" ", text)
     text = _SPACES_AROUND_LINE_END.sub("\n", text)

@@ -4,79 +4,229 @@ from __future__ import annotations
 
 import html
 import re
+from typing import NamedTuple
 
 from mwparserfromhell.parser import ParserError
 
 from data_prep.wikitext import is_ordinary, parsed, substituted
 
 _SWITCH = re.compile(r"__[A-Z]{3,}__")
-_QUOTES = re.compile(r"'{2,}")
+_QUOTES = re.compile("''+")
 _STRAY = re.compile(r"\{\{+|\}\}+|\[\[+|\]\]+|\{\||\|\}")
 _HEADING = re.compile(r"(={1,6})[ \t]*(.+?)[ \t]*\1[ \t]*")
+_SPACES = re.compile(r"[\t\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]")
+# The hair space before a possessive after italics goes, too: "Renown" 's.
+_NO_WIDTH = re.compile(r"[\u00ad\u200b\u200e\u200f\u2060\ufeff]|\u200d?\u200a(?=['\u2019])")
 
 _NOT_PROSE = frozenset(("file", "image", "category", "media"))
 # Last sections that list sources and links.
-_TAIL_SECTIONS = frozenset(
-    re.findall(
-        r"[^|]+",
-        "references|external links|external link|see also|further reading|notes|"
-        "notes and references|"
-        "references and notes|footnotes|bibliography|sources|citations|works cited|gallery|"
-        "notes and citations|explanatory notes|general references|citations and notes|"
-        "references and further reading|sources and further reading|primary sources|"
-        "secondary sources|cited sources|sources and references|bibliography and references|"
-        "references and sources|footnotes and references|further information|links",
+_TAIL_TITLES = (
+    "references|external links|external link|see also|further reading|notes|"
+    "notes and references|"
+    "references and notes|footnotes|bibliography|sources|citations|works cited|gallery|"
+    "notes and citations|explanatory notes|general references|citations and notes|"
+    "references and further reading|sources and further reading|primary sources|"
+    "secondary sources|cited sources|sources and references|bibliography and references|"
+    "references and sources|footnotes and references|further information|links"
+)
+_TAIL_SECTIONS = frozenset(_TAIL_TITLES.split("|"))
+
+# What a dropped template, formula or reference leaves behind, in text whose only space is " ". A
+# pattern begins with a literal character, or looks behind itself: begun anew at every character of
+# a long run, it would take quadratic time. One that is slow to look for has a faster one that
+# finds out whether there is work for it.
+_HOLES = tuple(
+    (re.compile(sign or pattern), re.compile(pattern), replacement)
+    for sign, pattern, replacement in (
+        (r"\"\"", r"(?<![\w.,!?\"'])\"\"(?![\w\"'])", ""),
+        ("ISBN", r"(?:[,;:.] ?|(?<=\())ISBN *(?=[,;.)]|\n|\Z)", ""),
+        # The value of a dropped {{inflation}}: ($ in 2016 dollars).
+        ("", r"\([^()$\n]{0,30}[$\u00a3\u20ac] (?:in|as of|today)[^()\n]{0,60}\)", ""),
+        ("", r"\([\s,;:/|]*(?:(?:pronounced|pronunciation|IPA|or|and)\b[\s,;:/|]*)*\)", ""),
+        ("", r"\((?:[ ,;:]|(?:or|and|pronounced|IPA)(?= ?;)|/(?=[ ,;:/]))+", "("),
+        (r"\)(?<=[ ,;:]\))|\)(?<=[ ,;:]/\))", r"(?<![ ,;:])[ ,;:]+/?[ ,;:]*\)", ")"),
+        ("", r"\[ *\]", ""),
+        ("", r"\[ +", "["),
+        ("", r"  +", " "),
+        (r";(?<=,;)|;(?<=, ;)", r", ?;", ";"),
+        (r",(?<=[,;:],)|,(?<=[,;:] ,)|;(?<=[;:];)|;(?<=[;:] ;)", r"([,;:])(?: ?[,;])+", r"\1"),
+        (r"\.(?<=[,;]\.)|\.(?<=[,;] \.)", r"[,;] ?(?=\.(?:\s|$))", ""),
+        ("", r"\.(?<!\.\.)(?: \.)+(?!\.)", "..."),
+        ("", r" ([,;)\]]|[.:](?=\s|$))", r"\1"),
+        (" \n", r"(?<! ) +\n", "\n"),
+        ("", r"\n *(?:[,;]+ *|:+ +)?", "\n"),
     )
 )
 
-# What a dropped template or reference leaves behind. A pattern that begins with a run looks behind
-# itself: begun anew at every character of a long run, it would take quadratic time.
-_GAP = r"[ \t\u00a0,;:/]"
-_HOLES = (
-    (re.compile(r"[ \t]{2,}"), " "),
-    (re.compile(rf"(?<!{_GAP}){_GAP}+\)"), ")"),
-    (re.compile(rf"([(\[]){_GAP}+"), r"\1"),
-    (re.compile(r"[ \t]?\((?:pronounced|pronunciation|IPA|or|and)?\)"), ""),
-    # The value of a dropped {{inflation}}: ($ in 2016 dollars).
-    (
-        re.compile(
-            r"[ \t]?\([^()$\n]{0,30}[A-Z]{0,3}[$\u00a3\u20ac] (?:in|as of|today)[^()\n]{0,60}\)"
-        ),
-        "",
-    ),
-    (re.compile(r"\[\]|\"\"(?=[ \t])"), ""),
-    (re.compile(r"([,;:])(?:[ \t]?[,;])+"), r"\1"),
-    (re.compile(r"[,;][ \t]?(?=\.(?:\s|$))"), ""),
-    (re.compile(r"(?<![ \t\u00a0])[ \t\u00a0]+([,;)\]]|[.:](?=\s|$))"), r"\1"),
-)
+
+class PlainText(NamedTuple):
+    """An article's prose; `fallback`: its markup was too odd for the parser, so less sure."""
+
+    text: str
+    fallback: bool
 
 
-def plain_text(wikitext: str, *, not_prose: frozenset[str] = _NOT_PROSE) -> str:
+def plain_text(wikitext: str, *, not_prose: frozenset[str] = _NOT_PROSE) -> PlainText:
     """The prose of an article, one paragraph, list item or heading a line.
+
+    Markup that nests properly is replaced from the inside out. A page where it does not is left to
+    mwparserfromhell, unless it is beyond the limits of `is_ordinary`: then `fallback` is set.
 
     `not_prose` holds the lower-case namespaces (file, category) whose links show no text; a dump
     names those of its language.
     """
     not_prose |= _NOT_PROSE
-    if not is_ordinary(wikitext):
-        return prose(substituted(wikitext, not_prose))
-    try:
-        return prose(parsed(wikitext, not_prose))
-    except ParserError:  # a bug of the parser's: one page must not end a run over millions
-        return prose(substituted(wikitext, not_prose))
+    text, nested = substituted(wikitext, not_prose)
+    if nested:
+        return PlainText(prose(text), fallback=False)
+    if is_ordinary(wikitext):
+        try:
+            return PlainText(prose(parsed(wikitext, not_prose)), fallback=False)
+        except ParserError:  # a bug of the parser's: one page must not end a run over millions
+            pass
+    return PlainText(prose(text), fallback=True)
 
 
 def prose(text: str) -> str:
     """Wikitext whose templates, links and elements are resolved, as plain text."""
     text = _STRAY.sub("", _QUOTES.sub("", _SWITCH.sub("", text)))
-    return _prose_lines(without_holes(html.unescape(text)))
+    return without_holes(_prose_lines(_plain_spaces(html.unescape(text))))
 
 
 def without_holes(text: str) -> str:
-    """Close what dropped markup leaves in a sentence: "( , born" becomes "(born"."""
-    for pattern, replacement in _HOLES:
-        text = pattern.sub(replacement, text)
+    """Close what dropped markup leaves in a sentence: "( , born" becomes "(born".
+
+    The text's only space is " ".
+    """
+    for sign, pattern, replacement in _HOLES:
+        if sign.search(text):
+            text = pattern.sub(replacement, text)
+    return text.strip("\n ,;")
+
+
+# What other extractors leave in their text: the "As of" that lost its word, tags cut short or over
+# several lines, links to files, lines of tables, parser functions, attributes or categories.
+_AS_OF = re.compile(r"(?:\b([Aa])|(?<!\w))s of (\d{4}) ?\[ ?\[update\]\]")
+_UPDATE = re.compile(r"\[ ?\[?update\]\]?")
+_TAG = re.compile(r"</?[a-zA-Z][^<>\n]*>|<!--|-->")
+_CUT_TAG = re.compile(
+    r"</?(?:span|div|ref|table|t[dhr]|sup|sub|small|font|gallery|blockquote|cite)\b"
+    r"(?:[^<>]{0,2000}>|[^<>\n]*(?=\n|\Z))",
+    re.IGNORECASE,
+)
+_FILE_LINK = re.compile(
+    r"\b(?:File|Image):[^\n|\[\]]{1,200}?\.(?i:jpe?g|png|svg|gif|tiff?|og[gav]|webm|pdf)\b"
+    r"(?:\|(?:thumb\w*|left|right|center|none|frame\w*|upright[=.\d]*|\d*x?\d+px|alt=[^|\n]*))*\|?"
+)
+_FILE_WORDS = re.compile(r"\|?(?:thumb|\dpx)\||\|(?:thumb|\d{1,4}px|left|right)\b")
+_FUNCTION = re.compile(r"#(?:if|ifeq|ifexpr|ifexist|switch|expr|invoke|tag|time):")
+_ATTRIBUTE = re.compile(
+    r"\b(?:style|align|valign|class|width|height|bgcolor|colspan|rowspan|scope|cellpadding) ?= ?"
+    r'"[^"\n<>]*" ?\|?'
+)
+_DEBRIS = re.compile(
+    r"\n *(?:\||![ \w]*=|! |![^\n|!]*(?:!!|\|)|#(?:if|ifeq|ifexpr|ifexist|switch)\b|&rfr_id|"
+    r"(?:[Cc]ategory|Kategorie):|[\w-]{1,30} ?= ?\"|[a-z-]{1,30}:[^\n]{0,200};\">)[^\n]*"
+)
+_STYLES = re.compile(
+    r"\n[^\n]*\b(?:background|padding|margin|text-align|float|font-size|border|box-shadow)[a-z-]*:"
+    r"[^;\n]{1,80};[^\n]*"
+)
+_ENTITY = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[a-zA-Z][a-zA-Z0-9]{1,31});")
+# The bracket of a dropped pronunciation (Greek: [...]) that lost its opener.
+_BRACKET = re.compile(r"(\[[^\[\]\n]*\])|(?<![^\s(,;])\]")
+_LONE_BRACKET = re.compile(r"\](?<=[\s(,;]\])")
+_TAIL_LINE = re.compile(rf"\n[ =]*(?:{_TAIL_TITLES})[ =]*[.:]? *(?=\n|\Z)", re.IGNORECASE)
+_CITATION = re.compile(
+    r"ISBN|ISSN|OCLC|doi|[Rr]etrieved|pp?\. ?\d|https?:|\(\d{4}|"
+    r"\bPress\b|\bVol\b|\bed\.|^\W*\w+, [A-Z]"
+)
+_CATEGORY_LINE = re.compile(
+    r"\d{1,4}s?(?: BC)? (?:births|deaths|(?:dis)?establishments|films|albums|singles|novels)\b"
+    r"|Living people|Year of (?:birth|death)|People from |Articles |.* stubs$"
+)
+_MARKS = {ord(mark): None for mark in "<>{}[]()|&#=_'\"!"}
+_PASSES = 8
+
+
+def repaired(text: str) -> str:
+    """The text of an article that another extractor made, less leftover markup, holes and tails.
+
+    For the output of WikiExtractor and for the parquet files of wikimedia/wikipedia. Idempotent;
+    linear time: should one repair lay open the next for ever, all brackets and marks go.
+    """
+    for _ in range(2):
+        for _ in range(_PASSES):
+            before = text
+            text = _repaired_once(text)
+            if text == before:
+                return text
+        text = text.translate(_MARKS)
     return text
+
+
+def _repaired_once(text: str) -> str:
+    if "&" in text:
+        text = _ENTITY.sub("", html.unescape(html.unescape(text)))
+    text = "\n" + _plain_spaces(text)
+    if "update]" in text:
+        text = _UPDATE.sub("", _AS_OF.sub(lambda found: f"{found[1] or 'A'}s of {found[2]}", text))
+    if "<" in text or "[[" in text or "{{" in text or "-->" in text:
+        text = _TAG.sub("", _CUT_TAG.sub("", "\n" + substituted(text, _NOT_PROSE).text))
+    if "{" in text or "}" in text or "[[" in text or "]]" in text:
+        text = _STRAY.sub("", text)
+    text = _SWITCH.sub("", _QUOTES.sub("", text))
+    if "ile:" in text or "mage:" in text:
+        text = _FILE_LINK.sub("", text)
+    if "|" in text:
+        text = _FILE_WORDS.sub("", text)
+    text = _DEBRIS.sub("", text)
+    if "px;" in text or "em;" in text:
+        text = _STYLES.sub("", text)
+    if "=" in text:
+        text = _ATTRIBUTE.sub("", text)
+        text = re.sub(r"\n={2,6} *([^=\n]+?) *={2,6} *(?=\n|\Z)", r"\n\1", text)
+    if "#" in text:
+        text = _FUNCTION.sub("", text)
+    if _LONE_BRACKET.search(text):
+        text = _BRACKET.sub(r"\1", text)
+    return _without_tail(without_holes(text))
+
+
+def _without_tail(text: str) -> str:
+    """Cut lists of sources and links, whose headings stand bare, and of categories at the end."""
+    text = f"\n{text}"
+    if found := _TAIL_LINE.search(text):
+        kept = [text[: found.start()]]
+        listed, last = True, ""  # within such a list, and its line before this one
+        for line in text[found.start() + 1 :].split("\n"):
+            if _TAIL_LINE.fullmatch(f"\n{line}"):
+                listed, last = True, ""
+                continue
+            sentence = len(line) > 80 and line.rstrip().endswith((".", "!", "?", '"', ")"))
+            if listed and sentence and not _CITATION.search(line):
+                listed = False
+                if re.fullmatch(r"[A-Z][^.,;:!?\d]{2,60}\.? *", last):  # a heading of its own
+                    kept.append(last)
+            if not listed:
+                kept.append(line)
+            elif line:
+                last = line
+        text = "\n".join(kept)
+    text = text.strip("\n ")
+    end = len(text)
+    while (start := text.rfind("\n\n", 0, end)) != -1:
+        lines = [line.strip() for line in text[start:end].strip().split("\n")]
+        if any(len(line) > 80 or line.endswith(".") for line in lines):
+            break
+        if not any(map(_CATEGORY_LINE.match, lines)):
+            break
+        end = start
+    return text[:end].rstrip("\n ")
+
+
+def _plain_spaces(text: str) -> str:
+    return text if text.isascii() else _SPACES.sub(" ", _NO_WIDTH.sub("", text))
 
 
 def _prose_lines(text: str) -> str:
@@ -86,7 +236,7 @@ def _prose_lines(text: str) -> str:
     skipped = 0  # the level of the heading whose section is being skipped, 0: none
     for raw in text.split("\n"):
         line = raw.strip()
-        if heading := _HEADING.fullmatch(line):
+        if line.startswith("=") and (heading := _HEADING.fullmatch(line)):
             level, title = len(heading[1]), heading[2].strip()
             if skipped and level > skipped:
                 continue
@@ -104,4 +254,4 @@ def _prose_lines(text: str) -> str:
         lines.extend(f"\n{title}" for _, title in headings)
         headings.clear()
         lines.append(line)
-    return "\n".join(lines).strip("\n")
+    return "\n".join(lines)

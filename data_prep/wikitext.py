@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import mwparserfromhell
 from mwparserfromhell import nodes
@@ -32,13 +34,14 @@ _NEVER_CLOSED = ("br", "hr", "wbr", "img", "meta", "link")
 # Elements whose content is no prose, those that start a line, and the rest of those in articles.
 _DROPPED = (
     "ref|references|math|chem|ce|gallery|timeline|score|syntaxhighlight|source|imagemap|hiero|"
-    "graph|templatedata|mapframe|maplink|inputbox|categorytree|pre|style|noinclude|table|"
-    "templatestyles|indicator|section"
+    "graph|templatedata|mapframe|maplink|inputbox|categorytree|pre|style|includeonly|table|"
+    "templatestyles|indicator|section|phonos|listing|xmp"
 )
 _BREAKING = "br|p|div|center|blockquote|poem|li|ul|ol|dl|dt|dd|hr|tr|td|th|h1|h2|h3|h4|h5|h6"
 _INLINE = (
     "b|i|u|s|em|strong|small|big|sub|sup|span|font|cite|code|tt|kbd|samp|var|abbr|del|ins|strike|"
-    "q|bdi|bdo|ruby|rb|rt|rp|nowiki|onlyinclude|includeonly|dfn|time|wbr|mark|data|link|meta|img|a"
+    "q|bdi|bdo|ruby|rb|rt|rp|nowiki|onlyinclude|noinclude|dfn|time|wbr|mark|data|link|meta|img|a|"
+    "nobr|blink|acronym|address|figure|figcaption|caption|translate|tvar|languages|tbody|thead|col"
 )
 _DROPPED_NAMES = frozenset(_DROPPED.split("|"))
 _BREAKING_NAMES = frozenset(_BREAKING.split("|"))
@@ -60,7 +63,18 @@ _URL_LINK = re.compile(r"\[(?:(?:https?|ftp|irc)://|//|mailto:)[^\s\[\]]*(?=[ \t
 _TABLE = re.compile(
     r"(?m)^[ \t:*#]*\{\|[^\n]*(?:\n(?![ \t:*#]*\{\||[ \t]*\|\})[^\n]*)*\n[ \t]*\|\}"
 )
+_UNRESOLVED = re.compile(
+    rf"\{{\{{|\}}\}}|\[\[|\]\]|<!--|-->|</?(?:{_DROPPED})\b|\n[ \t:*#]*\{{\||\n[ \t]*\|\}}",
+    re.IGNORECASE,
+)
 _ROUNDS = 40  # of `substituted`; markup nested deeper is rather broken than deep
+
+
+class Substituted(NamedTuple):
+    """Text, and whether all markup nested properly, so that a parser would read the same."""
+
+    text: str
+    nested: bool
 
 
 def is_ordinary(wikitext: str) -> bool:
@@ -91,7 +105,7 @@ def is_ordinary(wikitext: str) -> bool:
 
 
 def parsed(wikitext: str, not_prose: frozenset[str]) -> str:
-    """The text of an ordinary page, headings and list marks left in place.
+    """The text of an ordinary page by mwparserfromhell, headings and list marks left in place.
 
     `not_prose`: the lower-case namespaces (file, category) whose links show no text.
     """
@@ -100,30 +114,55 @@ def parsed(wikitext: str, not_prose: frozenset[str]) -> str:
     return _without_strays(_shown(page, not_prose))
 
 
-def substituted(wikitext: str, not_prose: frozenset[str]) -> str:
-    """The same for a page that is not ordinary, where mwparserfromhell may take hours.
+def substituted(wikitext: str, not_prose: frozenset[str]) -> Substituted:
+    """The text of any page in linear time: the innermost markup is replaced until none is left.
 
-    It replaces the innermost markup until none is left: in linear time whatever the page holds, but
-    with less care than a parser.
+    That is what a parser would read where markup nests properly; `nested` says whether it did.
     """
-    text = _NOWIKI.sub(lambda found: found[1].translate(_HIDDEN), wikitext)
-    text = _COMMENT.sub("", text)
-
-    def link(found: re.Match[str]) -> str:
-        target, _, shown = found[1].partition("|")
-        return _link(target, shown, not_prose)
+    if "<nowiki>" in wikitext:
+        wikitext = _NOWIKI.sub(lambda found: found[1].translate(_HIDDEN), wikitext)
+    text = _COMMENT.sub("", wikitext)
+    nested = True
 
     def template(found: re.Match[str]) -> str:
         return render(found[1].split("|"))
 
-    # Links before templates: the bars in them separate no arguments.
-    replacements = ((_ELEMENT, ""), (_LINK, link), (_TEMPLATE, template), (_TABLE, ""))
-    for pattern, replacement in replacements:
-        for _ in range(_ROUNDS):
-            text, count = pattern.subn(replacement, text)
-            if not count:
-                break
-    return _without_strays(_URL_LINK.sub(r"\1", text))
+    def link(found: re.Match[str]) -> str:
+        nonlocal nested
+        content = found[1]
+        if "{{" in content:  # the bars of a template in a link's target are not the link's
+            content = _repeated(_TEMPLATE, template, content)
+            nested &= "{{" not in content
+        target, _, shown = content.partition("|")
+        if "<" in shown and not _without_strays(shown).strip():
+            shown = ""
+        result = _link(target, shown, not_prose)
+        # Only a file's caption may hold links.
+        nested &= "}}" not in content and (innermost or not result)
+        return result
+
+    text = _repeated(_ELEMENT, "", text)
+    innermost = True
+    for _ in range(_ROUNDS):  # before templates: the bars in links separate no arguments
+        text, count = _LINK.subn(link, text)
+        if not count:
+            break
+        innermost = False
+    text = _repeated(_TEMPLATE, template, text)
+    if "{|" in text:
+        text = _repeated(_TABLE, "", text)
+    nested = nested and not _UNRESOLVED.search(text)
+    return Substituted(_without_strays(_URL_LINK.sub(r"\1", text)), nested)
+
+
+def _repeated(
+    pattern: re.Pattern[str], replacement: str | Callable[[re.Match[str]], str], text: str
+) -> str:
+    for _ in range(_ROUNDS):
+        text, count = pattern.subn(replacement, text)
+        if not count:
+            break
+    return text
 
 
 def _without_strays(text: str) -> str:

@@ -1,0 +1,70 @@
+"""Markup and holes that an extractor left in prose: which, where and how many."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+_GAP = "[ \t\u00a0]"
+_TAIL = (
+    "References|External links?|See also|Further reading|Notes|Notes and references|"
+    "References and notes|Footnotes|Bibliography|Works cited|Citations"
+)
+_ATTRIBUTES = "|".join(
+    rf"(?<=\b{name}=)|(?<=\b{name} =)"
+    for name in re.findall(
+        r"\w+", "style align class width height bgcolor colspan rowspan scope cellpadding"
+    )
+)
+
+# Class -> (strings of which one occurs wherever the pattern matches, pattern). Texts are searched
+# behind one added line end, so "\n" begins a line. For speed a pattern begins with one character
+# and looks behind it. None reads beyond the next opener of its kind: the time is linear.
+_CLASSES: dict[str, tuple[str, str]] = {
+    # "| cell", "|}", "! header", "!a||b"; not "!Kung".
+    "table row": ("|!", r"\n[ \t]*(?:\||!(?=[ \t]|[^\n|!]*(?:!!|\|)))"),
+    "attribute": ("=", rf'=(?:{_ATTRIBUTES}) ?"[^"\n<>]*"'),
+    "thumb|": ("|", r"\|(?:(?<=thumb\|)|(?<=\dpx\|)|(?:thumb|\d{1,4}px|left|right)\b)"),
+    "tag": ("<>", r"</?[a-zA-Z][^<>\n]*>|<!--|-->"),
+    "empty ()": ("(", r"\((?:[ \t\u00a0,;:/|][ \t\u00a0,;:/|\u2013\u2014-]*)?\)"),
+    "empty []": ("[", rf"\[{_GAP}*\]"),
+    "( ,": ("(", rf"\({_GAP}*[,;]"),
+    ", )": (")", rf"\)(?:(?<=,\))|(?<=[,;]{_GAP}\)))"),
+    " ,": (",", r",(?<=[ \t\u00a0\n],)"),
+    ", ,": (",", ", ?,"),
+    "category": (":", r":(?<=ategory:)(?:(?<=\[\[[Cc]ategory:)|(?<=\n[Cc]ategory:))"),
+    "file link": (
+        ":",
+        r":(?:(?<=\bFile:)|(?<=\bImage:))[^\n|\[\]]{1,200}?"
+        r"\.(?i:jpe?g|png|svg|gif|tiff?|og[gav]|webm|pdf)\b",
+    ),
+    "references heading": ("\n", rf"\n[ \t=]*(?i:{_TAIL})[ \t=]*[.:]?[ \t]*(?=\n|\Z)"),
+    "heading marks": ("=", r"\n={2,6}[^=\n]+={2,6}[ \t]*(?=\n|\Z)"),
+    "braces": ("{}[]", r"\{\{+|\}\}+|\{\||\|\}|\[\[+|\]\]+"),
+    "quotes": ("'", "''+"),
+    "entity": ("&", r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});"),
+    "magic word": ("_", "__[A-Z]{3,}__"),
+    "parser function": ("#", "#(?:if|ifeq|ifexpr|ifexist|switch|expr|invoke|tag|time):"),
+    "ISBN": ("I", rf"ISBN(?:(?<=[(,;.:] ISBN)|(?<=\(ISBN)){_GAP}*(?=[,;.)]|\n|\Z)"),
+}
+CLASSES = tuple(_CLASSES)
+_PATTERNS = {name: (marks, re.compile(pattern)) for name, (marks, pattern) in _CLASSES.items()}
+
+
+def find(text: str) -> Iterator[tuple[str, int, int]]:
+    """Class, begin and end of each leftover, class by class; a spot may be of several classes."""
+    text = f"\n{text}"
+    for name, (marks, pattern) in _PATTERNS.items():
+        if any(mark in text for mark in marks):
+            for found in pattern.finditer(text):
+                yield name, max(found.start() - 1, 0), found.end() - 1
+
+
+def count(text: str) -> Counter[str]:
+    """Leftovers by class, without classes that have none.
+
+    The classes (table rows, tags, empty brackets, spaces before commas, braces ...)
+    are meant for encyclopedic prose: source code and old prints have their own use for some.
+    """
+    return Counter(name for name, _, _ in find(text))
