@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ from tokenizers.processors import TemplateProcessing
 
 from data_prep import CorpusError
 from data_prep.config import VocabularyTokenizer
+from data_prep.fast_tokens import PROBE, Encoder, fast_encoder
+from data_prep.long_texts import calls
 from data_prep.shards import canonical_json, vocabulary_sha256, write_file
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord
 
 NAMES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-# One `encode` takes about 150 bytes a character: 100,000 characters a piece and a million a call
-# keep a document of any size below 200 MB.
-PIECE_CHARACTERS = 100_000
-CALL_CHARACTERS = 1_000_000
 
 
 class Tokens:
@@ -50,6 +48,7 @@ class Tokens:
         special = {id for id, token in added.items() if token.special}
         special |= set(self.special_ids.model_dump().values())
         self._safe[sorted(special)] = self.special_ids.unk
+        self._fast: Encoder | None = None
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Ids of one text, without special tokens."""
@@ -58,25 +57,39 @@ class Tokens:
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """Ids of each text, without special tokens; memory does not grow with a text's length."""
         ids: list[list[npt.NDArray[np.int32]]] = [[] for _ in texts]
-        held: list[tuple[int, str]] = []
-        size = 0
-        for number, text in enumerate(texts):
-            for piece in pieces(text):
-                if size + len(piece) > CALL_CHARACTERS:
-                    self._encode_call(held, ids)
-                    held, size = [], 0
-                held.append((number, piece))
-                size += len(piece)
-        self._encode_call(held, ids)
+        for held in calls(texts):
+            flat, offsets = self._encode_call([piece for _, piece in held])
+            ends = offsets.tolist()
+            for (number, _), start, end in zip(held, ends, ends[1:], strict=False):
+                ids[number].append(flat[start:end])
         return [np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in ids]
 
-    def _encode_call(
-        self, held: list[tuple[int, str]], ids: list[list[npt.NDArray[np.int32]]]
-    ) -> None:
-        texts = [piece for _, piece in held]
+    def _encode_call(self, texts: list[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[Any]]:
+        """The ids of all texts, one after the other, and where each begins and the last ends."""
+        if self._fast is not None:
+            ids, offsets = self._fast(texts)
+            return self._safe[ids], offsets
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        for (number, _), encoding in zip(held, encodings, strict=True):
-            ids[number].append(self._safe[np.array(encoding.ids, dtype=np.int32)])
+        parts = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        return self._safe[np.concatenate(parts)], np.cumsum([0, *map(len, parts)])
+
+    def accelerate(self, sample: Sequence[str] = ()) -> str:
+        """Encode through `nanotoken` from now on, if it is installed and agrees on the sample.
+
+        Returns "" if so, else the reason in a few words. The ids are the same either way.
+        """
+        self._fast = None
+        fast = fast_encoder(self.backend)
+        if isinstance(fast, str):
+            return fast
+        texts = [*PROBE, *sample]
+        expected = self.encode_batch(texts)
+        self._fast = fast
+        for text, ids, wanted in zip(texts, self.encode_batch(texts), expected, strict=True):
+            if not np.array_equal(ids, wanted):
+                self._fast = None
+                return f"nanotoken differs from tokenizers on {text[:60]!a}"
+        return ""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Readable text of ids, special tokens included."""
@@ -243,15 +256,3 @@ def _from_hub(name: str) -> Tokens:
         ) from None
     names = {key: getattr(tokenizer, f"{key}_token") or NAMES[key] for key in NAMES}
     return Tokens(backend, names, name)
-
-
-def pieces(text: str, limit: int = PIECE_CHARACTERS) -> Iterator[str]:
-    """Cut a text before whitespace into pieces of at most `limit` characters."""
-    start = 0
-    while len(text) - start > limit:
-        window = (start + 1, start + limit + 1)
-        end = max(text.rfind(" ", *window), text.rfind("\n", *window))
-        end = end if end > 0 else start + limit
-        yield text[start:end]
-        start = end
-    yield text[start:]

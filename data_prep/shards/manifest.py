@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from data_prep import CorpusError
 
-FORMAT_VERSION: Literal[1] = 1
+FORMAT_VERSION: Literal[2] = 2
 BLOCK_BYTES = 2**20
 MANIFEST = "manifest.json"
 TOKEN_COUNTS = "token_counts.json"
@@ -21,6 +21,7 @@ FileName = Annotated[
     str, Field(pattern=r"^(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._-]*$")
 ]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Xxh128 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -46,7 +47,7 @@ class TokenizerRecord(BaseModel):
 
 
 class ShardRecord(BaseModel):
-    """One shard file; `tokens` counts all ids but padding, `blocks` are hashes of 1 MiB pieces."""
+    """One shard file; `tokens` counts all ids but padding, `blocks` are xxh3-128 of 1 MiB each."""
 
     model_config = FROZEN
     file: FileName
@@ -55,7 +56,13 @@ class ShardRecord(BaseModel):
     bytes: Count
     sha256: Sha256
     block_bytes: Annotated[int, Field(gt=0)] = BLOCK_BYTES
-    blocks: tuple[Sha256, ...]
+    blocks: tuple[Xxh128, ...]
+
+    @model_validator(mode="after")
+    def _every_byte_is_in_a_block(self) -> "ShardRecord":
+        if len(self.blocks) != -(-self.bytes // self.block_bytes):
+            raise ValueError(f"{len(self.blocks)} blocks for {self.bytes} bytes")
+        return self
 
 
 class SplitRecord(BaseModel):
@@ -78,7 +85,11 @@ class FileRecord(BaseModel):
 
 
 class SourceRecord(BaseModel):
-    """One source: documents_in = documents_kept + the sum of `dropped`, by reason."""
+    """One source: documents_in = documents_kept + the sum of `dropped`, by reason.
+
+    Of what was kept, `noted` counts documents with a peculiarity, `leftovers` remains of markup by
+    class, and `contaminated` documents that overlap an evaluation file, by its name.
+    """
 
     model_config = FROZEN
     name: str
@@ -88,6 +99,9 @@ class SourceRecord(BaseModel):
     documents_kept: Count
     documents_validation: Count
     dropped: dict[str, Count]
+    noted: dict[str, Count]
+    leftovers: dict[str, Count]
+    contaminated: dict[str, Count]
     characters: Count
 
 
@@ -95,7 +109,7 @@ class Manifest(BaseModel):
     """A folder of shards; `digest` names the content, `self_sha256` seals the whole file."""
 
     model_config = FROZEN
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     digest: Sha256
     tokenizer: TokenizerRecord
     row_length: Annotated[int, Field(ge=8)]
@@ -126,6 +140,12 @@ def seal(fields: dict[str, Any]) -> Manifest:
     values["digest"] = _digest(values)
     values["self_sha256"] = _self_sha256(values)
     return Manifest(**values)
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The one spelling of `manifest.json`."""
+    values = manifest.model_dump(mode="json")
+    return (json.dumps(values, indent=1, sort_keys=True) + "\n").encode()
 
 
 def load_manifest(folder: Path | str) -> Manifest:

@@ -6,11 +6,72 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import xxhash
 
 from data_prep import CorpusError
 from data_prep.shards.manifest import AGAIN, Manifest, ShardRecord, load_manifest
 
 Split = Literal["train", "validation"]
+
+
+class MappedShard:
+    """One shard mapped into memory; its blocks are verified when rows first need them."""
+
+    def __init__(self, folder: Path, record: ShardRecord, manifest: Manifest) -> None:
+        """CorpusError if the parts around the rows are damaged or the shard does not decode."""
+        self.path = folder / record.file
+        self._record = record
+        self._row_bytes = manifest.row_length * np.dtype(manifest.dtype).itemsize
+        self._unverified = np.ones(len(record.blocks), dtype=bool)
+        try:
+            buffer = pa.memory_map(str(self.path)).read_buffer()
+        except OSError as error:
+            raise CorpusError(f"{self.path}: cannot be read ({error.strerror}): {AGAIN}") from None
+        around = record.bytes - record.rows * self._row_bytes
+        if buffer.size != record.bytes or around <= 0:
+            raise CorpusError(f"{self.path}: {buffer.size} bytes are not its size: {AGAIN}")
+        self._bytes = memoryview(buffer)
+        # What is decoded is verified first: all but the rows lies at the two ends of the file.
+        self._verify(np.array([0, record.bytes - around]), np.array([around, record.bytes]))
+        #: The rows [rows, row_length] without a copy, and without verification.
+        self.view = self._decode(buffer, manifest)
+        self._start = self.view.ctypes.data - buffer.address
+
+    def rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """A copy of rows [n, row_length] of the shard, verified."""
+        if self._unverified.any():
+            starts = self._start + indices * self._row_bytes
+            self._verify(starts, starts + self._row_bytes)
+        rows: npt.NDArray[Any] = self.view[indices]
+        return rows
+
+    def _verify(self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+        """Hash the blocks in which the byte ranges lie, unless that is done."""
+        size, num_blocks = self._record.block_bytes, len(self._unverified)
+        change = np.bincount(starts // size, minlength=num_blocks + 1)
+        change -= np.bincount((ends - 1) // size + 1, minlength=num_blocks + 1)
+        touched = np.cumsum(change)[:-1] > 0
+        for block in np.flatnonzero(touched & self._unverified).tolist():
+            data = self._bytes[block * size : (block + 1) * size]
+            if xxhash.xxh3_128_hexdigest(data) != self._record.blocks[block]:
+                raise CorpusError(block_differs(self.path, self._record, block))
+            self._unverified[block] = False
+
+    def _decode(self, buffer: pa.Buffer, manifest: Manifest) -> npt.NDArray[Any]:
+        kind = pa.list_(getattr(pa, manifest.dtype)(), manifest.row_length)
+        try:
+            with pa.ipc.open_stream(buffer) as stream:
+                batch = stream.read_next_batch()
+            column = batch.column("input_ids")
+            column.validate()
+            if column.type != kind or column.null_count or len(column) != self._record.rows:
+                raise pa.ArrowInvalid(f"{len(column)} rows of {column.type}")
+            values = column.flatten().to_numpy(zero_copy_only=True)
+        except (pa.ArrowException, KeyError, StopIteration, OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise CorpusError(f"{self.path}: does not decode ({reason}): {AGAIN}") from None
+        view: npt.NDArray[Any] = values.reshape(self._record.rows, manifest.row_length)
+        return view
 
 
 class ShardSet:
@@ -25,7 +86,7 @@ class ShardSet:
         for shard in shards:
             check_size(folder, shard)
         self._starts = np.cumsum([0] + [shard.rows for shard in shards])
-        self._views: list[npt.NDArray[Any] | None] = [None] * len(shards)
+        self._shards: list[MappedShard | None] = [None] * len(shards)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -35,7 +96,11 @@ class ShardSet:
         return open_shards, (self.folder, self.split)
 
     def rows(self, indices: npt.ArrayLike) -> npt.NDArray[Any]:
-        """Gather rows [n, row_length] in the manifest's dtype; IndexError outside 0..len-1."""
+        """Gather rows [n, row_length] in the manifest's dtype; IndexError outside 0..len-1.
+
+        CorpusError if a block of a file that they lie in is not what the manifest says: each is
+        hashed when this process first needs it.
+        """
         wanted = np.asarray(indices, dtype=np.int64)
         assert wanted.ndim == 1
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
@@ -44,21 +109,21 @@ class ShardSet:
         shard_of = np.searchsorted(self._starts, wanted, side="right") - 1
         for shard in np.unique(shard_of):
             chosen = shard_of == shard
-            rows[chosen] = self._view(int(shard))[wanted[chosen] - self._starts[shard]]
+            rows[chosen] = self._shard(int(shard)).rows(wanted[chosen] - self._starts[shard])
         return rows
 
-    def _view(self, shard: int) -> npt.NDArray[Any]:
-        view = self._views[shard]
-        if view is None:
-            record = self.manifest.splits[self.split].shards[shard]
-            view = self._views[shard] = map_shard(self.folder, record, self.manifest)
-        return view
+    def _shard(self, number: int) -> MappedShard:
+        shard = self._shards[number]
+        if shard is None:
+            record = self.manifest.splits[self.split].shards[number]
+            shard = self._shards[number] = MappedShard(self.folder, record, self.manifest)
+        return shard
 
 
 def open_shards(folder: Path | str, split: Split = "train") -> ShardSet:
     """Open a split of a finished folder; raise CorpusError if it is unusable.
 
-    Sizes are checked here, content is not: call `check` once before work starts.
+    Sizes are checked here, content when rows are read; `check` reads all of it at once.
     """
     folder = Path(folder)
     manifest = load_manifest(folder)
@@ -77,20 +142,8 @@ def check_size(folder: Path, record: ShardRecord) -> None:
         raise CorpusError(f"{path}: {size} bytes, the manifest says {record.bytes}: {AGAIN}")
 
 
-def map_shard(folder: Path, record: ShardRecord, manifest: Manifest) -> npt.NDArray[Any]:
-    """A zero-copy view [rows, row_length] of one shard; raise CorpusError if it does not decode."""
-    path = folder / record.file
-    kind = pa.list_(getattr(pa, manifest.dtype)(), manifest.row_length)
-    try:
-        with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
-            batch = stream.read_next_batch()
-        column = batch.column("input_ids")
-        column.validate()
-        if column.type != kind or column.null_count or len(column) != record.rows:
-            raise pa.ArrowInvalid(f"{len(column)} rows of {column.type}")
-        values = column.flatten().to_numpy(zero_copy_only=True)
-    except (pa.ArrowException, KeyError, StopIteration, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CorpusError(f"{path}: does not decode ({reason}): {AGAIN}") from None
-    view: npt.NDArray[Any] = values.reshape(record.rows, manifest.row_length)
-    return view
+def block_differs(path: Path, record: ShardRecord, block: int) -> str:
+    """The sentence for a damaged block."""
+    start = block * record.block_bytes
+    end = min(start + record.block_bytes, record.bytes)
+    return f"{path}: block {block} differs from the manifest (bytes {start}-{end}): {AGAIN}"

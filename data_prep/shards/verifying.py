@@ -13,14 +13,16 @@ import pyarrow.parquet as pq
 from data_prep import CorpusError
 from data_prep.shards.manifest import (
     AGAIN,
+    MANIFEST,
     TOKEN_COUNTS,
     FileRecord,
     Manifest,
     ShardRecord,
     load_manifest,
+    manifest_bytes,
 )
-from data_prep.shards.reading import check_size, map_shard
-from data_prep.shards.writing import hash_file
+from data_prep.shards.reading import MappedShard, block_differs, check_size
+from data_prep.shards.writing import hash_blocks, hash_file
 
 
 def check(folder: Path | str) -> Manifest:
@@ -42,6 +44,8 @@ def verify(folder: Path | str, full: bool = True) -> list[str]:
     except CorpusError as error:
         return [str(error)]
     problems = list(_counts(folder, manifest))
+    if (folder / MANIFEST).read_bytes() != manifest_bytes(manifest):
+        problems.append(f"{folder / MANIFEST}: not as it was written: {AGAIN}")
     for split in manifest.splits.values():
         for shard in split.shards:
             problems += _shard_bytes(folder, shard) if full else _size(folder, shard)
@@ -66,20 +70,18 @@ def _shard_bytes(folder: Path, record: ShardRecord) -> Iterator[str]:
     if wrong_size:
         return
     try:
-        sha256, blocks, _ = hash_file(path, record.block_bytes)
+        if hash_file(path)[0] == record.sha256:
+            return
+        blocks = hash_blocks(path, record.block_bytes)
     except OSError as error:
         yield f"{path}: cannot be read ({error.strerror}): {AGAIN}"
-        return
-    if sha256 == record.sha256:
         return
     pairs = enumerate(zip(blocks, record.blocks, strict=False))
     different = [number for number, (found, expected) in pairs if found != expected]
     if not different:
         yield f"{path}: differs from the manifest: {AGAIN}"
     for number in different:
-        start = number * record.block_bytes
-        end = min(start + record.block_bytes, record.bytes)
-        yield f"{path}: block {number} differs from the manifest (bytes {start}-{end}): {AGAIN}"
+        yield block_differs(path, record, number)
 
 
 def _file_bytes(folder: Path, record: FileRecord, full: bool) -> Iterator[str]:
@@ -111,7 +113,7 @@ def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
         segments = 0
         for record in split.shards:
             try:
-                rows = map_shard(folder, record, manifest)
+                rows = MappedShard(folder, record, manifest).view
                 problem, starts = check_rows(rows, record, manifest)
             except CorpusError as error:
                 yield str(error)

@@ -9,6 +9,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import xxhash
 
 from data_prep.shards.manifest import BLOCK_BYTES, FileRecord, ShardRecord
 
@@ -49,25 +50,35 @@ def write_shard(path: Path, rows: npt.NDArray[Any], pad: int) -> ShardRecord:
             stream.write_batch(batch)
 
     write_file(path, write)
-    sha256, blocks, size = hash_file(path)
-    tokens = int(np.count_nonzero(rows != pad))
+    sha256, size = hash_file(path)
     return ShardRecord(
-        file=path.name, rows=len(rows), tokens=tokens, bytes=size, sha256=sha256, blocks=blocks
+        file=path.name,
+        rows=len(rows),
+        tokens=int(np.count_nonzero(rows != pad)),
+        bytes=size,
+        sha256=sha256,
+        blocks=hash_blocks(path),
     )
 
 
 def file_record(folder: Path, name: str) -> FileRecord:
     """Describe a finished file for the manifest."""
-    sha256, _, size = hash_file(folder / name)
+    sha256, size = hash_file(folder / name)
     return FileRecord(file=name, bytes=size, sha256=sha256)
 
 
-def hash_file(path: Path, block_bytes: int = BLOCK_BYTES) -> tuple[str, tuple[str, ...], int]:
-    """The sha256 of a file and of each of its blocks, and its size in bytes."""
-    whole, blocks, size = hashlib.sha256(), [], 0
+def hash_file(path: Path) -> tuple[str, int]:
+    """The sha256 of a file and its size in bytes."""
+    whole, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while block := file.read(block_bytes):
+        while block := file.read(BLOCK_BYTES):
             whole.update(block)
-            blocks.append(hashlib.sha256(block).hexdigest())
             size += len(block)
-    return whole.hexdigest(), tuple(blocks), size
+    return whole.hexdigest(), size
+
+
+def hash_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> tuple[str, ...]:
+    """The xxh3-128 of each block of a file: no defence against malice, but 20 times the speed."""
+    with path.open("rb") as file:
+        blocks = iter(lambda: file.read(block_bytes), b"")
+        return tuple(xxhash.xxh3_128_hexdigest(block) for block in blocks)

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pytest
+import xxhash
+from shard_folders import make_folder
 
 from data_prep import CorpusError
-from data_prep.prepare import prepare
 from data_prep.shards import (
     check,
     load_manifest,
@@ -25,16 +26,14 @@ from data_prep.shards import (
     write_file,
     write_shard,
 )
-from data_prep.shards.manifest import seal
+from data_prep.shards.manifest import manifest_bytes, seal
 
 
 @pytest.fixture
-def folder(make_config: Any) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A finished folder with several shards."""
-    config = make_config()
-    prepare(config, part_bytes=4_000)
-    output: Path = config.output
-    return output
+    make_folder(tmp_path / "out")
+    return tmp_path / "out"
 
 
 def all_rows(folder: Path) -> npt.NDArray[Any]:
@@ -111,17 +110,67 @@ def test_the_damaged_block_is_named(tmp_path: Path) -> None:
     assert record.tokens == rows.size - 1
     data = (tmp_path / "a.arrow").read_bytes()
     assert record.sha256 == hashlib.sha256(data).hexdigest()
-    assert record.blocks[1] == hashlib.sha256(data[2**20 : 2**21]).hexdigest()
+    assert record.blocks[1] == xxhash.xxh3_128(data[2**20 : 2**21]).hexdigest()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "longer", "swapped"])
+@pytest.mark.parametrize("place", [0, 100, 2**20 - 1, 2**20 + 700, 2**21, -1])
+def test_rows_are_verified_when_they_are_first_read(tmp_path: Path, place: int) -> None:
+    """Block b holds bytes b * 2**20 to (b + 1) * 2**20; all but the two ends may stay unread."""
+    make_folder(tmp_path / "out", row_length=512, rows=2500, shards=1)
+    path = tmp_path / "out" / "train-00000.arrow"
+    data = bytearray(path.read_bytes())
+    place %= len(data)
+    block = place >> 20
+    first = data.index(open_shards(tmp_path / "out").rows([0]).tobytes())
+    data[place] ^= 16
+    path.write_bytes(data)
+    end = min((block + 1) << 20, len(data))
+    message = f"00000.arrow: block {block} differs from the manifest .bytes {block << 20}-{end}"
+    found = []
+    shards = open_shards(tmp_path / "out")
+    for row in range(0, 2500, 3):
+        try:
+            shards.rows([row])
+        except CorpusError as error:
+            assert re.search(message, str(error)) and "distil prepare" in str(error)
+            found.append(row)
+    if block in (0, len(data) - 1 >> 20):
+        assert found == list(range(0, 2500, 3))  # the schema and the end belong to every row
+    else:
+        inside = [
+            row
+            for row in range(0, 2500, 3)
+            if first + row * 1024 < (block + 1) << 20 and first + (row + 1) * 1024 > block << 20
+        ]
+        assert found == inside and len(inside) > 300
+    assert [f"block {block} differs" in problem for problem in verify(tmp_path / "out")] == [True]
+
+
+def test_a_row_over_many_blocks_is_verified_in_all_of_them(folder: Path) -> None:
+    """Blocks of 16 bytes, rows of 64: any flipped bit of the row is found, no other row's is."""
+    manifest = load_manifest(folder)
+    train = manifest.splits["train"]
+    path = folder / train.shards[0].file
+    data = path.read_bytes()
+    blocks = [xxhash.xxh3_128_hexdigest(data[i : i + 16]) for i in range(0, len(data), 16)]
+    values = manifest.model_dump(exclude={"digest", "self_sha256"})
+    first = values["splits"]["train"]["shards"][0] | {"block_bytes": 16, "blocks": blocks}
+    values["splits"]["train"]["shards"] = (first, *values["splits"]["train"]["shards"][1:])
+    (folder / "manifest.json").write_bytes(manifest_bytes(seal(values)))
+    start = data.index(open_shards(folder).rows([20]).tobytes())
+    for place in range(start, start + 64, 5):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(CorpusError, match=f"block {place // 16} differs"):
+            open_shards(folder).rows([3, 20])
+        open_shards(folder).rows([18, 22])
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "longer"])
 def test_files_of_another_size(folder: Path, damage: str) -> None:
     path = folder / "train-00001.arrow"
     data = path.read_bytes()
     if damage == "missing":
         path.unlink()
-    elif damage == "swapped":
-        path.write_bytes((folder / "train-00000.arrow").read_bytes())
     else:
         path.write_bytes(data[:-100] if damage == "truncated" else data + b"\0")
     expected = "missing" if damage == "missing" else "train-00001.arrow"
@@ -133,6 +182,15 @@ def test_files_of_another_size(folder: Path, damage: str) -> None:
         open_shards(folder)
 
 
+def test_a_file_cut_short_after_opening(folder: Path) -> None:
+    shards = open_shards(folder)
+    path = folder / "train-00001.arrow"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CorpusError, match="train-00001"):
+        shards.rows([shards.manifest.splits["train"].shards[0].rows])
+    assert shards.rows([0]).shape == (1, 32)
+
+
 def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     values = json.loads((folder / "manifest.json").read_text())
     change(values)
@@ -142,10 +200,13 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda values: values.update(format_version=2), "format version 2"),
+        (lambda values: values.update(format_version=3), "format version 3"),
+        (lambda values: values.update(format_version=1), "run `distil prepare` again"),
+        (lambda v: v["splits"]["train"]["shards"][1]["blocks"].pop(), r"shards\.1 .*0 blocks for"),
+        (lambda values: values["sources"][0].pop("noted"), r"damaged at sources\.0\.noted"),
         (lambda values: values.update(row_length=64), "edited or damaged"),
         (lambda values: values.update(digest="0" * 64), "edited or damaged"),
-        (lambda values: values["sources"][0].update(licence="CC0"), "edited or damaged"),
+        (lambda values: values["sources"][0].update(licence="MIT"), "edited or damaged"),
         (lambda values: values["files"][0].update(file="../../etc/passwd"), r"files\.0\.file"),
         (lambda values: values["files"][0].update(file="/etc/passwd"), r"files\.0\.file"),
         (lambda values: values.update(extra=1), "damaged at extra"),
@@ -214,8 +275,7 @@ def test_rows_that_break_the_rules_under_right_hashes(folder: Path, kind: str) -
         "shards": [shard, *train.shards[1:]],
         "tokens": train.tokens - old.tokens + shard.tokens,
     }
-    data = seal(values).model_dump_json().encode()
-    (folder / "manifest.json").write_bytes(data)
+    (folder / "manifest.json").write_bytes(manifest_bytes(seal(values)))
     problems = verify(folder)
     assert any(re.search(kind, problem) for problem in problems), problems
 

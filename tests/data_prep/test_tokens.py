@@ -4,14 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_prep import CorpusError
 from data_prep.config import VocabularyTokenizer
-from data_prep.tokens import Tokens, load, pieces
+from data_prep.long_texts import calls, pieces
+from data_prep.tokens import Tokens, load, word_piece
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [*SPECIAL, "[", "]", "mask", "sep", "pad", "hello", "world", "##s", ",", "e"]
@@ -29,8 +35,22 @@ def shown(tokens: Tokens, text: str) -> list[str]:
     return [tokens.vocabulary[id] for id in tokens.encode(text)]
 
 
-def test_word_piece_by_hand(tmp_path: Path) -> None:
-    tokens = load(write_vocabulary(tmp_path, WORDS))
+@pytest.fixture(params=["tokenizers", "nanotoken"])
+def backend(request: pytest.FixtureRequest) -> Any:
+    """A function from a tokenizer to itself, on the backend of this run."""
+    if request.param == "tokenizers":
+        return lambda tokens: tokens
+    pytest.importorskip("nanotoken", reason="needs the extra `fast`")
+    return accelerated
+
+
+def accelerated(tokens: Tokens) -> Tokens:
+    assert tokens.accelerate() == ""
+    return tokens
+
+
+def test_word_piece_by_hand(tmp_path: Path, backend: Any) -> None:
+    tokens = backend(load(write_vocabulary(tmp_path, WORDS)))
     expected = ["hello", "world", "##s", ",", "[", "mask", "]", "hello", "[", "sep", "]"]
     assert shown(tokens, TEXT) == [*expected, "[", "pad", "]"]
     assert shown(tokens, "h\u00e9llo \u00e9 zzz") == ["hello", "e", "[UNK]"]
@@ -70,17 +90,66 @@ def test_a_saved_folder_is_the_same_tokenizer(tmp_path: Path, pattern: str | Non
     assert shown(load(tmp_path / "saved" / "tokenizer.json"), TEXT) == shown(tokens, TEXT)
 
 
-def test_long_texts_are_cut_before_whitespace(tmp_path: Path) -> None:
+def test_long_texts_are_cut_before_whitespace(tmp_path: Path, backend: Any) -> None:
     text = "hello world, " * 20_000  # 260,000 characters
     parts = list(pieces(text))
     assert "".join(parts) == text
     assert len(parts) == 3 and all(len(part) <= 100_000 for part in parts)
     assert all(part[0] == " " for part in parts[1:])
-    tokens = load(write_vocabulary(tmp_path, WORDS))
+    tokens = backend(load(write_vocabulary(tmp_path, WORDS)))
     whole = tokens.backend.encode(text, add_special_tokens=False).ids
-    batch = tokens.encode_batch(["hello", text, "", text])
-    assert [ids.tolist() for ids in batch] == [[10], whole, [], whole]
-    assert list(pieces("x" * 25, 10)) == ["x" * 10, "x" * 10, "x" * 5]
+    batch = tokens.encode_batch(["hello", text, "", *[text] * 5, "world"])
+    assert [ids.tolist() for ids in batch] == [[10], whole, [], *[whole] * 5, [11]]
+    assert tokens.encode_batch([]) == []
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 1000, 100_000])
+def test_pieces_are_the_text_and_calls_are_bounded(limit: int) -> None:
+    texts = ["", "x", "x" * 2500, "a b" * 900, "x" * 15_000 + " y" * 50_000, "\u4e2d" * 3000]
+    for text in texts:
+        parts = list(pieces(text, limit))
+        assert "".join(parts) == text
+        assert max(map(len, parts)) <= limit
+        assert all(parts) or text == ""
+    texts *= 9
+    made = list(calls(texts))
+    assert all(sum(len(piece) for _, piece in call) <= 1_000_000 for call in made)
+    assert len(made) == 2  # 1.1 million characters
+    joined = [
+        "".join(piece for call in made for number, piece in call if number == wanted)
+        for wanted in range(len(texts))
+    ]
+    assert joined == texts
+
+
+MILLION = {
+    "a word of a million": "x" * 1_000_000,
+    "and 50 more": "x" * 1_000_050,
+    "accents": "e\u0301" * 500_000,
+    "before and after": "hello " + "e" * 1_000_050 + ", world",
+}
+
+
+@pytest.mark.parametrize("text", MILLION.values(), ids=MILLION)
+def test_a_million_letters_are_nothing_but_unknown(tmp_path: Path, backend: Any, text: str) -> None:
+    """No cut leaves a rest that is short enough for WordPiece to read."""
+    tokens = backend(load(write_vocabulary(tmp_path, [*WORDS, "x", "##x", "##e"])))
+    found = [tokens.vocabulary[id] for id in tokens.encode(text)]
+    assert set(found) - {"hello", "world", ","} == {"[UNK]"}
+    assert 10 <= found.count("[UNK]") <= 12
+    assert [token for token in found if token != "[UNK]"] == (
+        ["hello", ",", "world"] if "hello" in text else []
+    )
+
+
+@pytest.mark.parametrize("unit", ["e,", "hello.", "\u4e2d", "e\u4e2d", "mask]"])
+def test_a_million_characters_without_a_space_are_cut_between_words(
+    tmp_path: Path, backend: Any, unit: str
+) -> None:
+    tokens = backend(load(write_vocabulary(tmp_path, [*WORDS, "##e", ".", "\u4e2d"])))
+    text = unit * (300_000 // len(unit))
+    whole = tokens.backend.encode(text, add_special_tokens=False).ids
+    assert tokens.encode(text).tolist() == whole
 
 
 @pytest.mark.parametrize(
@@ -130,10 +199,114 @@ def test_special_tokens_go_by_the_name_of_the_folder(tmp_path: Path) -> None:
         load(tmp_path / "saved" / "tokenizer.json")
 
 
+# Single characters and their continuations, so that a difference is not hidden by [UNK].
+LETTERS = [chr(code) for code in range(33, 0x400)] + list(
+    "\u4e2d\u6587\u0e01\ud55c\u1112\u0301\ufffd"
+)
+RICH = list(dict.fromkeys([*WORDS, *LETTERS, *(f"##{c}" for c in LETTERS), "##ing", "[unused1]"]))
+LITERALS = [*SPECIAL, "[mask]", "[unused1]", "##s", "##", "x" * 100, "x" * 101, "e\u0301" * 51]
+
+
+@cache
+def both(lowercase: bool) -> tuple[Tokens, Tokens]:
+    pytest.importorskip("nanotoken", reason="needs the extra `fast`")
+    slow = word_piece(RICH, lowercase, origin="test")
+    return slow, accelerated(word_piece(RICH, lowercase, origin="test"))
+
+
+def same(lowercase: bool, texts: list[str]) -> None:
+    """Both backends of `Tokens`, and `tokenizers` without any of our code, give the same ids."""
+    slow, fast = both(lowercase)
+    encoded = fast.encode_batch(texts)
+    for text, ids, expected in zip(texts, encoded, slow.encode_batch(texts), strict=True):
+        assert ids.dtype == expected.dtype == np.int32
+        assert np.array_equal(ids, expected), ascii(text)
+        assert not set(ids.tolist()) & {0, 2, 3, 4}
+    plain = slow.backend.encode_batch(texts, add_special_tokens=False)
+    assert [encoding.ids for encoding in plain] == [ids.tolist() for ids in encoded]
+
+
+characters = st.characters(exclude_categories=["Cs"])
+fragments = st.one_of(
+    st.sampled_from(RICH),
+    st.sampled_from(RICH).map(str.upper),
+    st.sampled_from(LITERALS),
+    st.sampled_from(
+        " \t\n\r\0\x0b\x1f\x85\xa0\xad\u200d\u2028\u3000\ufeff\u0301\u0345\u0130\u03a3"
+    ),
+    characters,
+    st.just(" "),
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(st.booleans(), st.lists(st.text(characters, max_size=60), max_size=8))
+def test_any_unicode_has_the_same_ids_on_both_backends(lowercase: bool, texts: list[str]) -> None:
+    same(lowercase, texts)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.booleans(), st.lists(fragments, max_size=40))
+def test_words_and_literals_have_the_same_ids_on_both_backends(
+    lowercase: bool, parts: list[str]
+) -> None:
+    same(lowercase, ["".join(parts), " ".join(parts)])
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_every_character_has_the_same_ids_on_both_backends(lowercase: bool) -> None:
+    codes = [*range(0xD800), *range(0xE000, 0x10000), *range(0x1D400, 0x1FB00)]
+    words = [f"e{chr(code)}\u0301x {chr(code)}" for code in codes]
+    same(lowercase, [" ".join(words[start : start + 16]) for start in range(0, len(words), 16)])
+
+
+def test_why_a_tokenizer_is_not_accelerated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nanotoken = pytest.importorskip("nanotoken", reason="needs the extra `fast`")
+    vocabulary = write_vocabulary(tmp_path, [*WORDS, "C", "Cl"])
+    assert (
+        "no WordPiece" in load(VocabularyTokenizer(vocab=vocabulary, pattern=SMILES)).accelerate()
+    )
+    tokens = load(vocabulary)
+    tokens.backend.add_tokens(["hell"])
+    assert "added tokens" in tokens.accelerate()
+    numbered = {token: id for id, token in enumerate(WORDS)}
+    other = Tokenizer(models.WordPiece(numbered, unk_token="[UNK]"))
+    other.normalizer = normalizers.Replace("a", "b")
+    other.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    assert "does not support it" in Tokens(other, names(), "here").accelerate(["hello"])
+
+    real = nanotoken.WordPieceTokenizer
+
+    class Deaf:
+        """A release with a fault: it does not know the word "world"."""
+
+        @staticmethod
+        def from_json(data: str) -> Any:
+            return real.from_json(data.replace("world", "w"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nanotoken, "WordPieceTokenizer", Deaf)
+        tokens = load(vocabulary)
+        assert tokens.accelerate(["hello", "a world"]) == (
+            "nanotoken differs from tokenizers on 'a world'"
+        )
+        assert shown(tokens, "hello worlds") == ["hello", "world", "##s"]  # it is not used
+    monkeypatch.setitem(sys.modules, "nanotoken", None)
+    tokens = load(vocabulary)
+    assert tokens.accelerate(["hello"]) == "nanotoken is not installed"
+    assert shown(tokens, "hello worlds") == ["hello", "world", "##s"]
+
+
+def names() -> dict[str, str]:
+    return dict(zip(["pad", "unk", "cls", "sep", "mask"], SPECIAL, strict=True))
+
+
 TRAIN = """
 import random, sys
 from data_prep.config import TrainWordPiece
-from data_prep.vocabulary import train
+from data_prep.wordpiece import train
 draw = random.Random(0)
 letters = "abcdefghij\\u00e9\\u4e2d"
 words = ["".join(draw.choices(letters, k=draw.randint(1, 9))) for _ in range(400)]

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from pretrain.hashing import derive, mix, root
 from pretrain.order import Order, permutation
@@ -54,6 +56,21 @@ def test_permutation_is_a_bijection(size: int) -> None:
     for key in (0, 1, 0xDEADBEEF):
         found = permutation(np.arange(size), size, key)
         assert sorted(found.tolist()) == list(range(size))
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(st.integers(1, 2000), st.integers(0, 2**32 - 1), st.data())
+@example(1, 0, None)
+@example(1024, 2**32 - 1, None)
+def test_any_permutation_is_a_bijection_and_the_same_in_any_pieces(
+    size: int, key: int, data: st.DataObject | None
+) -> None:
+    whole = permutation(np.arange(size), size, key)
+    assert np.array_equal(np.sort(whole), np.arange(size))
+    places = data.draw(st.lists(st.integers(0, size), max_size=5)) if data else [size // 2]
+    chunks = np.split(np.arange(size), sorted(places))
+    assert np.array_equal(np.concatenate([permutation(c, size, key) for c in chunks]), whole)
+    assert all(permutation(np.array([i]), size, key) == whole[i] for i in (0, size // 2, size - 1))
 
 
 def test_permutation_needs_no_neighbours() -> None:

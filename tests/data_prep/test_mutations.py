@@ -1,0 +1,101 @@
+"""A thousand ways to damage a folder of shards: not one is accepted silently."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from shard_folders import make_folder
+
+from data_prep import CorpusError
+from data_prep.shards import check, open_shards, verify
+
+PAGE = 4096
+MUTATIONS = ("flip", "zero", "truncate", "append", "swap")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of three blocks, of which only the middle one has nothing but rows."""
+    path = tmp_path_factory.mktemp("mutations") / "out"
+    manifest = make_folder(path, row_length=512, rows=2100, shards=2)
+    assert {len(shard.blocks) for shard in manifest.splits["train"].shards} == {3}
+    return path
+
+
+def mutate(data: bytes, kind: str, draw: random.Random, other: bytes) -> bytes:
+    if kind == "flip":
+        place = draw.randrange(len(data))
+        return data[:place] + bytes([data[place] ^ 1 << draw.randrange(8)]) + data[place + 1 :]
+    if kind == "zero":
+        start = draw.randrange(-(-len(data) // PAGE)) * PAGE
+        size = len(data[start : start + PAGE])
+        return data[:start] + bytes(size) + data[start + size :]
+    if kind == "truncate":
+        return data[: draw.choice([0, len(data) - 1, draw.randrange(len(data))])]
+    if kind == "append":
+        return data + draw.choice([b"\0", b"\n", draw.randbytes(draw.randint(1, PAGE))])
+    return other
+
+
+def read_everything(folder: Path) -> None:
+    """Read every row as training does, in an order that mixes the shards."""
+    for split in ("train", "validation"):
+        shards = open_shards(folder, split)
+        for rows in np.array_split(np.random.default_rng(0).permutation(len(shards)), 5):
+            shards.rows(rows)
+
+
+def test_the_undamaged_folder_is_accepted(folder: Path) -> None:
+    assert verify(folder, full=True) == []
+    check(folder)
+    read_everything(folder)
+
+
+def test_no_mutation_is_accepted_silently(folder: Path) -> None:
+    """Half of 1,000 hit shards, half any file; `verify` sees all, reading all that is in shards."""
+    draw = random.Random(1)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    shards = [path for path in files if path.suffix == ".arrow"]
+    done: Counter[tuple[str, str]] = Counter()
+    while done.total() < 1000:
+        path = draw.choice(shards if done.total() % 2 else files)
+        kind = draw.choice(MUTATIONS)
+        alike = [other for other in files if other.suffix == path.suffix and other != path]
+        original = path.read_bytes()
+        other = draw.choice(alike).read_bytes() if alike else b""
+        damaged = mutate(original, kind, draw, other)
+        if damaged == original:
+            continue  # zeroed zeros, say
+        path.write_bytes(damaged)
+        where = f"{kind} of {path.name}, number {done.total()}"
+        problems = verify(folder, full=True)
+        assert problems, where
+        assert all(str(path) in problem and "\n" not in problem for problem in problems), where
+        if path in shards:
+            with pytest.raises(CorpusError, match=path.name):
+                read_everything(folder)
+        path.write_bytes(original)
+        done[kind, path.suffix] += 1
+    assert {suffix for _, suffix in done} >= {".arrow", ".parquet", ".json", ".jsonl", ".txt"}
+    assert all(done[kind, ".arrow"] > 50 for kind in MUTATIONS)
+    assert verify(folder, full=True) == []
+
+
+def test_two_shards_that_change_places_are_found(folder: Path) -> None:
+    """Same size, same schema, whole files: only the hashes can tell."""
+    first, second = folder / "train-00000.arrow", folder / "train-00001.arrow"
+    data = first.read_bytes(), second.read_bytes()
+    assert len(data[0]) == len(data[1])
+    first.write_bytes(data[1])
+    second.write_bytes(data[0])
+    problems = verify(folder, full=True)
+    assert any(str(first) in p for p in problems) and any(str(second) in p for p in problems)
+    with pytest.raises(CorpusError, match=r"train-0000[01]"):
+        read_everything(folder)
+    with pytest.raises(CorpusError, match=r"train-0000[01]"):
+        check(folder)
+    first.write_bytes(data[0])
+    second.write_bytes(data[1])
+    assert verify(folder, full=True) == []

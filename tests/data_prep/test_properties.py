@@ -1,0 +1,156 @@
+"""What holds for any lengths and any rows: packing, and shards written and read."""
+
+import random
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from shard_folders import make_folder
+
+from data_prep.packing import cut, cut_at_lines, fill_rows, pack
+from data_prep.shards import load_manifest, open_shards, write_shard
+from data_prep.shards.manifest import SplitRecord, manifest_bytes, seal
+
+CLS, SEP, PAD = 2, 3, 0
+CAPACITY = st.integers(3, 600)
+many = settings(derandomize=True, deadline=None, max_examples=200)
+few = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+@st.composite
+def lengths_and_capacity(draw: st.DrawFn) -> tuple[list[int], int]:
+    capacity = draw(CAPACITY)
+    return draw(st.lists(st.integers(1, capacity), max_size=300)), capacity
+
+
+@many
+@given(lengths_and_capacity())
+def test_packing_puts_every_segment_in_one_row_that_holds_it(case: tuple[list[int], int]) -> None:
+    lengths, capacity = case
+    rows = pack(lengths, capacity)
+    assert sorted(segment for row in rows for segment in row) == list(range(len(lengths)))
+    fills = [sum(lengths[segment] for segment in row) for row in rows]
+    assert all(0 < fill <= capacity for fill in fills)
+    # Of two rows at most half full, the second would have gone into the first.
+    assert sum(2 * fill <= capacity for fill in fills) <= 1
+
+
+@many
+@given(st.integers(0, 3000), CAPACITY)
+def test_cutting_keeps_every_id_and_every_document_that_fits(size: int, limit: int) -> None:
+    document = np.arange(size, dtype=np.int32)
+    pieces = cut(document, limit)
+    assert np.array_equal(np.concatenate([document[:0], *pieces]), document)
+    assert len(pieces) == -(-size // limit)
+    assert all(0 < len(piece) <= limit for piece in pieces)
+
+
+@many
+@given(st.lists(st.integers(0, 40), max_size=40), st.integers(1, 30))
+def test_a_line_that_fits_is_never_cut(sizes: list[int], limit: int) -> None:
+    starts = np.cumsum([0, *sizes])
+    lines = [np.arange(a, b, dtype=np.int32) for a, b in pairwise(starts)]
+    pieces = cut_at_lines(lines, limit)
+    assert np.concatenate([np.zeros(0), *pieces]).tolist() == list(range(starts[-1]))
+    assert all(0 < len(piece) <= limit for piece in pieces)
+    holders = {int(id): number for number, piece in enumerate(pieces) for id in piece}
+    for line in lines:
+        if len(line) <= limit:
+            assert len({holders[int(id)] for id in line}) <= 1
+
+
+@few
+@given(st.lists(st.lists(st.integers(5, 2**16 - 1), max_size=14), max_size=40))
+def test_who_knows_only_cls_sep_and_pad_finds_every_segment(
+    texts: list[list[int]],
+) -> None:
+    segments = [np.array(text, dtype=np.int32) for text in texts]
+    packed = pack([len(text) + 2 for text in texts], 16)
+    rows, places = fill_rows(segments, packed, 16, cls=CLS, sep=SEP, pad=PAD, dtype=np.uint16)
+    found: list[list[int]] = []
+    for row in rows.tolist():
+        for id in row:
+            if id == CLS:
+                found.append([])
+            elif id not in (SEP, PAD):
+                found[-1].append(id)
+    assert [texts[segment] for segment in places[:, 2]] == found
+    assert sorted(places[:, 2].tolist()) == list(range(len(texts)))
+    assert all(rows[row, start] == CLS for row, start, _ in places)
+    assert np.count_nonzero(rows) == sum(len(text) + 2 for text in texts)
+
+
+def test_rows_are_99_per_cent_full_and_no_document_that_fits_is_cut() -> None:
+    """2.6 million tokens a case: articles, short paragraphs, and books cut into rows."""
+    draw = random.Random(7)
+    articles = [int(draw.lognormvariate(5.6, 1.3)) + 1 for _ in range(4_300)]
+    paragraphs = [int(draw.lognormvariate(4.0, 0.9)) + 1 for _ in range(32_000)]
+    books = [draw.randrange(60_000, 180_000) for _ in range(22)]
+    for documents in (articles, paragraphs, books + articles):
+        assert sum(documents) > 2_000_000
+        limit = 510
+        pieces = [[len(p) for p in cut(np.zeros(n, np.int32), limit)] for n in documents]
+        assert all(len(cuts) == 1 for cuts, n in zip(pieces, documents, strict=True) if n <= limit)
+        lengths = [length + 2 for cuts in pieces for length in cuts]
+        rows = pack(lengths, 512)
+        assert sum(lengths) / (512 * len(rows)) >= 0.99
+
+
+any_rows = st.sampled_from([np.uint16, np.uint32]).flatmap(
+    lambda dtype: arrays.arrays(
+        dtype,
+        st.tuples(st.integers(1, 9), st.just(8)),
+        elements=st.integers(0, int(np.iinfo(dtype).max)),
+    )
+)
+
+
+@few
+@given(any_rows, st.integers(0, 2**16 - 1))
+def test_a_shard_holds_its_rows_whatever_they_are(rows: npt.NDArray[np.uint16], pad: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        record = write_shard(Path(folder) / "a.arrow", rows, pad=pad)
+        with pa.ipc.open_stream((Path(folder) / "a.arrow").read_bytes()) as stream:
+            table = stream.read_all()
+    assert table["input_ids"].to_pylist() == rows.tolist()
+    assert record.rows == len(rows)
+    assert record.tokens == sum(id != pad for row in rows.tolist() for id in row)
+
+
+@few
+@given(
+    st.data(),
+    st.lists(st.integers(1, 7), min_size=1, max_size=5),
+    st.sampled_from([np.uint16, np.uint32]),
+)
+def test_rows_of_several_shards_are_those_of_their_concatenation(
+    data: st.DataObject, sizes: list[int], dtype: type[np.uint16] | type[np.uint32]
+) -> None:
+    whole = np.random.default_rng(sum(sizes)).integers(0, 2**16, (sum(sizes), 16)).astype(dtype)
+    indices = data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=30))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "out"
+        make_folder(folder, rows=1, shards=1)
+        parts = np.split(whole, np.cumsum(sizes)[:-1])
+        records = [
+            write_shard(folder / f"train-{number:05d}.arrow", part, pad=PAD)
+            for number, part in enumerate(parts)
+        ]
+        train = SplitRecord(
+            rows=len(whole),
+            tokens=sum(record.tokens for record in records),
+            segments=0,
+            shards=tuple(records),
+        )
+        values = load_manifest(folder).model_dump(exclude={"digest", "self_sha256"})
+        values |= {"row_length": 16, "dtype": np.dtype(dtype).name, "splits": {"train": train}}
+        (folder / "manifest.json").write_bytes(manifest_bytes(seal(values)))
+        found = open_shards(folder).rows(np.array(indices, dtype=np.int64))
+    assert found.dtype == dtype
+    assert np.array_equal(found, whole[indices])
