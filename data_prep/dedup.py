@@ -1,12 +1,25 @@
-"""Which documents are kept, and in which split, from hashes of their cleaned text alone."""
+"""Which texts are the same, or nearly: hashes on disk, pairs found in slices of the hash space.
+
+An *item* is a document or a paragraph. Each unit of extraction saves its items' hashes in order,
+so that a slice of the hash space is a slice of each file: memory does not grow with the corpus.
+"""
+
+from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-KEY = np.dtype([("high", "<u8"), ("low", "<u8")])
+from data_prep import minhash
+
+Pairs = npt.NDArray[np.int64]  # [n, 2], item numbers over the whole corpus, the smaller first
+HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("item", "<u4")])
+SIGNATURE_CHARACTERS = 2**22  # of text whose signatures are computed at once
+PAIRS_AT_ONCE = 2**16  # a kilobyte of signatures each
 
 
 def text_hash(text: str) -> bytes:
@@ -26,12 +39,121 @@ def draw(key: bytes, seed: int, purpose: Literal["fraction", "validation", "voca
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
-def first_of_each(keys: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Mark the first of every group of equal hashes; `keys` [n] of KEY, in document order."""
-    keep = np.zeros(len(keys), dtype=bool)
-    if len(keys):
-        order = np.lexsort((keys["low"], keys["high"]))  # stable: equal hashes stay in order
-        ordered = keys[order]
-        keep[order[0]] = True
-        keep[order[1:]] = ordered[1:] != ordered[:-1]
-    return keep
+class Items:
+    """The hashes of one unit's items, in the order they are added."""
+
+    def __init__(self, near: bool) -> None:
+        self._near = near
+        self._keys: list[bytes] = []
+        self._texts: list[str] = []  # whose signatures are not computed yet
+        self._size = 0
+        self._signatures: list[npt.NDArray[np.uint32]] = []
+        self._usable: list[npt.NDArray[np.bool_]] = []
+
+    def add(self, key: bytes, text: str) -> None:
+        """Add an item: its text's hash, and the text for its signature."""
+        self._keys.append(key)
+        if self._near:
+            self._texts.append(text)
+            self._size += len(text)
+            if self._size >= SIGNATURE_CHARACTERS:
+                self._sign()
+
+    def _sign(self) -> None:
+        signatures, usable = minhash.signatures(self._texts)
+        self._signatures.append(signatures)
+        self._usable.append(usable)
+        self._texts, self._size = [], 0
+
+    def save(self, folder: Path, level: str) -> None:
+        """Write `level`-texts.npy, and for near duplicates -bands.npy and -signatures.npy."""
+        halves = np.frombuffer(b"".join(self._keys), dtype="<u8").reshape(-1, 2)
+        texts = np.empty(len(halves), dtype=HASH)
+        texts["high"], texts["low"] = halves[:, 0], halves[:, 1]
+        texts["item"] = np.arange(len(halves))
+        np.save(folder / f"{level}-texts.npy", np.sort(texts, order=HASH.names))
+        if not self._near:
+            return
+        self._sign()
+        signatures = np.concatenate(self._signatures)
+        items = np.flatnonzero(np.concatenate(self._usable))
+        hashes = minhash.bands(signatures[items])
+        bands = np.zeros(hashes.size, dtype=HASH)
+        bands["high"] = hashes.reshape(-1)
+        bands["item"] = np.repeat(items, hashes.shape[1])
+        np.save(folder / f"{level}-bands.npy", np.sort(bands, order=HASH.names))
+        np.save(folder / f"{level}-signatures.npy", signatures)
+
+
+def pairs(
+    folders: Sequence[Path], starts: Sequence[int], name: str, slice_number: int, slices: int
+) -> Pairs:
+    """Pairs of items with equal hashes in one slice of the hash space, each with its group's first.
+
+    `folders` are the units' in order, `starts` the number of the first item of each; `name` is the
+    file's, such as documents-texts.
+    """
+    low = slice_number * 2**64 // slices
+    high = (slice_number + 1) * 2**64 // slices
+    found = [np.empty((0, 2), dtype="<u8")]
+    items = [np.empty(0, dtype=np.int64)]
+    for folder, start in zip(folders, starts, strict=True):
+        hashes = np.load(folder / f"{name}.npy", mmap_mode="r")
+        first = np.searchsorted(hashes["high"], np.uint64(low))
+        end = hashes["high"].searchsorted(np.uint64(high)) if high < 2**64 else len(hashes)
+        mine = np.array(hashes[first : int(end)])
+        found.append(np.stack([mine["high"], mine["low"]], axis=1))
+        items.append(mine["item"].astype(np.int64) + start)
+    keys, numbers = np.concatenate(found), np.concatenate(items)
+    order = np.lexsort((numbers, keys[:, 1], keys[:, 0]))
+    keys, numbers = keys[order], numbers[order]
+    begins = np.ones(len(keys), dtype=bool)
+    begins[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+    firsts = numbers[np.flatnonzero(begins)[np.cumsum(begins) - 1]] if len(keys) else numbers
+    # A text can have the same hash in two bands' worth of shingles: no pair with itself.
+    other = firsts != numbers
+    return np.stack([firsts[other], numbers[other]], axis=1)
+
+
+def similar(
+    folders: Sequence[Path], starts: Sequence[int], level: str, found: Pairs, threshold: float
+) -> Pairs:
+    """Of candidate pairs, those whose signatures estimate a Jaccard of at least `threshold`."""
+    found = np.unique(found, axis=0)
+    bounds = np.asarray(starts, dtype=np.int64)
+
+    def signatures(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+        rows = np.empty((len(numbers), minhash.NUM_PERMUTATIONS), dtype=np.uint32)
+        unit_of = np.searchsorted(bounds, numbers, side="right") - 1
+        for unit in np.unique(unit_of):
+            saved = np.load(folders[unit] / f"{level}-signatures.npy", mmap_mode="r")
+            here = unit_of == unit
+            rows[here] = saved[numbers[here] - bounds[unit]]
+        return rows
+
+    kept = [np.empty((0, 2), dtype=np.int64)]
+    for start in range(0, len(found), PAIRS_AT_ONCE):
+        some = found[start : start + PAIRS_AT_ONCE]
+        estimates = minhash.similarity(signatures(some[:, 0]), signatures(some[:, 1]))
+        kept.append(some[estimates >= threshold])
+    return np.concatenate(kept)
+
+
+def clusters(found: Pairs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(items, cluster of each) of all items in a pair; clusters are connected components.
+
+    A cluster's number is its smallest item. Memory goes with the pairs, not with the corpus.
+    """
+    items, ends = np.unique(found, return_inverse=True)
+    ends = ends.reshape(-1, 2)
+    labels = np.arange(len(items))
+    while True:
+        low = np.minimum(labels[ends[:, 0]], labels[ends[:, 1]])
+        lower = labels.copy()
+        for side in (0, 1):
+            np.minimum.at(lower, ends[:, side], low)
+            np.minimum.at(lower, labels[ends[:, side]], low)  # the root follows: few rounds
+        lower = lower[lower]
+        if np.array_equal(lower, labels):
+            return items, items[labels]
+        labels = lower

@@ -1,0 +1,263 @@
+"""Documents that contain an evaluation file's text: overlap in 13-grams.
+
+Brown et al., "Language Models are Few-Shot Learners" (2020), appendix C: a run of 13 words that
+also stands in an evaluation example, whatever its case, punctuation and spacing, is taken from it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as as_safetensors
+
+from data_prep import CorpusError, minhash
+from data_prep.cleaning import clean
+from data_prep.minhash import Words, ngrams, word_hashes
+from data_prep.shards.writing import write_file
+from data_prep.sources.files import chunks
+
+NGRAM = 13
+LIMIT = 1 << 28  # bytes of one evaluation file, decompressed
+ALGORITHM = f"{minhash.WORDS}, {NGRAM}-grams 1"
+_SLICE = 1 << 16  # words looked up at once: temporary arrays stay in the cache
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """All 13-grams of some evaluation files.
+
+    `hashes` [ngrams] are sorted and unique, `files` [ngrams] is the number of the first file with
+    each. Per file: `names`, relative to their common folder, and how many texts it holds
+    (`num_texts`: fields of two words or more) and how many of these are too short to be found
+    (`num_short`: fewer than 13 words).
+    """
+
+    names: tuple[str, ...]
+    num_texts: tuple[int, ...]
+    num_short: tuple[int, ...]
+    hashes: npt.NDArray[np.uint64]
+    files: npt.NDArray[np.uint32]
+
+    def overlap(self, words: Words) -> tuple[int, tuple[str, ...]]:
+        """How many of a document's 13-grams stand in the files, and the names of these files.
+
+        `words` are the document's `minhash.word_hashes`.
+        """
+        count = 0
+        found: set[int] = set()
+        for start in range(0, len(words) - NGRAM + 1, _SLICE):
+            hashes = ngrams(words[start : start + _SLICE + NGRAM - 1], NGRAM)
+            suspects = hashes[self._may_hold(hashes)]
+            if len(suspects):
+                places = np.searchsorted(self.hashes, suspects)
+                places = np.minimum(places, len(self.hashes) - 1)
+                places = places[self.hashes[places] == suspects]
+                count += len(places)
+                found.update(self.files[places].tolist())
+        return count, tuple(self.names[file] for file in sorted(found))
+
+    def _may_hold(self, hashes: Words) -> npt.NDArray[np.bool_]:
+        """False for most that are not there: a search costs a hundred times as much."""
+        marks = self._marks[(hashes >> self._shift).view(np.int64)]
+        return (marks >> _lowest_3_bits(hashes) & 1).view(bool)
+
+    @cached_property
+    def _marks(self) -> npt.NDArray[np.uint8]:
+        """A bitmap: the first bits of a hash choose a byte, the last three its bit.
+
+        At most 1 in 32 bits is set, until there are 16M hashes.
+        """
+        marks = np.zeros(1 << 64 - int(self._shift), dtype=np.uint8)
+        bits = np.left_shift(1, _lowest_3_bits(self.hashes), dtype=np.uint8)
+        np.bitwise_or.at(marks, (self.hashes >> self._shift).view(np.int64), bits)
+        return marks
+
+    @cached_property
+    def _shift(self) -> np.uint64:
+        return np.uint64(64 - min(26, len(self.hashes).bit_length() + 2))
+
+
+def _lowest_3_bits(hashes: Words) -> npt.NDArray[np.uint8]:
+    return hashes.astype(np.uint8) & np.uint8(7)
+
+
+def build(files: Sequence[Path]) -> Contamination:
+    """The 13-grams of evaluation files; CorpusError names a file that cannot serve."""
+    assert files
+    hashes: list[Words] = []
+    texts, short = [0] * len(files), [0] * len(files)
+    for number, file in enumerate(files):
+        of_file = [np.empty(0, dtype=np.uint64)]
+        for field in read_examples(file):
+            words = word_hashes(clean(field))
+            texts[number] += len(words) >= 2
+            short[number] += 2 <= len(words) < NGRAM
+            of_file.append(ngrams(words, NGRAM))
+        hashes.append(np.unique(np.concatenate(of_file)))
+        if not len(hashes[-1]):
+            raise CorpusError(
+                f"{file}: no text of {NGRAM} words or more, so nothing could be found: "
+                "take it out of `decontaminate.files`"
+            )
+    unique, firsts = np.unique(np.concatenate(hashes), return_index=True)
+    file_of = np.repeat(np.arange(len(files), dtype=np.uint32), [len(part) for part in hashes])
+    return Contamination(_names(files), tuple(texts), tuple(short), unique, file_of[firsts])
+
+
+def save(contamination: Contamination, path: Path) -> None:
+    """Write a safetensors file, whole or not at all; equal contents give equal bytes."""
+    about = {
+        "algorithm": ALGORITHM,
+        "names": contamination.names,
+        "num_texts": contamination.num_texts,
+        "num_short": contamination.num_short,
+    }
+    # One key: safetensors writes several in any order.
+    data = as_safetensors(
+        {"hashes": contamination.hashes, "files": contamination.files},
+        metadata={"contamination": json.dumps(about)},
+    )
+    write_file(path, lambda file: file.write(data))
+
+
+def load(path: Path) -> Contamination:
+    """What `save` wrote; CorpusError if the file is none or of another version."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            about = json.loads(file.metadata()["contamination"])
+            hashes, files = file.get_tensor("hashes"), file.get_tensor("files")
+        names, texts, short = (tuple(about[key]) for key in ("names", "num_texts", "num_short"))
+        same = about["algorithm"] == ALGORITHM
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CorpusError(f"{path}: no index of evaluation files ({error}): delete it") from error
+    if not same:
+        raise CorpusError(f"{path}: written by another version of this code: delete it")
+    return Contamination(names, texts, short, hashes, files)
+
+
+def read_examples(path: Path) -> Iterator[str]:
+    """The text fields of an evaluation file, plain or compressed (.gz, .bz2, .zst).
+
+    .tsv and .csv: every field; .json and .jsonl: every string in a value, at any depth; .txt: every
+    line. A tab in a .csv file's first line makes it a .tsv file (as in STS-B). Raises CorpusError
+    if the file is missing, damaged, empty, larger than LIMIT, not UTF-8 or not what its name says.
+    """
+    name = path.name.lower()
+    for compressed in (".gz", ".bz2", ".zst"):
+        name = name.removesuffix(compressed)
+    reader = _READERS.get(Path(name).suffix)
+    if reader is None:
+        known = ", ".join(_READERS)
+        raise CorpusError(f"{path}: not a file of examples: its name must end in one of {known}")
+    text = _decoded(path)
+    try:
+        yield from reader(text)
+    except (csv.Error, RecursionError, ValueError) as error:
+        raise CorpusError(
+            f"{path}: not a {Path(name).suffix} file ({error}): mend or rename it"
+        ) from error
+
+
+def _decoded(path: Path) -> str:
+    parts: list[bytes] = []
+    size = 0
+    for chunk in chunks(str(path)):
+        parts.append(chunk)
+        size += len(chunk)
+        if size > LIMIT:
+            raise CorpusError(f"{path}: more than {LIMIT >> 20} MiB: name the part you evaluate on")
+    try:
+        text = b"".join(parts).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{path}: binary, or not UTF-8: convert it to UTF-8") from error
+    if "\0" in text:
+        raise CorpusError(f"{path}: binary, not text: name a file of text")
+    if not text.strip():
+        raise CorpusError(f"{path}: empty: take it out of `decontaminate.files`")
+    return text
+
+
+def _tab_separated(text: str) -> Iterator[str]:
+    # Not the csv module: in GLUE's files a quotation mark is a character like any other.
+    for line in _lines(text):
+        yield from line.split("\t")
+
+
+def _comma_separated(text: str) -> Iterator[str]:
+    if "\t" in text.partition("\n")[0]:
+        yield from _tab_separated(text)
+        return
+    limit = csv.field_size_limit(LIMIT)  # a quote that is never closed makes one long field
+    try:
+        rows = list(csv.reader(io.StringIO(text, newline="")))
+    finally:
+        csv.field_size_limit(limit)
+    for row in rows:
+        yield from row
+
+
+def _json(text: str) -> Iterator[str]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        if "\n" not in text.strip():
+            raise
+        try:
+            yield from _json_lines(text)  # as often named .json
+        except ValueError:
+            raise error from None
+        return
+    yield from _strings(value)
+
+
+def _json_lines(text: str) -> Iterator[str]:
+    for number, line in enumerate(_lines(text), start=1):
+        if line.strip():
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+            yield from _strings(value)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            waiting.extend(reversed(value.values()))
+        elif isinstance(value, list):
+            waiting.extend(reversed(value))
+
+
+def _lines(text: str) -> Iterator[str]:
+    return (line.removesuffix("\r") for line in text.split("\n"))
+
+
+_READERS: dict[str, Callable[[str], Iterator[str]]] = {
+    ".tsv": _tab_separated,
+    ".csv": _comma_separated,
+    ".json": _json,
+    ".jsonl": _json_lines,
+    ".txt": _lines,
+}
+
+
+def _names(files: Sequence[Path]) -> tuple[str, ...]:
+    """The files' names relative to the folder they share: GLUE's are all called dev.tsv."""
+    absolute = [os.path.abspath(file) for file in files]
+    folder = os.path.commonpath([os.path.dirname(file) for file in absolute])
+    return tuple(Path(os.path.relpath(file, folder)).as_posix() for file in absolute)
