@@ -1,0 +1,297 @@
+"""A lock on a shared folder (NFS, Lustre, local) that a dead host cannot hold.
+
+A lock is a row of files, `NAME.000001.lock`, `NAME.000002.lock`, ...: generations. Creating the
+next one exclusively is the only thing that takes a lock, so each generation has one owner and the
+newest is the holder. Nothing is removed, renamed or listed: a number is never used twice, and
+what a suspended process still writes goes to its own file. The files go with their folder.
+
+A file holds a record of `RECORD` bytes, rewritten with a higher counter every few seconds. Any
+byte after it means that the generation is over: released by its owner, or taken over. No clock is
+compared with another's, and no `fcntl`, which shared file systems do not all honour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from itertools import count
+from pathlib import Path
+
+from data_prep import CorpusError
+
+RECORD = 1024  # bytes
+_OVER = b"over\n"
+_POLL = 1.0  # seconds
+
+Waiting = Callable[[float, str], None]
+
+
+class Busy(CorpusError):
+    """Somebody else holds the lock and is alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process: its machine (host, boot, pid namespace), its pid and when it started."""
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    start: str
+
+    @property
+    def machine(self) -> tuple[str, str, str]:
+        """Equal only where a pid means the same process; clones of a machine share boot ids."""
+        return self.host, self.boot, self.namespace
+
+
+class Lock:
+    """A lock that this process holds; `check()` belongs between units of work."""
+
+    def __init__(self, path: Path, following: Path, owner: Identity, about: str) -> None:
+        self._path = path
+        self._following = following
+        self._owner = owner
+        self._about = about
+        self._token = uuid.uuid4().hex
+        self._counter = 0
+        self._over = False
+        self._mutex = threading.Lock()
+        self._stop = threading.Event()
+
+    def check(self) -> None:
+        """Raise CorpusError if another process took over while this one stood still."""
+        if not self._beat():
+            other = _named(_parsed(_read(self._following)))
+            raise CorpusError(
+                f"{self._about}: another `distil prepare` ({other}) took over while this one "
+                "stood still: leave the work to it"
+            )
+
+    def _beat(self) -> bool:
+        """Write the next counter; False, for ever, if the lock is no longer ours."""
+        with self._mutex:
+            if not self._over:
+                try:
+                    self._over = not self._write_next()
+                except FileNotFoundError:  # the folder is gone: the work is finished
+                    self._over = True
+            return not self._over
+
+    def _write_next(self) -> bool:
+        # On NFS a folder's entries may be a minute old, but a file is fresh when opened: whoever
+        # takes over marks this one. It may die before it does, hence the look for its own file.
+        with self._path.open("r+b", buffering=0) as file:
+            found = file.read(2 * RECORD)
+            # A write that failed may have reached the server: any record of ours will do.
+            ours = self._token.encode() in found or (not found and self._counter == 0)
+            if not ours or len(found) > RECORD:
+                return False
+            values = asdict(self._owner) | {"token": self._token, "counter": self._counter + 1}
+            record = json.dumps(values).encode().ljust(RECORD - 1) + b"\n"
+            assert len(record) == RECORD
+            file.seek(0)
+            file.write(record)
+        self._counter += 1
+        return not self._following.exists()
+
+    def _keep(self, seconds: float) -> None:
+        while not self._stop.wait(seconds):
+            # A server that does not answer now may at the next beat.
+            with contextlib.suppress(OSError):
+                if not self._beat():
+                    return
+
+    def _release(self) -> None:
+        self._stop.set()
+        with self._mutex:
+            if not self._over:
+                self._over = True
+                _end(self._path)
+
+
+@contextmanager
+def lock(
+    folder: Path,
+    name: str,
+    *,
+    patience: float = 60.0,
+    beat: float = 5.0,
+    output: Path | None = None,
+    waiting: Waiting | None = None,
+    identity: Identity | None = None,
+) -> Iterator[Lock]:
+    """Hold the lock `name` of `folder`, made if missing; Busy if another process is at work.
+
+    A holder on this machine is known to be alive or dead at once. One on another machine is
+    watched: Busy as soon as its counter moves, taken over if it stands still for `patience`
+    seconds, and `waiting(seconds_left, host)` is called about once a second meanwhile. A holder
+    writes every `beat` seconds, from a thread: all processes need the same two numbers. `output`
+    is what messages name (else `folder`); `identity` is this process unless given.
+
+    After a takeover two processes may work until the old one calls `Lock.check`: what they write
+    must be the same bytes, renamed into place.
+    """
+    assert 0 < 2 * beat <= patience
+    contender = _Contender(
+        folder, name, output or folder, patience, waiting, identity or this_process()
+    )
+    held = contender.take()
+    keeper = threading.Thread(target=held._keep, args=(beat,), daemon=True)
+    try:
+        keeper.start()
+        yield held
+    finally:
+        held._release()
+
+
+def this_process() -> Identity:
+    """This process, as a lock file names it."""
+    host, pid = socket.gethostname(), os.getpid()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        # macOS: the network card tells two machines of one name apart. Windows: os.kill would end
+        # the process that it asks about, so that every other process counts as far away.
+        boot = f"{uuid.getnode():x}" if os.name == "posix" else uuid.uuid4().hex
+        namespace = ""
+    return Identity(host, boot, namespace, pid, _started(pid) or "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    """A process that wants a lock."""
+
+    folder: Path
+    name: str
+    output: Path
+    patience: float
+    waiting: Waiting | None
+    owner: Identity
+
+    def path(self, generation: int) -> Path:
+        return self.folder / f"{self.name}.{generation:06d}.lock"
+
+    def take(self) -> Lock:
+        """Create the generation after the newest, once that is over; Busy if it is not."""
+        known = 0  # a generation that exists, whatever a cached folder says
+        while True:
+            newest = next(n for n in count(known) if not self.path(n + 1).exists())
+            known = 0
+            if newest == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            elif not self._is_over(newest):
+                continue
+            try:
+                self.path(newest + 1).open("xb").close()
+            except FileExistsError:  # of several contenders one creates it, the others look again
+                known = newest + 1
+                continue
+            except FileNotFoundError:  # the folder was removed: numbers begin anew
+                continue
+            if newest:
+                _end(self.path(newest))
+            # A process that dies here leaves an empty file: one that does not change. If it stands
+            # still here until another takes over, its first beat finds that out.
+            about = f"{self.output}: {self.name}"
+            held = Lock(self.path(newest + 1), self.path(newest + 2), self.owner, about)
+            if held._beat():
+                return held
+
+    def _is_over(self, generation: int) -> bool:
+        """True if it ended or its holder is dead, False if the files have changed; else Busy."""
+        # Reads are counted, not seconds: while this process was suspended, or the server hung (and
+        # the holder with it), nobody watched.
+        polls = max(10, round(self.patience / _POLL))
+        first = _read(self.path(generation))
+        holder = _parsed(first)
+        for poll in range(polls + 1):
+            data = first if poll == 0 else _read(self.path(generation))
+            if data is None or self.path(generation + 1).exists():
+                return False
+            if len(data) > RECORD:
+                return True
+            holder = _parsed(data) or holder
+            near = holder is not None and holder.machine == self.owner.machine
+            if near and holder is not None and not _is_alive(holder):
+                return True
+            if near or data != first:
+                raise Busy(
+                    f"{self.output}: another `distil prepare` ({_named(holder)}) is at work on "
+                    f"{self.name}: wait for it"
+                )
+            if poll < polls:
+                if self.waiting is not None:
+                    left = self.patience * (1 - poll / polls)
+                    self.waiting(left, holder.host if holder else "unknown")
+                time.sleep(self.patience / polls)
+        return True
+
+
+def _named(holder: Identity | None) -> str:
+    return f"host {holder.host}, pid {holder.pid}" if holder else "host unknown"
+
+
+def _read(path: Path) -> bytes | None:
+    """The bytes of a lock file; None if its folder was removed."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            return file.read(2 * RECORD)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return None
+        raise
+
+
+def _parsed(data: bytes | None) -> Identity | None:
+    """Whom a record names; None if it is empty, torn or no record at all."""
+    try:
+        values = json.loads((data or b"")[:RECORD])
+        found = Identity(**{field.name: values[field.name] for field in fields(Identity)})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    texts = (found.host, found.boot, found.namespace, found.start)
+    sound = type(found.pid) is int and 0 < found.pid < 2**31
+    return found if sound and all(isinstance(text, str) for text in texts) else None
+
+
+def _end(path: Path) -> None:
+    """Mark a generation as over, behind the record, where its owner never writes."""
+    # Another user's file cannot be marked: then the next generation's file says it all. Our own
+    # cannot be if the disk is full or the folder gone: then the end of this process says it.
+    with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
+        file.seek(RECORD)
+        file.write(_OVER)
+
+
+def _is_alive(process: Identity) -> bool:
+    """Whether a process of this machine still runs, and is not another with its pid."""
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    started = _started(process.pid)
+    return started is None or started == process.start
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, in ticks since boot; "" if it is a zombie, None if unknown."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    values = stat.rpartition(")")[2].split()  # a command's name may hold spaces and brackets
+    return "" if values[0] in "ZX" else values[19]
