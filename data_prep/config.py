@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from data_prep.sources import Source
 
@@ -39,6 +39,36 @@ class VocabularyTokenizer(BaseModel):
     lowercase: bool | None = None
 
 
+Level = Literal["none", "exact", "near"]
+
+
+class Deduplicate(BaseModel):
+    """What counts as a duplicate: equal text, or (near) an estimated Jaccard of `threshold`.
+
+    Of documents the first is kept. Of paragraphs (long lines) it is, too, the others are taken out
+    of their documents.
+    """
+
+    model_config = FROZEN
+    documents: Level = "near"
+    paragraphs: Level = "none"
+    threshold: Annotated[float, Field(ge=0.7, le=1)] = 0.8
+
+
+class Decontaminate(BaseModel):
+    """Evaluation files whose 13-grams are looked for in every document (Brown et al. 2020, C).
+
+    Documents that share one are counted and named; `remove` drops them, famous quotations and all.
+    """
+
+    model_config = FROZEN
+    files: Annotated[tuple[Path, ...], Field(min_length=1)]
+    remove: bool = False
+
+
+RowLength = Annotated[int, Field(ge=8, le=4096)]
+
+
 class CorpusConfig(BaseModel):
     """A corpus: its sources, its tokenizer and the shape of its rows."""
 
@@ -46,10 +76,12 @@ class CorpusConfig(BaseModel):
     output: Path
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
     tokenizer: str | TrainTokenizer | VocabularyTokenizer = "bert-base-uncased"
-    row_length: Annotated[int, Field(ge=8, le=4096)] = 512
+    row_length: RowLength | Annotated[tuple[RowLength, ...], Field(min_length=1)] = 512
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.005
     min_characters: Annotated[int, Field(ge=1)] = 1
     max_characters: Annotated[int, Field(ge=1)] | None = None
+    deduplicate: Deduplicate = Deduplicate()
+    decontaminate: Decontaminate | None = None
     workers: Annotated[int, Field(ge=1)] = Field(default_factory=lambda: os.cpu_count() or 1)
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
@@ -59,16 +91,39 @@ class CorpusConfig(BaseModel):
             raise ValueError("max_characters must not be less than min_characters")
         return self
 
+    @field_validator("row_length")
+    @classmethod
+    def _each_once(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
+        if isinstance(value, tuple) and len(set(value)) < len(value):
+            raise ValueError("the same length is there twice")
+        return value
+
     @property
-    def content(self) -> dict[str, Any]:
-        """The keys that shape bytes: no paths, names, licences or workers.
+    def row_lengths(self) -> tuple[int, ...]:
+        """All lengths that rows are packed to."""
+        return self.row_length if isinstance(self.row_length, tuple) else (self.row_length,)
+
+    def folder(self, row_length: int) -> Path:
+        """Where the shards of one length lie: `output`, or a folder in it if there are several."""
+        several = isinstance(self.row_length, tuple)
+        return self.output / str(row_length) if several else self.output
+
+    def content(self, row_length: int) -> dict[str, Any]:
+        """The keys that shape the bytes of one length: no paths, names, licences or workers.
 
         A tokenizer given by name or path is left out: the manifest records its fingerprint.
         """
         values = self.model_dump(mode="json", exclude={"output", "workers"})
-        for source in values["sources"]:
-            for key in ("path", "name", "licence"):
-                source.pop(key, None)
+        values["row_length"] = row_length
+        values["sources"] = [source_keys(source) for source in self.sources]
         if not isinstance(self.tokenizer, TrainTokenizer):
             del values["tokenizer"]
+        if self.decontaminate is not None:
+            del values["decontaminate"]["files"]  # their content counts, and is recorded
         return values
+
+
+def source_keys(source: Source) -> dict[str, Any]:
+    """What of a source's entry shapes its documents."""
+    values: dict[str, Any] = source.model_dump(mode="json")
+    return {key: value for key, value in values.items() if key not in ("path", "name", "licence")}

@@ -1,13 +1,15 @@
 """What a finished folder holds, in numbers and a few readable rows."""
 
 import json
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
-from data_prep.shards import Manifest, load_manifest, open_shards
+from data_prep.audit import segments_of
+from data_prep.shards import load_manifest, open_shards
 from data_prep.shards.manifest import TOKEN_COUNTS
 from data_prep.shards.reading import Split
 from data_prep.tokens import load
@@ -43,35 +45,30 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
         "unknown": unknown / manifest.splits["train"].tokens,
         "tokens_per_document": sum(s.tokens for s in manifest.splits.values()) / max(kept, 1),
         "sources": [source.model_dump() for source in manifest.sources],
-        "rows": _decoded(folder, manifest, "train", rows),
+        "rows": _decoded(folder, "train", rows),
     }
 
 
-def _decoded(folder: Path, manifest: Manifest, split: Split, num: int) -> list[dict[str, Any]]:
-    """Rows spread evenly over the split, each as its segments: document, title, text."""
+def _decoded(folder: Path, split: Split, num: int) -> list[dict[str, Any]]:
+    """Rows spread evenly over the split, each with its segments."""
     shards = open_shards(folder, split)
     tokens = load(folder / "tokenizer")
-    special = manifest.tokenizer.special_ids
-    starts = np.cumsum([0] + [shard.rows for shard in manifest.splits[split].shards])
-    decoded = []
-    for row in np.unique(np.linspace(0, len(shards) - 1, num, dtype=np.int64)).tolist():
-        ids = shards.rows([row])[0]
-        shard = int(np.searchsorted(starts, row, side="right")) - 1
-        name = manifest.splits[split].shards[shard].file.removesuffix(".arrow")
-        table = pq.read_table(
-            folder / "segments" / f"{name}.parquet", filters=[("row", "=", row - starts[shard])]
-        )
-        segments = []
-        for segment in table.to_pylist():
-            piece = ids[segment["start"] + 1 :]
-            piece = piece[: int(np.argmax(piece == special.sep))]
-            segments.append(
-                {
-                    "source": manifest.sources[segment["source"]].name,
-                    "document": segment["document"],
-                    "title": segment["title"],
-                    "text": tokens.decode(piece),
-                }
-            )
-        decoded.append({"row": row, "segments": segments})
-    return decoded
+    numbers = np.unique(np.linspace(0, len(shards) - 1, num, dtype=np.int64)).tolist()
+    return [
+        {"row": row, "segments": [asdict(s) for s in segments_of(shards, tokens, row)]}
+        for row in numbers
+    ]
+
+
+def leftovers(folder: Path | str, examples: int = 20) -> dict[str, Any]:
+    """Markup that cleaning left in Wikipedia's text: by source its counts by class, and examples.
+
+    CorpusError if the folder holds no finished shards.
+    """
+    folder = Path(folder)
+    manifest = load_manifest(folder)
+    with (folder / "leftovers.jsonl").open(encoding="ascii") as lines:
+        return {
+            "sources": {source.name: source.leftovers for source in manifest.sources},
+            "examples": [json.loads(line) for line in islice(lines, examples)],
+        }

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -26,16 +26,55 @@ Overrides = Annotated[
 
 
 @app.command()
-def prepare(config: Config, overrides: Overrides = None) -> None:
+def prepare(
+    config: Config,
+    overrides: Overrides = None,
+    engine: Annotated[
+        str, typer.Option(help="Who runs the units: processes, or ray.", metavar="NAME")
+    ] = "processes",
+    stage: Annotated[
+        str | None, typer.Option(help="Run one stage only, for job arrays.", metavar="NAME")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Which part of the stage, from 1/N to N/N.", metavar="i/N")
+    ] = None,
+    finalize: Annotated[
+        bool, typer.Option("--finalize", help="Put together what the stages made.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Estimate tokens, rows, disk and time from a sample.")
+    ] = False,
+    parquet: Annotated[
+        Path | None, typer.Option(help="Also write a folder for the hub, with a card.")
+    ] = None,
+    upload: Annotated[
+        str | None, typer.Option(help="Also copy the shards to s3://, gs://, hf:// ...")
+    ] = None,
+) -> None:
     """Turn a corpus into packed shards.
 
     Example: distil prepare configs/corpus-wikipedia-bookcorpus.yaml workers=8
     """
     from data_prep.config import CorpusConfig
+    from launch import corpus
     from launch.config import load_config
-    from launch.corpus import prepare_shown
 
-    prepare_shown(load_config(CorpusConfig, config, overrides or []))
+    if task is not None and stage is None:
+        raise typer.BadParameter("--task needs --stage")
+    if sum(map(bool, (stage, finalize, dry_run))) > 1:
+        raise typer.BadParameter("one of --stage, --finalize and --dry-run")
+    if (stage or dry_run) and (parquet or upload):
+        raise typer.BadParameter("--parquet and --upload need finished shards")
+    settings = load_config(CorpusConfig, config, overrides or [])
+    if dry_run:
+        corpus.estimate_shown(settings)
+    elif stage:
+        corpus.stage_shown(settings, stage, task, engine)
+    elif finalize:
+        corpus.finalise_shown(settings)
+    else:
+        corpus.prepare_shown(settings, engine)
+    corpus.publish_shown(settings, parquet, upload)
 
 
 @app.command()
@@ -61,15 +100,59 @@ def verify(folder: Annotated[Path, typer.Argument(help="A folder of shards.")]) 
 def inspect(
     folder: Annotated[Path, typer.Argument(help="A folder of shards.")],
     rows: Annotated[int, typer.Option(help="How many rows to decode.", min=0)] = 3,
+    leftovers: Annotated[
+        bool, typer.Option("--leftovers", help="Count the markup that cleaning left in the text.")
+    ] = False,
 ) -> None:
     """Show counts, fill, unknown words and a few decoded rows.
 
     Example: distil inspect shards/wikipedia-books --rows 5
     """
-    from data_prep.inspect import summary
-    from launch.tables import inspection
+    from data_prep import inspect as data
+    from launch import tables
 
-    inspection(summary(folder, rows))
+    if leftovers:
+        tables.leftovers(data.leftovers(folder))
+    else:
+        tables.inspection(data.summary(folder, rows))
+
+
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(help="A folder of shards.")],
+    row: Annotated[int | None, typer.Option(help="Name the documents in this row.", min=0)] = None,
+    document: Annotated[
+        str | None, typer.Option(help="List the rows that hold this id, URL or title.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Of --row: train or validation.")] = "train",
+    source: Annotated[str | None, typer.Option(help="Of --document: only this source.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Name the documents in a row, or every row that holds a document.
+
+    Example: distil audit shards/wikipedia-books --row 4711
+    """
+    from data_prep import CorpusError
+    from data_prep.audit import documents_of_row, rows_of_document
+    from data_prep.shards.reading import Split
+    from launch import answers
+
+    if (row is None) == (document is None):
+        raise CorpusError("audit: give either --row NUMBER or --document ID")
+    if row is not None:
+        if split not in get_args(Split):
+            raise CorpusError(f"--split {split}: there are {' and '.join(get_args(Split))}")
+        segments = documents_of_row(folder, row, cast(Split, split))
+        if as_json:
+            answers.segment_lines(folder, row, split, segments)
+        else:
+            answers.row_documents(row, split, segments)
+    elif document is not None:
+        found = rows_of_document(folder, document, source)
+        if as_json:
+            answers.place_lines(folder, found)
+        else:
+            answers.document_rows(document, found)
 
 
 @app.command()
@@ -126,6 +209,42 @@ def evaluate(
     _quiet()
     values = evaluate_folder(model, shards, teacher=teacher, rows=rows, warn=_warn)
     show([f"{name:>18}  {value:,.4f}" for name, value in values.items()])
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="The output folder of a run.")],
+    step: Annotated[int, typer.Option(help="The step, as the log counts: the first is 1.")],
+    world_size: Annotated[
+        int | None, typer.Option(help="Lay the step out for this many processes.", min=1)
+    ] = None,
+    micro_batch_size: Annotated[int | None, typer.Option(help="Rows at a time.", min=1)] = None,
+    rank: Annotated[int | None, typer.Option(help="Only what this process had.", min=0)] = None,
+    rows: Annotated[int, typer.Option(help="How many rows to show.", min=0)] = 8,
+    shards: Annotated[Path | None, typer.Option(help="Where the shards lie now.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="All rows, one JSON object a line.")
+    ] = False,
+) -> None:
+    """Show the exact rows and masks of an optimizer step, under any number of processes.
+
+    Example: distil replay runs/distilbert-base-uncased --step 1000 --world-size 4
+    """
+    from launch import answers
+    from pretrain.replay import replay as step_of
+
+    found = step_of(
+        run,
+        step,
+        world_size=world_size,
+        micro_batch_size=micro_batch_size,
+        shards=shards,
+        warn=_warn,
+    )
+    if as_json:
+        answers.json_lines(row.as_json(step) for row in found.rows(rank))
+    else:
+        answers.replayed(found, rank, rows)
 
 
 @app.command()

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import filesize
 from rich.table import Table
+from rich.text import Text
 
+from data_prep.estimate import Estimate
 from data_prep.shards import Manifest
 from launch.progress import console
 
@@ -30,12 +33,68 @@ def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
             f"{full:.1%} full, {len(split.shards)} shard(s)"
         )
     for source in manifest.sources:
-        dropped = ", ".join(f"{count:,} {why}" for why, count in source.dropped.items() if count)
         lines.append(
             f"{source.name}: {source.documents_in:,} documents, {source.documents_kept:,} kept"
-            + (f" (dropped: {dropped})" if dropped else "")
+            + _listed("dropped", source.dropped)
+            + _listed("noted", source.noted)
+            + _listed("markup left", source.leftovers)
+            + _listed("share text with", source.contaminated)
         )
     return [*lines, f"{folder}: {state}, digest {manifest.digest[:16]}"]
+
+
+def _listed(what: str, counts: Mapping[str, int]) -> str:
+    shown = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    return f"; {what}: {shown}" if shown else ""
+
+
+def leftovers(found: Mapping[str, Any]) -> None:
+    """Markup that is left in the text: counts by source and class, and places."""
+    for source, counts in found["sources"].items():
+        total = sum(counts.values())
+        show([f"{source}: {total:,} leftover(s){_listed('of these', counts)}"])
+    for example in found["examples"]:
+        show(
+            [f"  {example['kind']} in {example['title'] or example['document']}: {example['text']}"]
+        )
+
+
+def estimated(estimate: Estimate, workers: int) -> None:
+    """A dry run's figures, by source and in all."""
+    for source in estimate.sources:
+        rows = ", ".join(
+            f"{count:,} rows of {length} ({source.fill[length]:.1%} full)"
+            for length, count in source.rows.items()
+        )
+        show(
+            [
+                f"{source.name}: {_size(source.stored_bytes)}, of which {source.share:.1%} sampled",
+                f"  {source.documents:,} documents, {source.kept:,} kept"
+                + _listed("in the sample dropped", source.dropped),
+                f"  {source.tokens:,} tokens, {source.tokens / max(source.words, 1):.2f} a word, "
+                f"{source.unknown:.3%} unknown; {rows}",
+            ]
+        )
+    trained = " (trained on the sample)" if estimate.trained else ""
+    show(
+        [
+            f"in all {sum(s.tokens for s in estimate.sources):,} tokens of a vocabulary of "
+            f"{estimate.vocab_size:,}{trained}; duplicates are not taken off",
+            f"disk: {_size(estimate.shard_bytes)} of shards, {_size(estimate.work_bytes)} of work "
+            "files until they are finished",
+            f"time: about {_duration(estimate.seconds)} with workers={workers}",
+        ]
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return filesize.decimal(num_bytes)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def inspection(summary: Mapping[str, Any]) -> None:
@@ -85,7 +144,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a cell's brackets are no markup
     console.print(table)
 
 

@@ -100,7 +100,7 @@ def test_only_the_listed_packages_are_built(tmp_path: Path) -> None:
     expected = {
         file.relative_to(ROOT)
         for package in PACKAGES
-        for pattern in ("*.py", "*.yaml")
+        for pattern in ("*.py", "*.yaml", "*.sbatch")
         for file in (ROOT / package).rglob(pattern)
     }
     assert built == expected

@@ -1,7 +1,9 @@
-"""The last stage: kept documents -> ids -> packed rows -> one shard and its side table."""
+"""Kept documents -> ids -> packed rows -> one shard and its side table for each row length."""
+
+from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,16 +14,17 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.extract import read_part
 from data_prep.packing import cut, cut_at_lines, fill_rows, pack
-from data_prep.shards import write_file, write_shard
-from data_prep.shards.manifest import ShardRecord
+from data_prep.shards import write_shard
 from data_prep.sources import Document
+from data_prep.stages.deduplicate import TRAIN, VALIDATION
+from data_prep.stages.extract import read_part
 from data_prep.tokens import Tokens, load
 
 # Best fit wants many segments to choose from; ids of a window take 8 MB.
 WINDOW_TOKENS = 2_000_000
 BATCH_CHARACTERS = 1_000_000
+SAMPLE_CHARACTERS = 100_000  # of each unit, on which a fast tokenizer must prove itself
 SEGMENTS = pa.schema(
     {
         "row": pa.int32(),
@@ -36,102 +39,121 @@ SEGMENTS = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class PartSlice:
-    """The documents of a part that `keep` marks; `by_line` cuts them at line ends only."""
+    """A part of a unit of extraction; documents `first` to `last` of the unit are in it.
+
+    `by_line` cuts its documents at line ends only.
+    """
 
     file: Path
     source_number: int
     by_line: bool
-    keep: npt.NDArray[np.bool_]
+    fates: Path
+    taken_out: Path
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
-class RowsUnit:
-    """Documents that become one shard: `folder`/`split`-`number`.arrow and .parquet."""
+class PackTask:
+    """Documents that become one shard of each length."""
 
     split: Literal["train", "validation"]
-    number: int
     slices: tuple[PartSlice, ...]
     tokenizer: Path
-    row_length: int
-    dtype: str
-    folder: Path
+    row_lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RowsResult:
-    """`shard` is None when no document had a token; `counts` [vocab_size] of ids in the rows."""
-
-    unit: RowsUnit
-    shard: ShardRecord | None
-    segments: int
-    counts: npt.NDArray[np.int64]
-    without_tokens: Counter[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    ids: npt.NDArray[np.int32]
+class _Tokenised:
+    lines: list[npt.NDArray[np.int32]]  # one unless it is cut at line ends only
     source_number: int
-    document: Document
+    document: Document  # without its text
 
 
-def write_rows(unit: RowsUnit) -> RowsResult:
-    """Tokenise, pack and write the unit's documents."""
-    tokens = load(unit.tokenizer)
+def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
+    """Tokenise once; for each length write `LENGTH/shard.arrow`, segments.parquet, counts.npy."""
+    tokens = load(task.tokenizer)
+    slow = tokens.accelerate(_sample(task))
     without_tokens: Counter[int] = Counter()
-    filled: list[npt.NDArray[Any]] = []
-    columns: dict[str, list[Any]] = {name: [] for name in SEGMENTS.names}
-    num_rows = 0
-    for window in _windows(_segments(unit, tokens, without_tokens)):
-        rows, places = _pack_window(window, unit, tokens)
-        filled.append(rows)
-        columns["row"] += (places[:, 0] + num_rows).tolist()
+    rows = [_Rows(length, tokens) for length in task.row_lengths]
+    for window in _windows(_documents(task, tokens, without_tokens)):
+        for length in rows:
+            length.add(window)
+    shards = {}
+    for length in rows:
+        if length.filled:
+            shards[str(length.row_length)] = length.write(folder / str(length.row_length))
+    return {
+        "split": task.split,
+        "shards": shards,
+        "without_tokens": {str(source): count for source, count in without_tokens.items()},
+        "slow": slow,
+    }
+
+
+class _Rows:
+    """The rows of one length."""
+
+    def __init__(self, row_length: int, tokens: Tokens) -> None:
+        self.row_length = row_length
+        self.filled: list[npt.NDArray[Any]] = []
+        self._tokens = tokens
+        self._dtype = "uint16" if len(tokens.vocabulary) <= 2**16 else "uint32"
+        self._num_rows = 0
+        self._columns: dict[str, list[Any]] = {name: [] for name in SEGMENTS.names}
+
+    def add(self, window: Sequence[_Tokenised]) -> None:
+        """Cut documents into segments that fit and pack these."""
+        limit = self.row_length - 2
+        segments: list[npt.NDArray[np.int32]] = []
+        owners: list[_Tokenised] = []
+        for item in window:
+            several = len(item.lines) > 1
+            found = cut_at_lines(item.lines, limit) if several else cut(item.lines[0], limit)
+            segments += found
+            owners += [item] * len(found)
+        special = self._tokens.special_ids
+        rows, places = fill_rows(
+            segments,
+            pack([len(segment) + 2 for segment in segments], self.row_length),
+            self.row_length,
+            cls=special.cls,
+            sep=special.sep,
+            pad=special.pad,
+            dtype=self._dtype,
+        )
+        columns = self._columns
+        columns["row"] += (places[:, 0] + self._num_rows).tolist()
         columns["start"] += places[:, 1].tolist()
         for number in places[:, 2].tolist():
-            segment = window[number]
-            columns["source"].append(segment.source_number)
-            columns["document"].append(segment.document.id)
-            columns["title"].append(segment.document.title)
-            columns["url"].append(segment.document.url)
-        num_rows += len(rows)
-    counts = np.zeros(len(tokens.vocabulary), dtype=np.int64)
-    if not filled:
-        return RowsResult(unit, None, 0, counts, without_tokens)
-    ids = np.concatenate(filled)
-    counts += np.bincount(ids.reshape(-1), minlength=len(counts))
-    name = f"{unit.split}-{unit.number:05d}"
-    shard = write_shard(unit.folder / f"{name}.arrow", ids, pad=tokens.special_ids.pad)
-    table = pa.table(columns, schema=SEGMENTS)
-    write_file(
-        unit.folder / f"{name}.parquet",
-        lambda file: pq.write_table(table, file, compression="zstd", write_page_checksum=True),
-    )
-    return RowsResult(unit, shard, len(table), counts, without_tokens)
+            owner = owners[number]
+            columns["source"].append(owner.source_number)
+            columns["document"].append(owner.document.id)
+            columns["title"].append(owner.document.title)
+            columns["url"].append(owner.document.url)
+        self.filled.append(rows)
+        self._num_rows += len(rows)
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write the shard, its side table and how often each id occurs in it."""
+        folder.mkdir()
+        ids = np.concatenate(self.filled)
+        special, size = self._tokens.special_ids, len(self._tokens.vocabulary)
+        np.save(folder / "counts.npy", np.bincount(ids.reshape(-1), minlength=size))
+        shard = write_shard(folder / "shard.arrow", ids, pad=special.pad)
+        table = pa.table(self._columns, schema=SEGMENTS)
+        pq.write_table(
+            table, folder / "segments.parquet", compression="zstd", write_page_checksum=True
+        )
+        return {"shard": shard.model_dump(mode="json"), "segments": len(table)}
 
 
-def _pack_window(
-    window: list[_Segment], unit: RowsUnit, tokens: Tokens
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    special = tokens.special_ids
-    ids = [segment.ids for segment in window]
-    rows = pack([len(segment) + 2 for segment in ids], unit.row_length)
-    return fill_rows(
-        ids,
-        rows,
-        unit.row_length,
-        cls=special.cls,
-        sep=special.sep,
-        pad=special.pad,
-        dtype=unit.dtype,
-    )
-
-
-def _windows(segments: Iterator[_Segment]) -> Iterator[list[_Segment]]:
-    window: list[_Segment] = []
+def _windows(documents: Iterator[_Tokenised]) -> Iterator[list[_Tokenised]]:
+    window: list[_Tokenised] = []
     size = 0
-    for segment in segments:
-        window.append(segment)
-        size += len(segment.ids) + 2
+    for document in documents:
+        window.append(document)
+        size += sum(map(len, document.lines)) + 2
         if size >= WINDOW_TOKENS:
             yield window
             window, size = [], 0
@@ -139,23 +161,47 @@ def _windows(segments: Iterator[_Segment]) -> Iterator[list[_Segment]]:
         yield window
 
 
-def _segments(unit: RowsUnit, tokens: Tokens, without_tokens: Counter[int]) -> Iterator[_Segment]:
-    """Every document's ids in pieces that fit a row."""
-    limit = unit.row_length - 2
-    for part in unit.slices:
-        for batch in _batches(read_part(part.file, part.keep)):
+def _documents(
+    task: PackTask, tokens: Tokens, without_tokens: Counter[int]
+) -> Iterator[_Tokenised]:
+    for part in task.slices:
+        for batch in _batches(_kept(part, task.split)):
             texts = [doc.text.split("\n") if part.by_line else [doc.text] for doc in batch]
             encoded = iter(tokens.encode_batch(list(chain.from_iterable(texts))))
             for document, lines in zip(batch, texts, strict=True):
                 ids = [next(encoded) for _ in lines]
-                found = cut_at_lines(ids, limit) if part.by_line else cut(ids[0], limit)
-                if not any(len(piece) for piece in found):
+                if not any(len(line) for line in ids):
                     without_tokens[part.source_number] += 1
                     continue
                 # The text is done with: only what the side table needs lives on in the window.
                 origin = Document("", document.id, document.title, document.url)
-                for piece in found:
-                    yield _Segment(piece, part.source_number, origin)
+                yield _Tokenised(ids, part.source_number, origin)
+
+
+def _kept(part: PartSlice, split: str) -> Iterator[Document]:
+    """The documents of one split, without the paragraphs that others have before them."""
+    wanted = VALIDATION if split == "validation" else TRAIN
+    fates = np.load(part.fates)[part.first : part.last]
+    taken_out = np.load(part.taken_out)
+    for number, document in read_part(part.file, fates == wanted):
+        repeated = set(taken_out[taken_out[:, 0] == part.first + number, 1].tolist())
+        if repeated:
+            lines = enumerate(document.text.split("\n"))
+            text = "\n".join(line for place, line in lines if place not in repeated)
+            document = Document(text, document.id, document.title, document.url)
+        yield document
+
+
+def _sample(task: PackTask) -> list[str]:
+    sample: list[str] = []
+    size = 0
+    for part in task.slices:
+        for document in _kept(part, task.split):
+            sample.append(document.text[: SAMPLE_CHARACTERS - size])
+            size += len(sample[-1])
+            if size >= SAMPLE_CHARACTERS:
+                return sample
+    return sample
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

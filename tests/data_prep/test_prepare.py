@@ -1,12 +1,8 @@
 """The whole corpus stage, read back and compared with the texts it was given."""
 
 import json
-import multiprocessing
 import os
 import random
-import subprocess
-import sys
-import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,13 +13,12 @@ import pytest
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
-from data_prep.engines import run
-from data_prep.finish import smoothing
 from data_prep.inspect import summary
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest, open_shards, verify
 from data_prep.shards.manifest import SpecialIds
-from data_prep.sources import Document, inputs, read
+from data_prep.smoothing import smoothing
+from data_prep.sources import Document, pieces, read
 
 SMALL_PARTS = 2_000  # bytes: several parts, units and shards from a few kB
 
@@ -32,8 +27,8 @@ def documents(config: CorpusConfig) -> list[tuple[int, Document]]:
     """All documents, straight from the readers."""
     found = []
     for number, source in enumerate(config.sources):
-        for name in inputs(source):
-            found += [(number, item) for item in read(source, name) if isinstance(item, Document)]
+        for piece in pieces(source, 10**9):
+            found += [(number, item) for item in read(source, piece) if isinstance(item, Document)]
     return found
 
 
@@ -80,11 +75,11 @@ def test_round_trip(make_config: Any, row_length: int) -> None:
             expected[number, document.id] = spaced(document.text)
         seen.add(document.text)
     assert found.keys() == expected.keys()
-    for key, pieces in found.items():
+    for key, segments in found.items():
         limit = row_length - 2
         words = expected[key]
         wanted = [words[start : start + limit] for start in range(0, len(words), limit)]
-        assert Counter(pieces) == Counter(" ".join(piece) for piece in wanted)
+        assert Counter(segments) == Counter(" ".join(piece) for piece in wanted)
     counts = json.loads((config.output / "token_counts.json").read_text())["counts"]
     assert counts[manifest.tokenizer.special_ids.mask] == 0
     assert counts[manifest.tokenizer.special_ids.unk] == 0
@@ -203,6 +198,97 @@ def test_fraction_is_nested_and_independent_of_the_split(make_config: Any, tmp_p
         assert ids[0.25][split] < ids[0.5][split]
 
 
+@pytest.mark.parametrize(
+    ("documents", "validation", "held_out"),
+    [(1, 0.5, 0), (1, 1e-9, 0), (2, 1e-9, 1), (2, 1 - 1e-9, 1), (9, 1e-9, 1), (9, 0, 0)],
+)
+def test_neither_split_is_left_empty(
+    make_config: Any, tmp_path: Path, documents: int, validation: float, held_out: int
+) -> None:
+    path = tmp_path / "few.txt"
+    path.write_text(
+        "\n".join(["mask", "pad", "sep", "cls", "and", "stay", "text", "a", "]"][:documents])
+    )
+    sources = [{"kind": "text", "path": str(path), "document": "line"}]
+    (record,) = prepare(make_config(sources=sources, validation=validation)).sources
+    assert (record.documents_kept, record.documents_validation) == (documents, held_out)
+
+
+def test_a_cluster_of_near_duplicates_lies_in_one_split(make_config: Any, tmp_path: Path) -> None:
+    draw = random.Random(6)
+    texts = []
+    for group in range(40):
+        words = [f"{group}w{draw.randint(0, 9999)}" for _ in range(120)]
+        for copy in range(3):  # two words in a row changed: Jaccard of 0.91
+            words[40 * copy : 40 * copy + 2] = [f"x{group}{copy}", f"y{group}{copy}"]
+            texts.append(" ".join(words))
+    path = tmp_path / "near.txt"
+    path.write_text("\n".join(texts))
+    sources = [{"kind": "text", "path": str(path), "document": "line"}]
+    config = make_config(sources=sources)
+    (record,) = prepare(config).sources
+    assert (record.documents_kept, record.dropped) == (40, {"near duplicate": 80})
+    firsts = {
+        id
+        for split in ("train", "validation")
+        for _, id in read_back(config.output, load_manifest(config.output), split)
+    }
+    offsets = [0]
+    for text in texts[:-1]:
+        offsets.append(offsets[-1] + len(text) + 1)
+    assert firsts == {f"near.txt@{offset}" for offset in offsets[::3]}
+
+
+def test_repeated_paragraphs_are_taken_out_of_later_documents(
+    make_config: Any, tmp_path: Path
+) -> None:
+    draw = random.Random(7)
+    known = (tmp_path / "vocab.txt").read_text().split()[20:]
+    lines = [" ".join(draw.choices(known, k=20)) for _ in range(12)]
+    documents_of_lines = [
+        [lines[0], "a", lines[1]],
+        [lines[2], lines[0], "a"],  # lines[0] and the short line are known
+        [lines[2], lines[0], "a"],  # a whole duplicate: goes as one
+        [lines[1], lines[3]],
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"text": "\n".join(d)}) + "\n" for d in documents_of_lines))
+    sources = [{"kind": "jsonl", "path": str(path)}]
+    changes = {"documents": "exact", "paragraphs": "exact"}
+    config = make_config(sources=sources, validation=0, deduplicate=changes, row_length=128)
+    (record,) = prepare(config).sources
+    assert record.dropped == {"duplicate": 1}
+    assert record.noted == {"repeated paragraphs taken out": 2}
+    found = read_back(config.output, load_manifest(config.output), "train")
+    kept = [[lines[0], "a", lines[1]], [lines[2], "a"], [lines[3]]]
+    assert sorted(found.values()) == sorted([" ".join(d)] for d in kept)
+
+
+def test_texts_of_evaluation_files_are_reported_and_removed(
+    make_config: Any, tmp_path: Path
+) -> None:
+    draw = random.Random(8)
+    known = (tmp_path / "vocab.txt").read_text().split()[20:]
+    sentence = " ".join(draw.choices(known, k=14))
+    dev = tmp_path / "dev.tsv"
+    dev.write_text(f"sentence\tlabel\n{sentence.capitalize()}!\t1\n")
+    lines = [" ".join(draw.choices(known, k=40)) for _ in range(5)]
+    lines[2] = f"{lines[2]} {sentence} {lines[2]}"
+    path = tmp_path / "t.txt"
+    path.write_text("\n".join(lines))
+    sources = [{"kind": "text", "path": str(path), "document": "line"}]
+    for remove, kept in ((False, 5), (True, 4)):
+        settings = {"files": [str(dev)], "remove": remove}
+        out = tmp_path / str(remove)
+        config = make_config(sources=sources, decontaminate=settings, output=out)
+        (record,) = prepare(config).sources
+        assert record.documents_kept == kept
+        assert record.contaminated == {"dev.tsv": 1}
+        assert record.dropped == ({"contaminated": 1} if remove else {})
+        (entry,) = [json.loads(line) for line in (out / "contaminated.jsonl").open()]
+        assert (entry["ngrams"], entry["files"], entry["removed"]) == (2, ["dev.tsv"], remove)
+
+
 def test_second_run_is_up_to_date(make_config: Any, tmp_path: Path) -> None:
     config = make_config()
     first = prepare(config)
@@ -233,19 +319,14 @@ def test_another_corpus_is_refused(make_config: Any, tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"input 2\.txt has changed"):
         prepare(config)
     (tmp_path / "texts" / "9.txt").write_text("new\n")
-    with pytest.raises(CorpusError, match="6 input files there, 7 here"):
+    with pytest.raises(CorpusError, match="6 pieces of input there, 7 here"):
         prepare(config)
     assert tree(config.output) == before
 
 
-def test_an_interrupted_run_is_cleared_and_foreign_files_are_not(make_config: Any) -> None:
+def test_foreign_files_are_not_touched(make_config: Any) -> None:
     config = make_config()
-    (config.output / ".work" / "rows").mkdir(parents=True)
-    (config.output / ".work" / "rows" / "train-00000.arrow").write_text("half")
-    (config.output / "train-00099.arrow").write_text("stale")
-    manifest = prepare(config)
-    assert verify(config.output) == []
-    assert not (config.output / "train-00099.arrow").exists()
+    prepare(config)
     (config.output / "manifest.json").unlink()
     with pytest.raises(CorpusError, match=r"but no manifest\.json"):
         prepare(config)
@@ -255,7 +336,6 @@ def test_an_interrupted_run_is_cleared_and_foreign_files_are_not(make_config: An
     with pytest.raises(CorpusError, match=r"holds thesis\.tex"):
         prepare(foreign)
     assert (foreign.output / "thesis.tex").read_text() == "precious"
-    assert manifest.splits["train"].rows
 
 
 def test_nothing_to_train_on(make_config: Any) -> None:
@@ -310,86 +390,3 @@ def test_inputs_of_any_kind_of_content_give_one_digest(make_config: Any, tmp_pat
     moved = [{"kind": "text", "path": str(tmp_path / "moved"), "document": "paragraph"}]
     second = prepare(make_config(sources=moved, output=tmp_path / "elsewhere"))
     assert first.digest == second.digest
-
-
-def double_or_fail(unit: int) -> int:
-    if unit < 0:
-        raise CorpusError(f"unit {unit}")
-    if unit > 100:
-        os._exit(1)  # as a kill for want of memory does
-    return 2 * unit
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_engines(workers: int) -> None:
-    assert run(double_or_fail, list(range(20)), workers) == [2 * unit for unit in range(20)]
-    with pytest.raises(CorpusError, match="unit -1"):
-        run(double_or_fail, [1, 2, -1, 3], workers)
-
-
-def fail_or_write_late(path: str) -> None:
-    if not path:
-        raise CorpusError("the first failure")
-    time.sleep(5)
-    Path(path).touch()
-
-
-def test_a_failure_does_not_wait_for_the_others(tmp_path: Path) -> None:
-    late = tmp_path / "late"
-    with pytest.raises(CorpusError, match="the first failure"):
-        run(fail_or_write_late, [str(late), "", str(late)], 2)
-    # `run` returns only when its workers are gone
-    assert not late.exists() and not multiprocessing.active_children()
-
-
-def test_a_dead_worker_is_a_sentence() -> None:
-    with pytest.raises(CorpusError, match="a worker process died"):
-        run(double_or_fail, [1, 101], 2)
-
-
-FULL = """
-import resource, sys
-from data_prep.config import CorpusConfig
-from data_prep.prepare import prepare
-resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
-config = CorpusConfig.model_validate_json(sys.stdin.read())
-try:
-    prepare(config, part_bytes=2000)
-except OSError as error:
-    assert error.errno == 27 and error.filename, repr(error)
-    sys.exit(2)
-"""
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_files_that_cannot_grow(make_config: Any, workers: int) -> None:
-    config = make_config(workers=workers)
-    code = subprocess.run(
-        [sys.executable, "-c", FULL], input=config.model_dump_json().encode(), check=False
-    ).returncode
-    assert code == 2
-    left = [path for path in config.output.rglob("*") if path.is_file()]
-    assert [path.name for path in left] == ["lock"]
-    assert prepare(config).splits["train"].rows
-
-
-KILLED = """
-import os, sys
-from data_prep import prepare as stage
-from data_prep.config import CorpusConfig
-write = stage.finish
-stage.finish = lambda *args: os._exit(9)
-stage.prepare(CorpusConfig.model_validate_json(sys.stdin.read()))
-"""
-
-
-def test_a_killed_run_starts_again(make_config: Any, tmp_path: Path) -> None:
-    config = make_config()
-    code = subprocess.run(
-        [sys.executable, "-c", KILLED], input=config.model_dump_json().encode(), check=False
-    ).returncode
-    assert code == 9
-    with pytest.raises(CorpusError, match="no finished shards"):
-        load_manifest(config.output)
-    again = prepare(config)
-    assert again.digest == prepare(make_config(output=tmp_path / "fresh")).digest

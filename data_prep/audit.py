@@ -1,0 +1,250 @@
+"""What is in a row, and which rows hold a document: for questions of origin, and for take-down."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from data_prep import CorpusError
+from data_prep.shards import Manifest, ShardSet, load_manifest, open_shards
+from data_prep.shards.manifest import AGAIN
+from data_prep.shards.reading import Split
+from data_prep.tokens import Tokens, load
+
+Field = Literal["document", "url", "title"]
+
+_FIELDS: tuple[Field, ...] = ("document", "url", "title")
+_BATCH_ROWS = 65_536
+_CANDIDATES = 20_000  # ids that a misspelt one is compared with
+_QUARANTINE = "quarantine.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a document in a row: positions `start` to `end` - 1, [CLS] and [SEP] included."""
+
+    number: int
+    start: int
+    end: int
+    source: str
+    kind: str
+    licence: str
+    document: str
+    title: str
+    url: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a piece of a document lies: `row` counts over the split, `row_in_shard` in the file."""
+
+    split: Split
+    row: int
+    shard: str
+    row_in_shard: int
+    start: int
+    source: str
+    licence: str
+    document: str
+    title: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The places of a document, what it was found by, and what else the value would have named.
+
+    `others` counts places that the value names in another way: an id may be another's title.
+    """
+
+    by: Field
+    places: tuple[Place, ...]
+    others: dict[Field, int]
+
+
+def documents_of_row(folder: Path | str, row: int, split: Split = "train") -> list[Segment]:
+    """The pieces in a row, decoded; rows are numbered over the whole split, as training does.
+
+    Raises:
+        CorpusError: no such split or row, or a side table that does not fit its shard.
+    """
+    shards = open_shards(folder, split)
+    if not 0 <= row < len(shards):
+        raise CorpusError(f"{folder}: {split} has rows 0 to {len(shards) - 1}, not {row}")
+    return segments_of(shards, load(shards.folder / "tokenizer"), row)
+
+
+def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
+    """The pieces in a row of an open split."""
+    split = shards.manifest.splits[shards.split]
+    starts = np.cumsum([0] + [shard.rows for shard in split.shards])
+    shard = int(np.searchsorted(starts, row, side="right")) - 1
+    path = _side_table(shards.folder, split.shards[shard].file)
+    ids = shards.rows([row])[0]
+    special = shards.manifest.tokenizer.special_ids
+    found: list[Segment] = []
+    for batch in _batches(path, pc.field("row") == row - int(starts[shard])):
+        for entry in batch.to_pylist():
+            start = entry["start"]
+            ends = np.flatnonzero(ids[start:] == special.sep)
+            if ids[start] != special.cls or not len(ends):
+                raise CorpusError(f"{path}: does not match the segments of its shard: {AGAIN}")
+            end = start + int(ends[0]) + 1
+            source = shards.manifest.sources[entry["source"]]
+            found.append(
+                Segment(
+                    number=len(found),
+                    start=start,
+                    end=end,
+                    source=source.name,
+                    kind=source.kind,
+                    licence=source.licence,
+                    document=entry["document"],
+                    title=entry["title"],
+                    url=entry["url"],
+                    text=tokens.decode(ids[start + 1 : end - 1]),
+                )
+            )
+    return found
+
+
+def rows_of_document(folder: Path | str, value: str, source: str | None = None) -> Found:
+    """Every place that holds the document whose id, or else URL, or else title is `value`.
+
+    The comparison is exact. Side tables are read one batch at a time, so memory grows with what is
+    found alone.
+
+    Args:
+        folder: of shards.
+        value: an id, a URL or a title.
+        source: only in the source of this name; an id is unique within its source.
+
+    Raises:
+        CorpusError: no row holds it (with ids that come near, or why it was dropped where the
+            quarantine names it), or there is no such source.
+    """
+    folder = Path(folder)
+    manifest = load_manifest(folder)
+    sources = _sources_named(folder, manifest, source)
+    chosen = pc.field("source").isin(pa.array(sources, pa.int64()))
+    named = [pc.field(name) == value for name in _FIELDS]
+    wanted = chosen & (named[0] | named[1] | named[2])
+    places: dict[Field, list[Place]] = {name: [] for name in _FIELDS}
+    for place in _places(folder, manifest, wanted) if value else ():
+        first = next(name for name in _FIELDS if getattr(place, name) == value)
+        places[first].append(place)
+    for by in _FIELDS:
+        if places[by]:
+            others = {name: len(places[name]) for name in _FIELDS if name != by and places[name]}
+            return Found(by, tuple(places[by]), others)
+    raise CorpusError(_not_found(folder, manifest, value, sources, source))
+
+
+def _places(folder: Path, manifest: Manifest, wanted: pc.Expression) -> Iterator[Place]:
+    for split, record in manifest.splits.items():
+        first = 0
+        for shard in record.shards:
+            for batch in _batches(_side_table(folder, shard.file), wanted):
+                for entry in batch.to_pylist():
+                    source = manifest.sources[entry["source"]]
+                    yield Place(
+                        split=split,
+                        row=first + entry["row"],
+                        shard=shard.file,
+                        row_in_shard=entry["row"],
+                        start=entry["start"],
+                        source=source.name,
+                        licence=source.licence,
+                        document=entry["document"],
+                        title=entry["title"],
+                        url=entry["url"],
+                    )
+            first += shard.rows
+
+
+def _side_table(folder: Path, shard: str) -> Path:
+    return (folder / "segments" / shard).with_suffix(".parquet")
+
+
+def _batches(path: Path, wanted: pc.Expression | None = None) -> Iterator[pa.Table]:
+    """The rows of a side table that are wanted, in order; CorpusError if it does not decode."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                table = pa.Table.from_batches([batch])
+                yield table if wanted is None else table.filter(wanted)
+    except FileNotFoundError:
+        raise CorpusError(f"{path}: missing: {AGAIN}") from None
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CorpusError(f"{path}: does not decode ({reason}): {AGAIN}") from None
+
+
+def _sources_named(folder: Path, manifest: Manifest, name: str | None) -> list[int]:
+    numbers = [n for n, s in enumerate(manifest.sources) if name in (None, s.name)]
+    if not numbers:
+        names = ", ".join(dict.fromkeys(source.name for source in manifest.sources))
+        raise CorpusError(f"{folder}: no source is named {name!r}; there are: {names}")
+    return numbers
+
+
+def _not_found(
+    folder: Path, manifest: Manifest, value: str, sources: Sequence[int], source: str | None
+) -> str:
+    where = f" of source {source!r}" if source is not None else ""
+    text = f"{folder}: no row holds a document{where} with the id, URL or title {value!r}"
+    if dropped := _quarantined(folder, value):
+        return f"{text}: it was dropped when the corpus was read ({dropped})"
+    if near := _nearest(folder, manifest, value, sources):
+        text += f"; near it: {', '.join(map(repr, near))}"
+    return (
+        f"{text}; it may have been dropped (filtered, unreadable or a duplicate): "
+        f"look into {folder / _QUARANTINE}"
+    )
+
+
+def _nearest(folder: Path, manifest: Manifest, value: str, sources: Sequence[int]) -> list[str]:
+    """Up to three ids that are like `value`, among those that hold it and the first ones."""
+    numbers = pa.array(sources, pa.int64())
+
+    def ids(containing: str | None) -> Iterator[str]:
+        for record in manifest.splits.values():
+            for shard in record.shards:
+                for batch in _batches(_side_table(folder, shard.file)):
+                    column = batch["document"]
+                    keep = pc.is_in(batch["source"].cast(pa.int64()), numbers)
+                    if containing is not None:
+                        like = pc.match_substring(column, containing, ignore_case=True)
+                        keep = pc.and_(keep, like)
+                    yield from pc.unique(column.filter(keep)).to_pylist()
+
+    holding = islice(ids(value), _CANDIDATES) if value else ()
+    candidates = dict.fromkeys([*holding, *islice(ids(None), _CANDIDATES)])
+    folded = {id.lower(): id for id in reversed(candidates)}
+    close = difflib.get_close_matches(value.lower(), folded, n=3, cutoff=0.6)
+    holding_it = [id for key, id in folded.items() if value and value.lower() in key]
+    return [folded[key] for key in close] or holding_it[:3]
+
+
+def _quarantined(folder: Path, value: str) -> str:
+    """Why a document was set aside, "" if the quarantine does not name it."""
+    try:
+        with (folder / _QUARANTINE).open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                entry: dict[str, Any] = json.loads(line)
+                if value and entry.get("where") == value:
+                    return ": ".join(filter(None, (entry.get("reason"), entry.get("detail"))))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return ""  # a hint is not worth an error
+    return ""

@@ -1,0 +1,223 @@
+"""The dataset card of a published corpus: what is in it, its licences, how it was made."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from huggingface_hub import DatasetCard, DatasetCardData
+
+from data_prep.shards import Manifest
+
+# Of a licence as people write it, the identifier the Hub knows; every other one is "other".
+_LICENCES = frozenset(
+    (
+        *("afl-3.0", "agpl-3.0", "apache-2.0", "artistic-2.0", "bsd-2-clause", "bsd-3-clause"),
+        *("bsl-1.0", "cc", "cc-by-2.0", "cc-by-3.0", "cc-by-4.0", "cc-by-nc-3.0", "cc-by-nc-4.0"),
+        *("cc-by-nc-nd-4.0", "cc-by-nc-sa-3.0", "cc-by-nc-sa-4.0", "cc-by-nd-4.0", "cc-by-sa-3.0"),
+        *("cc-by-sa-4.0", "cc0-1.0", "gfdl", "gpl-2.0", "gpl-3.0", "isc", "lgpl-2.1", "lgpl-3.0"),
+        *("mit", "mpl-2.0", "odbl", "odc-by", "pddl", "unknown", "unlicense", "wtfpl", "zlib"),
+    )
+)
+_LANGUAGE = re.compile(r"[a-z]{2,3}")
+_MARKUP = re.compile(r"[\\`*_\[\]()#!~$:@]")  # what Markdown heeds in the middle of a line
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
+
+
+def dataset_card(name: str, manifest: Manifest) -> DatasetCard:
+    """A card from the manifest; the strings of users stay text in its YAML and its Markdown."""
+    rows = sum(split.rows for split in manifest.splits.values())
+    data = DatasetCardData(
+        pretty_name=_line(name),
+        language=_languages(manifest),
+        license=sorted({_licence(source.licence) for source in manifest.sources}),
+        size_categories=[_size_category(rows)],
+        task_categories=["fill-mask"],
+        tags=["masked-language-modelling", "pretraining", "tokenized"],
+        configs=[
+            {
+                "config_name": config,
+                "data_files": [
+                    {"split": split, "path": f"{folder}/{split}-*.parquet"}
+                    for split in manifest.splits
+                ],
+                **({"default": True} if config == "default" else {}),
+            }
+            for config, folder in (("default", "data"), ("segments", "segments"))
+        ],
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {escape(name)}",
+        *_summary(manifest),
+        "## Use",
+        "```python\nfrom datasets import load_dataset\n\n"
+        'rows = load_dataset("PATH_OR_NAME", split="train")\n'
+        'documents = load_dataset("PATH_OR_NAME", "segments", split="train")\n```',
+        "## Rows",
+        *_layout(manifest),
+        "## Sources",
+        *_sources(manifest),
+        "## Overlap with evaluation data",
+        _overlap(manifest),
+        "## How it was made",
+        *_recipe(manifest),
+        "## Origin and take-down",
+        *_origin(manifest),
+    ]
+    return DatasetCard("\n\n".join(parts) + "\n")
+
+
+def escape(value: object) -> str:
+    """Text on one line that neither Markdown nor HTML reads as markup."""
+    text = _MARKUP.sub(r"\\\g<0>", _line(str(value)))
+    return re.sub("[&<>|]", lambda match: _ENTITIES[match[0]], text)
+
+
+def _line(text: str) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _summary(manifest: Manifest) -> Iterator[str]:
+    length = manifest.row_length
+    yield (
+        f"Text as packed rows of {length} token ids, ready for masked language modelling. Digest "
+        f"of the corpus: `{manifest.digest}`."
+    )
+    yield _table(
+        ("split", "rows", "tokens", "segments", "share that is not padding"),
+        [
+            (name, s.rows, s.tokens, s.segments, f"{s.tokens / max(1, s.rows * length):.2%}")
+            for name, s in manifest.splits.items()
+        ],
+    )
+
+
+def _layout(manifest: Manifest) -> Iterator[str]:
+    ids = manifest.tokenizer.special_ids
+    yield (
+        f"`input_ids` is a list of exactly {manifest.row_length} ids of type `{manifest.dtype}`. A "
+        "row holds whole segments `[CLS] ... [SEP]`, one after another, and padding at its end; a "
+        "document that is longer than a row is cut into several segments. So a segment begins at "
+        f"every id {ids.cls}, ends at the next id {ids.sep}, and padding is id {ids.pad}; "
+        "attention should not cross segments. Nothing is masked yet (the mask is id "
+        f"{ids.mask}, an unknown word id {ids.unk}). The vocabulary has "
+        f"{manifest.tokenizer.vocab_size} entries; the tokenizer is in `tokenizer/`. Rows are not "
+        "shuffled."
+    )
+    yield (
+        "The configuration `segments` names the document of each segment: its row (counted over "
+        "the split), where it starts in it, source, licence, document id, title and URL."
+    )
+
+
+def _sources(manifest: Manifest) -> Iterator[str]:
+    yield _table(
+        ("source", "kind", "licence", "documents", "kept", "of these held out", "characters"),
+        [
+            (
+                s.name,
+                s.kind,
+                s.licence,
+                s.documents_in,
+                s.documents_kept,
+                s.documents_validation,
+                s.characters,
+            )
+            for s in manifest.sources
+        ],
+    )
+    for what, counts in (
+        ("Documents that were dropped:", [source.dropped for source in manifest.sources]),
+        ("Peculiarities of what was kept:", [source.noted for source in manifest.sources]),
+    ):
+        names = [source.name for source in manifest.sources]
+        if found := [
+            (name, reason, count)
+            for name, reasons in zip(names, counts, strict=True)
+            for reason, count in reasons.items()
+            if count
+        ]:
+            yield what
+            yield _table(("source", "what", "count"), found)
+
+
+def _overlap(manifest: Manifest) -> str:
+    if not manifest.content.get("decontaminate"):
+        return "Not looked for."
+    removed = manifest.content["decontaminate"].get("remove", True)
+    found = [
+        (source.name, file, count)
+        for source in manifest.sources
+        for file, count in source.contaminated.items()
+    ]
+    if not found:
+        return "Looked for (13-grams of words, Brown et al. 2020) and not found."
+    fate = "and were removed" if removed else "and were kept"
+    return (
+        "Documents that share a 13-gram of words (Brown et al. 2020) with an evaluation file "
+        f"{fate}:\n\n{_table(('source', 'evaluation file', 'documents'), found)}"
+    )
+
+
+def _languages(manifest: Manifest) -> list[str] | None:
+    """ISO 639 codes, if every source was filtered by language."""
+    chosen = [source.get("languages") or [] for source in manifest.content.get("sources", [])]
+    codes = sorted({str(code) for codes in chosen for code in codes})
+    known = all(chosen) and all(_LANGUAGE.fullmatch(code) for code in codes)
+    return codes if codes and known else None
+
+
+def _recipe(manifest: Manifest) -> Iterator[str]:
+    made = {"distil-pretraining": manifest.code_version, **manifest.created_by}
+    yield (
+        "Read, cleaned, filtered, deduplicated, tokenised and packed by `distil prepare` ("
+        + ", ".join(f"{escape(name)} {escape(version)}" for name, version in made.items())
+        + ") with these keys:"
+    )
+    yield _table(("key", "value"), list(_flat(manifest.content)))
+
+
+def _origin(manifest: Manifest) -> Iterator[str]:
+    yield (
+        "`provenance/manifest.json` holds the digests of the corpus, `provenance/provenance.jsonl` "
+        "how it was made from its input files, `provenance/files.json` the digests of the files "
+        "here. To find a document's rows, look for its id, title or URL in `segments`."
+    )
+
+
+def _flat(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """("a.b", value) of nested mappings and lists."""
+    children: Iterable[tuple[Any, Any]]
+    if isinstance(values, Mapping) and values:
+        children = values.items()
+    elif isinstance(values, list) and any(isinstance(value, Mapping | list) for value in values):
+        children = enumerate(values)
+    else:
+        yield key, values if isinstance(values, str) else json.dumps(values)
+        return
+    for name, value in children:
+        yield from _flat(value, f"{key}.{name}" if key else str(name))
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    for row in rows:
+        cells = (f"{cell:,}" if isinstance(cell, int) else escape(cell) for cell in row)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _licence(text: str) -> str:
+    identifier = "-".join(text.lower().split())
+    return identifier if identifier in _LICENCES else "other"
+
+
+def _size_category(rows: int) -> str:
+    bounds = ["1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T"]
+    power = len(str(rows)) - 3 if rows >= 1000 else 0
+    if power == 0:
+        return "n<1K"
+    return f"{bounds[power - 1]}<n<{bounds[power]}" if power < len(bounds) else "n>1T"

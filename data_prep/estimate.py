@@ -1,0 +1,243 @@
+"""What a corpus will be, before it is made: tokens, rows, disk and time from a sample of it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.config import CorpusConfig, TrainTokenizer
+from data_prep.engines import run
+from data_prep.packing import cut, pack
+from data_prep.plan import Plan
+from data_prep.sources import Document, Piece, Source
+from data_prep.sources.compressed import decompressed, is_compressed
+from data_prep.sources.files import opened
+from data_prep.stages.extract import ExtractTask, extract, read_part
+from data_prep.tokens import Tokens, load
+from data_prep.wordpiece import train
+
+SAMPLE_BYTES = 2**22  # as stored, of each source
+PIECE_BYTES = 2**19
+# Where a file that is cut short may end, and what closes it.
+_ENDS = {"mediawiki": (b"</page>", b"\n</mediawiki>\n"), "wikiextractor": (b"</doc>", b"\n")}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEstimate:
+    """A source, scaled up from its sample by stored bytes; `share` of them was read.
+
+    `rows` and `fill` are by row length. `seconds` are of one worker.
+    """
+
+    name: str
+    stored_bytes: int
+    share: float
+    documents: int
+    kept: int
+    dropped: dict[str, int]  # in the sample
+    words: int
+    tokens: int
+    unknown: float
+    rows: dict[int, int]
+    fill: dict[int, float]
+    text_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """All sources; bytes of the finished shards and of the work folder at its largest."""
+
+    sources: tuple[SourceEstimate, ...]
+    shard_bytes: int
+    work_bytes: int
+    seconds: float
+    vocab_size: int
+    trained: bool
+
+
+def estimate(config: CorpusConfig) -> Estimate:
+    """Read, clean and tokenise a sample of each source as `prepare` would.
+
+    Duplicates show in the whole corpus only, so none are taken off.
+    """
+    plan = Plan(config, piece_bytes=PIECE_BYTES)
+    given = None if isinstance(config.tokenizer, TrainTokenizer) else load(config.tokenizer)
+    with tempfile.TemporaryDirectory(prefix="distil-") as name:
+        folder = Path(name)
+        samples = [
+            _extracted(config, plan, number, folder) for number in range(len(config.sources))
+        ]
+        if given is None:
+            assert isinstance(config.tokenizer, TrainTokenizer)
+            tokens = train(lambda: _texts(samples), config.tokenizer.train)
+        else:
+            tokens = given
+        tokens.accelerate([document.text[:1000] for document in _documents(samples[0])][:100])
+        sources = tuple(_scaled(config, sample, tokens) for sample in samples)
+    width = 2 if len(tokens.vocabulary) <= 2**16 else 4
+    rows = Counter[int]()
+    for source in sources:
+        rows.update(source.rows)
+    shard_bytes = sum(count * length * width for length, count in rows.items())
+    hashes = 1200 if config.deduplicate.documents == "near" else 60  # bytes a document
+    text = sum(source.text_bytes + source.kept * hashes for source in sources)
+    return Estimate(
+        sources=sources,
+        shard_bytes=shard_bytes,
+        work_bytes=text + shard_bytes,
+        seconds=sum(source.seconds for source in sources) / config.workers,
+        vocab_size=len(tokens.vocabulary),
+        trained=given is None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    source: Source
+    stored_bytes: int
+    sampled_bytes: int
+    folders: tuple[Path, ...]
+    results: tuple[dict[str, Any], ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    task: ExtractTask
+    folder: Path
+
+
+def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _Sample:
+    """Extract pieces spread evenly over a source."""
+    source, pieces = config.sources[number], plan.pieces[number]
+    total = sum(piece.size for piece in pieces)
+    wanted = max(1, min(len(pieces), round(SAMPLE_BYTES * len(pieces) / max(total, 1))))
+    chosen = [pieces[i * len(pieces) // wanted] for i in range(wanted)]
+    sampled = 0
+    jobs = []
+    for place, piece in enumerate(chosen):
+        path = folder / f"{number}-{place}"
+        path.mkdir()
+        of = source
+        if piece.size > SAMPLE_BYTES and is_compressed(piece.path):
+            head = path / Path(piece.path).with_suffix("").name
+            sampled += _head(source, piece, head)
+            piece = Piece(str(head), 0, None, head.stat().st_size)
+            of = source.model_copy(update={"path": str(head)})
+        else:
+            sampled += piece.size
+        task = ExtractTask(
+            source_number=number,
+            source=of,
+            pieces=(piece,),
+            part_bytes=2**25,
+            min_characters=config.min_characters,
+            max_characters=config.max_characters,
+            deduplicate=config.deduplicate,
+            contamination=None,
+            remove_contaminated=False,
+            seed=config.seed,
+        )
+        jobs.append(_Timed(task, path))
+    found = run(_timed, jobs, config.workers)
+    return _Sample(
+        source,
+        total,
+        sampled,
+        tuple(job.folder for job in jobs),
+        tuple(result for result, _ in found),
+        sum(seconds for _, seconds in found),
+    )
+
+
+def _timed(job: _Timed) -> tuple[dict[str, Any], float]:
+    start = time.perf_counter()
+    result = extract(job.task, job.folder)
+    return result, time.perf_counter() - start
+
+
+def _head(source: Source, piece: Piece, head: Path) -> int:
+    """Write the beginning of a compressed file, to a document's end; its bytes as stored."""
+    raw = _Counted(opened(piece.path))
+    held: list[bytes] = []
+    size = 0
+    for chunk in decompressed(raw, piece.path):
+        held.append(chunk)
+        size += len(chunk)
+        if size >= SAMPLE_BYTES:
+            break
+    data = b"".join(held)
+    marker, end = _ENDS.get(source.kind, (b"\n", b""))
+    cut_at = data.rfind(marker)
+    head.write_bytes(data[: cut_at + len(marker)] + end if cut_at >= 0 else data)
+    return raw.read_bytes
+
+
+class _Counted:
+    """A file that counts what is read of it."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.read_bytes = 0
+
+    def read(self, size: int = -1, /) -> bytes:
+        """At most `size` bytes; none at the end."""
+        data: bytes = self._file.read(size)
+        self.read_bytes += len(data)
+        return data
+
+
+def _documents(sample: _Sample) -> Iterator[Document]:
+    for folder, result in zip(sample.folders, sample.results, strict=True):
+        for part in result["parts"]:
+            everything = np.ones(part["documents"], dtype=bool)
+            yield from (document for _, document in read_part(folder / part["file"], everything))
+
+
+def _texts(samples: Sequence[_Sample]) -> Iterator[str]:
+    for sample in samples:
+        yield from (document.text for document in _documents(sample))
+
+
+def _scaled(config: CorpusConfig, sample: _Sample, tokens: Tokens) -> SourceEstimate:
+    start = time.perf_counter()
+    words = num_tokens = unknown = text_bytes = kept = 0
+    lengths: dict[int, list[int]] = {length: [] for length in config.row_lengths}
+    for document in _documents(sample):
+        ids = tokens.encode(document.text)
+        kept += 1
+        words += len(document.text.split())
+        text_bytes += len(document.text.encode())
+        num_tokens += len(ids)
+        unknown += int((ids == tokens.special_ids.unk).sum())
+        for row_length, of_row in lengths.items():
+            of_row += [len(piece) + 2 for piece in cut(ids, row_length - 2)]
+    rows = {length: len(pack(of_row, length)) for length, of_row in lengths.items()}
+    seconds = sample.seconds + time.perf_counter() - start
+    share = min(1.0, sample.sampled_bytes / sample.stored_bytes) if sample.stored_bytes else 1.0
+    dropped = sum((Counter(result["dropped"]) for result in sample.results), Counter[str]())
+    return SourceEstimate(
+        name=sample.source.label,
+        stored_bytes=sample.stored_bytes,
+        share=share,
+        documents=round(sum(result["documents_in"] for result in sample.results) / share),
+        kept=round(kept / share),
+        dropped=dict(sorted(dropped.items())),
+        words=round(words / share),
+        tokens=round((num_tokens + 2 * kept) / share),
+        unknown=unknown / max(num_tokens, 1),
+        rows={length: round(count / share) for length, count in rows.items()},
+        fill={
+            length: sum(lengths[length]) / max(1, count * length) for length, count in rows.items()
+        },
+        text_bytes=round(text_bytes / share),
+        seconds=seconds / share,
+    )

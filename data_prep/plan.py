@@ -1,0 +1,334 @@
+"""A corpus file -> the units of each stage: content decides them, never the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from data_prep import CorpusError, minhash
+from data_prep.config import CorpusConfig, TrainTokenizer, source_keys
+from data_prep.sources import Piece, name_of, pieces
+from data_prep.stages.deduplicate import TRAIN, VALIDATION, DeduplicateTask, deduplicate
+from data_prep.stages.examples import FILE, ExamplesTask, examples
+from data_prep.stages.extract import ExtractTask, extract
+from data_prep.stages.match import MatchTask, match
+from data_prep.stages.pack import PackTask, PartSlice, pack_unit
+from data_prep.stages.vocabulary import VocabularyTask, vocabulary
+from data_prep.tokens import load
+from data_prep.units import NamedPiece, Record, Unit, group, make_unit, sha256_of
+
+PART_BYTES = 32 * 2**20  # of text, before it is tokenised into a shard
+# Reading is slower than packing and inputs may be compressed: its units are smaller.
+PIECE_BYTES = PART_BYTES // 4
+HASHES_AT_ONCE = 2_000_000  # 24 bytes each, and as much again to sort them
+
+StageName = Literal["examples", "extract", "match", "deduplicate", "vocabulary", "pack"]
+FUNCTIONS: dict[StageName, Callable[[Any, Path], dict[str, Any]]] = {
+    "examples": examples,
+    "extract": extract,
+    "match": match,
+    "deduplicate": deduplicate,
+    "vocabulary": vocabulary,
+    "pack": pack_unit,
+}
+
+
+class Plan:
+    """The units of a corpus. Those of a stage can be known once the stages before it are done."""
+
+    def __init__(
+        self, config: CorpusConfig, part_bytes: int = PART_BYTES, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self.config = config
+        self.work = config.output / ".work"
+        self._part_bytes = part_bytes
+        self._piece_bytes = min(piece_bytes, part_bytes)
+        self.pieces: list[list[Piece]] = [
+            pieces(source, self._piece_bytes) for source in config.sources
+        ]
+        self._units: dict[StageName, list[Unit]] = {}
+        self._records: dict[StageName, list[Record]] = {}
+
+    def units(self, stage: StageName) -> list[Unit]:
+        """The stage's units; CorpusError while an earlier stage is not complete."""
+        if stage not in self._units:
+            self._units[stage] = getattr(self, f"_{stage}")()
+        return self._units[stage]
+
+    def finished(self, stage: StageName, records: Sequence[Record]) -> None:
+        """Take the records of a stage that was just run, instead of reading them."""
+        self._records[stage] = list(records)
+
+    def records(self, stage: StageName) -> list[Record]:
+        """What the stage's units wrote; CorpusError if one is missing."""
+        if stage not in self._records:
+            found = [unit.record() for unit in self.units(stage)]
+            missing = sum(record is None for record in found)
+            if missing:
+                raise CorpusError(
+                    f"{self.config.output}: {missing} of {len(found)} units of stage {stage} are "
+                    f"missing: run `distil prepare CONFIG --stage {stage}` for all its tasks first"
+                )
+            self._records[stage] = [record for record in found if record is not None]
+        return self._records[stage]
+
+    def folders(self, stage: StageName) -> tuple[Path, ...]:
+        """Where the stage's units wrote."""
+        return tuple(unit.folder for unit in self.units(stage))
+
+    def _unit(
+        self,
+        stage: StageName,
+        number: int,
+        task: Any,
+        *,
+        upstream: tuple[str, ...] = (),
+        pieces: tuple[NamedPiece, ...] = (),
+        **keys: Any,
+    ) -> Unit:
+        return make_unit(stage, number, task, self.work / stage, keys, upstream, pieces)
+
+    def _digest(self, stage: StageName) -> str:
+        return sha256_of([record.digest for record in self.records(stage)])
+
+    def _examples(self) -> list[Unit]:
+        settings = self.config.decontaminate
+        if settings is None:
+            return []
+        files = [Piece(str(file), 0, None, _size(file)) for file in settings.files]
+        named = tuple((number, Path(file.path).name, file) for number, file in enumerate(files))
+        return [self._unit("examples", 0, ExamplesTask(settings.files), pieces=named)]
+
+    def _extract(self) -> list[Unit]:
+        config = self.config
+        contamination = None
+        upstream: tuple[str, ...] = ()
+        if config.decontaminate is not None:
+            contamination = self.folders("examples")[0] / FILE
+            upstream = (self._digest("examples"),)
+        units: list[Unit] = []
+        for source_number, source in enumerate(config.sources):
+            found = self.pieces[source_number]
+            for members in group([piece.size for piece in found], self._piece_bytes):
+                mine = tuple(found[member] for member in members)
+                task = ExtractTask(
+                    source_number=source_number,
+                    source=source,
+                    pieces=mine,
+                    part_bytes=self._part_bytes,
+                    min_characters=config.min_characters,
+                    max_characters=config.max_characters,
+                    deduplicate=config.deduplicate,
+                    contamination=contamination,
+                    remove_contaminated=bool(config.decontaminate and config.decontaminate.remove),
+                    seed=config.seed,
+                )
+                unit = self._unit(
+                    "extract",
+                    len(units),
+                    task,
+                    source=source_keys(source),
+                    part_bytes=self._part_bytes,
+                    characters=[config.min_characters, config.max_characters],
+                    levels=[config.deduplicate.documents, config.deduplicate.paragraphs],
+                    remove_contaminated=task.remove_contaminated,
+                    seed=config.seed,
+                    upstream=upstream,
+                    pieces=tuple((source_number, name_of(source, piece), piece) for piece in mine),
+                )
+                units.append(unit)
+        return units
+
+    def _starts(self, level: str) -> tuple[tuple[int, ...], int]:
+        """The number of each extracted unit's first item, and of all items."""
+        counts = [
+            sum(part["documents"] for part in record.result["parts"])
+            if level == "documents"
+            else record.result["paragraphs"]
+            for record in self.records("extract")
+        ]
+        ends = np.cumsum([0, *counts]).tolist()
+        return tuple(ends[:-1]), ends[-1]
+
+    def _levels(self) -> list[str]:
+        settings = self.config.deduplicate
+        return [
+            level for level in ("documents", "paragraphs") if getattr(settings, level) != "none"
+        ]
+
+    def _match(self) -> list[Unit]:
+        units: list[Unit] = []
+        for level in self._levels():
+            how = getattr(self.config.deduplicate, level)
+            starts, total = self._starts(level)
+            hashes = total * (minhash.NUM_BANDS if how == "near" else 1)
+            slices = max(1, -(-hashes // HASHES_AT_ONCE))
+            for number in range(slices):
+                task = MatchTask(
+                    level=level,
+                    how=how,
+                    threshold=self.config.deduplicate.threshold,
+                    folders=self.folders("extract"),
+                    starts=starts,
+                    slice_number=number,
+                    slices=slices,
+                )
+                unit = self._unit(
+                    "match",
+                    len(units),
+                    task,
+                    level=level,
+                    how=how,
+                    threshold=self.config.deduplicate.threshold if how == "near" else None,
+                    slice=[number, slices],
+                    upstream=(self._digest("extract"),),
+                )
+                units.append(unit)
+        return units
+
+    def _deduplicate(self) -> list[Unit]:
+        of_level = {
+            level: tuple(u.folder for u in self.units("match") if u.task.level == level)
+            for level in ("documents", "paragraphs")
+        }
+        task = DeduplicateTask(
+            extracted=self.folders("extract"),
+            starts=self._starts("documents")[0],
+            documents=of_level["documents"],
+            paragraphs=of_level["paragraphs"],
+            paragraph_starts=self._starts("paragraphs")[0],
+            validation=self.config.validation,
+            seed=self.config.seed,
+        )
+        return [
+            self._unit(
+                "deduplicate",
+                0,
+                task,
+                validation=self.config.validation,
+                seed=self.config.seed,
+                upstream=(self._digest("extract"), self._digest("match")),
+            )
+        ]
+
+    def _vocabulary(self) -> list[Unit]:
+        config = self.config
+        longest = max(config.row_lengths)
+        if not isinstance(config.tokenizer, TrainTokenizer):
+            record = load(config.tokenizer).record().model_dump(mode="json")
+            task = VocabularyTask(config.tokenizer, longest, (), (), (), 0, config.seed)
+            return [self._unit("vocabulary", 0, task, tokenizer=record, longest=longest)]
+        of_units = self._deduplicated()
+        task = VocabularyTask(
+            tokenizer=config.tokenizer.train,
+            model_max_length=longest,
+            extracted=self.folders("extract"),
+            part_names=tuple(
+                tuple(part["file"] for part in record.result["parts"])
+                for record in self.records("extract")
+            ),
+            fates=tuple(self._fates(number) for number in range(len(of_units))),
+            train_bytes=sum(sum(unit["parts"][TRAIN]) for unit in of_units),
+            seed=config.seed,
+        )
+        return [
+            self._unit(
+                "vocabulary",
+                0,
+                task,
+                train=config.tokenizer.train.model_dump(),
+                longest=longest,
+                seed=config.seed,
+                upstream=(self._digest("extract"), self._digest("deduplicate")),
+            )
+        ]
+
+    def _deduplicated(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.records("deduplicate")[0].result["units"]
+        return found
+
+    def _fates(self, unit: int) -> Path:
+        return self.folders("deduplicate")[0] / f"{unit:06d}-fates.npy"
+
+    def _slices(self) -> list[tuple[PartSlice, list[int], tuple[str, ...]]]:
+        """(part, its bytes of each split, digests of what it is read from), in document order."""
+        (deduplicated,) = self.records("deduplicate")
+        slices: list[tuple[PartSlice, list[int], tuple[str, ...]]] = []
+        for unit, record in enumerate(self.records("extract")):
+            source = self.config.sources[record.result["source"]]
+            taken_out = self._fates(unit).with_name(f"{unit:06d}-paragraphs.npy")
+            upstream = (
+                record.digest,
+                deduplicated.sha256(self._fates(unit).name),
+                deduplicated.sha256(taken_out.name),
+            )
+            last = 0
+            sizes = deduplicated.result["units"][unit]["parts"]
+            for number, part in enumerate(record.result["parts"]):
+                first, last = last, last + part["documents"]
+                slices.append(
+                    (
+                        PartSlice(
+                            file=self.folders("extract")[unit] / part["file"],
+                            source_number=record.result["source"],
+                            by_line=source.kind == "sentences",
+                            fates=self._fates(unit),
+                            taken_out=taken_out,
+                            first=first,
+                            last=last,
+                        ),
+                        [of_split[number] for of_split in sizes],
+                        upstream,
+                    )
+                )
+        return slices
+
+    def _pack(self) -> list[Unit]:
+        """Join parts until they hold `part_bytes` of a split, so that few rows end half empty."""
+        units: list[Unit] = []
+        splits: tuple[tuple[Literal["train", "validation"], int], ...] = (
+            ("train", TRAIN),
+            ("validation", VALIDATION),
+        )
+        (tokenizer,) = self.records("vocabulary")
+        for split, number in splits:
+            chosen = [item for item in self._slices() if item[1][number]]
+            for members in group([sizes[number] for _, sizes, _ in chosen], self._part_bytes):
+                mine = [chosen[member] for member in members]
+                task = PackTask(
+                    split=split,
+                    slices=tuple(part for part, _, _ in mine),
+                    tokenizer=self.folders("vocabulary")[0],
+                    row_lengths=self.config.row_lengths,
+                )
+                parts = [
+                    [part.file.name, part.source_number, part.by_line, part.first, part.last]
+                    for part in task.slices
+                ]
+                unit = self._unit(
+                    "pack",
+                    len(units),
+                    task,
+                    split=split,
+                    parts=parts,
+                    row_lengths=self.config.row_lengths,
+                    upstream=tuple(
+                        dict.fromkeys(
+                            [tokenizer.digest, *(d for _, _, digests in mine for d in digests)]
+                        )
+                    ),
+                )
+                units.append(unit)
+        return units
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise CorpusError(
+            f"decontaminate.files: {file}: cannot be read: {error.strerror}"
+        ) from None

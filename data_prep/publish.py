@@ -1,0 +1,195 @@
+"""Finished shards for others: a parquet folder for the Hugging Face Hub, and copies elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_prep import CorpusError
+from data_prep.card import dataset_card
+from data_prep.shards import Manifest, ShardSet, load_manifest, open_shards
+from data_prep.shards.manifest import MANIFEST, TOKEN_COUNTS
+from data_prep.shards.reading import Split
+from data_prep.shards.writing import file_record, sync_folder
+from data_prep.upload import upload
+
+__all__ = ["FILES", "PROVENANCE", "to_parquet", "upload"]
+
+PROVENANCE = "provenance"
+FILES = f"{PROVENANCE}/files.json"  # sha256 and size of every other file
+FILE_BYTES = 2**29  # of ids in a file; zstd halves them
+GROUP_BYTES = 2**23  # of ids in a row group
+CHAIN = "provenance.jsonl"  # from input to shard
+
+Progress = Callable[[str, int, int], None]
+
+
+def to_parquet(
+    folder: Path,
+    destination: Path,
+    progress: Progress | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Literal["done", "up to date"]:
+    """Write finished shards as a folder that `datasets.load_dataset` and the Hub read.
+
+    Rows keep their order, so row numbers mean the same in both. Everything is written beside the
+    destination and renamed: it is whole or not there.
+
+    Args:
+        folder: of shards.
+        destination: a new or an empty folder, or one that holds this corpus already.
+        progress: called with (stage, files done, files in all).
+        file_bytes: of ids to a parquet file, before compression.
+
+    Raises:
+        CorpusError: damaged shards, or a destination that is taken or damaged.
+        OSError: the disk is full or read-only; the destination is untouched.
+    """
+    destination = Path(os.path.abspath(destination))
+    manifest = load_manifest(folder)
+    if _holds(destination, manifest):
+        return "up to date"
+    temporary = destination.with_name(f".tmp-{destination.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        _write(Path(folder), manifest, temporary, destination.name, progress, file_bytes)
+        if destination.exists():
+            destination.rmdir()  # empty, as `_holds` saw
+        temporary.rename(destination)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_folder(destination.parent)
+    return "done"
+
+
+def _holds(destination: Path, manifest: Manifest) -> bool:
+    """Whether the destination is this corpus, whole; CorpusError if it is something else."""
+    if not destination.exists():
+        return False
+    if not destination.is_dir():
+        raise CorpusError(f"{destination}: a file stands there: choose another folder")
+    if not any(destination.iterdir()):
+        return False
+    if not (destination / PROVENANCE / MANIFEST).is_file():
+        raise CorpusError(f"{destination}: not empty: choose an empty or a new folder")
+    there = load_manifest(destination / PROVENANCE)
+    if (there.digest, there.sources) != (manifest.digest, manifest.sources):
+        raise CorpusError(f"{destination}: holds another corpus: choose another folder")
+    again = "restore it, or delete the folder and write it again"
+    try:
+        files: dict[str, Any] = json.loads((destination / FILES).read_bytes())
+        for name, entry in files.items():
+            if file_record(destination, name).model_dump() != {"file": name, **entry}:
+                raise CorpusError(f"{destination / name}: damaged: {again}")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        if isinstance(error, CorpusError):
+            raise
+        raise CorpusError(f"{destination}: damaged ({error}): {again}") from None
+    return True
+
+
+def _write(
+    folder: Path,
+    manifest: Manifest,
+    target: Path,
+    name: str,
+    progress: Progress | None,
+    file_bytes: int,
+) -> None:
+    report = progress or (lambda stage, done, total: None)
+    for part in ("data", "segments", PROVENANCE):
+        (target / part).mkdir()
+    groups = {split: _groups(manifest, split, file_bytes) for split in manifest.splits}
+    total, done = sum(map(len, groups.values())), 0
+    report("write parquet", 0, total)
+    for split, members in groups.items():
+        shards = open_shards(folder, split)
+        for number, group in enumerate(members):
+            file = f"{split}-{number:05d}-of-{len(members):05d}.parquet"
+            _write_rows(shards, group, target / "data" / file)
+            _write_segments(shards, group, target / "segments" / file)
+            done += 1
+            report("write parquet", done, total)
+    shutil.copytree(folder / "tokenizer", target / "tokenizer")
+    for provenance in (MANIFEST, TOKEN_COUNTS, CHAIN):
+        if (folder / provenance).is_file():
+            shutil.copy(folder / provenance, target / PROVENANCE / provenance)
+    dataset_card(name, manifest).save(target / "README.md")
+    paths = sorted(path for path in target.rglob("*") if path.is_file())
+    names = [path.relative_to(target).as_posix() for path in paths]
+    records = {n: file_record(target, n).model_dump(exclude={"file"}) for n in names}
+    (target / FILES).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    for path in [*target.rglob("*"), target]:
+        sync_folder(path)  # a file is flushed in the same way
+
+
+def _groups(manifest: Manifest, split: Split, file_bytes: int) -> list[range]:
+    """Numbers of neighbouring shards, as many to a group as `file_bytes` of ids hold."""
+    row_bytes = manifest.row_length * np.dtype(manifest.dtype).itemsize
+    groups: list[range] = []
+    first, size = 0, 0
+    shards = manifest.splits[split].shards
+    for number, shard in enumerate(shards):
+        if number > first and size + shard.rows * row_bytes > file_bytes:
+            groups.append(range(first, number))
+            first, size = number, 0
+        size += shard.rows * row_bytes
+    return [*groups, range(first, len(shards))]
+
+
+def _write_rows(shards: ShardSet, group: range, path: Path) -> None:
+    records = shards.manifest.splits[shards.split].shards
+    first = sum(record.rows for record in records[: group.start])
+    end = first + sum(records[number].rows for number in group)
+    dtype = np.dtype(shards.manifest.dtype)
+    kind = pa.list_(pa.from_numpy_dtype(dtype), shards.row_length)
+    step = max(1, GROUP_BYTES // (shards.row_length * dtype.itemsize))
+    with _writer(path, pa.schema({"input_ids": kind})) as writer:
+        for start in range(first, end, step):
+            rows = shards.rows(np.arange(start, min(start + step, end)))
+            column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), type=kind)
+            writer.write_batch(pa.record_batch([column], schema=writer.schema))
+
+
+def _write_segments(shards: ShardSet, group: range, path: Path) -> None:
+    """The side tables of some shards as one, with rows counted over the split and named sources."""
+    manifest = shards.manifest
+    records = manifest.splits[shards.split].shards
+    names = pa.array([source.name for source in manifest.sources])
+    licences = pa.array([source.licence for source in manifest.sources])
+    schema = pa.schema(
+        {
+            "row": pa.int64(),
+            "start": pa.int32(),
+            **dict.fromkeys(("source", "licence", "document", "title", "url"), pa.string()),
+        }
+    )
+    first = sum(record.rows for record in records[: group.start])
+    with _writer(path, schema) as writer:
+        for number in group:
+            side = (shards.folder / "segments" / records[number].file).with_suffix(".parquet")
+            table = pq.read_table(side, page_checksum_verification=True)
+            columns = {
+                "row": pa.array(table["row"].to_numpy().astype(np.int64) + first),
+                "start": table["start"].cast(pa.int32()),
+                "source": names.take(table["source"].combine_chunks()),
+                "licence": licences.take(table["source"].combine_chunks()),
+                **{name: table[name] for name in ("document", "title", "url")},
+            }
+            writer.write_table(pa.table(columns, schema=schema))
+            first += records[number].rows
+
+
+def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    return pq.ParquetWriter(
+        path, schema, compression="zstd", write_page_checksum=True, write_page_index=True
+    )

@@ -1,0 +1,1 @@
+"""The stages of a corpus: extract, match, deduplicate, vocabulary, pack, finish."""

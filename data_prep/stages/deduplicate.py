@@ -1,0 +1,167 @@
+"""All pairs -> which documents are kept, in which split, and which paragraphs are taken out.
+
+A cluster of duplicates keeps its first document and lies in one split, which the smallest hash of
+its texts decides: no duplicate of a training text is held out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from data_prep.dedup import clusters, draw
+
+TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
+FATES = ("train", "validation", "duplicate", "near duplicate")
+
+
+@dataclass(frozen=True, slots=True)
+class DeduplicateTask:
+    """`extracted` and `starts`: each unit's folder and the number of its first document.
+
+    `documents` and `paragraphs`: the folders of the pairs of each level.
+    """
+
+    extracted: tuple[Path, ...]
+    starts: tuple[int, ...]
+    documents: tuple[Path, ...]
+    paragraphs: tuple[Path, ...]
+    paragraph_starts: tuple[int, ...]
+    validation: float
+    seed: int
+
+
+def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
+    """Write `NNNNNN-fates.npy` [documents] and -paragraphs.npy [n, 2] for each unit of extraction.
+
+    The result tells, for each unit and part, the bytes of each split, and how many documents met
+    each fate.
+    """
+    items, cluster_of, near = _clusters(task.documents)
+    keys = _smallest_keys(task, items, cluster_of)
+    is_duplicate = items != cluster_of
+    kept = held_out = 0
+    extremes: list[tuple[float, int, int]] = []  # draw, unit, document: smallest and largest
+    for number, (unit, start) in enumerate(zip(task.extracted, task.starts, strict=True)):
+        draws = read_index(unit)["draw"].to_numpy().copy()
+        fates = np.full(len(draws), TRAIN, dtype=np.uint8)
+        mine = slice(*np.searchsorted(items, [start, start + len(draws)]))
+        here = items[mine] - start
+        draws[here] = [draw(keys[c], task.seed, "validation") for c in cluster_of[mine].tolist()]
+        fates[draws < task.validation] = VALIDATION
+        fates[here[is_duplicate[mine]]] = DUPLICATE
+        fates[here[is_duplicate[mine] & near[mine]]] = NEAR_DUPLICATE
+        kept += int((fates < DUPLICATE).sum())
+        held_out += int((fates == VALIDATION).sum())
+        alive = np.flatnonzero(fates < DUPLICATE)
+        for place in (np.argmin, np.argmax) if len(alive) else ():
+            document = int(alive[place(draws[alive])])
+            extremes.append((float(draws[document]), number, document))
+        extremes = [min(extremes), max(extremes)] if extremes else []
+        np.save(_fates(folder, number), fates)
+    # As if `validation` were just large, or small, enough for one document on the other side.
+    if held_out == 0 and kept > 1 and task.validation > 0:
+        _move(folder, extremes[0], VALIDATION)
+    elif held_out == kept and extremes:
+        _move(folder, extremes[-1], TRAIN)
+    taken_out = _paragraphs(task, folder)
+    return {
+        "units": [
+            _account(unit, folder, number, taken_out[number])
+            for number, unit in enumerate(task.extracted)
+        ]
+    }
+
+
+def _move(folder: Path, place: tuple[float, int, int], fate: int) -> None:
+    _, unit, document = place
+    fates = np.load(_fates(folder, unit))
+    fates[document] = fate
+    np.save(_fates(folder, unit), fates)
+
+
+def _account(
+    unit: Path, folder: Path, number: int, taken_out: npt.NDArray[np.uint32]
+) -> dict[str, Any]:
+    np.save(folder / f"{number:06d}-paragraphs.npy", taken_out)
+    index, fates = read_index(unit), np.load(_fates(folder, number))
+    parts, sizes = index["part"].to_numpy(), index["bytes"].to_numpy()
+    totals = np.zeros((2, int(parts.max(initial=-1)) + 1), dtype=np.int64)
+    kept = fates < DUPLICATE
+    np.add.at(totals, (fates[kept], parts[kept]), sizes[kept])
+    return {
+        "parts": totals.tolist(),  # bytes of [train, validation] in each part
+        "fates": np.bincount(fates, minlength=len(FATES)).tolist(),
+        "characters": int(index["characters"].to_numpy()[kept].sum()),
+        "paragraphs": len(taken_out),
+    }
+
+
+def _fates(folder: Path, unit: int) -> Path:
+    return folder / f"{unit:06d}-fates.npy"
+
+
+def read_index(unit: Path) -> pa.Table:
+    """A line for each document that a unit of extraction kept."""
+    with pa.ipc.open_stream(pa.memory_map(str(unit / "index.arrow"))) as stream:
+        return stream.read_all()
+
+
+def _clusters(
+    folders: tuple[Path, ...],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """(items in a pair, cluster of each, whether it only resembles its cluster)."""
+    none = np.empty((0, 2), dtype=np.int64)
+    exact = np.concatenate([none, *(np.load(folder / "exact.npy") for folder in folders)])
+    near = np.concatenate([none, *(np.load(folder / "near.npy") for folder in folders)])
+    items, cluster_of = clusters(np.concatenate([exact, near]))
+    return items, cluster_of, ~np.isin(items, exact[:, 1])
+
+
+def _smallest_keys(
+    task: DeduplicateTask, items: npt.NDArray[np.int64], cluster_of: npt.NDArray[np.int64]
+) -> dict[int, bytes]:
+    """The smallest text hash of each cluster."""
+    smallest: dict[int, bytes] = {}
+    for unit, start, end in zip(
+        task.extracted, task.starts, (*task.starts[1:], np.inf), strict=True
+    ):
+        mine = slice(*np.searchsorted(items, [start, end]))
+        if mine.start == mine.stop:
+            continue
+        keys = read_index(unit)["key"].take(pa.array(items[mine] - start)).to_pylist()
+        for cluster, key in zip(cluster_of[mine].tolist(), keys, strict=True):
+            smallest[cluster] = min(key, smallest.get(cluster, key))
+    return smallest
+
+
+def _paragraphs(task: DeduplicateTask, folder: Path) -> list[npt.NDArray[np.uint32]]:
+    """For each unit, (document, line) [n, 2] of the paragraphs that an earlier one repeats.
+
+    Of each cluster the first paragraph in a document that is kept stays.
+    """
+    if not task.paragraphs:
+        return [np.empty((0, 2), dtype=np.uint32) for _ in task.extracted]
+    items, cluster_of, _ = _clusters(task.paragraphs)
+    places: list[npt.NDArray[np.uint32]] = []
+    in_kept_document = []
+    for number, unit in enumerate(task.extracted):
+        start = task.paragraph_starts[number]
+        saved = np.load(unit / "paragraphs-places.npy", mmap_mode="r")
+        mine = slice(*np.searchsorted(items, [start, start + len(saved)]))
+        places.append(np.array(saved[items[mine] - start]))
+        fates = np.load(_fates(folder, number))
+        in_kept_document.append(fates[places[-1][:, 0]] < DUPLICATE)
+    repeated = np.concatenate(in_kept_document)
+    kept = np.flatnonzero(repeated)
+    _, firsts = np.unique(cluster_of[kept], return_index=True)
+    repeated[kept[firsts]] = False
+    ends = np.cumsum([len(place) for place in places])
+    return [
+        place[repeated[end - len(place) : end]] for place, end in zip(places, ends, strict=True)
+    ]

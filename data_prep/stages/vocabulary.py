@@ -1,0 +1,57 @@
+"""The tokenizer of a corpus: the one that was named, or one trained on its training documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.config import TrainWordPiece, VocabularyTokenizer
+from data_prep.dedup import draw
+from data_prep.stages.deduplicate import TRAIN, read_index
+from data_prep.stages.extract import read_part
+from data_prep.tokens import load
+from data_prep.wordpiece import train
+
+# A vocabulary needs no more text than this, and the trainer's memory grows with its words.
+TEXT_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyTask:
+    """What to load, or how to train and on which `parts`: (file, unit of extraction, number)."""
+
+    tokenizer: str | VocabularyTokenizer | TrainWordPiece
+    model_max_length: int
+    extracted: tuple[Path, ...]
+    part_names: tuple[tuple[str, ...], ...]
+    fates: tuple[Path, ...]
+    train_bytes: int
+    seed: int
+
+
+def vocabulary(task: VocabularyTask, folder: Path) -> dict[str, Any]:
+    """Write the tokenizer's files."""
+    if isinstance(task.tokenizer, TrainWordPiece):
+        tokens = train(lambda: _texts(task), task.tokenizer)
+    else:
+        tokens = load(task.tokenizer)
+    tokens.save(folder, task.model_max_length)
+    return {"tokenizer": tokens.record().model_dump(mode="json")}
+
+
+def _texts(task: VocabularyTask) -> Iterator[str]:
+    share = TEXT_BYTES / max(task.train_bytes, 1)
+    for unit, names, file in zip(task.extracted, task.part_names, task.fates, strict=True):
+        chosen = np.load(file) == TRAIN
+        index = read_index(unit)
+        if share < 1:
+            keys = index["key"].to_pylist()
+            chosen &= np.array([draw(key, task.seed, "vocabulary") < share for key in keys])
+        parts = index["part"].to_numpy()
+        for part, name in enumerate(names):
+            for _, document in read_part(unit / name, chosen[parts == part]):
+                yield document.text

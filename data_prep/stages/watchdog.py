@@ -1,0 +1,55 @@
+"""A document that takes for ever ends its worker, loudly: limits should have caught it."""
+
+from __future__ import annotations
+
+import faulthandler
+import time
+from pathlib import Path
+from types import TracebackType
+
+SECONDS = 600.0
+FILE = "watchdog.txt"
+STDERR = 2
+
+
+class Watchdog:
+    """Ends the process with a traceback when `passed` is not called for `seconds`.
+
+    A C thread of faulthandler watches: a parser or a regular expression that holds the interpreter
+    cannot stop it. `folder`/watchdog.txt names the last document until the work is done, for
+    whoever looks why a worker died. Nothing here shapes a result.
+    """
+
+    def __init__(self, folder: Path, seconds: float = SECONDS) -> None:
+        self._file = folder / FILE
+        self._seconds = seconds
+        self._armed = 0.0
+
+    def __enter__(self) -> Watchdog:
+        self._arm("the start")
+        return self
+
+    def passed(self, document: str) -> None:
+        """A document is done. Arming starts a thread: once a second is enough."""
+        if time.monotonic() - self._armed > min(1.0, self._seconds / 4):
+            self._arm(document)
+
+    def _arm(self, document: str) -> None:
+        self._armed = time.monotonic()
+        self._file.write_text(document, encoding="utf-8", errors="replace")
+        # Not sys.stderr, which may be no file.
+        faulthandler.dump_traceback_later(self._seconds, exit=True, file=STDERR)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._file.unlink(missing_ok=True)
+
+
+def last_seen(home: Path) -> list[str]:
+    """What the workers that died in a stage's folder were at, each "after DOCUMENT"."""
+    return [file.read_text(encoding="utf-8") for file in sorted(home.glob(f".*/{FILE}"))]

@@ -1,0 +1,244 @@
+"""Units of work: skipped when done, redone when anything they depend on has changed.
+
+A unit's outputs are a folder, and its record says what made them. The record is written last and
+names each output's hash, so that a killed, deleted or altered unit is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from data_prep import CorpusError
+from data_prep.shards import canonical_json, write_file
+from data_prep.shards.manifest import FileRecord
+from data_prep.shards.writing import file_record, sync_folder
+from data_prep.sources import files
+from data_prep.sources.document import Piece
+
+Task = TypeVar("Task")
+# What else decides bytes: readers, normal forms of Unicode, hashes and file formats.
+_LIBRARIES = (
+    *("charset-normalizer", "datasets", "mwparserfromhell", "numpy", "py3langid", "pyarrow"),
+    *("rensa", "tokenizers"),
+)
+
+
+class InputRecord(BaseModel):
+    """A piece that a unit read; `version` tells quickly, `sha256` surely, whether it changed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    source: int
+    input: str
+    start: int
+    end: int | None
+    bytes: int
+    version: str
+    sha256: str | None
+
+
+class Record(BaseModel):
+    """What a finished unit read and wrote; `result` is what later stages must know of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    stage: str
+    unit: int
+    identity: str
+    upstream: tuple[str, ...]
+    inputs: tuple[InputRecord, ...]
+    outputs: tuple[FileRecord, ...]
+    result: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """What a later unit that reads this one's outputs depends on: these, however made."""
+        return sha256_of([(output.file, output.sha256) for output in self.outputs])
+
+    def sha256(self, file: str) -> str:
+        """The hash of one output."""
+        return next(output.sha256 for output in self.outputs if output.file == file)
+
+
+NamedPiece = tuple[int, str, Piece]  # (source number, name in records, piece)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One unit of a stage: `task` is what the stage's function takes, `folder` holds its outputs.
+
+    `identity` is the hash of all that decides the outputs, but the content of the `pieces`;
+    `upstream` are the digests of what it reads of earlier stages.
+    """
+
+    stage: str
+    number: int
+    task: Any
+    identity: str
+    upstream: tuple[str, ...]
+    home: Path
+    pieces: tuple[NamedPiece, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Where the outputs lie."""
+        return self.home / f"{self.number:06d}"
+
+    def record(self) -> Record | None:
+        """What is on disk of this very unit, None if there is nothing (valid)."""
+        try:
+            record = Record.model_validate_json(self._record.read_bytes())
+        except (OSError, ValidationError):
+            return None
+        return record if record.identity == self.identity else None
+
+    @property
+    def _record(self) -> Path:
+        return self.home / f"{self.number:06d}.json"
+
+
+def make_unit(
+    stage: str,
+    number: int,
+    task: Any,
+    home: Path,
+    keys: dict[str, Any],
+    upstream: tuple[str, ...] = (),
+    pieces: tuple[NamedPiece, ...] = (),
+) -> Unit:
+    """A unit; `keys` are all the settings that shape its outputs."""
+    read = [(source, name, piece.start, piece.end, piece.size) for source, name, piece in pieces]
+    identity = sha256_of([stage, code_version(), keys, read, upstream])
+    return Unit(stage, number, task, identity, upstream, home, pieces)
+
+
+def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Record:
+    """The unit's record, after `function(task, folder)` has filled a folder if there was none."""
+    old = unit.record()
+    if old and _inputs_are_same(unit, old) and _outputs_are_whole(unit, old):
+        return old
+    read = [_input_record(*piece) for piece in unit.pieces]
+    unit._record.unlink(missing_ok=True)
+    temporary = unit.home / f".{unit.number:06d}-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir(parents=True)
+    try:
+        result = function(unit.task, temporary)
+        for (_, name, piece), before in zip(unit.pieces, read, strict=True):
+            if files.version(piece.path) != before.version:
+                raise CorpusError(f"{name}: changed while it was read: run the same command again")
+        outputs = _flushed(temporary)
+        if unit.folder.exists():
+            shutil.rmtree(unit.folder)
+        os.replace(temporary, unit.folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(unit.home)
+    record = Record(
+        stage=unit.stage,
+        unit=unit.number,
+        identity=unit.identity,
+        upstream=unit.upstream,
+        inputs=tuple(read),
+        outputs=outputs,
+        result=result,
+    )
+    data = record.model_dump_json().encode() + b"\n"
+    write_file(unit._record, lambda file: file.write(data))
+    return record
+
+
+def bound(function: Callable[[Task, Path], dict[str, Any]]) -> Callable[[Unit], Record]:
+    """`run_unit` for one stage's function, in a form that travels to other processes."""
+    return partial(run_unit, function)
+
+
+def _input_record(source: int, name: str, piece: Piece) -> InputRecord:
+    return InputRecord(
+        source=source,
+        input=name,
+        start=piece.start,
+        end=piece.end,
+        bytes=piece.size,
+        version=files.version(piece.path),
+        sha256=files.sha256(piece),
+    )
+
+
+def _inputs_are_same(unit: Unit, record: Record) -> bool:
+    pieces = [piece for _, _, piece in unit.pieces]
+    return len(pieces) == len(record.inputs) and all(
+        is_same(piece, read) for piece, read in zip(pieces, record.inputs, strict=True)
+    )
+
+
+def is_same(piece: Piece, read: InputRecord) -> bool:
+    """Whether a piece still holds what was read; a copy's time differs, so then by content."""
+    return files.version(piece.path) == read.version or files.sha256(piece) == read.sha256
+
+
+def _outputs_are_whole(unit: Unit, record: Record) -> bool:
+    try:
+        return all(file_record(unit.folder, output.file) == output for output in record.outputs)
+    except OSError:
+        return False
+
+
+def _flushed(folder: Path) -> tuple[FileRecord, ...]:
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))
+    for name in names:
+        descriptor = os.open(folder / name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return tuple(file_record(folder, name) for name in names)
+
+
+def sha256_of(value: object) -> str:
+    """The hash of a value's one JSON spelling."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+@cache
+def code_version() -> str:
+    """A hash of this package's source, its libraries' versions and Python's."""
+    root = Path(__file__).parent
+    sources = {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("*.py"))
+    }
+    versions = {name: installed(name) for name in _LIBRARIES}
+    return sha256_of([sources, versions, sys.version_info[:2]])
+
+
+def installed(package: str) -> str:
+    """A package's version, or that it is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def group(sizes: Sequence[int], limit: int) -> list[range]:
+    """Join consecutive items into groups of at most `limit`; a larger item stands alone."""
+    groups: list[range] = []
+    start, total = 0, 0
+    for item, size in enumerate(sizes):
+        if item > start and total + size > limit:
+            groups.append(range(start, item))
+            start, total = item, 0
+        total += size
+    if len(sizes) > start:
+        groups.append(range(start, len(sizes)))
+    return groups

@@ -1,0 +1,498 @@
+"""Corpora that no one should meet: each builder writes one and says what must become of it.
+
+An expectation is either the error that stops the run before it can do harm, or what the manifest
+must count. `None` leaves a count open where readers may cut a text as they see fit.
+"""
+
+import bz2
+import gzip
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
+
+MILLION = 10**6
+# bytes of the one large document; every kind of source but plain text gets a quarter by default
+LARGE = int(os.environ.get("DISTIL_TEST_LARGE_BYTES", 8 * 2**20))
+PART = LARGE if "DISTIL_TEST_LARGE_BYTES" in os.environ else LARGE // 4
+CUT = "cut short|damaged|unreadable|no whole XML"
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """A corpus: its sources, and what must become of it.
+
+    `error` is a pattern of the one line that refuses it, naming `culprit`. Else `documents_in` and
+    `dropped` are those of the last source; `changes` are other keys of the corpus file.
+    """
+
+    sources: list[dict[str, Any]]
+    error: str = ""
+    culprit: str = ""
+    documents_in: int | None = None
+    dropped: dict[str, int] | None = field(default_factory=dict)
+    validation: int = 0
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def prose(seed: int, words: int = 40) -> str:
+    """Words that no other seed has."""
+    draw = random.Random(seed)
+    return " ".join("".join(draw.choices("abcdefghij", k=6)) for _ in range(words))
+
+
+def blocks(size: int) -> Iterator[str]:
+    """A text of about `size` characters, in lines, of which none is like another."""
+    draw = random.Random(11)
+    words = ["".join(draw.choices("abcdefghij", k=6)) for _ in range(5000)]
+    for _ in range(max(1, size // 70_000)):
+        chosen = draw.choices(words, k=10_000)
+        yield "\n".join(" ".join(chosen[i : i + 100]) for i in range(0, 10_000, 100)) + "\n"
+
+
+def text(path: Path, document: str = "file") -> dict[str, Any]:
+    return {"kind": "text", "path": str(path), "document": document}
+
+
+def jsonl(path: Path, **keys: Any) -> dict[str, Any]:
+    return {"kind": "jsonl", "path": str(path), **keys}
+
+
+def mediawiki(path: Path) -> dict[str, Any]:
+    return {"kind": "mediawiki", "path": str(path)}
+
+
+HEAD = "<mediawiki><siteinfo><base>https://x.org/wiki/A</base></siteinfo>\n"
+TAIL = "</mediawiki>\n"
+PAGE = "  <page>\n    <title>T{0}</title>\n    <ns>0</ns>\n    <id>{0}</id>\n    <revision>\n"
+PAGE += '      <text xml:space="preserve">'
+PAGE_END = "</text>\n    </revision>\n  </page>\n"
+
+
+def page(number: int, wikitext: str = "") -> str:
+    return PAGE.format(number) + (wikitext or prose(number)) + PAGE_END
+
+
+def bomb(byte: bytes, streams: int = 16) -> bytes:
+    """16 MiB of one byte a stream of 45 bytes of bz2."""
+    return bz2.compress(byte * 2**24) * streams
+
+
+def write_lines(path: Path, records: list[bytes]) -> Path:
+    path.write_bytes(b"\n".join(records) + b"\n")
+    return path
+
+
+def record(text: str, **fields: Any) -> bytes:
+    return json.dumps({"text": text, **fields}).encode()
+
+
+# --- characters
+
+
+def lone_surrogates(folder: Path) -> Hostile:
+    path = write_lines(
+        folder / "s.jsonl",
+        [
+            record(prose(1), id="1"),
+            record(f"\ud800 {prose(2)}", id="2"),
+            record(prose(3), id="\udfff"),
+            record(f"\U0001f600 {prose(4)}", id="4"),  # json.dumps spells a whole pair
+            b'{"text": "\xed\xa0\x80", "id": "5"}',
+        ],
+    )
+    dropped = {"lone surrogate": 2, "not utf-8": 1}
+    return Hostile([jsonl(path, id_field="id")], documents_in=5, dropped=dropped)
+
+
+def nul_in_a_line(folder: Path) -> Hostile:
+    lines = [prose(1).encode(), b"a\0b", b"\0", prose(2).encode()]
+    path = write_lines(folder / "n.txt", lines)
+    return Hostile([text(path, "line")], documents_in=4, dropped={"binary": 2})
+
+
+def nul_in_a_file(folder: Path) -> Hostile:
+    (folder / "bad.txt").write_text(prose(1) + "\0" + prose(2))
+    (folder / "good.txt").write_text(prose(3))
+    return Hostile([text(folder)], documents_in=2, dropped={"binary": 1})
+
+
+def nul_in_json(folder: Path) -> Hostile:
+    path = write_lines(folder / "n.jsonl", [record(f"{prose(n)}\0{prose(n + 9)}") for n in (1, 2)])
+    return Hostile([jsonl(path)], documents_in=2)
+
+
+def line_separators_in_json(folder: Path) -> Hostile:
+    texts = [f"{prose(n)}{mark}{prose(n + 9)}" for n, mark in enumerate("\u2028\u2029\x85")]
+    raw = [json.dumps({"text": one}, ensure_ascii=False).encode() for one in texts]
+    return Hostile([jsonl(write_lines(folder / "u.jsonl", raw))], documents_in=3)
+
+
+def not_utf8(folder: Path) -> Hostile:
+    lines = [prose(1).encode(), b"\xff\xfe", b"caf\xe9", b"\xf4\x90\x80\x80", b"\xc0\x80"]
+    path = write_lines(folder / "b.txt", lines)
+    return Hostile([text(path, "line")], documents_in=5, dropped={"not utf-8": 4})
+
+
+def combining_marks(folder: Path) -> Hostile:
+    """Marks of two classes in turn: to put them in order takes NFC quadratic time."""
+    marks = "a" + "\u0301\u0323" * (MILLION // 2)
+    path = write_lines(folder / "m.jsonl", [record(prose(1)), record(marks)])
+    return Hostile([jsonl(path)], documents_in=2, dropped=None)
+
+
+# --- sizes
+
+
+def large_text(folder: Path, size: int = LARGE) -> Hostile:
+    path = folder / "large.txt"
+    with path.open("w") as file:
+        file.writelines(blocks(size))
+    return Hostile([text(path)])
+
+
+def large_paragraph(folder: Path, size: int = PART) -> Hostile:
+    source = large_text(folder, size).sources[0]
+    return Hostile([source | {"document": "paragraph"}])
+
+
+def large_sentences(folder: Path, size: int = PART) -> Hostile:
+    path = folder / "large.txt"
+    with path.open("w") as file:
+        file.writelines(block.replace("\n", " ") for block in blocks(size))
+    (folder / "small.txt").write_text(prose(1))
+    # A line above the limit is no document.
+    return Hostile([{"kind": "sentences", "path": str(folder)}], documents_in=2, dropped=None)
+
+
+def large_json(folder: Path, size: int = PART) -> Hostile:
+    path = folder / "large.jsonl"
+    with path.open("w") as file:
+        file.write(record(prose(1)).decode() + '\n{"text": "')
+        file.writelines(block.replace("\n", "\\n") for block in blocks(size))
+        file.write('"}\n')
+    return Hostile([jsonl(path)], documents_in=2, dropped=None if size > 2**23 else {})
+
+
+def large_page(folder: Path, size: int = PART) -> Hostile:
+    path = folder / "large.xml"
+    with path.open("w") as file:
+        file.write(HEAD + page(1) + PAGE.format(2))
+        file.writelines(blocks(size))
+        file.write(PAGE_END + TAIL)
+    return Hostile([mediawiki(path)], documents_in=2, dropped=None if size > 2**23 else {})
+
+
+def large_record(folder: Path, size: int = PART) -> Hostile:
+    path = folder / "large.parquet"
+    pq.write_table(pa.table({"text": [prose(1), "".join(blocks(size))]}), path)
+    dropped = None if size > 2**23 else {}
+    return Hostile([{"kind": "parquet", "path": str(path)}], documents_in=2, dropped=dropped)
+
+
+def large_book(folder: Path, size: int = PART) -> Hostile:
+    large_text(folder, size)
+    (folder / "small.txt").write_text(prose(1))
+    dropped = None if size > 2**23 else {}
+    return Hostile([{"kind": "books", "path": str(folder)}], documents_in=2, dropped=dropped)
+
+
+def bomb_as_file(folder: Path) -> Hostile:
+    (folder / "bomb.txt.bz2").write_bytes(bomb(b"a", streams=4))
+    (folder / "good.txt").write_text(prose(1))
+    return Hostile([text(folder)], dropped=None)
+
+
+def bomb_of_spaces(folder: Path) -> Hostile:
+    (folder / "bomb.txt.bz2").write_bytes(bomb(b" "))
+    (folder / "good.txt").write_text(prose(1))
+    return Hostile([text(folder)], documents_in=2, dropped={"empty": 1})
+
+
+def bomb_of_line_ends(folder: Path) -> Hostile:
+    (folder / "bomb.txt.bz2").write_bytes(bomb(b"\n", streams=1))
+    (folder / "good.txt").write_text(prose(1))
+    return Hostile([text(folder, "line")], documents_in=1)
+
+
+def bomb_as_line(folder: Path) -> Hostile:
+    bad, good = bomb(b"a"), bz2.compress(prose(1).encode() + b"\n")
+    (folder / "bomb.txt.bz2").write_bytes(good + bad)
+    source = text(folder, "line")
+    (folder / "good.txt").write_text(prose(2))
+    return Hostile([source], documents_in=3, dropped={"too long": 1})
+
+
+def bomb_as_json(folder: Path) -> Hostile:
+    packed = zstandard.ZstdCompressor(level=19).compress(b'{"text": "' + bytes(2**28) + b'"}')
+    assert len(packed) < 2**15
+    (folder / "bomb.jsonl.zst").write_bytes(packed)
+    write_lines(folder / "good.jsonl", [record(prose(1))])
+    return Hostile([jsonl(folder)], documents_in=2, dropped={"too long": 1})
+
+
+def bomb_as_book(folder: Path) -> Hostile:
+    (folder / "bomb.txt.bz2").write_bytes(bomb(b"a"))
+    (folder / "good.txt").write_text(prose(1))
+    source = {"kind": "books", "path": str(folder)}
+    return Hostile([source], documents_in=2, dropped={"too long": 1})
+
+
+def bomb_as_page(folder: Path) -> Hostile:
+    path = folder / "dump.xml.bz2"
+    before, after = HEAD + page(1) + PAGE.format(2), PAGE_END + page(3) + TAIL
+    path.write_bytes(bz2.compress(before.encode()) + bomb(b"a") + bz2.compress(after.encode()))
+    return Hostile([mediawiki(path)], documents_in=3, dropped={"too long": 1})
+
+
+def bomb_as_record(folder: Path) -> Hostile:
+    path = folder / "bomb.parquet"
+    table = pa.table({"text": [prose(1)] + ["a" * 2**22] * 16})
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    assert path.stat().st_size < 2**20
+    return Hostile([{"kind": "parquet", "path": str(path)}], dropped=None)
+
+
+def ten_thousand_files(folder: Path) -> Hostile:
+    for number in range(10_000):
+        (folder / f"{number}.txt").write_text(prose(number, words=12))
+    return Hostile([text(folder)], documents_in=10_000)
+
+
+# --- tokens
+
+
+def million_character_words(folder: Path) -> Hostile:
+    words = ["x" * MILLION, "\u4e2d" * MILLION, "9" * MILLION, "[" * MILLION, "\u00e9" * MILLION]
+    path = write_lines(folder / "w.txt", [one.encode() for one in (prose(1), *words)])
+    return Hostile([text(path, "line")], documents_in=6)
+
+
+def spelt_special_tokens(folder: Path) -> Hostile:
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    lines = [" ".join(names * 50), "".join(names * 50), f"{prose(1)}[MASK]{prose(2)}[SEP][CLS]"]
+    path = write_lines(folder / "t.txt", [line.encode() for line in lines])
+    changes = {"deduplicate": {"documents": "exact"}}
+    return Hostile([text(path, "line")], documents_in=3, changes=changes)
+
+
+# --- wiki dumps
+
+
+def _xml(folder: Path, content: str, error: str) -> Hostile:
+    (folder / "dump.xml").write_text(content)
+    return Hostile([mediawiki(folder / "dump.xml")], error=error, culprit="dump.xml")
+
+
+def billion_laughs(folder: Path) -> Hostile:
+    levels = "".join(f'<!ENTITY l{n} "{f"&l{n - 1};" * 10 if n else "lol"}">' for n in range(10))
+    content = f"<!DOCTYPE mediawiki [{levels}]>" + HEAD + page(1, "&l9;") + TAIL
+    return _xml(folder, content, "DOCTYPE")
+
+
+def quadratic_entity(folder: Path) -> Hostile:
+    content = f'<!DOCTYPE m [<!ENTITY a "{"a" * 50_000}">]>' + HEAD + page(1, "&a;" * 50_000) + TAIL
+    return _xml(folder, content, "DOCTYPE")
+
+
+def external_entity(folder: Path) -> Hostile:
+    content = '<!DOCTYPE m SYSTEM "file:///etc/passwd">' + HEAD + page(1) + TAIL
+    return _xml(folder, content, "DOCTYPE")
+
+
+def undefined_entity(folder: Path) -> Hostile:
+    return _xml(folder, HEAD + page(1, "&lol;") + TAIL, "no whole XML")
+
+
+def long_xml_token(folder: Path) -> Hostile:
+    content = HEAD + f'<page a="{"a" * 8 * MILLION}">' + page(1)[8:] + TAIL
+    return _xml(folder, content, "token")
+
+
+def deep_xml(folder: Path) -> Hostile:
+    deep = "<b>" * 300_000 + "</b>" * 300_000
+    (folder / "dump.xml").write_text(HEAD + deep + page(1) + TAIL)
+    return Hostile([mediawiki(folder / "dump.xml")], documents_in=1)
+
+
+WIKITEXT = (
+    ("{{", ""),
+    ("[[", ""),
+    ("{{a|", "}}"),
+    ("[[a|", "]]"),
+    ("{|\n|", "\n|}"),
+    ("&lt;ref&gt;", ""),
+    ("&lt;div&gt;", "&lt;/div&gt;"),
+    ("'''''", ""),
+    ("&lt;!--", ""),
+    ("&lt;math&gt;", ""),
+    ("=", ""),
+    ("*:#;", ""),
+    ("-{", "}-"),
+    ("http://", ""),
+)
+
+
+def nested_wikitext(folder: Path) -> Hostile:
+    pages = [page(1)]
+    for number, (start, end) in enumerate(WIKITEXT, start=2):
+        pages.append(page(number, f"{prose(number)}\n{start * 20_000}{end * 20_000}"))
+    (folder / "dump.xml").write_text(HEAD + "".join(pages) + TAIL)
+    return Hostile([mediawiki(folder / "dump.xml")], documents_in=len(pages), dropped=None)
+
+
+# --- files cut short
+
+
+def _half(path: Path, content: bytes, source: dict[str, Any]) -> Hostile:
+    path.write_bytes(content[: len(content) * 2 // 3 - 100])
+    return Hostile([source], error=CUT, culprit=path.name)
+
+
+def _dump(pages: int = 400) -> bytes:
+    return (HEAD + "".join(map(page, range(1, pages + 1))) + TAIL).encode()
+
+
+def cut_xml(folder: Path) -> Hostile:
+    path = folder / "dump.xml"
+    return _half(path, _dump(), mediawiki(path))
+
+
+def cut_bz2(folder: Path) -> Hostile:
+    path = folder / "dump.xml.bz2"
+    return _half(path, bz2.compress(_dump()), mediawiki(path))
+
+
+def cut_multistream(folder: Path) -> Hostile:
+    path = folder / "dump.xml.bz2"
+    content = _dump()
+    streams = [bz2.compress(content[i : i + 5000]) for i in range(0, len(content), 5000)]
+    path.write_bytes(b"".join(streams[: len(streams) // 2]))  # between two streams
+    return Hostile([mediawiki(path)], error=CUT, culprit=path.name)
+
+
+def cut_gzip(folder: Path) -> Hostile:
+    path = folder / "c.jsonl.gz"
+    content = b"\n".join(record(prose(n)) for n in range(400))
+    return _half(path, gzip.compress(content), jsonl(path))
+
+
+def cut_zstd(folder: Path) -> Hostile:
+    path = folder / "c.txt.zst"
+    content = "\n".join(prose(n) for n in range(400)).encode()
+    return _half(path, zstandard.ZstdCompressor().compress(content), text(path, "line"))
+
+
+def cut_parquet(folder: Path) -> Hostile:
+    path = folder / "c.parquet"
+    pq.write_table(pa.table({"text": [prose(n) for n in range(400)]}), path)
+    return _half(path, path.read_bytes(), {"kind": "parquet", "path": str(path)})
+
+
+def cut_extraction(folder: Path) -> Hostile:
+    path = folder / "wiki_00"
+    article = '<doc id="{0}" url="u" title="T{0}">\nT{0}\n\n{1}\n</doc>\n'
+    content = "".join(article.format(n, prose(n)) for n in range(30)).encode()
+    return _half(path, content, {"kind": "wikiextractor", "path": str(path)})
+
+
+# --- records
+
+
+def odd_json(folder: Path) -> Hostile:
+    path = write_lines(
+        folder / "o.jsonl",
+        [
+            record(prose(1)),
+            b"[" * 100_000,
+            b'{"text": ' + b'{"a":' * 100_000,
+            b'{"text": 5}',
+            b'{"text": null}',
+            b'{"n": ' + b"9" * 10_000 + b', "text": "' + prose(2).encode() + b'"}',
+            b'"text"',
+            b'{"text": NaN}',
+            b'{"text": "open',
+            b"{}",
+        ],
+    )
+    return Hostile([jsonl(path)], documents_in=10, dropped=None)
+
+
+def same_ids(folder: Path) -> Hostile:
+    sources = []
+    for name, seed in (("a", 0), ("b", 100)):
+        path = folder / f"{name}.jsonl"
+        write_lines(path, [record(prose(seed + n), id=str(n // 2)) for n in range(10)])
+        sources.append(jsonl(path, id_field="id"))
+    return Hostile(sources, documents_in=10)
+
+
+def nothing_but_spaces(folder: Path) -> Hostile:
+    empty = ["", " ", "\t\r\n \u3000", "\u200b\ufeff\u200e", "\x01\x02"]
+    records = [record(prose(1)), *map(record, empty), b"", b"  ", record(prose(2))]
+    path = write_lines(folder / "e.jsonl", records)
+    return Hostile([jsonl(path)], documents_in=7, dropped={"empty": 5})
+
+
+def empty_files(folder: Path) -> Hostile:
+    for name, content in (("a", b""), ("b", b"\n\n \n"), ("c", b"\xef\xbb\xbf")):
+        (folder / f"{name}.txt").write_bytes(content)
+    (folder / "d.txt").write_text(prose(1))
+    return Hostile([text(folder)], documents_in=4, dropped={"empty": 3})
+
+
+def nothing_at_all(folder: Path) -> Hostile:
+    (folder / "a.txt").touch()
+    return Hostile([text(folder)], error="no training row: 1 documents? read")
+
+
+def odd_names(folder: Path) -> Hostile:
+    names = [
+        b"new\nline.txt",
+        b"\xff\xfe.txt",
+        b"a#1@2.txt",
+        "\u202egnp.txt".encode(),
+        b"[x]*?.txt",
+    ]
+    for number, name in enumerate(names):
+        Path(os.fsdecode(bytes(folder) + b"/" + name)).write_text(prose(number))
+    os.mkfifo(folder / "pipe.txt")  # whoever opens it waits for ever
+    (folder / "loop.txt").mkdir()
+    (folder / "loop.txt" / "again").symlink_to(folder)
+    return Hostile([text(folder)], documents_in=len(names))
+
+
+def dangling_link(folder: Path) -> Hostile:
+    (folder / "good.txt").write_text(prose(1))
+    (folder / "gone.txt").symlink_to(folder / "nowhere")
+    return Hostile([text(folder)], error="cannot be read", culprit="gone.txt")
+
+
+# --- splits
+
+
+def empty_validation(folder: Path) -> Hostile:
+    path = write_lines(folder / "f.txt", [prose(n).encode() for n in range(5)])
+    changes = {"validation": 1e-9}
+    return Hostile([text(path, "line")], documents_in=5, validation=1, changes=changes)
+
+
+def single_document(folder: Path) -> Hostile:
+    (folder / "one.txt").write_text(prose(1))
+    return Hostile([text(folder)], documents_in=1, changes={"validation": 0.5})
+
+
+CASES: dict[str, Callable[[Path], Hostile]] = {
+    name: builder
+    for name, builder in list(globals().items())
+    if callable(builder)
+    and getattr(builder, "__annotations__", {}).get("return") is Hostile
+    and not name.startswith("_")
+}

@@ -1,0 +1,191 @@
+"""Origin of rows and places of documents, against what the input files say."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_prep import CorpusError
+from data_prep.audit import documents_of_row, rows_of_document
+from data_prep.prepare import prepare
+from data_prep.shards import load_manifest, open_shards
+from data_prep.tokens import load
+
+WILD = "50% of *all* [a-z]? \\d+ 'quoted'"
+TITLE = "A title\nof two lines"
+
+
+@pytest.fixture
+def known(tmp_path: Path, make_config: Any) -> list[str]:
+    """The words of the vocabulary that `make_config` wrote."""
+    return (tmp_path / "vocab.txt").read_text(encoding="utf-8").split()[16:]
+
+
+@pytest.fixture
+def texts(known: list[str]) -> dict[str, str]:
+    """Documents by id: the same words in 30 orders, so that none is a near-duplicate."""
+    draw = random.Random(8)
+    return {f"doc {n}": " ".join(draw.sample(known, 60)) for n in range(0, 60, 2)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, make_config: Any, known: list[str], texts: dict[str, str]) -> Path:
+    """Two sources of records with ids, titles and URLs; one id is in both, one is all wild cards.
+
+    In the first source the id "doc 0" is the title of "doc 2".
+    """
+    first = [
+        {"text": text, "key": id, "name": f"Title of {id}", "link": f"https://example.org/{id}"}
+        for id, text in texts.items()
+    ]
+    first[1]["name"] = "doc 0"
+    second = [
+        {"text": " ".join(known[::-1]), "key": "doc 4", "name": TITLE, "link": ""},
+        {"text": " ".join(known[::-3] * 3), "key": WILD, "name": "", "link": ""},
+        {"text": " ", "key": "doc blank", "name": "", "link": ""},
+    ]
+    for name, records in (("first", first), ("second", second)):
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    fields = {"id_field": "key", "title_field": "name", "url_field": "link"}
+    config = make_config(
+        sources=[
+            {"kind": "jsonl", "path": str(tmp_path / f"{name}.jsonl"), "licence": licence, **fields}
+            for name, licence in (("first", "CC-BY-SA-4.0"), ("second", "public domain"))
+        ]
+    )
+    prepare(config, part_bytes=2_000)
+    assert len(load_manifest(config.output).splits["train"].shards) > 1
+    return Path(config.output)
+
+
+def splits(folder: Path) -> list[Any]:
+    return list(load_manifest(folder).splits)
+
+
+def test_every_segment_of_every_row_is_named_and_lies_in_its_document(
+    folder: Path, texts: dict[str, str]
+) -> None:
+    seen: set[str] = set()
+    for split in splits(folder):
+        shards = open_shards(folder, split)
+        for row in range(len(shards)):
+            ids = shards.rows([row])[0]
+            segments = documents_of_row(folder, row, split)
+            # Spans found independently: from each [CLS] (2) to the next [SEP] (3).
+            starts = np.flatnonzero(ids == 2).tolist()
+            ends = (np.flatnonzero(ids == 3) + 1).tolist()
+            assert [(s.start, s.end) for s in segments] == list(zip(starts, ends, strict=True))
+            assert [s.number for s in segments] == list(range(len(starts)))
+            for segment in segments:
+                if segment.source == "first.jsonl":
+                    assert segment.text in texts[segment.document]
+                    assert segment.licence == "CC-BY-SA-4.0" and segment.kind == "jsonl"
+                    assert segment.url == f"https://example.org/{segment.document}"
+                    seen.add(segment.document)
+    assert seen == set(texts)
+
+
+def test_the_rows_of_a_document_hold_all_of_its_tokens(folder: Path, texts: dict[str, str]) -> None:
+    tokens = load(folder / "tokenizer")
+    for id, text in texts.items():
+        found = rows_of_document(folder, id, source="first.jsonl")
+        assert found.by == "document"
+        held: list[int] = []
+        for place in found.places:
+            shards = open_shards(folder, place.split)
+            ids = shards.rows([place.row])[0].tolist()
+            assert ids[place.start] == 2
+            held += ids[place.start + 1 : ids.index(3, place.start)]
+            # The same row, counted within its file.
+            before = 0
+            for shard in shards.manifest.splits[place.split].shards:
+                if shard.file == place.shard:
+                    break
+                before += shard.rows
+            assert place.row == before + place.row_in_shard
+        assert sorted(held) == sorted(tokens.encode(text).tolist())
+
+
+def test_rows_and_documents_are_inverse(folder: Path) -> None:
+    by_row = {
+        (split, row, s.start, s.source, s.document)
+        for split in splits(folder)
+        for row in range(len(open_shards(folder, split)))
+        for s in documents_of_row(folder, row, split)
+    }
+    by_document = {
+        (p.split, p.row, p.start, p.source, p.document)
+        for document in {entry[-1] for entry in by_row}
+        for p in rows_of_document(folder, document).places
+    }
+    assert by_row == by_document
+
+
+def test_an_id_that_two_sources_have_is_listed_for_both_or_the_one_asked_for(folder: Path) -> None:
+    both = rows_of_document(folder, "doc 4")
+    assert {p.source for p in both.places} == {"first.jsonl", "second.jsonl"}
+    one = rows_of_document(folder, "doc 4", source="second.jsonl")
+    assert one.places == tuple(p for p in both.places if p.source == "second.jsonl")
+    with pytest.raises(CorpusError, match=r"'third'; there are: first\.jsonl, second\.jsonl"):
+        rows_of_document(folder, "doc 4", source="third")
+
+
+def test_an_id_wins_over_a_title_and_the_title_is_still_mentioned(folder: Path) -> None:
+    found = rows_of_document(folder, "doc 0")
+    assert found.by == "document" and {p.document for p in found.places} == {"doc 0"}
+    assert found.others == {"title": len(rows_of_document(folder, "doc 2").places)}
+
+
+def test_a_url_or_a_title_finds_a_document_too(folder: Path) -> None:
+    by_id = rows_of_document(folder, "doc 6")
+    by_url = rows_of_document(folder, "https://example.org/doc 6")
+    by_title = rows_of_document(folder, "Title of doc 6")
+    assert (by_url.by, by_title.by) == ("url", "title")
+    assert by_id.places == by_url.places == by_title.places
+    assert {p.source for p in rows_of_document(folder, TITLE).places} == {"second.jsonl"}
+
+
+def test_wild_characters_are_taken_literally(folder: Path) -> None:
+    assert {p.document for p in rows_of_document(folder, WILD).places} == {WILD}
+    for pattern in ("doc *", "doc .", "%", ".*", "", "DOC 6", "doc 6 "):
+        with pytest.raises(CorpusError, match="no row holds"):
+            rows_of_document(folder, pattern)
+
+
+def test_an_id_that_is_not_there_is_answered_with_near_ones_and_the_quarantine(
+    folder: Path,
+) -> None:
+    with pytest.raises(CorpusError, match=r"near it: .*'doc 6'.*quarantine\.jsonl"):
+        rows_of_document(folder, "docs 6")
+    # What the quarantine names is said at once: the reason is the best answer.
+    with (folder / "quarantine.jsonl").open("a", encoding="utf-8") as file:
+        entry = {
+            "source": "s",
+            "where": "a.jsonl#7",
+            "reason": "no text",
+            "detail": "has no 'text'",
+        }
+        file.write(json.dumps(entry) + "\n")
+    with pytest.raises(CorpusError, match=r"it was dropped .*\(no text: has no 'text'\)"):
+        rows_of_document(folder, "a.jsonl#7")
+
+
+def test_rows_outside_the_split_are_refused_with_its_bounds(folder: Path) -> None:
+    last = len(open_shards(folder)) - 1
+    for row in (-1, last + 1):
+        with pytest.raises(CorpusError, match=rf"train has rows 0 to {last}, not {row}"):
+            documents_of_row(folder, row)
+
+
+def test_a_damaged_side_table_is_named(folder: Path) -> None:
+    path = folder / "segments" / "train-00000.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CorpusError, match=r"train-00000\.parquet: does not decode"):
+        documents_of_row(folder, 0)
+    path.unlink()
+    with pytest.raises(CorpusError, match=r"train-00000\.parquet: missing"):
+        rows_of_document(folder, "doc 0")

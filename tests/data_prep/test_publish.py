@@ -1,0 +1,454 @@
+"""A Hub-ready folder holds what the shards hold; an upload is whole, or has no manifest."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import datasets
+import fsspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry, known_implementations
+from huggingface_hub import DatasetCard
+from markdown_it import MarkdownIt
+from transformers import AutoTokenizer
+
+from data_prep import CorpusError, card
+from data_prep.prepare import prepare
+from data_prep.publish import FILES, to_parquet, upload
+from data_prep.shards import load_manifest, open_shards
+
+HOSTILE = 'a "quoted"\n---\nlicense: mit\n---\n<img src=x onerror=alert(1)> | [x](y) `c` &lt; $1$'
+
+SOURCE_COLUMNS = ("licence", "documents", "kept", "of these held out", "characters")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def make_shards(tmp_path: Path, make_config: Callable[..., Any]) -> Callable[..., Path]:
+    """A function from keys of the source to a finished folder, with several shards to a split."""
+
+    def make(name: str = "shards", seed: int = 0, **source: Any) -> Path:
+        keys = {"kind": "text", "path": str(tmp_path / "texts"), "document": "paragraph"}
+        config = make_config(output=tmp_path / name, seed=seed, sources=[{**keys, **source}])
+        prepare(config, part_bytes=4_000)
+        return Path(config.output)
+
+    return make
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    }
+
+
+def all_rows(folder: Path, split: str) -> np.ndarray:
+    shards = open_shards(folder, split)  # type: ignore[arg-type]
+    return shards.rows(np.arange(len(shards)))
+
+
+@pytest.mark.parametrize("file_bytes", [1, 2_000, 2**29])
+def test_datasets_reads_the_rows_of_the_shards_in_their_order(
+    make_shards: Callable[..., Path], tmp_path: Path, file_bytes: int
+) -> None:
+    folder, hub = make_shards(), tmp_path / "hub"
+    manifest = load_manifest(folder)
+    assert len(manifest.splits["train"].shards) > 2
+    assert to_parquet(folder, hub, file_bytes=file_bytes) == "done"
+    plain = datasets.load_dataset(str(hub))
+    assert set(plain) == {"train", "validation"}
+    for split in plain:
+        files = sorted(str(p) for p in (hub / "data").glob(f"{split}-*"))
+        count = {1: len(manifest.splits[split].shards), 2**29: 1}.get(file_bytes, len(files))
+        assert [Path(f).name for f in files] == [
+            f"{split}-{n:05d}-of-{count:05d}.parquet" for n in range(count)
+        ]
+        named = datasets.load_dataset("parquet", data_files=files, split="train")
+        for dataset in (plain[split], named):
+            assert dataset.features["input_ids"].length == manifest.row_length
+            assert dataset.features["input_ids"].feature.dtype == manifest.dtype
+            assert np.array_equal(
+                dataset.with_format("numpy")["input_ids"], all_rows(folder, split)
+            )
+
+
+def test_the_segments_name_each_document_by_the_row_of_its_split(
+    make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, hub = make_shards(name="a", licence="CC-BY-SA-4.0"), tmp_path / "hub"
+    to_parquet(folder, hub, file_bytes=2_000)
+    for split, entries in datasets.load_dataset(str(hub), "segments").items():
+        places = np.stack([entries["row"], entries["start"]], axis=1)
+        # A segment begins at each [CLS], which is id 2: found in the rows themselves.
+        assert np.array_equal(places, np.argwhere(all_rows(folder, split) == 2))
+        side = [pq.read_table(p) for p in sorted((folder / "segments").glob(f"{split}-*"))]
+        ids = [id for table in side for id in table["document"].to_pylist()]
+        assert list(entries["document"]) == ids
+        assert set(entries["licence"]) == {"CC-BY-SA-4.0"} and set(entries["source"]) == {"texts"}
+
+
+def test_uint32_ids_come_back_as_they_are(tmp_path: Path, make_config: Callable[..., Any]) -> None:
+    config = make_config(validation=0)
+    vocabulary = Path(config.tokenizer)
+    # New entries before the words, so that the words have ids that 16 bits do not hold.
+    lines = vocabulary.read_text(encoding="utf-8").splitlines()
+    lines[16:16] = [f"w{n}" for n in range(2**16)]
+    vocabulary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    prepare(config)
+    to_parquet(config.output, tmp_path / "hub")
+    train = datasets.load_dataset(str(tmp_path / "hub"), split="train")
+    assert train.features["input_ids"].feature.dtype == "uint32"
+    rows = np.array(train["input_ids"])
+    assert rows.max() > 2**16 and np.array_equal(rows, all_rows(config.output, "train"))
+
+
+def test_tokenizer_and_provenance_come_along(
+    make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, hub = make_shards(), tmp_path / "hub"
+    to_parquet(folder, hub)
+    assert load_manifest(hub / "provenance") == load_manifest(folder)
+    ids = AutoTokenizer.from_pretrained(hub / "tokenizer")("stay text")["input_ids"]
+    assert ids == AutoTokenizer.from_pretrained(folder / "tokenizer")("stay text")["input_ids"]
+    files = contents(hub)
+    records = json.loads(files.pop(FILES))
+    assert records == {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in files.items()
+    }
+
+
+def test_a_folder_is_the_same_at_every_writing(
+    make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_shards()
+    to_parquet(folder, tmp_path / "1" / "hub")
+    to_parquet(folder, tmp_path / "2" / "hub")
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+def test_a_destination_that_is_taken_is_refused_and_the_same_corpus_is_up_to_date(
+    make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, hub = make_shards(), tmp_path / "hub"
+    hub.mkdir()  # empty: fine
+    assert to_parquet(folder, hub) == "done"
+    before = contents(hub)
+    assert to_parquet(folder, hub) == "up to date"
+    with pytest.raises(CorpusError, match="holds another corpus"):
+        to_parquet(make_shards("other", seed=1), hub)
+    assert contents(hub) == before
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("all of it", encoding="utf-8")
+    with pytest.raises(CorpusError, match="not empty"):
+        to_parquet(folder, tmp_path / "full")
+    with pytest.raises(CorpusError, match="not empty"):
+        to_parquet(folder, folder)
+    with pytest.raises(CorpusError, match="a file stands there"):
+        to_parquet(folder, tmp_path / "full" / "thesis.txt")
+    assert contents(tmp_path / "full") == {"thesis.txt": b"all of it"}
+    next((hub / "data").glob("train-*")).write_bytes(b"cut off")
+    with pytest.raises(CorpusError, match="damaged"):
+        to_parquet(folder, hub)
+
+
+def test_damaged_shards_are_not_published(make_shards: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_shards()
+    shard = folder / load_manifest(folder).splits["train"].shards[1].file
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CorpusError, match=shard.name):
+        to_parquet(folder, tmp_path / "hub")
+    assert not (tmp_path / "hub").exists() and not list(tmp_path.glob(".tmp-*"))
+
+
+def test_the_card_says_what_the_manifest_says(
+    make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_shards(licence="CC-BY-SA-4.0", name="shards")
+    to_parquet(folder, tmp_path / "my corpus")
+    manifest = load_manifest(folder)
+    loaded = DatasetCard.load(tmp_path / "my corpus" / "README.md")
+    values = loaded.data.to_dict()
+    assert values["license"] == ["cc-by-sa-4.0"] and values["pretty_name"] == "my corpus"
+    assert values["size_categories"] == ["n<1K"] and values["task_categories"] == ["fill-mask"]
+    assert [c["config_name"] for c in values["configs"]] == ["default", "segments"]
+    assert manifest.digest in loaded.text
+    for name, split in manifest.splits.items():
+        assert f"| {name} | {split.rows:,} | {split.tokens:,} |" in loaded.text
+    (source,) = manifest.sources
+    assert source.dropped["duplicate"] == 10  # six copies of two texts
+    assert "| texts | duplicate | 10 |" in loaded.text
+
+
+def test_the_card_names_languages_and_overlap_where_they_are_known(
+    make_shards: Callable[..., Path],
+) -> None:
+    manifest = load_manifest(make_shards())
+    text = str(card.dataset_card("x", manifest))
+    assert "Not looked for." in text and "language:" not in text
+    sources = [{"languages": ["en", "de"]}, {"languages": ["fr"]}]
+    content = {"sources": sources, "decontaminate": {"remove": False}}
+    overlapping = manifest.sources[0].model_copy(
+        update={"contaminated": {"sst2.tsv": 12}, "noted": {"cut short": 3}}
+    )
+    changed = manifest.model_copy(update={"content": content, "sources": (overlapping,)})
+    made = card.dataset_card("x", changed)
+    assert made.data.language == ["de", "en", "fr"]
+    assert "were kept" in made.text and "| texts | sst2.tsv | 12 |" in made.text
+    assert "| texts | cut short | 3 |" in made.text
+    # One source that was not filtered: its language is not known, nor that of the whole.
+    content = {"sources": [*sources, {"languages": None}], "decontaminate": {"remove": True}}
+    made = card.dataset_card("x", manifest.model_copy(update={"content": content}))
+    assert made.data.language is None and "and not found" in made.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "category"),
+    [
+        (0, "n<1K"),
+        (999, "n<1K"),
+        (1000, "1K<n<10K"),
+        (9_999, "1K<n<10K"),
+        (10_000, "10K<n<100K"),
+        (7_000_000, "1M<n<10M"),
+        (10**12, "n>1T"),
+    ],
+)
+def test_size_categories_are_the_hubs(rows: int, category: str) -> None:
+    assert card._size_category(rows) == category
+
+
+def test_hostile_names_stay_text(make_shards: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_shards(name="shards", licence=HOSTILE)
+    manifest = load_manifest(folder)
+    hostile = manifest.sources[0].model_copy(update={"name": HOSTILE})
+    manifest = manifest.model_copy(update={"sources": (hostile,)})
+    path = tmp_path / "README.md"
+    card.dataset_card(HOSTILE, manifest).save(path)
+    text = path.read_text(encoding="utf-8")
+    loaded = DatasetCard.load(path)
+    assert loaded.data.license == ["other"]
+    assert loaded.data.pretty_name == " ".join(HOSTILE.split())
+    # The header ends where it should: what lies between the first two fences is all of it.
+    _, header, _ = text.split("---\n", 2)
+    assert yaml.safe_load(header).keys() == loaded.data.to_dict().keys()
+
+    page = Page(MarkdownIt("commonmark").enable("table").render(loaded.text))
+    assert page.tags == {
+        *("h1", "h2", "p", "code", "pre", "table", "thead", "tbody", "tr", "th", "td")
+    }
+    assert page.cells[0] == " ".join(HOSTILE.split())  # the heading
+    source = page.rows[page.rows.index(["source", "kind", *SOURCE_COLUMNS]) + 1]
+    assert source[:3] == [" ".join(HOSTILE.split()), "text", " ".join(HOSTILE.split())]
+    assert len(source) == 7  # a pipe in a name makes no cell
+
+
+class Page(HTMLParser):
+    """The tags of a page, the texts of its headings and cells, and its table rows."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.cells: list[str] = []
+        self.rows: list[list[str]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.tags.add(tag)
+        if tag in ("h1", "h2", "th", "td"):
+            self.cells.append("")
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_data(self, data: str) -> None:
+        if self.cells:
+            self.cells[-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("th", "td"):
+            self.rows[-1].append(self.cells[-1])
+        elif tag in ("h1", "h2"):
+            self.cells.append("")
+
+
+class Watched(MemoryFileSystem):
+    """A memory file system of its own that notes what arrives, fails, and hashes if told to."""
+
+    protocol = "watched"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    arrived: ClassVar[list[str]] = []
+    fails_after: ClassVar[int] = 10**9
+    hashes: ClassVar[bool] = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("watched://", "memory://"))
+
+    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        if len(self.arrived) >= self.fails_after:
+            raise ConnectionError("reset by user:sesame with sig=open in the middle")
+        super().put_file(lpath, rpath, **kwargs)
+        self.arrived.append(rpath)
+
+    def _hashed(self, info: dict[str, Any]) -> dict[str, Any]:
+        if self.hashes and info["type"] == "file":
+            data = self.store[info["name"]].getvalue()
+            info["ETag"] = f'"{hashlib.md5(data).hexdigest()}"'
+        return info
+
+    def find(self, path: str, **kwargs: Any) -> Any:
+        return {name: self._hashed(info) for name, info in super().find(path, **kwargs).items()}
+
+
+@pytest.fixture
+def watched() -> Iterator[type[Watched]]:
+    fsspec.register_implementation("watched", Watched, clobber=True)
+    Watched.store.clear()
+    Watched.arrived.clear()
+    Watched.fails_after, Watched.hashes = 10**9, False
+    yield Watched
+    _registry.pop("watched", None)
+
+
+def sealed(folder: Path) -> set[str]:
+    """Every file that the manifest names, and itself."""
+    manifest = load_manifest(folder)
+    shards = [shard.file for split in manifest.splits.values() for shard in split.shards]
+    return {*shards, *(file.file for file in manifest.files), "manifest.json"}
+
+
+def test_an_upload_to_a_folder_is_a_whole_corpus(
+    make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_shards()
+    (folder / "notes.txt").write_text("not of the corpus", encoding="utf-8")
+    there = tmp_path / "far" / "away"
+    assert upload(folder, f"file://{there}") == "done"
+    assert contents(there) == {name: (folder / name).read_bytes() for name in sealed(folder)}
+    assert np.array_equal(all_rows(there, "train"), all_rows(folder, "train"))
+    before = {p: p.stat().st_mtime_ns for p in there.rglob("*")}
+    assert upload(folder, f"file://{there}/") == "up to date"
+    assert before == {p: p.stat().st_mtime_ns for p in there.rglob("*")}
+
+
+def test_the_manifest_arrives_last(
+    make_shards: Callable[..., Path], watched: type[Watched]
+) -> None:
+    folder = make_shards()
+    steps: list[tuple[int, int]] = []
+    assert upload(folder, "watched://a/b", lambda _, done, of: steps.append((done, of))) == "done"
+    names = sealed(folder)
+    assert set(watched.arrived) == {f"/a/b/{name}" for name in names}
+    assert len(watched.arrived) == len(names) and watched.arrived[-1] == "/a/b/manifest.json"
+    assert steps == [(n, len(names)) for n in range(len(names) + 1)]
+    assert upload(folder, "watched://a/b") == "up to date"
+    assert len(watched.arrived) == len(names)
+
+
+@pytest.mark.parametrize("hashes", [True, False])
+def test_an_upload_that_was_cut_off_has_no_manifest_and_continues(
+    make_shards: Callable[..., Path], watched: type[Watched], hashes: bool
+) -> None:
+    folder = make_shards()
+    watched.fails_after, watched.hashes = 3, hashes
+    with pytest.raises(CorpusError, match=r"watched://a: upload stopped at .* run the same"):
+        upload(folder, "watched://a")
+    assert len(watched.arrived) == 3 and "/a/manifest.json" not in watched.store
+    watched.fails_after = 10**9
+    first = watched.arrived[0]
+    data = bytearray(watched.store[first].getvalue())
+    data[0] ^= 1  # of the same size, but not the same
+    watched.store[first].seek(0)
+    watched.store[first].write(data)
+    watched.arrived.clear()
+    assert upload(folder, "watched://a") == "done"
+    kept = 2 if hashes else 0  # nothing but a hash says that what is there is right
+    assert len(watched.arrived) == len(sealed(folder)) - kept and first in watched.arrived
+    for name in sealed(folder):
+        assert watched.store[f"/a/{name}"].getvalue() == (folder / name).read_bytes()
+
+
+def test_a_place_that_holds_another_corpus_is_refused(
+    make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    one, other, there = make_shards("one"), make_shards("other", seed=1), tmp_path / "there"
+    upload(one, f"file://{there}")
+    before = contents(there)
+    with pytest.raises(CorpusError, match="holds another corpus"):
+        upload(other, f"file://{there}")
+    assert contents(there) == before
+    (there / "manifest.json").write_text("{}", encoding="utf-8")  # somebody else's
+    with pytest.raises(CorpusError, match="holds another corpus"):
+        upload(one, f"file://{there}")
+    # One that was cut off as it was written is nobody's.
+    (there / "manifest.json").write_bytes((one / "manifest.json").read_bytes()[:100])
+    assert upload(one, f"file://{there}") == "done"
+    assert contents(there) == before
+
+
+def test_damaged_shards_are_not_uploaded(
+    make_shards: Callable[..., Path], watched: type[Watched]
+) -> None:
+    folder = make_shards()
+    table = folder / "segments" / "train-00001.parquet"
+    data = bytearray(table.read_bytes())
+    data[len(data) // 2] ^= 1
+    table.write_bytes(data)
+    with pytest.raises(CorpusError, match=r"train-00001\.parquet: missing or damaged"):
+        upload(folder, "watched://a")
+    assert "/a/manifest.json" not in watched.store
+    shutil.rmtree(folder)
+    with pytest.raises(CorpusError, match="no finished shards"):
+        upload(folder, "watched://a")
+
+
+def test_no_secret_is_shown(make_shards: Callable[..., Path], watched: type[Watched]) -> None:
+    watched.fails_after = 0
+    with pytest.raises(CorpusError) as caught:
+        upload(make_shards(), "watched://user:sesame@host/a?sig=open")
+    assert "watched://host/a: upload stopped" in str(caught.value)
+    assert "sesame" not in str(caught.value) and "open" not in str(caught.value)
+
+
+def test_a_missing_driver_names_its_package(make_shards: Callable[..., Path]) -> None:
+    folder = make_shards()
+    with pytest.raises(CorpusError, match=r"cannot be opened .*Protocol not known: nowhere"):
+        upload(folder, "nowhere://a")
+    fsspec.register_implementation(
+        "absent", "not_installed.Driver", clobber=True, errtxt="Install not_installed"
+    )
+    try:
+        with pytest.raises(CorpusError, match="absent://a: needs a package: Install not_installed"):
+            upload(folder, "absent://a")
+    finally:
+        known_implementations.pop("absent")
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "extra"), [("s3://a/b", "s3fs", "s3"), ("gs://a/b", "gcsfs", "gcs")]
+)
+def test_the_usual_drivers_are_extras(
+    make_shards: Callable[..., Path], url: str, module: str, extra: str
+) -> None:
+    if find_spec(module):
+        pytest.skip(f"{module} is installed: nothing is missing")
+    with pytest.raises(CorpusError, match=rf"{url}: .*'distil-pretraining\[{extra}\]'"):
+        upload(make_shards(), url)

@@ -1,0 +1,249 @@
+"""Whatever ends a run, the same command ends with the bytes of a run that nothing disturbed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import CorpusError
+from data_prep.config import CorpusConfig
+from data_prep.plan import Plan
+from data_prep.prepare import STAGES, finalise, prepare, prepare_stage
+from data_prep.shards import load_manifest, verify
+
+KILLS = int(os.environ.get("DISTIL_TEST_KILLS", "10"))
+SMALL: dict[str, Any] = {"part_bytes": 2_000, "piece_bytes": 500}
+RUN = """
+import resource, sys
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+    config = CorpusConfig.model_validate_json(open(sys.argv[1]).read())
+    try:
+        prepare(config, part_bytes=2000, piece_bytes=500)
+    except OSError as error:
+        assert error.errno == 27 and error.filename, repr(error)
+        sys.exit(2)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
+    """A function that starts `prepare` of a config in a process group of its own."""
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+
+    def begin(config: CorpusConfig, *arguments: object) -> subprocess.Popen[bytes]:
+        (tmp_path / "config.json").write_text(config.model_dump_json())
+        return subprocess.Popen(
+            [sys.executable, script, tmp_path / "config.json", *map(str, arguments)],
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            stderr=subprocess.DEVNULL,
+        )
+
+    return begin
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    """Every file but those that hold input times."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ("manifest.json", "provenance.jsonl")
+    }
+
+
+def stop_before_finishing(config: CorpusConfig) -> dict[str, int]:
+    """All stages, not finalised; the time of each unit's record."""
+    for stage in STAGES:
+        prepare_stage(config, stage, **SMALL)
+    return times(config)
+
+
+def times(config: CorpusConfig) -> dict[str, int]:
+    records = sorted((config.output / ".work").glob("*/*.json"))
+    return {f"{record.parent.name}/{record.stem}": record.stat().st_mtime_ns for record in records}
+
+
+def redone(before: dict[str, int], config: CorpusConfig) -> set[str]:
+    """The stages with a unit that was made again, after running all of them once more."""
+    after = stop_before_finishing(config)
+    return {name.split("/")[0] for name, moment in after.items() if before.get(name) != moment}
+
+
+def test_kills_at_any_moment_change_no_byte(
+    make_config: Any, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    config = make_config(workers=2, output=tmp_path / "killed")
+    undisturbed = make_config(output=tmp_path / "undisturbed")
+    prepare(undisturbed, **SMALL)
+    expected = shards(undisturbed.output)
+    draw = random.Random(0)
+    kills = 0
+    while kills < KILLS:
+        process = start(config)
+        # A kill after so many changes of the folder: kills by the clock would hit the start.
+        changes, seen = draw.randint(1, 60), ""
+        while process.poll() is None and changes:
+            state = str([names for _, _, names in os.walk(config.output)])
+            changes -= state != seen
+            seen = state
+            time.sleep(0.001)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait()
+        if (config.output / "manifest.json").exists():
+            assert shards(config.output) == expected or (config.output / ".work").exists()
+            if draw.random() < 0.5:
+                for path in [*config.output.rglob("*")][::-1]:
+                    path.rmdir() if path.is_dir() else path.unlink()
+    assert start(config).wait() == 0
+    assert shards(config.output) == expected
+    assert load_manifest(config.output).digest == load_manifest(undisturbed.output).digest
+    assert not (config.output / ".work").exists()
+
+
+def test_finished_units_are_not_made_again(make_config: Any) -> None:
+    config = make_config()
+    before = stop_before_finishing(config)
+    assert {name.split("/")[0] for name in before} == {*STAGES} - {"examples"}
+    assert len([name for name in before if name.startswith("extract")]) > 3
+    assert redone(before, config) == set()
+
+
+def test_an_altered_output_is_made_again_with_the_same_bytes(make_config: Any) -> None:
+    config = make_config()
+    before = stop_before_finishing(config)
+    unit = config.output / ".work" / "extract" / "000001"
+    part = unit / "part-00000.arrow"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    assert redone(before, config) == {"extract"}
+    assert part.read_bytes() != bytes(data)
+    before = times(config)
+    (config.output / ".work" / "pack" / "000000" / "32" / "shard.arrow").unlink()
+    assert redone(before, config) == {"pack"}
+    before = times(config)
+    (config.output / ".work" / "deduplicate" / "000000.json").write_text('{"half": ')
+    assert redone(before, config) == {"deduplicate"}
+
+
+@pytest.mark.parametrize(
+    ("change", "stages"),
+    [
+        ({"workers": 2}, set()),
+        ({"validation": 0.4}, {"deduplicate", "pack"}),
+        ({"row_length": 64}, {"vocabulary", "pack"}),
+        ({"deduplicate": {"documents": "near", "threshold": 0.9}}, {"match"}),
+        ({"min_characters": 30}, {"extract", "match", "deduplicate", "pack"}),
+        ({"seed": 1}, {"extract", "match", "deduplicate", "pack"}),
+    ],
+)
+def test_a_changed_key_redoes_what_it_shapes(
+    make_config: Any, change: dict[str, Any], stages: set[str]
+) -> None:
+    before = stop_before_finishing(make_config())
+    assert redone(before, make_config(**change)) == stages
+
+
+def test_a_changed_input_is_read_again(make_config: Any, tmp_path: Path) -> None:
+    config = make_config()
+    before = stop_before_finishing(config)
+    text = tmp_path / "texts" / "2.txt"
+    os.utime(text)  # a copy: same bytes, another time
+    assert redone(before, config) == set()
+    text.write_text(text.read_text()[::-1])  # the same size
+    assert "extract" in redone(before, config)
+    fresh = make_config(output=tmp_path / "fresh")
+    assert finalise(config, **SMALL).digest == prepare(fresh, **SMALL).digest
+
+
+def test_a_damaged_finished_folder_is_made_again(make_config: Any) -> None:
+    config = make_config()
+    digest = prepare(config).digest
+    shard = config.output / "train-00000.arrow"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+    warnings: list[str] = []
+    assert prepare(config, warn=warnings.append).digest == digest
+    assert warnings == [f"{shard} is not whole: making it again"]
+    assert verify(config.output) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_keeps_what_is_finished(
+    make_config: Any,
+    tmp_path: Path,
+    start: Callable[..., subprocess.Popen[bytes]],
+    workers: int,
+) -> None:
+    config = make_config(workers=workers, row_length=2048)  # a file-size limit stands in for it
+    assert start(config, 7000).wait() == 2
+    before = times(config)
+    assert any(name.startswith("extract") for name in before)
+    prepared = prepare(config, **SMALL)
+    fresh = make_config(output=tmp_path / "fresh", row_length=2048)
+    assert prepared.digest == prepare(fresh, **SMALL).digest
+
+
+def test_tasks_of_stages_give_the_same_bytes(make_config: Any, tmp_path: Path) -> None:
+    config = make_config()
+    with pytest.raises(CorpusError, match=r"units of stage extract are missing: run"):
+        prepare_stage(config, "match", **SMALL)
+    for stage in STAGES:
+        for task in (2, 3, 1):
+            prepare_stage(config, stage, task, 3, **SMALL)
+            if stage == "extract" and task == 3:
+                with pytest.raises(CorpusError, match=r"\d+ of \d+ units of stage extract"):
+                    finalise(config, **SMALL)
+    manifest = finalise(config, **SMALL)
+    whole = make_config(output=tmp_path / "whole", workers=2)
+    assert manifest.digest == prepare(whole, **SMALL).digest
+    assert shards(config.output) == shards(whole.output)
+    assert prepare_stage(config, "extract", **SMALL) == 0
+
+
+def test_ray_gives_the_same_bytes(
+    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray", reason="Ray is an extra: pip install 'distil-pretraining[ray]'")
+    path = os.pathsep.join((str(Path(__file__).parents[2]), *sys.path[1:]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    manifests = [
+        prepare(make_config(output=tmp_path / engine, workers=2), engine=engine, **SMALL)
+        for engine in ("processes", "ray")
+    ]
+    assert manifests[0].digest == manifests[1].digest
+    assert shards(tmp_path / "processes") == shards(tmp_path / "ray")
+
+
+def test_units_depend_on_content_alone(make_config: Any, tmp_path: Path) -> None:
+    plans = [Plan(make_config(workers=workers), **SMALL) for workers in (1, 7)]
+    identities = [[unit.identity for unit in plan.units("extract")] for plan in plans]
+    assert identities[0] == identities[1] and len(set(identities[0])) == len(identities[0])
+
+
+def test_the_chain_from_input_to_shard_is_whole(make_config: Any) -> None:
+    config = make_config()
+    manifest = prepare(config, **SMALL)
+    lines = (config.output / "provenance.jsonl").read_text().splitlines()
+    units = [json.loads(line) for line in lines]
+    packed = {
+        output["sha256"] for unit in units if unit["stage"] == "pack" for output in unit["outputs"]
+    }
+    written = {shard.sha256 for split in manifest.splits.values() for shard in split.shards}
+    assert written <= packed
+    read = [entry for unit in units if unit["stage"] == "extract" for entry in unit["inputs"]]
+    assert {entry["input"] for entry in read} == {f"{number}.txt" for number in range(6)}

@@ -1,0 +1,144 @@
+"""`distil audit` and `distil replay` as a person and a program read them."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
+from launch.answers import printable
+from launch.cli import main
+
+WORDS = [f"{a}{b}" for a in "klmn" for b in "opqr"]
+TITLES = ["[red]One[/red]", "Two \x1b[31mred\x1b[0m", "Three"]
+
+
+@pytest.fixture
+def distil(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """A function from arguments to exit code, standard output and standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["distil", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Three documents whose titles would be markup if anything took them for it."""
+    records = [
+        {"text": " ".join(WORDS[n:] + WORDS[:n]), "id": f"id{n}", "title": title}
+        for n, title in enumerate(TITLES)
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "texts.jsonl").write_text(lines, encoding="utf-8")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (tmp_path / "vocab.txt").write_text("\n".join([*special, *WORDS]) + "\n", encoding="utf-8")
+    values: dict[str, Any] = {
+        "output": tmp_path / "shards",
+        "tokenizer": str(tmp_path / "vocab.txt"),
+        "sources": [
+            {
+                "kind": "jsonl",
+                "path": str(tmp_path / "texts.jsonl"),
+                "id_field": "id",
+                "title_field": "title",
+                "licence": "CC0-1.0",
+            }
+        ],
+        "row_length": 18,
+        "validation": 0,
+        "workers": 1,
+        "deduplicate": {"documents": "exact"},
+    }
+    prepare(CorpusConfig.model_validate(values))
+    return tmp_path / "shards"
+
+
+@pytest.fixture
+def run(tmp_path: Path, shards: Path) -> Path:
+    values = {
+        "output": str(tmp_path / "run"),
+        "shards": str(shards),
+        "teacher": "nobody",
+        "train": {"max_steps": 5, "global_batch_size": 4, "micro_batch_size": 1},
+    }
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return tmp_path / "run"
+
+
+def test_a_row_is_answered_with_titles_and_licences(
+    distil: Callable[..., tuple[int, str, str]], shards: Path
+) -> None:
+    for row in range(3):
+        code, out, _ = distil("audit", shards, "--row", row)
+        assert code == 0 and "CC0-1.0" in out and "take a document down" in out
+        code, lines, _ = distil("audit", shards, "--row", row, "--json")
+        (entry,) = map(json.loads, lines.splitlines())
+        assert entry["row"] == row and entry["title"] == TITLES[int(entry["document"][2:])]
+        assert entry["document"] in out and printable(entry["title"]) in out
+        assert "\x1b" not in out
+
+
+def test_a_document_is_answered_with_its_rows(
+    distil: Callable[..., tuple[int, str, str]], shards: Path
+) -> None:
+    code, out, _ = distil("audit", shards, "--document", "id1")
+    assert code == 0 and "found by its id: 1 document(s) in 1 segment(s)" in out
+    code, lines, _ = distil("audit", shards, "--document", TITLES[0], "--json")
+    (entry,) = map(json.loads, lines.splitlines())
+    assert (entry["by"], entry["document"], entry["split"]) == ("title", "id0", "train")
+
+
+def test_a_mistake_in_the_question_is_one_line_and_exit_code_2(
+    distil: Callable[..., tuple[int, str, str]], shards: Path, run: Path
+) -> None:
+    for arguments, part in (
+        (("audit", shards), "either --row"),
+        (("audit", shards, "--row", 0, "--document", "id0"), "either --row"),
+        (("audit", shards, "--row", 99), "rows 0 to 2"),
+        (("audit", shards, "--row", 0, "--split", "test"), "train and validation"),
+        (("audit", shards, "--row", 0, "--split", "validation"), "no validation split"),
+        (("audit", shards, "--document", "id9"), "near it: 'id"),
+        (("replay", run, "--step", 6), "steps 1 to 5"),
+        (("replay", run, "--step", 1, "--world-size", 3), "world size 3 does not divide"),
+        (("replay", shards, "--step", 1), "config.json"),
+    ):
+        code, _, error = distil(*arguments)
+        assert code == 2 and part in error and len(error.splitlines()) == 1, error
+
+
+def test_a_step_is_answered_with_rows_and_masks(
+    distil: Callable[..., tuple[int, str, str]], run: Path
+) -> None:
+    code, lines, _ = distil("replay", run, "--step", 2, "--world-size", 2, "--json")
+    rows = [json.loads(line) for line in lines.splitlines()]
+    assert code == 0 and [row["position"] for row in rows] == [0, 1, 2, 3]
+    assert [(row["rank"], row["micro_batch"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    code, out, error = distil("replay", run, "--step", 2, "--world-size", 2, "--rows", 3)
+    assert code == 0 and "no checkpoint names its shards" in error
+    header, *shown = [line.split() for line in out.splitlines()[1:5]]
+    assert header == ["position", "rank", "micro-batch", "epoch", "row", "masked", "masks"]
+    for row, fields in zip(rows, shown, strict=False):
+        wanted = ("position", "rank", "micro_batch", "epoch", "row")
+        assert fields[:6] == [*(str(row[name]) for name in wanted), str(len(row["masks"]))]
+        mask = row["masks"][0]
+        tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+        assert fields[6:9] == [
+            tokens[mask["label"]],
+            "->",
+            tokens[mask["shown"]] + ("," if len(row["masks"]) > 1 else ""),
+        ]
+    assert "3 of 4 rows" in out
+    code, lines, _ = distil("replay", run, "--step", 2, "--world-size", 2, "--rank", 1, "--json")
+    assert [json.loads(line) for line in lines.splitlines()] == rows[2:]
