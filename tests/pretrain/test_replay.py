@@ -1,0 +1,249 @@
+"""What replay prints is what training fed, row by row and mask by mask."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertForMaskedLM
+
+from data_prep import CorpusError
+from data_prep.shards import open_shards
+from pretrain import RunError
+from pretrain.config import RunConfig
+from pretrain.distillation import Distillation
+from pretrain.hashing import root
+from pretrain.order import permutation
+from pretrain.replay import ReplayedRow, replay
+from pretrain.train import train
+
+ROWS, SEED, STEPS = 48, 7, 12  # more than two epochs of the tiny corpus
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
+    """A function that writes a run's folder as `train` begins one, without training."""
+
+    def make(**changes: Any) -> Path:
+        values = {
+            "output": str(tmp_path / "run"),
+            "shards": str(corpus),
+            "teacher": "nobody/needs-it",
+            "train": {
+                "max_steps": STEPS,
+                "global_batch_size": ROWS,
+                "micro_batch_size": 3,
+                "seed": SEED,
+            },
+            **changes,
+        }
+        config = RunConfig.model_validate(values)
+        config.output.mkdir(exist_ok=True)
+        text = json.dumps(config.model_dump(mode="json"))
+        (config.output / "config.json").write_text(text, encoding="utf-8")
+        return config.output
+
+    return make
+
+
+def same(one: ReplayedRow, other: ReplayedRow) -> bool:
+    """Alike in all but who holds it."""
+    numbers = [(r.index, r.epoch, r.row) for r in (one, other)]
+    arrays = [(r.input_ids, r.positions, r.labels) for r in (one, other)]
+    return numbers[0] == numbers[1] and all(map(np.array_equal, *arrays))
+
+
+def test_it_is_what_a_real_run_was_fed(
+    tmp_path: Path,
+    corpus: Path,
+    save_teacher: Callable[..., BertForMaskedLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fed: list[tuple[Tensor, Tensor, Tensor]] = []
+    forward = Distillation.forward
+
+    def watched(self: Distillation, ids: Tensor, positions: Tensor, labels: Tensor, *rest: Any):
+        if torch.is_grad_enabled():  # not an evaluation
+            fed.append((ids.clone(), positions.clone(), labels.clone()))
+        return forward(self, ids, positions, labels, *rest)
+
+    monkeypatch.setattr(Distillation, "forward", watched)
+    save_teacher(tmp_path / "teacher")
+    config = RunConfig.model_validate(
+        {
+            "output": str(tmp_path / "run"),
+            "shards": str(corpus),
+            "teacher": str(tmp_path / "teacher"),
+            "masking": {"mode": "smoothed"},
+            "student": {"num_layers": 1},
+            "train": {
+                "max_steps": 3,
+                "global_batch_size": 8,
+                "micro_batch_size": 4,
+                "num_workers": 0,
+                "seed": SEED,
+            },
+            "evaluation": {"rows": 4},
+            "logging": {"every": 1},
+        }
+    )
+    train(config)
+    replayed = []
+    for step in (1, 2, 3):  # as the log counts
+        found = replay(config.output, step)
+        assert (found.num_steps, found.world_size, found.micro_batch_size) == (3, 1, 4)
+        rows = list(found.rows())
+        assert [row.micro_batch for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1]
+        replayed += rows
+    logged = [json.loads(line) for line in (config.output / "metrics.jsonl").open()]
+    assert [entry["step"] for entry in logged if entry["kind"] == "train"] == [1, 2, 3]
+    assert len(fed) == 6  # three steps of two micro-batches
+    assert torch.equal(
+        torch.cat([ids for ids, _, _ in fed]),
+        torch.from_numpy(np.stack([row.input_ids for row in replayed])),
+    )
+    masks = [
+        {p: label for p, label in zip(*pair, strict=True) if label != -100}
+        for _, positions, labels in fed
+        for pair in zip(positions.tolist(), labels.tolist(), strict=True)
+    ]
+    assert masks == [
+        dict(zip(row.positions.tolist(), row.labels.tolist(), strict=True)) for row in replayed
+    ]
+
+
+def test_rows_and_epochs_follow_the_permutation(
+    make_run: Callable[..., Path], corpus: Path
+) -> None:
+    num_rows = len(open_shards(corpus))
+    straddling = num_rows // ROWS + 1
+    assert num_rows % ROWS and 2 * num_rows < STEPS * ROWS
+    for step in (1, straddling, STEPS):
+        rows = list(replay(make_run(), step).rows())
+        assert (len({row.epoch for row in rows}) == 2) == (step == straddling)
+        for i, row in enumerate(rows):
+            position = (step - 1) * ROWS + i
+            epoch, offset = divmod(position, num_rows)
+            expected = permutation(np.array([offset]), num_rows, root(SEED, 1, epoch))[0]
+            assert (row.index, row.epoch, row.row) == (i, epoch, expected)
+
+
+def test_only_the_masked_positions_differ_from_the_shards(
+    make_run: Callable[..., Path], corpus: Path
+) -> None:
+    shards = open_shards(corpus)
+    for row in replay(make_run(), 2).rows():
+        ids = shards.rows([row.row])[0]
+        assert np.array_equal(row.labels, ids[row.positions])
+        restored = row.input_ids.copy()
+        restored[row.positions] = row.labels
+        assert np.array_equal(restored, ids)
+        ordinary = int((ids > 4).sum())  # ids 0 to 4 are the special ones
+        assert abs(len(row.positions) - 0.15 * ordinary) < 0.51 or len(row.positions) == 1
+        assert (np.diff(row.positions) > 0).all()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_the_world_size_decides_who_holds_a_row_and_nothing_else(
+    make_run: Callable[..., Path], world: int
+) -> None:
+    run = make_run()
+    alone = list(replay(run, 5, world_size=1, micro_batch_size=ROWS).rows())
+    found = replay(run, 5, world_size=world)
+    together = [row for rank in range(world) for row in found.rows(rank)]
+    assert len(together) == ROWS and all(map(same, alone, together))
+    assert all(map(same, alone, found.rows()))
+    share = ROWS // world
+    for i, row in enumerate(together):
+        assert (row.rank, row.micro_batch) == (i // share, i % share // 3)
+
+
+def test_a_micro_batch_that_does_not_fit_the_share_is_made_smaller_or_refused(
+    make_run: Callable[..., Path],
+) -> None:
+    run = make_run()
+    assert replay(run, 1, world_size=12).micro_batch_size == 1  # a share of 4 has no 3
+    assert replay(run, 1, world_size=2, micro_batch_size=6).micro_batch_size == 6
+    with pytest.raises(RunError, match="micro_batch_size 5 does not divide the 24 rows"):
+        replay(run, 1, world_size=2, micro_batch_size=5)
+    with pytest.raises(RunError, match=r"world size 5 does not divide .*global_batch_size 48"):
+        replay(run, 1, world_size=5)
+
+
+def test_steps_of_the_run_alone_can_be_replayed(
+    make_run: Callable[..., Path], corpus: Path
+) -> None:
+    run = make_run()
+    for step in (-1, 0, STEPS + 1):
+        with pytest.raises(RunError, match=f"steps 1 to {STEPS}, .* not {step}"):
+            replay(run, step)
+    epochs = make_run(train={"epochs": 1.5, "global_batch_size": 10})
+    last = -(-round(len(open_shards(corpus)) * 1.5) // 10)
+    assert replay(epochs, last).num_steps == last
+    with pytest.raises(RunError, match=f"steps 1 to {last}"):
+        replay(epochs, last + 1)
+
+
+def test_a_rank_outside_the_layout_is_refused(make_run: Callable[..., Path]) -> None:
+    with pytest.raises(RunError, match="ranks of this layout are 0 to 1"):
+        replay(make_run(), 1, world_size=2).rows(2)
+
+
+def checkpoint_says(run: Path, digest: str, num_processes: int = 2) -> None:
+    folder = run / "checkpoints" / "step-00000002"
+    folder.mkdir(parents=True)
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    state = {"shards": digest, "config": config, "num_processes": num_processes}
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+
+
+def test_shards_that_the_run_did_not_read_are_refused(
+    make_run: Callable[..., Path], corpus: Path
+) -> None:
+    run = make_run()
+    said: list[str] = []
+    replay(run, 1, warn=said.append)
+    assert len(said) == 1 and "no checkpoint names its shards" in said[0]
+    checkpoint_says(run, open_shards(corpus).manifest.digest)
+    found = replay(run, 1, warn=pytest.fail)
+    assert found.world_size == 2  # as many processes as the run had
+    shutil.rmtree(run / "checkpoints")
+    checkpoint_says(run, "0" * 64)
+    with pytest.raises(RunError, match=r"holds other shards .* \(0{16}\)"):
+        replay(run, 1)
+
+
+def test_shards_may_have_moved(make_run: Callable[..., Path], corpus: Path, tmp_path: Path) -> None:
+    run = make_run(shards=str(tmp_path / "gone"))
+    with pytest.raises(CorpusError, match="gone"):
+        replay(run, 1)
+    assert len(list(replay(run, 1, shards=corpus).rows())) == ROWS
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"not the output of a run: it holds no config\.json"):
+        replay(tmp_path, 1)
+    (tmp_path / "config.json").write_text('{"output": 3', encoding="utf-8")
+    with pytest.raises(RunError, match=r"config\.json: .*restore it"):
+        replay(tmp_path, 1)
+
+
+def test_json_and_tokens_say_the_same_as_the_arrays(
+    make_run: Callable[..., Path], vocabulary: list[str]
+) -> None:
+    found = replay(make_run(), 4)
+    for row in found.rows():
+        plain = json.loads(json.dumps(row.as_json(4)))
+        assert list(plain) == [
+            *("step", "position", "rank", "micro_batch", "epoch", "row", "masks", "input_ids")
+        ]
+        assert plain["step"] == 4 and plain["row"] == row.row
+        assert len(plain["masks"]) == len(row.positions)
+        for mask in plain["masks"]:
+            assert plain["input_ids"][mask["position"]] == mask["shown"]
+        assert [found.token(id) for id in row.labels] == [vocabulary[id] for id in row.labels]
