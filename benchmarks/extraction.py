@@ -18,9 +18,10 @@ from xml.etree import ElementTree
 import mwparserfromhell
 
 from data_prep.cleaning import clean
-from data_prep.leftovers import count
-from data_prep.wikipedia import plain_text, prose
-from data_prep.wikitext import is_ordinary, parsed
+from data_prep.wikipedia import plain_text
+from data_prep.wikipedia.articles import prose
+from data_prep.wikipedia.leftovers import count
+from data_prep.wikipedia.wikitext import is_ordinary, parsed
 
 NOT_PROSE = frozenset(("file", "image", "category", "media"))
 

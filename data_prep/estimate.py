@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 
 from data_prep.config import CorpusConfig, TrainTokenizer
-from data_prep.engines import run
 from data_prep.packing import cut, pack
 from data_prep.plan import Plan
 from data_prep.sources import Document, Piece, Source
 from data_prep.sources.compressed import decompressed, is_compressed
 from data_prep.sources.files import opened
-from data_prep.stages.extract import ExtractTask, extract, read_part
+from data_prep.stages.documents import read_part
+from data_prep.stages.extract import ExtractTask, extract
 from data_prep.tokens import Tokens, load
-from data_prep.wordpiece import train
+from data_prep.tokens.wordpiece import train
+from data_prep.work.engines import run
 
 SAMPLE_BYTES = 2**22  # as stored, of each source
 PIECE_BYTES = 2**19
@@ -168,17 +169,19 @@ def _head(source: Source, piece: Piece, head: Path) -> int:
     """Write the beginning of a compressed file, to a document's end; its bytes as stored."""
     raw = _Counted(opened(piece.path))
     held: list[bytes] = []
-    size = 0
+    size = stored = 0
     for chunk in decompressed(raw, piece.path):
+        # What was read of the file has been decompressed when more of it is read.
+        if (size >= SAMPLE_BYTES and raw.read_bytes > stored) or size >= 16 * SAMPLE_BYTES:
+            break
+        stored = raw.read_bytes
         held.append(chunk)
         size += len(chunk)
-        if size >= SAMPLE_BYTES:
-            break
     data = b"".join(held)
     marker, end = _ENDS.get(source.kind, (b"\n", b""))
     cut_at = data.rfind(marker)
     head.write_bytes(data[: cut_at + len(marker)] + end if cut_at >= 0 else data)
-    return raw.read_bytes
+    return stored
 
 
 class _Counted:

@@ -18,7 +18,7 @@ from data_prep.shards.manifest import MANIFEST
 from data_prep.sources import name_of
 from data_prep.stages.finish import PROVENANCE
 from data_prep.tokens import load
-from data_prep.units import Record, is_same
+from data_prep.work.units import Record, is_same
 
 
 def find_finished(plan: Plan, warn: Callable[[str], None]) -> list[Manifest] | None:

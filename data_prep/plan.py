@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data_prep import CorpusError, minhash
+from data_prep import CorpusError
 from data_prep.config import CorpusConfig, TrainTokenizer, source_keys
+from data_prep.duplicates import minhash
 from data_prep.sources import Piece, name_of, pieces
 from data_prep.stages.deduplicate import TRAIN, VALIDATION, DeduplicateTask, deduplicate
 from data_prep.stages.examples import FILE, ExamplesTask, examples
@@ -18,7 +19,7 @@ from data_prep.stages.match import MatchTask, match
 from data_prep.stages.pack import PackTask, PartSlice, pack_unit
 from data_prep.stages.vocabulary import VocabularyTask, vocabulary
 from data_prep.tokens import load
-from data_prep.units import NamedPiece, Record, Unit, group, make_unit, sha256_of
+from data_prep.work.units import NamedPiece, Record, Unit, group, make_unit, sha256_of
 
 PART_BYTES = 32 * 2**20  # of text, before it is tokenised into a shard
 # Reading is slower than packing and inputs may be compressed: its units are smaller.
@@ -161,6 +162,7 @@ class Plan:
 
     def _match(self) -> list[Unit]:
         units: list[Unit] = []
+        folders, upstream = self.folders("extract"), (self._digest("extract"),)
         for level in self._levels():
             how = getattr(self.config.deduplicate, level)
             starts, total = self._starts(level)
@@ -171,7 +173,7 @@ class Plan:
                     level=level,
                     how=how,
                     threshold=self.config.deduplicate.threshold,
-                    folders=self.folders("extract"),
+                    folders=folders,
                     starts=starts,
                     slice_number=number,
                     slices=slices,
@@ -184,7 +186,7 @@ class Plan:
                     how=how,
                     threshold=self.config.deduplicate.threshold if how == "near" else None,
                     slice=[number, slices],
-                    upstream=(self._digest("extract"),),
+                    upstream=upstream,
                 )
                 units.append(unit)
         return units
@@ -256,14 +258,16 @@ class Plan:
     def _slices(self) -> list[tuple[PartSlice, list[int], tuple[str, ...]]]:
         """(part, its bytes of each split, digests of what it is read from), in document order."""
         (deduplicated,) = self.records("deduplicate")
+        sha256 = {output.file: output.sha256 for output in deduplicated.outputs}
+        folders = self.folders("extract")
         slices: list[tuple[PartSlice, list[int], tuple[str, ...]]] = []
         for unit, record in enumerate(self.records("extract")):
             source = self.config.sources[record.result["source"]]
             taken_out = self._fates(unit).with_name(f"{unit:06d}-paragraphs.npy")
             upstream = (
                 record.digest,
-                deduplicated.sha256(self._fates(unit).name),
-                deduplicated.sha256(taken_out.name),
+                sha256[self._fates(unit).name],
+                sha256[taken_out.name],
             )
             last = 0
             sizes = deduplicated.result["units"][unit]["parts"]
@@ -272,7 +276,7 @@ class Plan:
                 slices.append(
                     (
                         PartSlice(
-                            file=self.folders("extract")[unit] / part["file"],
+                            file=folders[unit] / part["file"],
                             source_number=record.result["source"],
                             by_line=source.kind == "sentences",
                             fates=self._fates(unit),
@@ -294,8 +298,9 @@ class Plan:
             ("validation", VALIDATION),
         )
         (tokenizer,) = self.records("vocabulary")
+        slices = self._slices()
         for split, number in splits:
-            chosen = [item for item in self._slices() if item[1][number]]
+            chosen = [item for item in slices if item[1][number]]
             for members in group([sizes[number] for _, sizes, _ in chosen], self._part_bytes):
                 mine = [chosen[member] for member in members]
                 task = PackTask(

@@ -13,15 +13,15 @@ from typing import get_args
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig, TrainTokenizer
-from data_prep.engines import Engine, WorkerDiedError, run
 from data_prep.finished import find_finished, open_work
-from data_prep.locks import Lock, lock
 from data_prep.plan import FUNCTIONS, PART_BYTES, PIECE_BYTES, Plan, StageName
 from data_prep.shards import Manifest
 from data_prep.stages.deduplicate import TRAIN
 from data_prep.stages.finish import finish
-from data_prep.stages.watchdog import last_seen
-from data_prep.units import Unit, bound
+from data_prep.work.engines import Engine, WorkerDiedError, run
+from data_prep.work.locks import Lock, lock
+from data_prep.work.units import Unit, bound
+from data_prep.work.watchdog import last_seen
 
 STAGES: tuple[StageName, ...] = get_args(StageName)
 Progress = Callable[[str, int, int], None]

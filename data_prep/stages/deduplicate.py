@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from data_prep.dedup import clusters, draw
+from data_prep.duplicates.dedup import chunks, clusters, draw
+from data_prep.stages.documents import read_index
 
 TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
 FATES = ("train", "validation", "duplicate", "near duplicate")
@@ -106,12 +107,6 @@ def _fates(folder: Path, unit: int) -> Path:
     return folder / f"{unit:06d}-fates.npy"
 
 
-def read_index(unit: Path) -> pa.Table:
-    """A line for each document that a unit of extraction kept."""
-    with pa.ipc.open_stream(pa.memory_map(str(unit / "index.arrow"))) as stream:
-        return stream.read_all()
-
-
 def _clusters(
     folders: tuple[Path, ...],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -152,9 +147,11 @@ def _paragraphs(task: DeduplicateTask, folder: Path) -> list[npt.NDArray[np.uint
     in_kept_document = []
     for number, unit in enumerate(task.extracted):
         start = task.paragraph_starts[number]
-        saved = np.load(unit / "paragraphs-places.npy", mmap_mode="r")
+        saved = np.concatenate(
+            [np.empty((0, 2), np.uint32), *map(np.load, chunks(unit, "paragraphs-places"))]
+        )
         mine = slice(*np.searchsorted(items, [start, start + len(saved)]))
-        places.append(np.array(saved[items[mine] - start]))
+        places.append(saved[items[mine] - start])
         fates = np.load(_fates(folder, number))
         in_kept_document.append(fates[places[-1][:, 0]] < DUPLICATE)
     repeated = np.concatenate(in_kept_document)

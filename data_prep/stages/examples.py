@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep import decontamination
+from data_prep.duplicates import decontamination
 
 FILE = "ngrams.safetensors"
 

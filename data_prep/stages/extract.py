@@ -1,50 +1,33 @@
 """Pieces of inputs -> cleaned, filtered documents, and what finds their duplicates.
 
-A unit writes `part-N.arrow` (documents), `index.arrow` (a line a document), `quarantine.jsonl`,
-`leftovers.jsonl`, `contaminated.jsonl`, and per level of deduplication `LEVEL-texts.npy`,
-`LEVEL-bands.npy` and `LEVEL-signatures.npy`.
+A unit writes what `documents` says, and `quarantine.jsonl`, `leftovers.jsonl` and
+`contaminated.jsonl`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-
-from data_prep import decontamination, language, leftovers
+from data_prep import language
 from data_prep.cleaning import clean
 from data_prep.config import Deduplicate
-from data_prep.decontamination import Contamination
-from data_prep.dedup import Items, draw, text_hash
-from data_prep.minhash import word_hashes
+from data_prep.duplicates import decontamination
+from data_prep.duplicates.decontamination import Contamination
+from data_prep.duplicates.dedup import draw, text_hash
+from data_prep.duplicates.minhash import word_hashes
 from data_prep.sources import Document, Piece, Rejected, Source, read
-from data_prep.stages.watchdog import Watchdog
+from data_prep.stages.documents import DocumentWriter, valid
+from data_prep.wikipedia import leftovers
+from data_prep.work.watchdog import Watchdog
 
-BATCH_BYTES = 2**20
 DETAIL_CHARACTERS = 200
 EXAMPLES = 20  # of leftovers, by class
-MIN_PARAGRAPH = 80  # characters; shorter lines are headings and turns of phrase, and may repeat
-DOCUMENTS = pa.schema(
-    {"id": pa.string(), "title": pa.string(), "url": pa.string(), "text": pa.large_string()}
-)
-INDEX = pa.schema(
-    {
-        "key": pa.binary(16),  # of the cleaned text
-        "draw": pa.float64(),  # what decides its split
-        "part": pa.int32(),
-        "characters": pa.int64(),
-        "bytes": pa.int64(),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +56,9 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
             for name in ("quarantine", "leftovers", "contaminated")
         }
         watchdog = stack.enter_context(Watchdog(folder))
-        parts = _Parts(task, folder)
+        documents = stack.enter_context(
+            closing(DocumentWriter(folder, task.part_bytes, task.deduplicate, task.seed))
+        )
         for piece in task.pieces:
             for item in read(task.source, piece):
                 watchdog.passed(item.where if isinstance(item, Rejected) else item.id)
@@ -92,8 +77,8 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
                 counts.noted.update(item.notes)
                 if _is_wikipedia(task.source):
                     _leftovers(item, text, counts, logs["leftovers"])
-                parts.add(item, text, key)
-    return {"source": task.source_number, **parts.close(), **counts.as_json()}
+                documents.add(item, text, key)
+    return {"source": task.source_number, **documents.summary, **counts.as_json()}
 
 
 class _Counts:
@@ -145,8 +130,8 @@ def _contaminated(
     _write(
         logs["contaminated"],
         source=task.source.label,
-        document=_plain(item.id),
-        title=_plain(item.title),
+        document=valid(item.id),
+        title=valid(item.title),
         ngrams=overlap,
         files=list(names),
         removed=task.remove_contaminated,
@@ -158,7 +143,7 @@ def _leftovers(item: Document, text: str, counts: _Counts, log: IO[str]) -> None
     for name, start, end in leftovers.find(text):
         if counts.leftovers[name] < EXAMPLES:
             around = text[max(0, start - 40) : end + 40].replace("\n", "\\n")
-            _write(log, document=_plain(item.id), title=_plain(item.title), kind=name, text=around)
+            _write(log, document=valid(item.id), title=valid(item.title), kind=name, text=around)
         counts.leftovers[name] += 1
 
 
@@ -175,97 +160,3 @@ def _quarantine(item: Rejected, source: Source, counts: _Counts, log: IO[str]) -
 
 def _write(log: IO[str], **entry: Any) -> None:
     log.write(json.dumps(entry) + "\n")  # ASCII: surrogates stay escaped
-
-
-class _Parts:
-    """Documents -> part files of at most `part_bytes` of text (or one larger document)."""
-
-    def __init__(self, task: ExtractTask, folder: Path) -> None:
-        self._folder = folder
-        self._part_bytes = task.part_bytes
-        self._seed = task.seed
-        self._parts: list[dict[str, Any]] = []
-        self._stream: pa.RecordBatchStreamWriter | None = None
-        self._index: dict[str, list[Any]] = {name: [] for name in INDEX.names}
-        self._batch: list[tuple[str, str, str, str]] = []
-        self._batch_bytes = 0
-        deduplicate = task.deduplicate
-        near = deduplicate.documents == "near"
-        self._documents = Items(near) if deduplicate.documents != "none" else None
-        near = deduplicate.paragraphs == "near"
-        self._paragraphs = Items(near) if deduplicate.paragraphs != "none" else None
-        self._places: list[tuple[int, int]] = []  # (document, line) of each paragraph
-
-    def add(self, item: Document, text: str, key: bytes) -> None:
-        size = len(text.encode())
-        part = self._parts[-1] if self._parts else None
-        if part is None or part["bytes"] + size > self._part_bytes:
-            self._end_part()
-            part = {"file": f"part-{len(self._parts):05d}.arrow", "documents": 0, "bytes": 0}
-            self._parts.append(part)
-            self._stream = pa.ipc.new_stream(str(self._folder / part["file"]), DOCUMENTS)
-        part["documents"] += 1
-        part["bytes"] += size
-        number = len(self._index["key"])
-        for name, value in (
-            ("key", key),
-            ("draw", draw(key, self._seed, "validation")),
-            ("part", len(self._parts) - 1),
-            ("characters", len(text)),
-            ("bytes", size),
-        ):
-            self._index[name].append(value)
-        if self._documents is not None:
-            self._documents.add(key, text)
-        if self._paragraphs is not None:
-            for line, paragraph in enumerate(text.split("\n")):
-                if len(paragraph) >= MIN_PARAGRAPH:
-                    self._paragraphs.add(text_hash(paragraph), paragraph)
-                    self._places.append((number, line))
-        self._batch.append((_plain(item.id), _plain(item.title), _plain(item.url), text))
-        self._batch_bytes += size
-        if self._batch_bytes >= BATCH_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        assert self._stream is not None
-        if self._batch:
-            columns = [list(column) for column in zip(*self._batch, strict=True)]
-            self._stream.write_batch(pa.record_batch(columns, schema=DOCUMENTS))
-        self._batch, self._batch_bytes = [], 0
-
-    def _end_part(self) -> None:
-        if self._stream is not None:
-            self._flush()
-            self._stream.close()
-
-    def close(self) -> dict[str, Any]:
-        """Finish the last part and write what the next stages need of all."""
-        self._end_part()
-        table = pa.table(self._index, schema=INDEX)
-        with pa.ipc.new_stream(str(self._folder / "index.arrow"), INDEX) as stream:
-            stream.write_table(table)
-        if self._documents is not None:
-            self._documents.save(self._folder, "documents")
-        if self._paragraphs is not None:
-            self._paragraphs.save(self._folder, "paragraphs")
-            places = np.array(self._places, dtype=np.uint32).reshape(-1, 2)
-            np.save(self._folder / "paragraphs-places.npy", places)
-        return {"parts": self._parts, "paragraphs": len(self._places)}
-
-
-def _plain(text: str) -> str:
-    """Ids, titles and links go to Arrow, which takes no lone surrogates."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def read_part(file: Path, keep: npt.NDArray[np.bool_]) -> Iterator[tuple[int, Document]]:
-    """(number in the part, document) of those that `keep` [documents] marks, batch by batch."""
-    start = 0
-    with pa.ipc.open_stream(pa.memory_map(os.fspath(file))) as stream:
-        for batch in stream:
-            wanted = np.flatnonzero(keep[start : start + len(batch)])
-            for number, values in zip(wanted, batch.take(wanted).to_pylist(), strict=True):
-                yield start + int(number), Document(**values)
-            start += len(batch)
-    assert start == len(keep)

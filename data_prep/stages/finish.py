@@ -27,7 +27,7 @@ from data_prep.shards.manifest import (
 from data_prep.shards.writing import file_record, sync_folder
 from data_prep.smoothing import smoothing
 from data_prep.stages.deduplicate import FATES, TRAIN, VALIDATION
-from data_prep.units import installed
+from data_prep.work.units import installed
 
 PROVENANCE = "provenance.jsonl"
 LOGS = ("quarantine.jsonl", "leftovers.jsonl", "contaminated.jsonl")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.config import Level
-from data_prep.dedup import pairs, similar
+from data_prep.duplicates.dedup import pairs, similar
 
 
 @dataclass(frozen=True, slots=True)

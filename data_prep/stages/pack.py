@@ -18,7 +18,7 @@ from data_prep.packing import cut, cut_at_lines, fill_rows, pack
 from data_prep.shards import write_shard
 from data_prep.sources import Document
 from data_prep.stages.deduplicate import TRAIN, VALIDATION
-from data_prep.stages.extract import read_part
+from data_prep.stages.documents import read_part
 from data_prep.tokens import Tokens, load
 
 # Best fit wants many segments to choose from; ids of a window take 8 MB.

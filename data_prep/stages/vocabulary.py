@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from data_prep.config import TrainWordPiece, VocabularyTokenizer
-from data_prep.dedup import draw
-from data_prep.stages.deduplicate import TRAIN, read_index
-from data_prep.stages.extract import read_part
+from data_prep.duplicates.dedup import draw
+from data_prep.stages.deduplicate import TRAIN
+from data_prep.stages.documents import read_index, read_part
 from data_prep.tokens import load
-from data_prep.wordpiece import train
+from data_prep.tokens.wordpiece import train
 
 # A vocabulary needs no more text than this, and the trainer's memory grows with its words.
 TEXT_BYTES = 2**30
@@ -49,8 +49,8 @@ def _texts(task: VocabularyTask) -> Iterator[str]:
         chosen = np.load(file) == TRAIN
         index = read_index(unit)
         if share < 1:
-            keys = index["key"].to_pylist()
-            chosen &= np.array([draw(key, task.seed, "vocabulary") < share for key in keys])
+            draws = (draw(key.as_py(), task.seed, "vocabulary") for key in index["key"])
+            chosen &= np.fromiter(draws, dtype=float, count=len(chosen)) < share
         parts = index["part"].to_numpy()
         for part, name in enumerate(names):
             for _, document in read_part(unit / name, chosen[parts == part]):

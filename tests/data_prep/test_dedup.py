@@ -7,17 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.dedup import Items, Pairs, clusters, draw, pairs, similar, text_hash
+from data_prep.duplicates import dedup
+from data_prep.duplicates.dedup import Items, Pairs, clusters, draw, pairs, similar, text_hash
 
 
 def save(folders: list[Path], texts: list[list[str]], near: bool) -> list[int]:
     """One unit's items in each folder; the number of the first of each."""
     for folder, of_unit in zip(folders, texts, strict=True):
         folder.mkdir()
-        items = Items(near)
+        items = Items(folder, "documents", near)
         for text in of_unit:
             items.add(text_hash(text), text)
-        items.save(folder, "documents")
+        items.save()
     return [0, *itertools.accumulate(len(of_unit) for of_unit in texts)][:-1]
 
 
@@ -56,7 +57,11 @@ def test_equal_texts_pair_with_the_first_whatever_the_slices(tmp_path: Path, sli
     assert len(found) == len(expected)
 
 
-def test_near_duplicates_are_those_a_naive_jaccard_finds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk", [7, 2**16])
+def test_near_duplicates_are_those_a_naive_jaccard_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(dedup, "CHUNK", chunk)
     source = random.Random(1)
     words = [f"w{number}" for number in range(5000)]
     texts = []

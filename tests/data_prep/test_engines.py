@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_prep import CorpusError
-from data_prep.engines import Engine, WorkerDiedError, run
+from data_prep.work.engines import Engine, WorkerDiedError, run
 
 ROOT = Path(__file__).parents[2]
 

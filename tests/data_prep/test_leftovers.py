@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import CorpusError
-from data_prep.leftovers import CLASSES, count, find
 from data_prep.sources import Document, Parquet, Rejected, WikiExtractor, pieces, read
 from data_prep.wikipedia import repaired
+from data_prep.wikipedia.leftovers import CLASSES, count, find
 
 FOUND = {
     "table row": ["| a", "x\n|}", " | a", "! head", '!colspan="2"| head', "!a!!b"],

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from data_prep import minhash
-from data_prep.minhash import bands, ngrams, signatures, similarity, word_hashes
+from data_prep.duplicates import minhash
+from data_prep.duplicates.minhash import bands, ngrams, signatures, similarity, word_hashes
 
 LONG = 70_000  # words: more than are hashed at once
 HAN = "\u81ea\u7136\u8a00\u8a9e\u51e6\u7406"

@@ -21,9 +21,10 @@ from huggingface_hub import DatasetCard
 from markdown_it import MarkdownIt
 from transformers import AutoTokenizer
 
-from data_prep import CorpusError, card
+from data_prep import CorpusError
 from data_prep.prepare import prepare
-from data_prep.publish import FILES, to_parquet, upload
+from data_prep.publish import card, to_parquet, upload
+from data_prep.publish.parquet import FILES
 from data_prep.shards import load_manifest, open_shards
 
 HOSTILE = 'a "quoted"\n---\nlicense: mit\n---\n<img src=x onerror=alert(1)> | [x](y) `c` &lt; $1$'

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from data_prep import CorpusError
 from data_prep.config import VocabularyTokenizer
-from data_prep.long_texts import calls, pieces
 from data_prep.tokens import Tokens, load, word_piece
+from data_prep.tokens.long_texts import calls, pieces
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [*SPECIAL, "[", "]", "mask", "sep", "pad", "hello", "world", "##s", ",", "e"]
@@ -306,7 +306,7 @@ def names() -> dict[str, str]:
 TRAIN = """
 import random, sys
 from data_prep.config import TrainWordPiece
-from data_prep.wordpiece import train
+from data_prep.tokens.wordpiece import train
 draw = random.Random(0)
 letters = "abcdefghij\\u00e9\\u4e2d"
 words = ["".join(draw.choices(letters, k=draw.randint(1, 9))) for _ in range(400)]

@@ -9,8 +9,8 @@ from tokenizers.trainers import WordPieceTrainer
 
 from data_prep import CorpusError
 from data_prep.config import TrainWordPiece
-from data_prep.long_texts import pieces
 from data_prep.tokens import NAMES, Tokens, word_piece
+from data_prep.tokens.long_texts import pieces
 
 MAX_ALPHABET = 1000
 # WordPiece turns longer words into [UNK] anyway, and the trainer's memory grows with them.

@@ -14,14 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep import CorpusError
-from data_prep.card import dataset_card
+from data_prep.publish.card import dataset_card
 from data_prep.shards import Manifest, ShardSet, load_manifest, open_shards
 from data_prep.shards.manifest import MANIFEST, TOKEN_COUNTS
 from data_prep.shards.reading import Split
 from data_prep.shards.writing import file_record, sync_folder
-from data_prep.upload import upload
-
-__all__ = ["FILES", "PROVENANCE", "to_parquet", "upload"]
 
 PROVENANCE = "provenance"
 FILES = f"{PROVENANCE}/files.json"  # sha256 and size of every other file

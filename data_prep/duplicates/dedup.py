@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from data_prep import minhash
+from data_prep.duplicates import minhash
 
 Pairs = npt.NDArray[np.int64]  # [n, 2], item numbers over the whole corpus, the smaller first
 HASH = np.dtype([("high", "<u8"), ("low", "<u8"), ("item", "<u4")])
+CHUNK = 2**16  # items, half a kilobyte of signature each
 SIGNATURE_CHARACTERS = 2**22  # of text whose signatures are computed at once
 PAIRS_AT_ONCE = 2**16  # a kilobyte of signatures each
 
@@ -40,24 +41,37 @@ def draw(key: bytes, seed: int, purpose: Literal["fraction", "validation", "voca
 
 
 class Items:
-    """The hashes of one unit's items, in the order they are added."""
+    """Writes the hashes of one unit's items, in the order they are added.
 
-    def __init__(self, near: bool) -> None:
+    For every CHUNK items: `LEVEL-texts-N.npy`, and for near duplicates -bands-N.npy and
+    -signatures-N.npy; for paragraphs -places-N.npy, (document, line) of each [n, 2].
+    """
+
+    def __init__(self, folder: Path, level: str, near: bool) -> None:
+        self._stem = str(folder / level)
         self._near = near
+        self.count = 0
+        self._chunk = 0
         self._keys: list[bytes] = []
+        self._places: list[tuple[int, int]] = []
         self._texts: list[str] = []  # whose signatures are not computed yet
         self._size = 0
         self._signatures: list[npt.NDArray[np.uint32]] = []
         self._usable: list[npt.NDArray[np.bool_]] = []
 
-    def add(self, key: bytes, text: str) -> None:
-        """Add an item: its text's hash, and the text for its signature."""
+    def add(self, key: bytes, text: str, place: tuple[int, int] | None = None) -> None:
+        """Add an item: its text's hash, the text for its signature, and where it stands."""
+        self.count += 1
         self._keys.append(key)
+        if place is not None:
+            self._places.append(place)
         if self._near:
             self._texts.append(text)
             self._size += len(text)
             if self._size >= SIGNATURE_CHARACTERS:
                 self._sign()
+        if len(self._keys) == CHUNK:
+            self.save()
 
     def _sign(self) -> None:
         signatures, usable = minhash.signatures(self._texts)
@@ -65,24 +79,38 @@ class Items:
         self._usable.append(usable)
         self._texts, self._size = [], 0
 
-    def save(self, folder: Path, level: str) -> None:
-        """Write `level`-texts.npy, and for near duplicates -bands.npy and -signatures.npy."""
+    def save(self) -> None:
+        """Write what is not written yet."""
+        if not self._keys:
+            return
+        first = self._chunk * CHUNK
         halves = np.frombuffer(b"".join(self._keys), dtype="<u8").reshape(-1, 2)
         texts = np.empty(len(halves), dtype=HASH)
         texts["high"], texts["low"] = halves[:, 0], halves[:, 1]
-        texts["item"] = np.arange(len(halves))
-        np.save(folder / f"{level}-texts.npy", np.sort(texts, order=HASH.names))
-        if not self._near:
-            return
-        self._sign()
-        signatures = np.concatenate(self._signatures)
-        items = np.flatnonzero(np.concatenate(self._usable))
-        hashes = minhash.bands(signatures[items])
-        bands = np.zeros(hashes.size, dtype=HASH)
-        bands["high"] = hashes.reshape(-1)
-        bands["item"] = np.repeat(items, hashes.shape[1])
-        np.save(folder / f"{level}-bands.npy", np.sort(bands, order=HASH.names))
-        np.save(folder / f"{level}-signatures.npy", signatures)
+        texts["item"] = np.arange(first, first + len(halves))
+        self._write("texts", np.sort(texts, order=HASH.names))
+        if self._places:
+            self._write("places", np.array(self._places, dtype=np.uint32))
+        if self._near:
+            self._sign()
+            signatures = np.concatenate(self._signatures)
+            items = np.flatnonzero(np.concatenate(self._usable))
+            hashes = minhash.bands(signatures[items])
+            bands = np.zeros(hashes.size, dtype=HASH)
+            bands["high"] = hashes.reshape(-1)
+            bands["item"] = np.repeat(items + first, hashes.shape[1])
+            self._write("bands", np.sort(bands, order=HASH.names))
+            self._write("signatures", signatures)
+        self._keys, self._places, self._signatures, self._usable = [], [], [], []
+        self._chunk += 1
+
+    def _write(self, kind: str, values: npt.NDArray[Any]) -> None:
+        np.save(f"{self._stem}-{kind}-{self._chunk:05d}.npy", values)
+
+
+def chunks(folder: Path, name: str) -> list[Path]:
+    """The files of one unit with this name, such as documents-texts, in order."""
+    return sorted(folder.glob(f"{name}-*.npy"))
 
 
 def pairs(
@@ -98,12 +126,13 @@ def pairs(
     found = [np.empty((0, 2), dtype="<u8")]
     items = [np.empty(0, dtype=np.int64)]
     for folder, start in zip(folders, starts, strict=True):
-        hashes = np.load(folder / f"{name}.npy", mmap_mode="r")
-        first = np.searchsorted(hashes["high"], np.uint64(low))
-        end = hashes["high"].searchsorted(np.uint64(high)) if high < 2**64 else len(hashes)
-        mine = np.array(hashes[first : int(end)])
-        found.append(np.stack([mine["high"], mine["low"]], axis=1))
-        items.append(mine["item"].astype(np.int64) + start)
+        for file in chunks(folder, name):
+            hashes = np.load(file, mmap_mode="r")
+            first = np.searchsorted(hashes["high"], np.uint64(low))
+            end = hashes["high"].searchsorted(np.uint64(high)) if high < 2**64 else len(hashes)
+            mine = np.array(hashes[first : int(end)])
+            found.append(np.stack([mine["high"], mine["low"]], axis=1))
+            items.append(mine["item"].astype(np.int64) + start)
     keys, numbers = np.concatenate(found), np.concatenate(items)
     order = np.lexsort((numbers, keys[:, 1], keys[:, 0]))
     keys, numbers = keys[order], numbers[order]
@@ -125,10 +154,11 @@ def similar(
     def signatures(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
         rows = np.empty((len(numbers), minhash.NUM_PERMUTATIONS), dtype=np.uint32)
         unit_of = np.searchsorted(bounds, numbers, side="right") - 1
-        for unit in np.unique(unit_of):
-            saved = np.load(folders[unit] / f"{level}-signatures.npy", mmap_mode="r")
-            here = unit_of == unit
-            rows[here] = saved[numbers[here] - bounds[unit]]
+        chunk_of, row_of = np.divmod(numbers - bounds[unit_of], CHUNK)
+        for unit, chunk in set(zip(unit_of.tolist(), chunk_of.tolist(), strict=True)):
+            file = folders[unit] / f"{level}-signatures-{chunk:05d}.npy"
+            here = (unit_of == unit) & (chunk_of == chunk)
+            rows[here] = np.load(file, mmap_mode="r")[row_of[here]]
         return rows
 
     kept = [np.empty((0, 2), dtype=np.int64)]

@@ -13,10 +13,10 @@ from tokenizers.processors import TemplateProcessing
 
 from data_prep import CorpusError
 from data_prep.config import VocabularyTokenizer
-from data_prep.fast_tokens import PROBE, Encoder, fast_encoder
-from data_prep.long_texts import calls
 from data_prep.shards import canonical_json, vocabulary_sha256, write_file
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord
+from data_prep.tokens.fast import PROBE, Encoder, fast_encoder
+from data_prep.tokens.long_texts import calls
 
 NAMES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 

@@ -65,10 +65,6 @@ class Record(BaseModel):
         """What a later unit that reads this one's outputs depends on: these, however made."""
         return sha256_of([(output.file, output.sha256) for output in self.outputs])
 
-    def sha256(self, file: str) -> str:
-        """The hash of one output."""
-        return next(output.sha256 for output in self.outputs if output.file == file)
-
 
 NamedPiece = tuple[int, str, Piece]  # (source number, name in records, piece)
 
@@ -213,7 +209,7 @@ def sha256_of(value: object) -> str:
 @cache
 def code_version() -> str:
     """A hash of this package's source, its libraries' versions and Python's."""
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     sources = {
         path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(root.rglob("*.py"))

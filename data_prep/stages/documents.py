@@ -1,0 +1,134 @@
+"""Documents between the stages: their text in parts, a line each in an index, hashes of duplicates.
+
+A unit of extraction writes `part-N.arrow`, `index.arrow` and what `Items` says for documents and
+paragraphs. Nothing is held but a batch: one input may hold all documents of a corpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from data_prep.config import Deduplicate
+from data_prep.duplicates.dedup import Items, draw, text_hash
+from data_prep.sources import Document
+
+BATCH_BYTES = 2**20
+BATCH_DOCUMENTS = 2**14
+MIN_PARAGRAPH = 80  # characters; shorter lines are headings and turns of phrase, and may repeat
+DOCUMENTS = pa.schema(
+    {"id": pa.string(), "title": pa.string(), "url": pa.string(), "text": pa.large_string()}
+)
+INDEX = pa.schema(
+    {
+        "key": pa.binary(16),  # of the cleaned text
+        "draw": pa.float64(),  # what decides its split
+        "part": pa.int32(),
+        "characters": pa.int64(),
+        "bytes": pa.int64(),
+    }
+)
+
+
+class DocumentWriter:
+    """Documents -> part files of at most `part_bytes` of text (or one larger document)."""
+
+    def __init__(self, folder: Path, part_bytes: int, deduplicate: Deduplicate, seed: int) -> None:
+        self._folder = folder
+        self._part_bytes = part_bytes
+        self._seed = seed
+        self._parts: list[dict[str, Any]] = []
+        self._stream: pa.RecordBatchStreamWriter | None = None
+        self._index = pa.ipc.new_stream(str(folder / "index.arrow"), INDEX)
+        self._documents: list[tuple[str, str, str, str]] = []
+        self._lines: list[tuple[bytes, float, int, int, int]] = []
+        self._size = 0
+        self._count = 0
+        levels = {"documents": deduplicate.documents, "paragraphs": deduplicate.paragraphs}
+        self._levels = {
+            level: Items(folder, level, how == "near")
+            for level, how in levels.items()
+            if how != "none"
+        }
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The parts, each with its file, documents and bytes; the number of paragraphs hashed."""
+        paragraphs = self._levels.get("paragraphs")
+        return {"parts": self._parts, "paragraphs": paragraphs.count if paragraphs else 0}
+
+    def add(self, item: Document, text: str, key: bytes) -> None:
+        """Add a document with its cleaned text and that text's hash."""
+        size = len(text.encode())
+        part = self._parts[-1] if self._parts else None
+        if part is None or part["bytes"] + size > self._part_bytes:
+            self._end_part()
+            part = {"file": f"part-{len(self._parts):05d}.arrow", "documents": 0, "bytes": 0}
+            self._parts.append(part)
+            self._stream = pa.ipc.new_stream(str(self._folder / part["file"]), DOCUMENTS)
+        part["documents"] += 1
+        part["bytes"] += size
+        chance = draw(key, self._seed, "validation")
+        self._lines.append((key, chance, len(self._parts) - 1, len(text), size))
+        self._documents.append((valid(item.id), valid(item.title), valid(item.url), text))
+        if items := self._levels.get("documents"):
+            items.add(key, text)
+        if items := self._levels.get("paragraphs"):
+            for line, paragraph in enumerate(text.split("\n")):
+                if len(paragraph) >= MIN_PARAGRAPH:
+                    items.add(text_hash(paragraph), paragraph, (self._count, line))
+        self._count += 1
+        self._size += size
+        if self._size >= BATCH_BYTES or len(self._lines) >= BATCH_DOCUMENTS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._lines:
+            assert self._stream is not None
+            self._stream.write_batch(_batch(self._documents, DOCUMENTS))
+            self._index.write_batch(_batch(self._lines, INDEX))
+        self._documents, self._lines, self._size = [], [], 0
+
+    def _end_part(self) -> None:
+        self._flush()
+        if self._stream is not None:
+            self._stream.close()
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        self._end_part()
+        self._index.close()
+        for items in self._levels.values():
+            items.save()
+
+
+def _batch(lines: list[Any], schema: pa.Schema) -> pa.RecordBatch:
+    return pa.record_batch([list(column) for column in zip(*lines, strict=True)], schema=schema)
+
+
+def valid(text: str) -> str:
+    """Ids, titles and links go to Arrow, which takes no lone surrogates."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def read_part(file: Path, keep: npt.NDArray[np.bool_]) -> Iterator[tuple[int, Document]]:
+    """(number in the part, document) of those that `keep` [documents] marks, batch by batch."""
+    start = 0
+    with pa.ipc.open_stream(pa.memory_map(str(file))) as stream:
+        for batch in stream:
+            wanted = np.flatnonzero(keep[start : start + len(batch)])
+            for number, values in zip(wanted, batch.take(wanted).to_pylist(), strict=True):
+                yield start + int(number), Document(**values)
+            start += len(batch)
+    assert start == len(keep)
+
+
+def read_index(unit: Path) -> pa.Table:
+    """A line for each document that a unit of extraction kept."""
+    with pa.ipc.open_stream(pa.memory_map(str(unit / "index.arrow"))) as stream:
+        return stream.read_all()

@@ -1,0 +1,1 @@
+"""How work is done: units that are skipped when done, who runs them, and locks."""

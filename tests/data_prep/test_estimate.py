@@ -1,0 +1,59 @@
+"""A dry run says what `prepare` then makes."""
+
+import bz2
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import estimate as module
+from data_prep.estimate import estimate
+from data_prep.prepare import prepare
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_sample_of_an_even_corpus_tells_the_whole(
+    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool
+) -> None:
+    draw = random.Random(1)
+    known = (tmp_path / "vocab.txt").read_text().split()[20:]
+    texts = [
+        " ".join(draw.choices([*known, "stranger"], k=draw.randint(5, 60))) for _ in range(3000)
+    ]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    path = tmp_path / ("many.jsonl.bz2" if compressed else "many.jsonl")
+    path.write_bytes(bz2.compress(lines) if compressed else lines)
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 60_000)
+    monkeypatch.setattr(module, "PIECE_BYTES", 10_000)
+    config = make_config(sources=[{"kind": "jsonl", "path": str(path)}], row_length=(32, 64))
+    found = estimate(config)
+    (source,) = found.sources
+    manifest = prepare(config)
+    tokens = sum(split.tokens for split in manifest.splits.values())
+    rows = sum(split.rows for split in manifest.splits.values())
+    assert source.share < 0.2 or compressed  # bz2 is read in larger steps
+    assert source.documents == pytest.approx(3000, rel=0.1)
+    assert source.tokens == pytest.approx(tokens, rel=0.1)
+    assert source.rows[32] == pytest.approx(rows, rel=0.1)
+    assert source.unknown == pytest.approx(1 / (len(known) + 1), rel=0.2)
+    assert found.shard_bytes == 2 * (32 * source.rows[32] + 64 * source.rows[64])
+    assert not (tmp_path / "out" / ".work").exists()
+
+
+def test_a_small_corpus_is_read_whole(make_config: Any, tmp_path: Path) -> None:
+    config = make_config(validation=0, deduplicate={"documents": "none"})
+    (source,) = estimate(config).sources
+    manifest = prepare(config)
+    assert source.share == 1.0
+    assert (source.documents, source.kept) == (60, 60)
+    segments = manifest.splits["train"].segments
+    # two special tokens a document here, two a segment there
+    assert manifest.splits["train"].tokens == source.tokens + 2 * (segments - 60)
+    assert source.rows == {32: manifest.splits["train"].rows}
+
+
+def test_a_vocabulary_is_trained_on_the_sample(make_config: Any) -> None:
+    found = estimate(make_config(tokenizer={"train": {"vocab_size": 150}}))
+    assert found.trained and found.vocab_size <= 150 and found.sources[0].unknown < 0.01

@@ -1,0 +1,47 @@
+"""A document that never ends fails its unit loudly, even inside a C call."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.work.engines import WorkerDiedError, run
+from data_prep.work.watchdog import FILE, Watchdog, last_seen
+
+ENDLESS = re.compile("(a+)+$")
+
+
+def hang(folder: Path) -> None:
+    """A catastrophic regular expression: no Python code runs until it returns."""
+    folder.mkdir(exist_ok=True)
+    with Watchdog(folder, seconds=0.4) as watchdog:
+        watchdog._armed = 0.0  # as if armed a second ago
+        watchdog.passed("page 12")
+        if folder.name == ".bad":
+            ENDLESS.match("a" * 60 + "b")
+
+
+def test_the_process_ends_with_a_traceback(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\nfrom test_watchdog import hang\nhang(Path(sys.argv[2]) / '.bad')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr and "in hang" in done.stderr
+    assert last_seen(tmp_path) == ["page 12"]
+
+
+def test_a_pool_says_that_a_worker_died(tmp_path: Path) -> None:
+    with pytest.raises(WorkerDiedError, match="a document that took too long"):
+        run(hang, [tmp_path / "good", tmp_path / ".bad"], 2)
+    assert last_seen(tmp_path) == ["page 12"]
+    assert not (tmp_path / "good" / FILE).exists()

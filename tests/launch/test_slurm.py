@@ -1,0 +1,80 @@
+"""prepare.sbatch runs every stage as a chain of job arrays, with the bytes of a plain run."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.shards import load_manifest
+
+ROOT = Path(__file__).parents[2]
+# Runs a job at once, as Slurm would later; refuses one whose dependency did not end well.
+SBATCH = """#!/bin/bash
+set -e
+echo "$@" >> "$LOG"
+options=()
+while [[ $1 == --* ]]; do
+    case $1 in
+        --array=*) range=${1#--array=} ;;
+        --dependency=afterok:*) [[ -e $LOG.${1##*:} ]] ;;
+    esac
+    shift
+done
+job=$(($(wc -l < "$LOG") + 100))
+for ((task = ${range%-*}; task <= ${range#*-}; task++)); do
+    SLURM_JOB_ID=$job SLURM_ARRAY_TASK_ID=$task SLURM_ARRAY_TASK_COUNT=${range#*-} \\
+        SLURM_CPUS_PER_TASK=1 bash "$@" >> "$LOG.out" 2>&1
+done
+touch "$LOG.$job"
+echo "$job;cluster"
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+def test_the_chain_makes_what_one_run_makes(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(4):
+        text = "\n\n".join(f"paragraph {number} {i} of some plain text" for i in range(20))
+        (texts / f"{number}.txt").write_text(text)
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"output: {tmp_path}/shards\ntokenizer: {{train: {{vocab_size: 200}}}}\nrow_length: 32\n"
+        f"sources: [{{kind: text, path: {texts}, document: paragraph}}]\nvalidation: 0.1\n"
+    )
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, script in (
+        ("sbatch", SBATCH),
+        ("distil", f'#!/bin/bash\nexec {sys.executable} -m launch "$@"\n'),
+    ):
+        (programs / name).write_text(script)
+        (programs / name).chmod((programs / name).stat().st_mode | stat.S_IXUSR)
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("SLURM")},
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "LOG": str(tmp_path / "log"),
+    }
+    script = ROOT / "launch" / "slurm" / "prepare.sbatch"
+    done = subprocess.run(
+        ["bash", script, config, "2", "--partition=cpu"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    output = (tmp_path / "log.out").read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + output
+    submitted = (tmp_path / "log").read_text().splitlines()
+    assert len(submitted) == 7 and all("--partition=cpu" in line for line in submitted)
+    command = [sys.executable, "-m", "launch", "prepare", config, f"output={tmp_path}/plain"]
+    subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
+    digests = {load_manifest(tmp_path / name).digest for name in ("shards", "plain")}
+    assert len(digests) == 1
+    usage = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
+    assert usage.returncode == 2 and usage.stderr.startswith("usage: ")
