@@ -22,7 +22,7 @@ from data_prep.stages.documents import read_part
 from data_prep.stages.extract import ExtractTask, extract
 from data_prep.tokens import Tokens, load
 from data_prep.tokens.wordpiece import train
-from data_prep.work.engines import run
+from data_prep.work.engines import started
 
 SAMPLE_BYTES = 2**22  # as stored, of each source
 PIECE_BYTES = 2**19
@@ -148,7 +148,8 @@ def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _
             seed=config.seed,
         )
         jobs.append(_Timed(task, path))
-    found = run(_timed, jobs, config.workers)
+    with started(config.workers) as run:
+        found = run(_timed, jobs)
     return _Sample(
         source,
         total,

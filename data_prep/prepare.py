@@ -18,7 +18,7 @@ from data_prep.plan import FUNCTIONS, PART_BYTES, PIECE_BYTES, Plan, StageName
 from data_prep.shards import Manifest
 from data_prep.stages.deduplicate import TRAIN
 from data_prep.stages.finish import finish
-from data_prep.work.engines import Engine, WorkerDiedError, run
+from data_prep.work.engines import Engine, Run, WorkerDiedError, started
 from data_prep.work.locks import Lock, lock
 from data_prep.work.units import Unit, bound
 from data_prep.work.watchdog import last_seen
@@ -50,13 +50,13 @@ def prepare(
         shutil.rmtree(plan.work, ignore_errors=True)  # killed between the manifest and its removal
         return finished[0]
     open_work(plan)
-    with _held(plan, "prepare") as held:
+    with _held(plan, "prepare") as held, started(config.workers, engine) as run:
         finished = find_finished(plan, warn)  # by whoever held the lock before
         if not finished:
             for temporary in plan.work.glob("*/.*"):
                 shutil.rmtree(temporary)  # of units that were killed
             for stage in STAGES:
-                _run(plan, stage, plan.units(stage), held, progress, warn, engine)
+                _run(plan, stage, plan.units(stage), held, progress, warn, run)
                 _require_rows(plan, stage)
             finished = finish(plan)
         shutil.rmtree(plan.work)
@@ -85,8 +85,11 @@ def prepare_stage(
         return 0
     open_work(plan)
     units = plan.units(stage)[task - 1 :: tasks]
-    with _held(plan, f"{stage}-{task}-of-{tasks}") as held:
-        _run(plan, stage, units, held, progress, warn, engine)
+    with (
+        _held(plan, f"{stage}-{task}-of-{tasks}") as held,
+        started(config.workers, engine) as run,
+    ):
+        _run(plan, stage, units, held, progress, warn, run)
     return len(units)
 
 
@@ -132,7 +135,7 @@ def _run(
     held: Lock,
     progress: Progress,
     warn: Warn,
-    engine: Engine,
+    run: Run,
 ) -> None:
     if not units:
         return
@@ -144,7 +147,7 @@ def _run(
         progress(stage, done, total)
 
     try:
-        records = run(bound(FUNCTIONS[stage]), units, plan.config.workers, report, engine)
+        records = run(bound(FUNCTIONS[stage]), units, report)
     except WorkerDiedError as error:
         seen = " and ".join(last_seen(home))
         raise WorkerDiedError(f"{error}; last read: {seen}" if seen else str(error)) from None

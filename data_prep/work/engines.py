@@ -6,10 +6,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Literal, TypeVar
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, TypeVar
 
 from data_prep import CorpusError
 
@@ -23,56 +24,83 @@ class WorkerDiedError(CorpusError):
     """A worker process ended without a word."""
 
 
-def run(
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    workers: int,
-    report: Report = lambda done, total: None,
-    engine: Engine = "processes",
-) -> list[Result]:
-    """Apply a module-level function to every item; results come in the order of the items.
+class Run(Protocol):
+    """Applies a module-level function to every item; results come in the order of the items.
 
     The first failure ends all others and is raised; a worker that dies is a WorkerDiedError.
     `report` is called in this process and may raise to end the run.
     """
-    report(0, len(items))
+
+    def __call__(
+        self, function: Callable[[Item], Result], items: Sequence[Item], report: Report = ...
+    ) -> list[Result]: ...
+
+
+@contextmanager
+def started(workers: int, engine: Engine = "processes") -> Iterator[Run]:
+    """An engine for one stage after the other: processes start once, and end with the block."""
     if engine == "ray":
-        return _with_ray(function, items, workers, report)
-    if workers == 1 or len(items) < 2:
-        results = []
-        for item in items:
-            results.append(function(item))
-            report(len(results), len(items))
-        return results
-    return _with_processes(function, items, workers, report)
-
-
-def _with_processes(
-    function: Callable[[Item], Result], items: Sequence[Item], workers: int, report: Report
-) -> list[Result]:
-    context = multiprocessing.get_context("spawn")  # fork would copy threads' locks
-    others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(
-        min(workers, len(items)), mp_context=context, initializer=_begin_worker
-    ) as pool:
+        with _ray(workers) as run:
+            yield run
+    elif workers == 1:
+        yield _here
+    else:
+        pool = _Pool(workers)
         try:
-            futures = [pool.submit(function, item) for item in items]
+            yield pool.run
+        finally:
+            pool.end()
+
+
+def _nothing(done: int, total: int) -> None:
+    """The report of whoever wants none."""
+
+
+def _here(
+    function: Callable[[Item], Result], items: Sequence[Item], report: Report = _nothing
+) -> list[Result]:
+    report(0, len(items))
+    results = []
+    for item in items:
+        results.append(function(item))
+        report(len(results), len(items))
+    return results
+
+
+class _Pool:
+    """Processes that are started when there is work for several."""
+
+    def __init__(self, workers: int) -> None:
+        self._others = set(multiprocessing.active_children())
+        context = multiprocessing.get_context("spawn")  # fork would copy threads' locks
+        self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
+
+    def run(
+        self, function: Callable[[Item], Result], items: Sequence[Item], report: Report = _nothing
+    ) -> list[Result]:
+        if len(items) < 2:
+            return _here(function, items, report)
+        report(0, len(items))
+        try:
+            futures = [self._pool.submit(function, item) for item in items]
             for done, future in enumerate(as_completed(futures), start=1):
                 future.result()
                 report(done, len(items))
-        except BaseException as error:
+        except BrokenProcessPool:
+            raise WorkerDiedError(
+                "a worker process died (out of memory, killed, a document that took too long, "
+                "or a script without `if __name__ == '__main__':`): use fewer `workers` and "
+                "run again; finished units are kept"
+            ) from None
+        except BaseException:
             # A unit may have hours to go, and its work is thrown away: do not wait for it.
-            for worker in set(multiprocessing.active_children()) - others:
+            for worker in set(multiprocessing.active_children()) - self._others:
                 worker.terminate()
-            pool.shutdown(wait=True, cancel_futures=True)
-            if isinstance(error, BrokenProcessPool):
-                raise WorkerDiedError(
-                    "a worker process died (out of memory, killed, a document that took too long, "
-                    "or a script without `if __name__ == '__main__':`): use fewer `workers` and "
-                    "run again; finished units are kept"
-                ) from None
             raise
-    return [future.result() for future in futures]
+        return [future.result() for future in futures]
+
+    def end(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _begin_worker() -> None:
@@ -89,9 +117,13 @@ def _begin_worker() -> None:
     threading.Thread(target=leave, daemon=True).start()
 
 
-def _with_ray(
-    function: Callable[[Item], Result], items: Sequence[Item], workers: int, report: Report
-) -> list[Result]:
+def _use_one_thread() -> None:
+    # One worker a core is the user's choice; threads in each would multiply it.
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+
+
+@contextmanager
+def _ray(workers: int) -> Iterator[Run]:
     """Ray core tasks: on the cluster of RAY_ADDRESS, else on `workers` cores of this machine."""
     try:
         import ray
@@ -108,23 +140,31 @@ def _with_ray(
             log_to_driver=False,
             configure_logging=False,
         )
-    try:
-        # A task whose worker or node dies runs again: a unit is the same whoever makes it.
-        task: Any = ray.remote(max_retries=3, num_cpus=1)(_call)
+    # A task whose worker or node dies runs again: a unit is the same whoever makes it.
+    task: Any = ray.remote(max_retries=3, num_cpus=1)(_call)
+
+    def run(
+        function: Callable[[Item], Result], items: Sequence[Item], report: Report = _nothing
+    ) -> list[Result]:
+        report(0, len(items))
         waiting = {task.remote(function, item): number for number, item in enumerate(items)}
         results: list[Any] = [None] * len(items)
-        while waiting:
-            (ready,), _ = ray.wait(list(waiting))
-            results[waiting.pop(ready)] = ray.get(ready)
-            report(len(items) - len(waiting), len(items))
+        try:
+            while waiting:
+                (ready,), _ = ray.wait(list(waiting))
+                results[waiting.pop(ready)] = ray.get(ready)
+                report(len(items) - len(waiting), len(items))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            raise WorkerDiedError(
+                f"Ray lost a task for good ({' '.join(str(error).split())[:200]}): run the same "
+                "command again; finished units are kept"
+            ) from None
         return results
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
-    except ray.exceptions.RayError as error:
-        raise WorkerDiedError(
-            f"Ray lost a task for good ({' '.join(str(error).split())[:200]}): run the same "
-            "command again; finished units are kept"
-        ) from None
+
+    try:
+        yield run
     finally:
         if own:
             ray.shutdown()
@@ -133,8 +173,3 @@ def _with_ray(
 def _call(function: Callable[[Item], Result], item: Item) -> Result:
     _use_one_thread()
     return function(item)
-
-
-def _use_one_thread() -> None:
-    # One worker a core is the user's choice; threads in each would multiply it.
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}

@@ -5,13 +5,25 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_prep import CorpusError
-from data_prep.work.engines import Engine, WorkerDiedError, run
+from data_prep.work.engines import Engine, Report, WorkerDiedError, started
 
 ROOT = Path(__file__).parents[2]
+
+
+def run(
+    function: Any,
+    items: list[Any],
+    workers: int,
+    report: Report = lambda done, total: None,
+    engine: Engine = "processes",
+) -> list[Any]:
+    with started(workers, engine) as begun:
+        return begun(function, items, report)
 
 
 def double_or_fail(unit: int) -> int:
