@@ -55,16 +55,17 @@ def prepare(
 
     Example: distil prepare configs/corpus-wikipedia-bookcorpus.yaml workers=8
     """
+    from data_prep import CorpusError
     from data_prep.config import CorpusConfig
     from launch import corpus
     from launch.config import load_config
 
     if task is not None and stage is None:
-        raise typer.BadParameter("--task needs --stage")
+        raise CorpusError("--task: needs --stage")
     if sum(map(bool, (stage, finalize, dry_run))) > 1:
-        raise typer.BadParameter("one of --stage, --finalize and --dry-run")
+        raise CorpusError("--stage, --finalize and --dry-run: use one of them")
     if (stage or dry_run) and (parquet or upload):
-        raise typer.BadParameter("--parquet and --upload need finished shards")
+        raise CorpusError("--parquet and --upload: need finished shards: use them without --stage")
     settings = load_config(CorpusConfig, config, overrides or [])
     if dry_run:
         corpus.estimate_shown(settings)

@@ -96,7 +96,10 @@ def run_file(tmp_path: Path, shards: Path, teacher: object) -> Path:
 
 def test_help_shows_an_example_for_every_command() -> None:
     listing = distil("--help").stdout
-    for command in ("prepare", "verify", "inspect", "pretrain", "evaluate", "export", "demo"):
+    for command in (
+        *("prepare", "verify", "inspect", "audit", "replay"),
+        *("pretrain", "evaluate", "export", "demo"),
+    ):
         assert command in listing
         assert f"Example: distil {command}" in distil(command, "--help").stdout
 

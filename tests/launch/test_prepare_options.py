@@ -1,0 +1,107 @@
+"""The options of `distil prepare`, as typed at a terminal."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import yaml
+
+from data_prep.shards import load_manifest, open_shards
+
+ROOT = Path(__file__).parents[2]
+
+
+def distil(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A corpus of Wikipedia-like records in two row lengths."""
+    lines = [
+        {"id": str(i), "title": f"Title {i}", "text": f"Word{i} is the word number {i} ( , {i})."}
+        for i in range(200)
+    ]
+    (tmp_path / "w.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = {"kind": "jsonl", "path": str(tmp_path / "w.jsonl"), "cleaning": "wikipedia"}
+    source |= {"id_field": "id", "title_field": "title", "licence": "CC-BY-SA-4.0"}
+    values: dict[str, Any] = {
+        "output": str(tmp_path / "shards"),
+        "tokenizer": {"train": {"vocab_size": 300}},
+        "row_length": [32, 64],
+        "sources": [source],
+        "validation": 0.1,
+        "workers": 1,
+    }
+    path = tmp_path / "corpus.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--task", "1/2"], "--task: needs --stage"),
+        (["--stage", "read"], "--stage read: no such stage: one of examples, extract, match"),
+        (["--stage", "extract", "--task", "0/2"], "--task 0/2: not a task: i/N with i from 1 to N"),
+        (["--stage", "extract", "--task", "two"], "--task two: not a task"),
+        (["--stage", "pack"], "units of stage extract are missing"),
+        (["--finalize"], "units of stage extract are missing"),
+        (["--finalize", "--dry-run"], "--stage, --finalize and --dry-run: use one of them"),
+        (["--engine", "spark"], "--engine spark: no such engine: processes or ray"),
+        (["--dry-run", "--parquet", "x"], "--parquet and --upload: need finished shards"),
+        (["sources.0.languages=[eng]"], "'eng' is no language code such as en or de"),
+        (["row_length=[32, 32]"], "row_length: the same length is there twice"),
+        (["deduplicate.documents=fuzzy"], "deduplicate.documents"),
+        (["decontaminate.files=[/no/dev.tsv]"], "/no/dev.tsv"),
+    ],
+)
+def test_a_mistake_is_one_line(config: Path, arguments: list[str], message: str) -> None:
+    done = distil("prepare", config, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_stages_parquet_upload_and_questions(config: Path, tmp_path: Path) -> None:
+    estimated = distil("prepare", config, "--dry-run")
+    assert estimated.returncode == 0 and "200 documents, 200 kept" in estimated.stdout
+    assert "rows of 32" in estimated.stdout and not (tmp_path / "shards").exists()
+    for stage in ("examples", "extract", "match", "deduplicate", "vocabulary", "pack"):
+        done = distil("prepare", config, "--stage", stage)
+        assert done.returncode == 0, done.stderr
+    (tmp_path / "bucket").mkdir()
+    hub, url = tmp_path / "hub", f"file://{tmp_path}/bucket/mine"
+    done = distil("prepare", config, "--finalize", "--parquet", hub, "--upload", url)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for length in ("32", "64"):
+        folder = tmp_path / "shards" / length
+        rows = open_shards(folder)
+        dataset = datasets.load_dataset(
+            "parquet", data_dir=str(hub / length / "data"), split="train"
+        )
+        assert dataset["input_ids"][:] == rows.rows(range(len(rows))).tolist()
+        assert load_manifest(tmp_path / "bucket" / "mine" / length) == load_manifest(folder)
+    again = distil("prepare", config, "--upload", url)
+    assert again.returncode == 0 and again.stdout.count("up to date") == 4
+    shards = tmp_path / "shards" / "32"
+    leftovers = distil("inspect", shards, "--leftovers")
+    assert leftovers.stdout.startswith("w.jsonl: 0 leftover(s)")
+    row = distil("audit", shards, "--row", "0", "--json").stdout.splitlines()
+    found = json.loads(row[0])
+    assert found["licence"] == "CC-BY-SA-4.0" and found["title"] == f"Title {found['document']}"
+    places = distil("audit", shards, "--document", found["document"], "--json").stdout
+    assert 0 in [json.loads(line)["row"] for line in places.splitlines()]
