@@ -31,14 +31,12 @@ _CHARACTERS = _table()
 _REPLACED = [chr(code) for code, to in _CHARACTERS.items() if to != chr(code)]
 _TO_REPLACE = re.compile(f"[{re.escape(''.join(_REPLACED))}]+")
 # NFC takes quadratic time over a run of combining marks; Unicode's own limit (UAX 15) is 30. `re`
-# is fast with sets of characters below U+10000 only; all others are below the emoji.
-_MARKS, _RARE_MARKS = (
-    "".join(filter(unicodedata.combining, map(chr, codes)))
-    for codes in (range(0x10000), range(0x10000, 0x1F000))
-)
-_LONG_RUN = re.compile(f"[{_MARKS}][{_MARKS}]{{63,}}")
-_RARE = re.compile("[\U00010000-\U0001efff]")
-_LONG_RARE_RUN = re.compile(f"[{_MARKS}{_RARE_MARKS}]{{64,}}")
+# looks fast for characters below U+10000 and for one range: where that finds a run, the marks
+# above are told from the letters.
+_MARKS = [chr(code) for code in range(0x1F000) if unicodedata.combining(chr(code))]
+_SUSPECTS = "".join(mark for mark in _MARKS if mark < "\U00010000") + "\U00010000-\U0001efff"
+_SUSPECT_RUN = re.compile(f"[{_SUSPECTS}][{_SUSPECTS}]{{63,}}")
+_LONG_RUN = re.compile(f"[{''.join(_MARKS)}]{{64,}}")
 _SPACES_AROUND_LINE_END = re.compile(r" *\n *")
 _SPACES = re.compile(r"  +")
 _BLANK_LINES = re.compile(r"\n{3,}")
@@ -56,8 +54,7 @@ def clean(text: str) -> str:
     # A pattern that finds what to replace is ten times as fast as translating everything.
     text = _TO_REPLACE.sub(lambda found: found[0].translate(_CHARACTERS), text)
     if not text.isascii():
-        long_run = _LONG_RARE_RUN if _RARE.search(text) else _LONG_RUN
-        text = unicodedata.normalize("NFC", long_run.sub(lambda run: run[0][:30], text))
+        text = unicodedata.normalize("NFC", _SUSPECT_RUN.sub(_shortened, text))
     if "  " in text:
         text = _SPACES.sub(" ", text)
     if " \n" in text or "\n " in text:
@@ -65,3 +62,7 @@ def clean(text: str) -> str:
     if "\n\n\n" in text:
         text = _BLANK_LINES.sub("\n\n", text)
     return text.strip("\n ")
+
+
+def _shortened(suspect: re.Match[str]) -> str:
+    return _LONG_RUN.sub(lambda run: run[0][:30], suspect[0])

@@ -15,6 +15,7 @@ from data_prep.publish import to_parquet, upload
 from data_prep.shards import load_manifest
 from data_prep.sources.remote import shown
 from data_prep.work.engines import Engine
+from data_prep.work.memory import return_large_blocks
 from launch.progress import stages
 from launch.tables import corpus_lines, estimated, show
 
@@ -22,6 +23,7 @@ from launch.tables import corpus_lines, estimated, show
 def prepare_shown(config: CorpusConfig, engine: str = "processes") -> None:
     """Prepare, or find up to date, and say which."""
     chosen = _engine(engine)
+    return_large_blocks()
     before = _is_finished(config)
     remade: list[str] = []
     with stages() as progress:

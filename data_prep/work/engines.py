@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar
 
 from data_prep import CorpusError
+from data_prep.work.memory import return_large_blocks
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -106,7 +107,7 @@ class _Pool:
 def _begin_worker() -> None:
     """Leave Ctrl-C to the parent, and follow it if it is killed: no worker is left behind."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _use_one_thread()
+    _set_up()
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -117,9 +118,10 @@ def _begin_worker() -> None:
     threading.Thread(target=leave, daemon=True).start()
 
 
-def _use_one_thread() -> None:
+def _set_up() -> None:
     # One worker a core is the user's choice; threads in each would multiply it.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    return_large_blocks()
 
 
 @contextmanager
@@ -171,5 +173,5 @@ def _ray(workers: int) -> Iterator[Run]:
 
 
 def _call(function: Callable[[Item], Result], item: Item) -> Result:
-    _use_one_thread()
+    _set_up()
     return function(item)
