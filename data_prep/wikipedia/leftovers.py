@@ -1,10 +1,10 @@
-"""Markup and holes that an extractor left in prose: which, where and how many."""
+"""Markup and holes that an extractor left in prose: which, where and how many; holes closed."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _GAP = "[ \t\u00a0]"
 _TAIL = (
@@ -21,7 +21,7 @@ _ATTRIBUTES = "|".join(
 # Class -> (strings of which one occurs wherever the pattern matches, pattern). Texts are searched
 # behind one added line end, so "\n" begins a line. For speed a pattern begins with one character
 # and looks behind it. None reads beyond the next opener of its kind: the time is linear.
-_CLASSES: dict[str, tuple[str, str]] = {
+_CLASSES: dict[str, tuple[Sequence[str], str]] = {
     # "| cell", "|}", "! header", "!a||b"; not "!Kung".
     "table row": ("|!", r"\n[ \t]*(?:\||!(?=[ \t]|[^\n|!]*(?:!!|\|)))"),
     "attribute": ("=", rf'=(?:{_ATTRIBUTES}) ?"[^"\n<>]*"'),
@@ -39,9 +39,12 @@ _CLASSES: dict[str, tuple[str, str]] = {
         r":(?:(?<=\bFile:)|(?<=\bImage:))[^\n|\[\]]{1,200}?"
         r"\.(?i:jpe?g|png|svg|gif|tiff?|og[gav]|webm|pdf)\b",
     ),
-    "references heading": ("\n", rf"\n[ \t=]*(?i:{_TAIL})[ \t=]*[.:]?[ \t]*(?=\n|\Z)"),
+    "references heading": (
+        "\n",
+        rf"\n[ \t=]*(?i:(?=[befnrswc])(?:{_TAIL}))[ \t=]*[.:]?[ \t]*(?=\n|\Z)",
+    ),
     "heading marks": ("=", r"\n={2,6}[^=\n]+={2,6}[ \t]*(?=\n|\Z)"),
-    "braces": ("{}[]", r"\{\{+|\}\}+|\{\||\|\}|\[\[+|\]\]+"),
+    "braces": (("{", "}", "[[", "]]"), r"\{\{+|\}\}+|\{\||\|\}|\[\[+|\]\]+"),
     "quotes": ("'", "''+"),
     "entity": ("&", r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});"),
     "magic word": ("_", "__[A-Z]{3,}__"),
@@ -56,7 +59,8 @@ def find(text: str) -> Iterator[tuple[str, int, int]]:
     """Class, begin and end of each leftover, class by class; a spot may be of several classes."""
     text = f"\n{text}"
     for name, (marks, pattern) in _PATTERNS.items():
-        if any(mark in text for mark in marks):
+        # One character is found ten times as fast as two.
+        if any(mark[0] in text and mark in text for mark in marks):
             for found in pattern.finditer(text):
                 yield name, max(found.start() - 1, 0), found.end() - 1
 
@@ -68,3 +72,73 @@ def count(text: str) -> Counter[str]:
     are meant for encyclopedic prose: source code and old prints have their own use for some.
     """
     return Counter(name for name, _, _ in find(text))
+
+
+# What a dropped template, formula or reference leaves behind, in text whose only space is " ". A
+# pattern begins with a literal character, or looks behind itself: begun anew at every character of
+# a long run, it would take quadratic time. Holes are looked for only where a sign of their group is
+# found (and the sign of their own, if they have one): a pattern that begins with one rare character
+# and looks behind it is five times as fast as one that begins with a frequent one or with a class.
+_SPACE_SIGN = r" [ ,;.:)\]](?:(?<! [.:])|(?!\S)|(?<=[,;.] \.))"
+_HOLES = tuple(
+    (
+        tuple(map(re.compile, signs)),
+        tuple(
+            (tuple(map(re.compile, own)), re.compile(pattern), new) for own, pattern, new in holes
+        ),
+    )
+    for signs, holes in (
+        (['""'], [([], r"\"\"(?<![\w.,!?\"']\"\")(?![\w\"'])", "")]),
+        (["ISBN"], [([], r"(?:[,;:.] ?|(?<=\())ISBN *(?=[,;.)]|\n|\Z)", "")]),
+        (  # The value of a dropped {{inflation}}: ($ in 2016 dollars).
+            ["[$]", "\u00a3", "\u20ac"],
+            [([], r"\([^()$\n]{0,30}[$\u00a3\u20ac] (?:in|as of|today)[^()\n]{0,60}\)", "")],
+        ),
+        (
+            [r"\((?:[\s,;:/|)]|or|and|IPA|pron)"],
+            [
+                ([], r"\([\s,;:/|]*(?:(?:pronounced|pronunciation|IPA|or|and)\b[\s,;:/|]*)*\)", ""),
+                ([], r"\((?:[ ,;:]|(?:or|and|pronounced|IPA)(?= ?;)|/(?=[ ,;:/]))+", "("),
+            ],
+        ),
+        (
+            [r"\)(?:(?<=[ ,;:]\))|(?<=[ ,;:]/\)))"],
+            [([], r"[ ,;:](?=[ ,;:/)])(?<![ ,;:][ ,;:])[ ,;:]*(?:/[ ,;:]*)?\)", ")")],
+        ),
+        ([r"\[[ \]]"], [([], r"\[ *\]", ""), ([], r"\[ +", "[")]),
+        (
+            [_SPACE_SIGN, r",(?<=[,;:],)", r";(?<=[,;:];)", r"\.(?<=[,;]\.)"],
+            [
+                ([], r"  +", " "),
+                ([r";(?:(?<=,;)|(?<=, ;))"], r", ?;", ";"),
+                (
+                    [r",(?:(?<=[,;:],)|(?<=[,;:] ,))", r";(?:(?<=[;:];)|(?<=[;:] ;))"],
+                    r"([,;:])(?: ?[,;])+",
+                    r"\1",
+                ),
+                ([r"\.(?:(?<=[,;]\.)|(?<=[,;] \.))"], r"[,;] ?(?=\.(?:\s|$))", ""),
+                ([], r"\.(?<!\.\.)(?: \.)+(?!\.)", "..."),
+                ([], r" (?=[,;.:)\]])(?![.:]\S)", ""),
+            ],
+        ),
+        ([r"\n(?<= \n)"], [([], " \n", "\n")]),
+        ([r"\n[ ,;:]"], [([], r"\n(?: *(?:[,;]+ *|:+ +)| +)", "\n")]),
+    )
+)
+
+
+def without_holes(text: str) -> str:
+    """Close what dropped markup leaves in a sentence: "( , born" becomes "(born".
+
+    The text's only space is " ".
+    """
+    for signs, holes in _HOLES:
+        if _any_found(signs, text):
+            for own, pattern, replacement in holes:
+                if not own or _any_found(own, text):
+                    text = pattern.sub(replacement, text)
+    return text.strip("\n ,;")
+
+
+def _any_found(signs: tuple[re.Pattern[str], ...], text: str) -> bool:
+    return any(sign.search(text) for sign in signs)

@@ -204,3 +204,8 @@ def test_hostile_text_is_repaired(unit: str) -> None:
     once = repaired(text)
     assert repaired(once) == once
     assert sum(1 for _ in find(text)) <= 2 * len(text)
+
+
+def test_a_long_run_of_commas_before_no_bracket_takes_linear_time() -> None:
+    # Quadratic work would take hours; the ",)" is what makes it look at runs before brackets.
+    assert repaired("(a" + 2_000_000 * "," + "b ,)") == "(a,b)"
