@@ -22,8 +22,9 @@ from data_prep.tokens import load
 from data_prep.work.units import NamedPiece, Record, Unit, group, make_unit, sha256_of
 
 PART_BYTES = 32 * 2**20  # of text, before it is tokenised into a shard
-# Reading is slower than packing and inputs may be compressed: its units are smaller.
-PIECE_BYTES = PART_BYTES // 4
+# As stored. Reading is slower than packing, inputs may be compressed, and the last units of a stage
+# keep few workers busy: these are smaller.
+PIECE_BYTES = 5 * 2**20
 HASHES_AT_ONCE = 2_000_000  # 24 bytes each, and as much again to sort them
 
 StageName = Literal["examples", "extract", "match", "deduplicate", "vocabulary", "pack"]

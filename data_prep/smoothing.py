@@ -19,7 +19,7 @@ def smoothing(counts: npt.NDArray[np.int64], special: SpecialIds) -> list[int]:
     """
     specials = set(special.model_dump().values())
     with localcontext() as context:  # exact and the same on every machine, as libm's pow is not
-        context.prec = 40
+        context.prec = 25
         context.rounding = ROUND_HALF_EVEN
         power = {count: Decimal(max(count, 1)) ** Decimal("0.7") for count in set(counts.tolist())}
         powers = [power[count] for count in counts.tolist()]

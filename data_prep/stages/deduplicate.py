@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from data_prep.duplicates.dedup import chunks, clusters, draw
 from data_prep.stages.documents import read_index
@@ -49,7 +48,7 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
     kept = held_out = 0
     extremes: list[tuple[float, int, int]] = []  # draw, unit, document: smallest and largest
     for number, (unit, start) in enumerate(zip(task.extracted, task.starts, strict=True)):
-        draws = read_index(unit)["draw"].to_numpy().copy()
+        draws = read_index(unit)["draw"]
         fates = np.full(len(draws), TRAIN, dtype=np.uint8)
         mine = slice(*np.searchsorted(items, [start, start + len(draws)]))
         here = items[mine] - start
@@ -91,14 +90,14 @@ def _account(
 ) -> dict[str, Any]:
     np.save(folder / f"{number:06d}-paragraphs.npy", taken_out)
     index, fates = read_index(unit), np.load(_fates(folder, number))
-    parts, sizes = index["part"].to_numpy(), index["bytes"].to_numpy()
+    parts, sizes = index["part"], index["bytes"]
     totals = np.zeros((2, int(parts.max(initial=-1)) + 1), dtype=np.int64)
     kept = fates < DUPLICATE
     np.add.at(totals, (fates[kept], parts[kept]), sizes[kept])
     return {
         "parts": totals.tolist(),  # bytes of [train, validation] in each part
         "fates": np.bincount(fates, minlength=len(FATES)).tolist(),
-        "characters": int(index["characters"].to_numpy()[kept].sum()),
+        "characters": int(index["characters"][kept].sum()),
         "paragraphs": len(taken_out),
     }
 
@@ -129,9 +128,9 @@ def _smallest_keys(
         mine = slice(*np.searchsorted(items, [start, end]))
         if mine.start == mine.stop:
             continue
-        keys = read_index(unit)["key"].take(pa.array(items[mine] - start)).to_pylist()
+        keys = read_index(unit)["key"][items[mine] - start]
         for cluster, key in zip(cluster_of[mine].tolist(), keys, strict=True):
-            smallest[cluster] = min(key, smallest.get(cluster, key))
+            smallest[cluster] = min(key.tobytes(), smallest.get(cluster, key.tobytes()))
     return smallest
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 from data_prep.config import Deduplicate
 from data_prep.duplicates.dedup import Items, draw, text_hash
 from data_prep.sources import Document
+from data_prep.stages.columns import batch, column, fixed_width
 
 BATCH_BYTES = 2**20
 BATCH_DOCUMENTS = 2**14
@@ -108,7 +109,7 @@ class DocumentWriter:
 
 
 def _batch(lines: list[Any], schema: pa.Schema) -> pa.RecordBatch:
-    return pa.record_batch([list(column) for column in zip(*lines, strict=True)], schema=schema)
+    return batch(dict(zip(schema.names, zip(*lines, strict=True), strict=True)), schema)
 
 
 def valid(text: str) -> str:
@@ -120,15 +121,17 @@ def read_part(file: Path, keep: npt.NDArray[np.bool_]) -> Iterator[tuple[int, Do
     """(number in the part, document) of those that `keep` [documents] marks, batch by batch."""
     start = 0
     with pa.ipc.open_stream(pa.memory_map(str(file))) as stream:
-        for batch in stream:
-            wanted = np.flatnonzero(keep[start : start + len(batch)])
-            for number, values in zip(wanted, batch.take(wanted).to_pylist(), strict=True):
+        for some in stream:
+            wanted = np.flatnonzero(keep[start : start + len(some)])
+            chosen = some.take(column(wanted, pa.int64())).to_pylist()
+            for number, values in zip(wanted, chosen, strict=True):
                 yield start + int(number), Document(**values)
-            start += len(batch)
+            start += len(some)
     assert start == len(keep)
 
 
-def read_index(unit: Path) -> pa.Table:
-    """A line for each document that a unit of extraction kept."""
+def read_index(unit: Path) -> dict[str, npt.NDArray[Any]]:
+    """The columns of INDEX: an entry for each document that a unit of extraction kept."""
     with pa.ipc.open_stream(pa.memory_map(str(unit / "index.arrow"))) as stream:
-        return stream.read_all()
+        table = stream.read_all()
+    return {name: fixed_width(table[name]) for name in INDEX.names}

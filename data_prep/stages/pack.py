@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from data_prep.packing import cut, cut_at_lines, fill_rows, pack
 from data_prep.shards import write_shard
 from data_prep.sources import Document
+from data_prep.stages.columns import batch
 from data_prep.stages.deduplicate import TRAIN, VALIDATION
 from data_prep.stages.documents import read_part
 from data_prep.tokens import Tokens, load
@@ -141,7 +142,7 @@ class _Rows:
         special, size = self._tokens.special_ids, len(self._tokens.vocabulary)
         np.save(folder / "counts.npy", np.bincount(ids.reshape(-1), minlength=size))
         shard = write_shard(folder / "shard.arrow", ids, pad=special.pad)
-        table = pa.table(self._columns, schema=SEGMENTS)
+        table = pa.Table.from_batches([batch(self._columns, SEGMENTS)])
         pq.write_table(
             table, folder / "segments.parquet", compression="zstd", write_page_checksum=True
         )
@@ -165,10 +166,10 @@ def _documents(
     task: PackTask, tokens: Tokens, without_tokens: Counter[int]
 ) -> Iterator[_Tokenised]:
     for part in task.slices:
-        for batch in _batches(_kept(part, task.split)):
-            texts = [doc.text.split("\n") if part.by_line else [doc.text] for doc in batch]
+        for documents in _batches(_kept(part, task.split)):
+            texts = [doc.text.split("\n") if part.by_line else [doc.text] for doc in documents]
             encoded = iter(tokens.encode_batch(list(chain.from_iterable(texts))))
-            for document, lines in zip(batch, texts, strict=True):
+            for document, lines in zip(documents, texts, strict=True):
                 ids = [next(encoded) for _ in lines]
                 if not any(len(line) for line in ids):
                     without_tokens[part.source_number] += 1
@@ -205,13 +206,13 @@ def _sample(task: PackTask) -> list[str]:
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+    held: list[Document] = []
     size = 0
     for document in documents:
-        batch.append(document)
+        held.append(document)
         size += len(document.text)
         if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+            yield held
+            held, size = [], 0
+    if held:
+        yield held

@@ -49,9 +49,9 @@ def _texts(task: VocabularyTask) -> Iterator[str]:
         chosen = np.load(file) == TRAIN
         index = read_index(unit)
         if share < 1:
-            draws = (draw(key.as_py(), task.seed, "vocabulary") for key in index["key"])
+            draws = (draw(key.tobytes(), task.seed, "vocabulary") for key in index["key"])
             chosen &= np.fromiter(draws, dtype=float, count=len(chosen)) < share
-        parts = index["part"].to_numpy()
+        parts = index["part"]
         for part, name in enumerate(names):
             for _, document in read_part(unit / name, chosen[parts == part]):
                 yield document.text
