@@ -154,7 +154,7 @@ def _run(
     if len(units) == len(plan.units(stage)):
         plan.finished(stage, records)
     for reason in sorted({record.result.get("slow", "") for record in records} - {""}):
-        warn(f"tokenising with the slower `tokenizers`: nanotoken {reason}")
+        warn(f"tokenising with the slower `tokenizers`: {reason}")
 
 
 def _require_rows(plan: Plan, stage: StageName) -> None:

@@ -21,6 +21,7 @@ from data_prep.stages.columns import batch
 from data_prep.stages.deduplicate import TRAIN, VALIDATION
 from data_prep.stages.documents import read_part
 from data_prep.tokens import Tokens, load
+from data_prep.tokens.fast import NO_WORD_PIECE
 
 # Best fit wants many segments to choose from; ids of a window take 8 MB.
 WINDOW_TOKENS = 2_000_000
@@ -88,7 +89,7 @@ def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
         "split": task.split,
         "shards": shards,
         "without_tokens": {str(source): count for source, count in without_tokens.items()},
-        "slow": slow,
+        "slow": "" if slow == NO_WORD_PIECE else slow,
     }
 
 
@@ -138,15 +139,27 @@ class _Rows:
     def write(self, folder: Path) -> dict[str, Any]:
         """Write the shard, its side table and how often each id occurs in it."""
         folder.mkdir()
-        ids = np.concatenate(self.filled)
+        ids = np.empty((self._num_rows, self.row_length), dtype=self._dtype)
+        while self.filled:  # each is freed as it is copied
+            rows = self.filled.pop()
+            ids[self._num_rows - len(rows) : self._num_rows] = rows
+            self._num_rows -= len(rows)
         special, size = self._tokens.special_ids, len(self._tokens.vocabulary)
-        np.save(folder / "counts.npy", np.bincount(ids.reshape(-1), minlength=size))
+        np.save(folder / "counts.npy", _counts(ids, size))
         shard = write_shard(folder / "shard.arrow", ids, pad=special.pad)
         table = pa.Table.from_batches([batch(self._columns, SEGMENTS)])
         pq.write_table(
             table, folder / "segments.parquet", compression="zstd", write_page_checksum=True
         )
         return {"shard": shard.model_dump(mode="json"), "segments": len(table)}
+
+
+def _counts(ids: npt.NDArray[Any], size: int) -> npt.NDArray[np.int64]:
+    """How often each id occurs; bincount takes eight bytes an id, so a few rows at a time."""
+    counts = np.zeros(size, dtype=np.int64)
+    for start in range(0, len(ids), 1024):
+        counts += np.bincount(ids[start : start + 1024].reshape(-1), minlength=size)
+    return counts
 
 
 def _windows(documents: Iterator[_Tokenised]) -> Iterator[list[_Tokenised]]:
