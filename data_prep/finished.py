@@ -86,7 +86,7 @@ def _short(value: object) -> str:
 
 
 _OURS = re.compile(
-    r"\.work|segments|tokenizer|\d+|(train|validation)-\d+\.arrow|manifest\.json\.tmp"
+    r"\.work|segments|tokenizer|\d+|(train|validation)-\d+\.arrow|manifest\.json(\.tmp)?"
     r"|token_counts\.json|(provenance|quarantine|leftovers|contaminated)\.jsonl"
 )
 
@@ -95,8 +95,10 @@ def open_work(plan: Plan) -> None:
     """Make the work folder; CorpusError if the output holds what is not ours."""
     output, work = plan.config.output, plan.work
     found = sorted(os.listdir(output)) if output.is_dir() else []
+    if MANIFEST in found and isinstance(plan.config.row_length, tuple):
+        raise CorpusError(f"{output}: holds shards of one row length: use another `output`")
     # Shards without a manifest are an interrupted run's if its work folder is there, too.
-    begun = work.name in found or (output / MANIFEST).exists()
+    begun = work.name in found or MANIFEST in found  # another process may just have finished
     foreign = [name for name in found if not begun or not _OURS.fullmatch(name)]
     if foreign:
         raise CorpusError(

@@ -308,6 +308,7 @@ def test_another_corpus_is_refused(make_config: Any, tmp_path: Path) -> None:
     changes: list[tuple[dict[str, Any], str]] = [
         ({"row_length": 64}, "row_length: 32 there, 64 here"),
         ({"seed": 1}, "seed: 0 there, 1 here"),
+        ({"row_length": [32, 64]}, "holds shards of one row length"),
         ({"tokenizer": str(other)}, "the tokenizer differs"),
         ({"tokenizer": {"train": {"vocab_size": 120}}}, "tokenizer: null there"),
     ]

@@ -295,7 +295,10 @@ def test_why_a_tokenizer_is_not_accelerated(
         assert shown(tokens, "hello worlds") == ["hello", "world", "##s"]  # it is not used
     monkeypatch.setitem(sys.modules, "nanotoken", None)
     tokens = load(vocabulary)
-    assert tokens.accelerate(["hello"]) == "nanotoken is not installed"
+    assert (
+        tokens.accelerate(["hello"])
+        == "nanotoken is not installed (pip install 'distil-pretraining[fast]')"
+    )
     assert shown(tokens, "hello worlds") == ["hello", "world", "##s"]
 
 
