@@ -85,6 +85,21 @@ class CorpusConfig(BaseModel):
     workers: Annotated[int, Field(ge=1)] = Field(default_factory=lambda: os.cpu_count() or 1)
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
+    @field_validator("output", mode="before")
+    @classmethod
+    def _local(cls, value: Any) -> Any:
+        if "://" in str(value):
+            raise ValueError("a local folder; `--upload URL` copies the shards when they are done")
+        return value
+
+    @model_validator(mode="after")
+    def _output_apart(self) -> "CorpusConfig":
+        for source in self.sources:
+            path = getattr(source, "path", "")
+            if os.path.isdir(path) and self.output.resolve().is_relative_to(Path(path).resolve()):
+                raise ValueError(f"output lies in the source {path}, which would then read it")
+        return self
+
     @model_validator(mode="after")
     def _lengths_in_order(self) -> "CorpusConfig":
         if self.max_characters is not None and self.max_characters < self.min_characters:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from data_prep.plan import Plan
 from data_prep.shards import Manifest, load_manifest, verify
 from data_prep.shards.manifest import MANIFEST
 from data_prep.sources import name_of
-from data_prep.stages.finish import PROVENANCE
+from data_prep.stages.finish import OURS, PROVENANCE
 from data_prep.tokens import load
 from data_prep.work.units import Record, is_same
 
@@ -24,14 +23,15 @@ from data_prep.work.units import Record, is_same
 def find_finished(plan: Plan, warn: Callable[[str], None]) -> list[Manifest] | None:
     """The manifests of an output that already holds this corpus, None if there is work to do.
 
-    CorpusError if the output holds another corpus. What is damaged is made again, with a warning.
+    CorpusError if it holds another corpus, wholly or in part. What is damaged is to be made again:
+    `warn` says so. Nothing is changed.
     """
     config = plan.config
-    manifests = []
+    whole = []
     for row_length in config.row_lengths:
         folder = config.folder(row_length)
         if not (folder / MANIFEST).exists():
-            return None
+            continue
         manifest = load_manifest(folder)
         if differences := list(_differences(plan, folder, row_length, manifest)):
             raise CorpusError(
@@ -40,11 +40,9 @@ def find_finished(plan: Plan, warn: Callable[[str], None]) -> list[Manifest] | N
             )
         if problems := verify(folder, full=True):
             warn(f"{problems[0].split(': ')[0]} is not whole: making it again")
-            plan.work.mkdir(exist_ok=True)  # says that what lies here is ours
-            (folder / MANIFEST).unlink()
-            return None
-        manifests.append(manifest)
-    return manifests
+        else:
+            whole.append(manifest)
+    return whole if len(whole) == len(config.row_lengths) else None
 
 
 def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) -> Iterator[str]:
@@ -64,8 +62,10 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
         units = [Record.model_validate_json(line) for line in lines]
     except (OSError, ValidationError):
         return  # `verify` will find it
-    read = [record for unit in units if unit.stage == "extract" for record in unit.inputs]
-    here = [
+    stages = ("examples", "extract")
+    read = [record for unit in units if unit.stage in stages for record in unit.inputs]
+    here = [*plan.examples]
+    here += [
         (number, name_of(config.sources[number], piece), piece)
         for number, of_source in enumerate(plan.pieces)
         for piece in of_source
@@ -85,23 +85,21 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_OURS = re.compile(
-    r"\.work|segments|tokenizer|\d+|(train|validation)-\d+\.arrow|manifest\.json(\.tmp)?"
-    r"|token_counts\.json|(provenance|quarantine|leftovers|contaminated)\.jsonl"
-)
-
-
 def open_work(plan: Plan) -> None:
     """Make the work folder; CorpusError if the output holds what is not ours."""
-    output, work = plan.config.output, plan.work
-    found = sorted(os.listdir(output)) if output.is_dir() else []
-    if MANIFEST in found and isinstance(plan.config.row_length, tuple):
+    config, output = plan.config, plan.config.output
+    folders = [output, *(config.folder(length) for length in config.row_lengths)]
+    lengths = {folder.name for folder in folders if folder != output}
+    if lengths and (output / MANIFEST).exists():
         raise CorpusError(f"{output}: holds shards of one row length: use another `output`")
     # Shards without a manifest are an interrupted run's if its work folder is there, too.
-    begun = work.name in found or MANIFEST in found  # another process may just have finished
-    foreign = [name for name in found if not begun or not _OURS.fullmatch(name)]
-    if foreign:
-        raise CorpusError(
-            f"{output}: holds {foreign[0]} but no {MANIFEST}: use an empty or a new folder"
-        )
-    work.mkdir(parents=True, exist_ok=True)
+    begun = plan.work.exists() or any((folder / MANIFEST).exists() for folder in folders)
+    for folder in dict.fromkeys(folders):
+        for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+            ours = OURS.fullmatch(name) or (folder == output and name in lengths)
+            if not (begun and ours) and not name.startswith("."):
+                raise CorpusError(
+                    f"{folder}: holds {name}, no part of an unfinished corpus: use an empty or a "
+                    "new folder"
+                )
+    plan.work.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import numpy as np
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig, TrainTokenizer, source_keys
 from data_prep.duplicates import minhash
+from data_prep.shards.manifest import FileRecord
 from data_prep.sources import Piece, name_of, pieces
 from data_prep.stages.deduplicate import TRAIN, VALIDATION, DeduplicateTask, deduplicate
 from data_prep.stages.examples import FILE, ExamplesTask, examples
@@ -28,6 +30,15 @@ PIECE_BYTES = 5 * 2**20
 HASHES_AT_ONCE = 2_000_000  # 24 bytes each, and as much again to sort them
 
 StageName = Literal["examples", "extract", "match", "deduplicate", "vocabulary", "pack"]
+_READS: dict[StageName | Literal["finish"], dict[StageName, tuple[str, ...]]] = {
+    "examples": {},
+    "extract": {"examples": ("*",)},
+    "match": {"extract": ("documents-*", "paragraphs-*")},
+    "deduplicate": {"extract": ("index.arrow", "*-places-*"), "match": ("*",)},
+    "vocabulary": {"extract": ("index.arrow", "part-*"), "deduplicate": ("*-fates.npy",)},
+    "pack": {"extract": ("part-*",), "deduplicate": ("*",), "vocabulary": ("*",)},
+    "finish": {"extract": ("*.jsonl",), "vocabulary": ("*",), "pack": ("*",)},
+}
 FUNCTIONS: dict[StageName, Callable[[Any, Path], dict[str, Any]]] = {
     "examples": examples,
     "extract": extract,
@@ -94,15 +105,39 @@ class Plan:
         return make_unit(stage, number, task, self.work / stage, keys, upstream, pieces)
 
     def _digest(self, stage: StageName) -> str:
-        return sha256_of([record.digest for record in self.records(stage)])
+        return f"stage {stage}: {sha256_of([record.digest for record in self.records(stage)])}"
+
+    @property
+    def examples(self) -> list[NamedPiece]:
+        """The evaluation files, each whole."""
+        settings = self.config.decontaminate
+        files = () if settings is None else settings.files
+        return [
+            (number, file.name, Piece(str(file), 0, None, _size(file)))
+            for number, file in enumerate(files)
+        ]
 
     def _examples(self) -> list[Unit]:
-        settings = self.config.decontaminate
-        if settings is None:
+        if self.config.decontaminate is None:
             return []
-        files = [Piece(str(file), 0, None, _size(file)) for file in settings.files]
-        named = tuple((number, Path(file.path).name, file) for number, file in enumerate(files))
-        return [self._unit("examples", 0, ExamplesTask(settings.files), pieces=named)]
+        task = ExamplesTask(self.config.decontaminate.files)
+        return [self._unit("examples", 0, task, pieces=tuple(self.examples))]
+
+    def read_by(
+        self, stage: StageName | Literal["finish"], units: Sequence[Unit]
+    ) -> Iterator[tuple[StageName, Unit, Record, list[FileRecord]]]:
+        """What a stage, or some units of it, read of earlier stages: by unit, the outputs."""
+        parts = {part.file for unit in units if stage == "pack" for part in unit.task.slices}
+        trains = isinstance(self.config.tokenizer, TrainTokenizer)
+        for earlier, patterns in _READS[stage].items() if stage != "vocabulary" or trains else ():
+            for unit, record in zip(self.units(earlier), self.records(earlier), strict=True):
+                outputs = [
+                    output
+                    for output in record.outputs
+                    if any(fnmatch(output.file, pattern) for pattern in patterns)
+                    and (not parts or earlier != "extract" or unit.folder / output.file in parts)
+                ]
+                yield earlier, unit, record, outputs
 
     def _extract(self) -> list[Unit]:
         config = self.config
@@ -266,9 +301,11 @@ class Plan:
             source = self.config.sources[record.result["source"]]
             taken_out = self._fates(unit).with_name(f"{unit:06d}-paragraphs.npy")
             upstream = (
-                record.digest,
-                sha256[self._fates(unit).name],
-                sha256[taken_out.name],
+                f"unit extract/{unit}: {record.digest}",
+                *(
+                    f"file {name}: {sha256[name]}"
+                    for name in (self._fates(unit).name, taken_out.name)
+                ),
             )
             last = 0
             sizes = deduplicated.result["units"][unit]["parts"]
@@ -323,7 +360,10 @@ class Plan:
                     row_lengths=self.config.row_lengths,
                     upstream=tuple(
                         dict.fromkeys(
-                            [tokenizer.digest, *(d for _, _, digests in mine for d in digests)]
+                            [
+                                f"unit vocabulary/0: {tokenizer.digest}",
+                                *(d for _, _, digests in mine for d in digests),
+                            ]
                         )
                     ),
                 )

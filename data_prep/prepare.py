@@ -6,10 +6,11 @@ Every way runs the same units, so that the bytes are the same.
 from __future__ import annotations
 
 import shutil
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import get_args
+from typing import Literal, get_args
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig, TrainTokenizer
@@ -20,7 +21,7 @@ from data_prep.stages.deduplicate import TRAIN
 from data_prep.stages.finish import finish
 from data_prep.work.engines import Engine, Run, WorkerDiedError, started
 from data_prep.work.locks import Lock, lock
-from data_prep.work.units import Unit, bound
+from data_prep.work.units import Unit, bound, inputs_are_same, is_output_whole
 from data_prep.work.watchdog import last_seen
 
 STAGES: tuple[StageName, ...] = get_args(StageName)
@@ -51,16 +52,10 @@ def prepare(
         return finished[0]
     open_work(plan)
     with _held(plan, "prepare") as held, started(config.workers, engine) as run:
-        finished = find_finished(plan, warn)  # by whoever held the lock before
-        if not finished:
-            for temporary in plan.work.glob("*/.*"):
-                shutil.rmtree(temporary)  # of units that were killed
-            for stage in STAGES:
-                _run(plan, stage, plan.units(stage), held, progress, warn, run)
-                _require_rows(plan, stage)
-            finished = finish(plan)
-        shutil.rmtree(plan.work)
-    return finished[0]
+        for stage in STAGES:
+            _run(plan, stage, plan.units(stage), held, progress, warn, run)
+            _require_rows(plan, stage)
+        return _finish(plan)
 
 
 def prepare_stage(
@@ -85,6 +80,7 @@ def prepare_stage(
         return 0
     open_work(plan)
     units = plan.units(stage)[task - 1 :: tasks]
+    _check_what_is_read(plan, stage, units)
     with (
         _held(plan, f"{stage}-{task}-of-{tasks}") as held,
         started(config.workers, engine) as run,
@@ -105,15 +101,37 @@ def finalise(
     if finished := find_finished(plan, warn):
         return finished[0]
     open_work(plan)
+    for stage in STAGES:
+        plan.records(stage)
+        _require_rows(plan, stage)
+    _check_what_is_read(plan, "finish", [])
+    return _finish(plan)
+
+
+def _finish(plan: Plan) -> Manifest:
     with _held(plan, "finalise"):
-        finished = find_finished(plan, warn)
-        if not finished:
-            for stage in STAGES:
-                plan.records(stage)
-                _require_rows(plan, stage)
-            finished = finish(plan)
+        # Whoever held the lock before may have done it, and `.work` is gone.
+        finished = find_finished(plan, lambda text: None) or finish(plan)
         shutil.rmtree(plan.work)
     return finished[0]
+
+
+def _check_what_is_read(
+    plan: Plan, stage: StageName | Literal["finish"], units: Sequence[Unit]
+) -> None:
+    """CorpusError if what another process made has changed since."""
+    for earlier, unit, record, outputs in plan.read_by(stage, units):
+        if not inputs_are_same(unit, record):
+            names = ", ".join(name for _, name, _ in unit.pieces)
+            raise CorpusError(
+                f"{names}: changed since it was read: run all stages again from {earlier} on"
+            )
+        for output in outputs:
+            if not is_output_whole(unit, output):
+                raise CorpusError(
+                    f"{unit.folder / output.file}: missing or altered since it was written: run "
+                    f"`distil prepare CONFIG --stage {earlier}` again"
+                )
 
 
 @contextmanager
@@ -146,10 +164,11 @@ def _run(
         held.check()
         progress(stage, done, total)
 
+    begun = time.time()
     try:
         records = run(bound(FUNCTIONS[stage]), units, report)
     except WorkerDiedError as error:
-        seen = " and ".join(last_seen(home))
+        seen = " and ".join(last_seen(home, begun))
         raise WorkerDiedError(f"{error}; last read: {seen}" if seen else str(error)) from None
     if len(units) == len(plan.units(stage)):
         plan.finished(stage, records)

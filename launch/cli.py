@@ -62,19 +62,24 @@ def prepare(
 
     if task is not None and stage is None:
         raise CorpusError("--task: needs --stage")
-    if sum(map(bool, (stage, finalize, dry_run))) > 1:
+    if (stage is not None) + finalize + dry_run > 1:
         raise CorpusError("--stage, --finalize and --dry-run: use one of them")
-    if (stage or dry_run) and (parquet or upload):
-        raise CorpusError("--parquet and --upload: need finished shards: use them without --stage")
+    if upload == "":
+        raise CorpusError("--upload: is empty: give a URL such as s3://bucket/folder")
+    if (stage is not None or dry_run) and (parquet or upload):
+        raise CorpusError(
+            "--parquet and --upload: need finished shards: use them without --stage and --dry-run"
+        )
     settings = load_config(CorpusConfig, config, overrides or [])
+    runner = corpus.engine_named(engine)
     if dry_run:
         corpus.estimate_shown(settings)
-    elif stage:
-        corpus.stage_shown(settings, stage, task, engine)
+    elif stage is not None:
+        corpus.stage_shown(settings, stage, task, runner)
     elif finalize:
         corpus.finalise_shown(settings)
     else:
-        corpus.prepare_shown(settings, engine)
+        corpus.prepare_shown(settings, runner)
     corpus.publish_shown(settings, parquet, upload)
 
 

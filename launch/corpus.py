@@ -20,9 +20,8 @@ from launch.progress import stages
 from launch.tables import corpus_lines, estimated, show
 
 
-def prepare_shown(config: CorpusConfig, engine: str = "processes") -> None:
+def prepare_shown(config: CorpusConfig, engine: Engine = "processes") -> None:
     """Prepare, or find up to date, and say which."""
-    chosen = _engine(engine)
     return_large_blocks()
     before = _is_finished(config)
     remade: list[str] = []
@@ -32,18 +31,18 @@ def prepare_shown(config: CorpusConfig, engine: str = "processes") -> None:
             remade.append(text)
             _warn(text)
 
-        prepare(config, progress, warn, engine=chosen)
+        prepare(config, progress, warn, engine=engine)
     _show(config, "up to date" if before and not remade else "done")
 
 
-def stage_shown(config: CorpusConfig, stage: str, task: str | None, engine: str) -> None:
+def stage_shown(config: CorpusConfig, stage: str, task: str | None, engine: Engine) -> None:
     """Run a part of one stage."""
     chosen = next((name for name in STAGES if name == stage), None)
     if chosen is None:
         raise CorpusError(f"--stage {stage}: no such stage: one of {', '.join(STAGES)}")
     number, count = _task(task)
     with stages() as progress:
-        done = prepare_stage(config, chosen, number, count, progress, _warn, engine=_engine(engine))
+        done = prepare_stage(config, chosen, number, count, progress, _warn, engine=engine)
     show([f"{stage} {number}/{count}: {done} unit(s) are done" if done else "nothing to do"])
 
 
@@ -77,14 +76,15 @@ def publish_shown(config: CorpusConfig, parquet: Path | None, url: str | None) -
 
 def _task(task: str | None) -> tuple[int, int]:
     """The i and N of "i/N"."""
-    found = re.fullmatch(r"(\d+)/(\d+)", task or "1/1")
+    found = re.fullmatch(r"([0-9]+)/([0-9]+)", "1/1" if task is None else task)
     number, count = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= number <= count:
         raise CorpusError(f"--task {task}: not a task: i/N with i from 1 to N, such as 3/16")
     return number, count
 
 
-def _engine(name: str) -> Engine:
+def engine_named(name: str) -> Engine:
+    """The engine of that name."""
     if name not in get_args(Engine):
         raise CorpusError(f"--engine {name}: no such engine: {' or '.join(get_args(Engine))}")
     chosen: Engine = "ray" if name == "ray" else "processes"

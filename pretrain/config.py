@@ -167,7 +167,7 @@ class RunConfig(BaseModel):
                     f"`model:` is for objective mlm; objective {name} takes the teacher's widths"
                 )
         else:
-            if self.teacher is not None or "student" in self.model_fields_set:
+            if self.teacher is not None or self.student != type(self.student)():
                 raise ValueError(f"objective {name} has no teacher and no student: remove them")
             if self.model is None:
                 raise ValueError(f"objective {name} needs `model:`, the sizes of a BERT")

@@ -43,8 +43,7 @@ def upload(
     manifest = load_manifest(folder)
     sealed = (folder / MANIFEST).read_bytes()
     place = _Place(url)
-    if place.holds(sealed, manifest.self_sha256):
-        return "up to date"
+    finished = place.holds(sealed, manifest.self_sha256)
     report = progress or (lambda stage, done, total: None)
     records = [
         FileRecord(file=shard.file, bytes=shard.bytes, sha256=shard.sha256)
@@ -53,6 +52,9 @@ def upload(
     ]
     records += manifest.files
     there = place.files()
+    sizes = {name: info.get("size") for name, info in there.items()}
+    if finished and all(sizes.get(record.file) == record.bytes for record in records):
+        return "up to date"
     report("upload", 0, len(records) + 1)
     for done, record in enumerate(records, start=1):
         path = folder / record.file

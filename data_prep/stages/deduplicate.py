@@ -97,7 +97,6 @@ def _account(
     return {
         "parts": totals.tolist(),  # bytes of [train, validation] in each part
         "fates": np.bincount(fates, minlength=len(FATES)).tolist(),
-        "characters": int(index["characters"][kept].sum()),
         "paragraphs": len(taken_out),
     }
 

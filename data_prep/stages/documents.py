@@ -30,7 +30,6 @@ INDEX = pa.schema(
         "key": pa.binary(16),  # of the cleaned text
         "draw": pa.float64(),  # what decides its split
         "part": pa.int32(),
-        "characters": pa.int64(),
         "bytes": pa.int64(),
     }
 )
@@ -47,7 +46,7 @@ class DocumentWriter:
         self._stream: pa.RecordBatchStreamWriter | None = None
         self._index = pa.ipc.new_stream(str(folder / "index.arrow"), INDEX)
         self._documents: list[tuple[str, str, str, str]] = []
-        self._lines: list[tuple[bytes, float, int, int, int]] = []
+        self._lines: list[tuple[bytes, float, int, int]] = []
         self._size = 0
         self._count = 0
         levels = {"documents": deduplicate.documents, "paragraphs": deduplicate.paragraphs}
@@ -75,7 +74,7 @@ class DocumentWriter:
         part["documents"] += 1
         part["bytes"] += size
         chance = draw(key, self._seed, "validation")
-        self._lines.append((key, chance, len(self._parts) - 1, len(text), size))
+        self._lines.append((key, chance, len(self._parts) - 1, size))
         self._documents.append((valid(item.id), valid(item.title), valid(item.url), text))
         if items := self._levels.get("documents"):
             items.add(key, text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -27,9 +28,14 @@ from data_prep.shards.manifest import (
 from data_prep.shards.writing import file_record, sync_folder
 from data_prep.smoothing import smoothing
 from data_prep.stages.deduplicate import FATES, TRAIN, VALIDATION
-from data_prep.work.units import installed
+from data_prep.work.units import installed, remove
 
 PROVENANCE = "provenance.jsonl"
+# What a finished folder holds, and nothing else is ever removed from it.
+OURS = re.compile(
+    r"segments|tokenizer|(train|validation)-\d+\.arrow|manifest\.json(\.tmp)?"
+    r"|token_counts\.json|(provenance|quarantine|leftovers|contaminated)\.jsonl"
+)
 LOGS = ("quarantine.jsonl", "leftovers.jsonl", "contaminated.jsonl")
 _LIBRARIES = ("mwparserfromhell", "numpy", "pyarrow", "rensa", "tokenizers")
 
@@ -71,9 +77,10 @@ def _finish(plan: Plan, row_length: int) -> Manifest:
     )
     folder = config.folder(row_length)
     folder.mkdir(exist_ok=True)
+    remove(folder / MANIFEST)  # first: what lies here is not whole until the new one is there
     for entry in sorted(folder.iterdir()):
-        if entry != plan.work and (entry.name != MANIFEST):
-            _remove(entry)
+        if OURS.fullmatch(entry.name):
+            remove(entry)
     for entry in sorted(final.iterdir()):
         os.replace(entry, folder / entry.name)
     sync_folder(folder)
@@ -186,7 +193,7 @@ def source_records(plan: Plan) -> list[SourceRecord]:
             documents_in=sum(result["documents_in"] for result, _ in mine),
             documents_kept=int(fates[TRAIN] + fates[VALIDATION]) - dropped["no tokens"],
             documents_validation=int(fates[VALIDATION]) - lost["validation"],
-            characters=sum(after["characters"] for _, after in mine),
+            characters=sum(result["characters"].get(str(number), 0) for result in packed),
             dropped=_counted(dropped),
             noted=_counted(sums["noted"]),
             leftovers=_counted(sums["leftovers"]),
@@ -199,13 +206,6 @@ def source_records(plan: Plan) -> list[SourceRecord]:
 
 def _counted(counts: Counter[str]) -> dict[str, int]:
     return {reason: count for reason, count in sorted(counts.items()) if count}
-
-
-def _remove(entry: Path) -> None:
-    if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-    else:
-        entry.unlink()
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -77,8 +77,9 @@ def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
     tokens = load(task.tokenizer)
     slow = tokens.accelerate(_sample(task))
     without_tokens: Counter[int] = Counter()
+    characters: Counter[int] = Counter()
     rows = [_Rows(length, tokens) for length in task.row_lengths]
-    for window in _windows(_documents(task, tokens, without_tokens)):
+    for window in _windows(_documents(task, tokens, without_tokens, characters)):
         for length in rows:
             length.add(window)
     shards = {}
@@ -89,6 +90,7 @@ def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
         "split": task.split,
         "shards": shards,
         "without_tokens": {str(source): count for source, count in without_tokens.items()},
+        "characters": {str(source): count for source, count in characters.items()},
         "slow": "" if slow == NO_WORD_PIECE else slow,
     }
 
@@ -176,8 +178,9 @@ def _windows(documents: Iterator[_Tokenised]) -> Iterator[list[_Tokenised]]:
 
 
 def _documents(
-    task: PackTask, tokens: Tokens, without_tokens: Counter[int]
+    task: PackTask, tokens: Tokens, without_tokens: Counter[int], characters: Counter[int]
 ) -> Iterator[_Tokenised]:
+    """The documents as ids; those without any and the characters of the others are counted."""
     for part in task.slices:
         for documents in _batches(_kept(part, task.split)):
             texts = [doc.text.split("\n") if part.by_line else [doc.text] for doc in documents]
@@ -187,6 +190,7 @@ def _documents(
                 if not any(len(line) for line in ids):
                     without_tokens[part.source_number] += 1
                     continue
+                characters[part.source_number] += len(document.text)
                 # The text is done with: only what the side table needs lives on in the window.
                 origin = Document("", document.id, document.title, document.url)
                 yield _Tokenised(ids, part.source_number, origin)

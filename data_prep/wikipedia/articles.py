@@ -87,6 +87,7 @@ _FILE_SIGN = re.compile(r":(?:(?<=ile:)|(?<=mage:))")
 _FILE_WORDS = re.compile(r"\|?(?:thumb|\dpx)\||\|(?:thumb|\d{1,4}px|left|right)\b")
 _FILE_WORDS_SIGN = re.compile(r"\|(?:(?<=thumb\|)|(?<=\dpx\|)|(?:thumb|\d{1,4}px|left|right)\b)")
 _FUNCTION = re.compile(r"#(?:if|ifeq|ifexpr|ifexist|switch|expr|invoke|tag|time):")
+_PLACEHOLDER = re.compile(r"\b(?:formula|codice)_\d+\b")  # WikiExtractor's, for maths and code
 _ATTRIBUTE = re.compile(
     r"\b(?:style|align|valign|class|width|height|bgcolor|colspan|rowspan|scope|cellpadding) ?= ?"
     r'"[^"\n<>]*" ?\|?'
@@ -170,6 +171,8 @@ def _repaired_once(text: str) -> str:
         text = re.sub(r"\n={2,6} *([^=\n]+?) *={2,6} *(?=\n|\Z)", r"\n\1", text)
     if "#" in text:
         text = _FUNCTION.sub("", text)
+    if "_" in text:
+        text = _PLACEHOLDER.sub("", text)
     if "]" in text and _LONE_BRACKET.search(text):
         text = _BRACKET.sub(lambda found: found[0] if found[0] != "]" else "", text)
     return _without_tail(without_holes(text))

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+_DASH = r"\( ?[\u2013\u2014-] ?\)(?![\w-])"  # not the (-) of a chemical name
 _GAP = "[ \t\u00a0]"
 _TAIL = (
     "References|External links?|See also|Further reading|Notes|Notes and references|"
@@ -27,7 +28,7 @@ _CLASSES: dict[str, tuple[Sequence[str], str]] = {
     "attribute": ("=", rf'=(?:{_ATTRIBUTES}) ?"[^"\n<>]*"'),
     "thumb|": ("|", r"\|(?:(?<=thumb\|)|(?<=\dpx\|)|(?:thumb|\d{1,4}px|left|right)\b)"),
     "tag": ("<>", r"</?[a-zA-Z][^<>\n]*>|<!--|-->"),
-    "empty ()": ("(", r"\((?:[ \t\u00a0,;:/|][ \t\u00a0,;:/|\u2013\u2014-]*)?\)"),
+    "empty ()": ("(", rf"\((?:[ \t\u00a0,;:/|][ \t\u00a0,;:/|\u2013\u2014-]*)?\)|{_DASH}"),
     "empty []": ("[", rf"\[{_GAP}*\]"),
     "( ,": ("(", rf"\({_GAP}*[,;]"),
     ", )": (")", rf"\)(?:(?<=,\))|(?<=[,;]{_GAP}\)))"),
@@ -48,6 +49,7 @@ _CLASSES: dict[str, tuple[Sequence[str], str]] = {
     "quotes": ("'", "''+"),
     "entity": ("&", r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});"),
     "magic word": ("_", "__[A-Z]{3,}__"),
+    "placeholder": ("_", r"\b(?:formula|codice)_\d+\b"),
     "parser function": ("#", "#(?:if|ifeq|ifexpr|ifexist|switch|expr|invoke|tag|time):"),
     "ISBN": ("I", rf"ISBN(?:(?<=[(,;.:] ISBN)|(?<=\(ISBN)){_GAP}*(?=[,;.)]|\n|\Z)"),
 }
@@ -95,8 +97,9 @@ _HOLES = tuple(
             [([], r"\([^()$\n]{0,30}[$\u00a3\u20ac] (?:in|as of|today)[^()\n]{0,60}\)", "")],
         ),
         (
-            [r"\((?:[\s,;:/|)]|or|and|IPA|pron)"],
+            [r"\((?:[\s,;:/|)\u2013\u2014-]|or|and|IPA|pron)"],
             [
+                ([], _DASH, ""),
                 ([], r"\([\s,;:/|]*(?:(?:pronounced|pronunciation|IPA|or|and)\b[\s,;:/|]*)*\)", ""),
                 ([], r"\((?:[ ,;:]|(?:or|and|pronounced|IPA)(?= ?;)|/(?=[ ,;:/]))+", "("),
             ],

@@ -72,6 +72,10 @@ class Lock:
     def check(self) -> None:
         """Raise CorpusError if another process took over while this one stood still."""
         if not self._beat():
+            if not self._path.exists():
+                raise CorpusError(
+                    f"{self._about}: the work folder is gone: another process has finished"
+                )
             other = _named(_parsed(_read(self._following)))
             raise CorpusError(
                 f"{self._about}: another `distil prepare` ({other}) took over while this one "

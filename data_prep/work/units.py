@@ -59,6 +59,12 @@ class Record(BaseModel):
     inputs: tuple[InputRecord, ...]
     outputs: tuple[FileRecord, ...]
     result: dict[str, Any]
+    self_sha256: str
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the record is as it was written."""
+        return self.self_sha256 == _seal(self.model_dump(mode="json"))
 
     @property
     def digest(self) -> str:
@@ -96,7 +102,7 @@ class Unit:
             record = Record.model_validate_json(self._record.read_bytes())
         except (OSError, ValidationError):
             return None
-        return record if record.identity == self.identity else None
+        return record if record.identity == self.identity and record.is_whole else None
 
     @property
     def _record(self) -> Path:
@@ -120,11 +126,9 @@ def make_unit(
 
 def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Record:
     """The unit's record, after `function(task, folder)` has filled a folder if there was none."""
-    old = unit.record()
-    if old and _inputs_are_same(unit, old) and _outputs_are_whole(unit, old):
+    if old := _finished(unit):
         return old
     read = [_input_record(*piece) for piece in unit.pieces]
-    unit._record.unlink(missing_ok=True)
     temporary = unit.home / f".{unit.number:06d}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir(parents=True)
     try:
@@ -133,12 +137,13 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
             if files.version(piece.path) != before.version:
                 raise CorpusError(f"{name}: changed while it was read: run the same command again")
         outputs = _flushed(temporary)
-        if unit.folder.exists():
-            shutil.rmtree(unit.folder)
+        if other := _finished(unit):  # tasks of another division make the same unit
+            return other
+        remove(unit._record)
+        remove(unit.folder)
         os.replace(temporary, unit.folder)
-    except BaseException:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
     sync_folder(unit.home)
     record = Record(
         stage=unit.stage,
@@ -148,10 +153,12 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
         inputs=tuple(read),
         outputs=outputs,
         result=result,
+        self_sha256="",
     )
-    data = record.model_dump_json().encode() + b"\n"
+    sealed = record.model_copy(update={"self_sha256": _seal(record.model_dump(mode="json"))})
+    data = sealed.model_dump_json().encode() + b"\n"
     write_file(unit._record, lambda file: file.write(data))
-    return record
+    return sealed
 
 
 def bound(function: Callable[[Task, Path], dict[str, Any]]) -> Callable[[Unit], Record]:
@@ -171,7 +178,12 @@ def _input_record(source: int, name: str, piece: Piece) -> InputRecord:
     )
 
 
-def _inputs_are_same(unit: Unit, record: Record) -> bool:
+def _seal(values: dict[str, Any]) -> str:
+    return sha256_of({key: value for key, value in values.items() if key != "self_sha256"})
+
+
+def inputs_are_same(unit: Unit, record: Record) -> bool:
+    """Whether the unit's pieces still hold what the record says was read."""
     pieces = [piece for _, _, piece in unit.pieces]
     return len(pieces) == len(record.inputs) and all(
         is_same(piece, read) for piece, read in zip(pieces, record.inputs, strict=True)
@@ -183,11 +195,28 @@ def is_same(piece: Piece, read: InputRecord) -> bool:
     return files.version(piece.path) == read.version or files.sha256(piece) == read.sha256
 
 
-def _outputs_are_whole(unit: Unit, record: Record) -> bool:
+def is_output_whole(unit: Unit, output: FileRecord) -> bool:
+    """Whether a file that the unit wrote still has the bytes it had."""
     try:
-        return all(file_record(unit.folder, output.file) == output for output in record.outputs)
+        return file_record(unit.folder, output.file) == output
     except OSError:
         return False
+
+
+def _finished(unit: Unit) -> Record | None:
+    """The unit's record, if what it was made of and what was made of it are as they were."""
+    record = unit.record()
+    if record is None or not inputs_are_same(unit, record):
+        return None
+    return record if all(is_output_whole(unit, output) for output in record.outputs) else None
+
+
+def remove(path: Path) -> None:
+    """A file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _flushed(folder: Path) -> tuple[FileRecord, ...]:

@@ -50,6 +50,7 @@ class Watchdog:
         self._file.unlink(missing_ok=True)
 
 
-def last_seen(home: Path) -> list[str]:
-    """What the workers that died in a stage's folder were at, each "after DOCUMENT"."""
-    return [file.read_text(encoding="utf-8") for file in sorted(home.glob(f".*/{FILE}"))]
+def last_seen(home: Path, since: float = 0) -> list[str]:
+    """The last document of each worker that died in a stage's folder after `since` (time.time)."""
+    files = [file for file in sorted(home.glob(f".*/{FILE}")) if file.stat().st_mtime >= since - 2]
+    return [file.read_text(encoding="utf-8") for file in files]

@@ -34,6 +34,7 @@ FOUND = {
     "quotes": ["''a'' b"[:3], "'''"],
     "entity": ["&nbsp;", "&amp;", "&#160;", "&#x200B;"],
     "magic word": ["__NOTOC__"],
+    "placeholder": ["where formula_12 is", "codice_1"],
     "parser function": ["{#if: a", "#switch:"],
     "ISBN": ["London, ISBN.", "(ISBN )", "1990; ISBN"],
 }

@@ -261,6 +261,7 @@ def test_repeated_paragraphs_are_taken_out_of_later_documents(
     assert record.noted == {"repeated paragraphs taken out": 2}
     found = read_back(config.output, load_manifest(config.output), "train")
     kept = [[lines[0], "a", lines[1]], [lines[2], "a"], [lines[3]]]
+    assert record.characters == sum(len("\n".join(d)) for d in kept)
     assert sorted(found.values()) == sorted([" ".join(d)] for d in kept)
 
 
@@ -287,6 +288,9 @@ def test_texts_of_evaluation_files_are_reported_and_removed(
         assert record.dropped == ({"contaminated": 1} if remove else {})
         (entry,) = [json.loads(line) for line in (out / "contaminated.jsonl").open()]
         assert (entry["ngrams"], entry["files"], entry["removed"]) == (2, ["dev.tsv"], remove)
+    dev.write_text(dev.read_text().replace(sentence[-8:], "another"))
+    with pytest.raises(CorpusError, match=r"input dev\.tsv has changed"):
+        prepare(config)
 
 
 def test_second_run_is_up_to_date(make_config: Any, tmp_path: Path) -> None:
@@ -329,7 +333,7 @@ def test_foreign_files_are_not_touched(make_config: Any) -> None:
     config = make_config()
     prepare(config)
     (config.output / "manifest.json").unlink()
-    with pytest.raises(CorpusError, match=r"but no manifest\.json"):
+    with pytest.raises(CorpusError, match=r"no part of an unfinished corpus"):
         prepare(config)
     foreign = make_config(output=config.output.parent / "foreign")
     (foreign.output / ".work").mkdir(parents=True)

@@ -25,7 +25,7 @@ from data_prep import CorpusError
 from data_prep.prepare import prepare
 from data_prep.publish import card, to_parquet, upload
 from data_prep.publish.parquet import FILES
-from data_prep.shards import load_manifest, open_shards
+from data_prep.shards import load_manifest, open_shards, verify
 
 HOSTILE = 'a "quoted"\n---\nlicense: mit\n---\n<img src=x onerror=alert(1)> | [x](y) `c` &lt; $1$'
 
@@ -385,6 +385,17 @@ def test_an_upload_that_was_cut_off_has_no_manifest_and_continues(
     assert len(watched.arrived) == len(sealed(folder)) - kept and first in watched.arrived
     for name in sealed(folder):
         assert watched.store[f"/a/{name}"].getvalue() == (folder / name).read_bytes()
+
+
+def test_a_file_cut_short_at_its_place_is_sent_again(
+    make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    shards, place = make_shards(), tmp_path / "place"
+    assert upload(shards, f"file://{place}") == "done"
+    (place / "train-00000.arrow").write_bytes(b"short")
+    assert upload(shards, f"file://{place}") == "done"
+    assert verify(place) == []
+    assert upload(shards, f"file://{place}") == "up to date"
 
 
 def test_a_place_that_holds_another_corpus_is_refused(

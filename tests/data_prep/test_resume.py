@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,111 @@ def test_the_chain_from_input_to_shard_is_whole(make_config: Any) -> None:
     assert written <= packed
     read = [entry for unit in units if unit["stage"] == "extract" for entry in unit["inputs"]]
     assert {entry["input"] for entry in read} == {f"{number}.txt" for number in range(6)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "later"),
+    [
+        ("extract", "extract/000001/part-00000.arrow", "pack"),
+        ("extract", "extract/000001/documents-bands-00000.npy", "match"),
+        ("deduplicate", "deduplicate/000000/000001-fates.npy", "pack"),
+        ("pack", "pack/000000/32/shard.arrow", "finish"),
+    ],
+)
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_stage_on_its_own_checks_what_it_reads(
+    make_config: Any, tmp_path: Path, stage: str, file: str, later: str, gone: bool
+) -> None:
+    config = make_config()
+    for name in STAGES[: STAGES.index("pack" if later == "finish" else later)]:  # type: ignore[arg-type]
+        prepare_stage(config, name, **SMALL)
+    if later == "finish":
+        prepare_stage(config, "pack", **SMALL)
+    path = config.output / ".work" / file
+    data = path.read_bytes()
+    if gone:
+        path.unlink()
+    else:
+        path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+    def go_on() -> None:
+        if later == "finish":
+            finalise(config, **SMALL)
+        else:
+            prepare_stage(config, later, **SMALL)  # type: ignore[arg-type]
+
+    message = (
+        f"missing or altered since it was written: run `distil prepare CONFIG --stage {stage}`"
+    )
+    with pytest.raises(CorpusError, match=message):
+        go_on()
+    prepare_stage(config, stage, **SMALL)  # type: ignore[arg-type]
+    assert path.read_bytes() == data
+    go_on()
+
+
+def test_an_input_that_changed_between_the_stages_is_noticed(
+    make_config: Any, tmp_path: Path
+) -> None:
+    config = make_config()
+    stop_before_finishing(config)
+    text = tmp_path / "texts" / "2.txt"
+    text.write_text(text.read_text()[::-1])  # the same size
+    with pytest.raises(CorpusError, match=r"2\.txt: changed since it was read"):
+        finalise(config, **SMALL)
+
+
+def test_an_edited_record_is_no_record(make_config: Any) -> None:
+    config = make_config()
+    before = stop_before_finishing(config)
+    record = config.output / ".work" / "extract" / "000001.json"
+    text = record.read_text()
+    assert '"dropped":{}' in text
+    record.write_text(text.replace('"dropped":{}', '"dropped":{"spam":50}'))
+    assert redone(before, config) == {"extract"}
+    assert record.read_text() == text
+    before = times(config)
+    record.unlink()
+    record.mkdir()  # whatever stands in the way
+    (record.parent / ".nfs0001").touch()
+    assert redone(before, config) == {"extract"}
+
+
+def test_files_of_the_users_are_never_removed(make_config: Any) -> None:
+    config = make_config(row_length=[32, 64])
+    digest = prepare(config, **SMALL).digest
+    shard, notes = config.output / "64" / "train-00000.arrow", config.output / "64" / "notes.txt"
+    notes.write_text("mine")
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    for command in (prepare, finalise):
+        with pytest.raises(CorpusError, match=r"64: holds notes\.txt, no part of"):
+            command(config, **SMALL)
+    manifest = config.output / "64" / "manifest.json"
+    assert manifest.exists() and notes.read_text() == "mine"
+    notes.unlink()
+    with pytest.raises(CorpusError, match="units of stage extract are missing"):
+        finalise(config, **SMALL)
+    assert manifest.exists()
+    manifest.unlink()
+    with pytest.raises(CorpusError, match="32: holds shards of another corpus"):
+        prepare(config.model_copy(update={"seed": 5}), **SMALL)
+    assert prepare(config, **SMALL).digest == digest and verify(config.output / "64") == []
+
+
+def test_tasks_beside_a_whole_run_change_no_byte(
+    make_config: Any, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    config = make_config(workers=2)
+    process = start(config)
+    # Whoever comes too late is told so; a unit that both make is the same.
+    with suppress(CorpusError, OSError):
+        for stage in ("examples", "extract"):
+            for tasks in (1, 2, 3):
+                for task in range(1, tasks + 1):
+                    prepare_stage(config, stage, task, tasks, **SMALL)  # type: ignore[arg-type]
+    process.wait()
+    assert start(config).wait() == 0
+    fresh = make_config(output=tmp_path / "fresh")
+    prepare(fresh, **SMALL)
+    assert shards(config.output) == shards(fresh.output)

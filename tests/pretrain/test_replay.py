@@ -117,6 +117,12 @@ def test_it_is_what_a_real_run_was_fed(
     ]
 
 
+def test_a_run_without_a_teacher_is_replayed_too(make_run: Callable[..., Path]) -> None:
+    bert = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    without = replay(make_run(teacher=None, objective={"name": "mlm"}, model=bert), 2)
+    assert all(map(same, without.rows(), replay(make_run(), 2).rows()))
+
+
 def test_rows_and_epochs_follow_the_permutation(
     make_run: Callable[..., Path], corpus: Path
 ) -> None:
