@@ -87,7 +87,8 @@ _FILE_SIGN = re.compile(r":(?:(?<=ile:)|(?<=mage:))")
 _FILE_WORDS = re.compile(r"\|?(?:thumb|\dpx)\||\|(?:thumb|\d{1,4}px|left|right)\b")
 _FILE_WORDS_SIGN = re.compile(r"\|(?:(?<=thumb\|)|(?<=\dpx\|)|(?:thumb|\d{1,4}px|left|right)\b)")
 _FUNCTION = re.compile(r"#(?:if|ifeq|ifexpr|ifexist|switch|expr|invoke|tag|time):")
-_PLACEHOLDER = re.compile(r"\b(?:formula|codice)_\d+\b")  # WikiExtractor's, for maths and code
+# What WikiExtractor puts for mathematics and code.
+_PLACEHOLDER = re.compile(r"(?:formula|codice)_\d+(?:th\b)?")
 _ATTRIBUTE = re.compile(
     r"\b(?:style|align|valign|class|width|height|bgcolor|colspan|rowspan|scope|cellpadding) ?= ?"
     r'"[^"\n<>]*" ?\|?'

@@ -49,7 +49,7 @@ _CLASSES: dict[str, tuple[Sequence[str], str]] = {
     "quotes": ("'", "''+"),
     "entity": ("&", r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});"),
     "magic word": ("_", "__[A-Z]{3,}__"),
-    "placeholder": ("_", r"\b(?:formula|codice)_\d+\b"),
+    "placeholder": ("_", r"(?:formula|codice)_\d+(?:th\b)?"),
     "parser function": ("#", "#(?:if|ifeq|ifexpr|ifexist|switch|expr|invoke|tag|time):"),
     "ISBN": ("I", rf"ISBN(?:(?<=[(,;.:] ISBN)|(?<=\(ISBN)){_GAP}*(?=[,;.)]|\n|\Z)"),
 }
