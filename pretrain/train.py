@@ -25,6 +25,10 @@ from pretrain.rows import StepDataset, StepRows, build_masking, loader
 from pretrain.teacher import load_teacher
 
 _DROPOUT = 3  # names this use of the seed; order and masking have theirs
+# Process groups that have ended, kept until the interpreter does: DDP's reducer would be the last to
+# own one, and torch 2.13 frees it there without letting go of the GIL, for which a thread of gloo
+# that the group waits for may wait in turn.
+_KEPT: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ def train(
         with stop_on_signal() as signals:
             ended = loop(run, min(stop_after or run.num_steps, run.num_steps), signals)
     finally:
+        if accelerator.num_processes > 1:
+            _KEPT.append(torch.distributed.group.WORLD)
         accelerator.end_training()
     return Outcome(run.step, run.num_steps, ended, run.evaluation)
 
