@@ -25,7 +25,7 @@ from pretrain.rows import StepDataset, StepRows, build_masking, loader
 from pretrain.teacher import load_teacher
 
 _DROPOUT = 3  # names this use of the seed; order and masking have theirs
-# Process groups that have ended, kept until the interpreter does: DDP's reducer would be the last to
+# Process groups that have ended, kept until the interpreter does: else DDP's reducer is the last to
 # own one, and torch 2.13 frees it there without letting go of the GIL, for which a thread of gloo
 # that the group waits for may wait in turn.
 _KEPT: list[Any] = []
