@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ class _Timed:
 
 def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _Sample:
     """Extract pieces spread evenly over a source."""
-    source, pieces = config.sources[number], plan.pieces[number]
+    source, pieces = config.sources[number], [piece for _, _, piece in plan.pieces[number]]
     total = sum(piece.size for piece in pieces)
     wanted = max(1, min(len(pieces), round(SAMPLE_BYTES * len(pieces) / max(total, 1))))
     chosen = [pieces[i * len(pieces) // wanted] for i in range(wanted)]
@@ -135,19 +135,7 @@ def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _
             of = source.model_copy(update={"path": str(head)})
         else:
             sampled += piece.size
-        task = ExtractTask(
-            source_number=number,
-            source=of,
-            pieces=(piece,),
-            part_bytes=2**25,
-            min_characters=config.min_characters,
-            max_characters=config.max_characters,
-            deduplicate=config.deduplicate,
-            contamination=None,
-            remove_contaminated=False,
-            seed=config.seed,
-        )
-        jobs.append(_Timed(task, path))
+        jobs.append(_Timed(replace(plan.extract_task(number, (piece,)), source=of), path))
     with started(config.workers) as run:
         found = run(_timed, jobs)
     return _Sample(

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from data_prep import CorpusError
-from data_prep.config import TrainTokenizer
 from data_prep.plan import Plan
 from data_prep.shards import Manifest, load_manifest, verify
 from data_prep.shards.manifest import MANIFEST
-from data_prep.sources import name_of
 from data_prep.stages.finish import OURS, PROVENANCE
-from data_prep.tokens import load
 from data_prep.work.units import Record, is_same
 
 
@@ -51,8 +49,7 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
     for key in sorted(new.keys() | old.keys()):
         if new.get(key) != old.get(key):
             yield f"{key}: {_short(old.get(key))} there, {_short(new.get(key))} here"
-    given = None if isinstance(config.tokenizer, TrainTokenizer) else load(config.tokenizer)
-    if given and given.record() != manifest.tokenizer:
+    if plan.tokenizer is not None and plan.tokenizer != manifest.tokenizer:
         yield "the tokenizer differs"
     labels = [(source.label, source.licence) for source in config.sources]
     if labels != [(source.name, source.licence) for source in manifest.sources]:
@@ -64,12 +61,7 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
         return  # `verify` will find it
     stages = ("examples", "extract")
     read = [record for unit in units if unit.stage in stages for record in unit.inputs]
-    here = [*plan.examples]
-    here += [
-        (number, name_of(config.sources[number], piece), piece)
-        for number, of_source in enumerate(plan.pieces)
-        for piece in of_source
-    ]
+    here = [*plan.examples, *chain.from_iterable(plan.pieces)]
     if len(read) != len(here):
         yield f"{len(read)} pieces of input there, {len(here)} here"
         return

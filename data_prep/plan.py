@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig, TrainTokenizer, source_keys
 from data_prep.duplicates import minhash
-from data_prep.shards.manifest import FileRecord
+from data_prep.shards.manifest import FileRecord, TokenizerRecord
 from data_prep.sources import Piece, name_of, pieces
 from data_prep.stages.deduplicate import TRAIN, VALIDATION, DeduplicateTask, deduplicate
 from data_prep.stages.examples import FILE, ExamplesTask, examples
@@ -59,8 +60,9 @@ class Plan:
         self.work = config.output / ".work"
         self._part_bytes = part_bytes
         self._piece_bytes = min(piece_bytes, part_bytes)
-        self.pieces: list[list[Piece]] = [
-            pieces(source, self._piece_bytes) for source in config.sources
+        self.pieces: list[list[NamedPiece]] = [
+            [(number, name_of(source, piece), piece) for piece in pieces(source, self._piece_bytes)]
+            for number, source in enumerate(config.sources)
         ]
         self._units: dict[StageName, list[Unit]] = {}
         self._records: dict[StageName, list[Record]] = {}
@@ -107,6 +109,12 @@ class Plan:
     def _digest(self, stage: StageName) -> str:
         return f"stage {stage}: {sha256_of([record.digest for record in self.records(stage)])}"
 
+    @cached_property
+    def tokenizer(self) -> TokenizerRecord | None:
+        """The tokenizer that was named, None if one is trained; CorpusError if it is unusable."""
+        named = self.config.tokenizer
+        return None if isinstance(named, TrainTokenizer) else load(named).record()
+
     @property
     def examples(self) -> list[NamedPiece]:
         """The evaluation files, each whole."""
@@ -139,6 +147,24 @@ class Plan:
                 ]
                 yield earlier, unit, record, outputs
 
+    def extract_task(
+        self, source_number: int, pieces: tuple[Piece, ...], contamination: Path | None = None
+    ) -> ExtractTask:
+        """How pieces of a source are read; `contamination` holds the 13-grams to look for."""
+        config = self.config
+        return ExtractTask(
+            source_number=source_number,
+            source=config.sources[source_number],
+            pieces=pieces,
+            part_bytes=self._part_bytes,
+            min_characters=config.min_characters,
+            max_characters=config.max_characters,
+            deduplicate=config.deduplicate,
+            contamination=contamination,
+            remove_contaminated=bool(config.decontaminate and config.decontaminate.remove),
+            seed=config.seed,
+        )
+
     def _extract(self) -> list[Unit]:
         config = self.config
         contamination = None
@@ -149,20 +175,10 @@ class Plan:
         units: list[Unit] = []
         for source_number, source in enumerate(config.sources):
             found = self.pieces[source_number]
-            for members in group([piece.size for piece in found], self._piece_bytes):
+            for members in group([piece.size for _, _, piece in found], self._piece_bytes):
                 mine = tuple(found[member] for member in members)
-                task = ExtractTask(
-                    source_number=source_number,
-                    source=source,
-                    pieces=mine,
-                    part_bytes=self._part_bytes,
-                    min_characters=config.min_characters,
-                    max_characters=config.max_characters,
-                    deduplicate=config.deduplicate,
-                    contamination=contamination,
-                    remove_contaminated=bool(config.decontaminate and config.decontaminate.remove),
-                    seed=config.seed,
-                )
+                own = tuple(piece for _, _, piece in mine)
+                task = self.extract_task(source_number, own, contamination)
                 unit = self._unit(
                     "extract",
                     len(units),
@@ -174,7 +190,7 @@ class Plan:
                     remove_contaminated=task.remove_contaminated,
                     seed=config.seed,
                     upstream=upstream,
-                    pieces=tuple((source_number, name_of(source, piece), piece) for piece in mine),
+                    pieces=mine,
                 )
                 units.append(unit)
         return units
@@ -256,7 +272,8 @@ class Plan:
         config = self.config
         longest = max(config.row_lengths)
         if not isinstance(config.tokenizer, TrainTokenizer):
-            record = load(config.tokenizer).record().model_dump(mode="json")
+            assert self.tokenizer is not None
+            record = self.tokenizer.model_dump(mode="json")
             task = VocabularyTask(config.tokenizer, longest, (), (), (), 0, config.seed)
             return [self._unit("vocabulary", 0, task, tokenizer=record, longest=longest)]
         of_units = self._deduplicated()

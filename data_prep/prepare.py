@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 from data_prep import CorpusError
-from data_prep.config import CorpusConfig, TrainTokenizer
+from data_prep.config import CorpusConfig
 from data_prep.finished import find_finished, open_work
 from data_prep.plan import FUNCTIONS, PART_BYTES, PIECE_BYTES, Plan, StageName
 from data_prep.shards import Manifest
@@ -45,8 +45,7 @@ def prepare(
     read-only) passes through. Finished shards of another configuration are never overwritten.
     """
     plan = Plan(config, part_bytes, piece_bytes)
-    if not isinstance(config.tokenizer, TrainTokenizer):
-        plan.units("vocabulary")  # a tokenizer that does not load is found before hours of reading
+    _ = plan.tokenizer  # one that does not load is found before hours of reading
     if finished := find_finished(plan, warn):
         shutil.rmtree(plan.work, ignore_errors=True)  # killed between the manifest and its removal
         return finished[0]

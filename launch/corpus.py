@@ -37,6 +37,7 @@ def prepare_shown(config: CorpusConfig, engine: Engine = "processes") -> None:
 
 def stage_shown(config: CorpusConfig, stage: str, task: str | None, engine: Engine) -> None:
     """Run a part of one stage."""
+    return_large_blocks()
     chosen = next((name for name in STAGES if name == stage), None)
     if chosen is None:
         raise CorpusError(f"--stage {stage}: no such stage: one of {', '.join(STAGES)}")

@@ -18,7 +18,7 @@ from data_prep.publish.card import dataset_card
 from data_prep.shards import Manifest, ShardSet, load_manifest, open_shards
 from data_prep.shards.manifest import MANIFEST, TOKEN_COUNTS
 from data_prep.shards.reading import Split
-from data_prep.shards.writing import file_record, sync_folder
+from data_prep.shards.writing import file_record, sync
 
 PROVENANCE = "provenance"
 FILES = f"{PROVENANCE}/files.json"  # sha256 and size of every other file
@@ -64,7 +64,7 @@ def to_parquet(
         temporary.rename(destination)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(destination.parent)
+    sync(destination.parent)
     return "done"
 
 
@@ -126,7 +126,7 @@ def _write(
     records = {n: file_record(target, n).model_dump(exclude={"file"}) for n in names}
     (target / FILES).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     for path in [*target.rglob("*"), target]:
-        sync_folder(path)  # a file is flushed in the same way
+        sync(path)
 
 
 def _groups(manifest: Manifest, split: Split, file_bytes: int) -> list[range]:

@@ -25,7 +25,7 @@ from data_prep.shards.manifest import (
     manifest_bytes,
     seal,
 )
-from data_prep.shards.writing import file_record, sync_folder
+from data_prep.shards.writing import file_record, sync
 from data_prep.smoothing import smoothing
 from data_prep.stages.deduplicate import FATES, TRAIN, VALIDATION
 from data_prep.work.units import installed, remove
@@ -83,7 +83,7 @@ def _finish(plan: Plan, row_length: int) -> Manifest:
             remove(entry)
     for entry in sorted(final.iterdir()):
         os.replace(entry, folder / entry.name)
-    sync_folder(folder)
+    sync(folder)
     write_file(folder / MANIFEST, lambda file: file.write(manifest_bytes(manifest)))
     return manifest
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from data_prep.stages.documents import read_part
 from data_prep.tokens import Tokens, load
 from data_prep.tokens.fast import NO_WORD_PIECE
 
+Item = TypeVar("Item")
 # Best fit wants many segments to choose from; ids of a window take 8 MB.
 WINDOW_TOKENS = 2_000_000
 BATCH_CHARACTERS = 1_000_000
@@ -79,7 +80,8 @@ def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
     without_tokens: Counter[int] = Counter()
     characters: Counter[int] = Counter()
     rows = [_Rows(length, tokens) for length in task.row_lengths]
-    for window in _windows(_documents(task, tokens, without_tokens, characters)):
+    found = _documents(task, tokens, without_tokens, characters)
+    for window in _until(found, _num_tokens, WINDOW_TOKENS):
         for length in rows:
             length.add(window)
     shards = {}
@@ -164,17 +166,26 @@ def _counts(ids: npt.NDArray[Any], size: int) -> npt.NDArray[np.int64]:
     return counts
 
 
-def _windows(documents: Iterator[_Tokenised]) -> Iterator[list[_Tokenised]]:
-    window: list[_Tokenised] = []
-    size = 0
-    for document in documents:
-        window.append(document)
-        size += sum(map(len, document.lines)) + 2
-        if size >= WINDOW_TOKENS:
-            yield window
-            window, size = [], 0
-    if window:
-        yield window
+def _until(items: Iterator[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Lists of consecutive items; each ends with the item that brings its size to `limit`."""
+    held: list[Item] = []
+    total = 0
+    for item in items:
+        held.append(item)
+        total += size(item)
+        if total >= limit:
+            yield held
+            held, total = [], 0
+    if held:
+        yield held
+
+
+def _num_tokens(document: _Tokenised) -> int:
+    return sum(map(len, document.lines)) + 2
+
+
+def _num_characters(document: Document) -> int:
+    return len(document.text)
 
 
 def _documents(
@@ -182,7 +193,7 @@ def _documents(
 ) -> Iterator[_Tokenised]:
     """The documents as ids; those without any and the characters of the others are counted."""
     for part in task.slices:
-        for documents in _batches(_kept(part, task.split)):
+        for documents in _until(_kept(part, task.split), _num_characters, BATCH_CHARACTERS):
             texts = [doc.text.split("\n") if part.by_line else [doc.text] for doc in documents]
             encoded = iter(tokens.encode_batch(list(chain.from_iterable(texts))))
             for document, lines in zip(documents, texts, strict=True):
@@ -200,10 +211,11 @@ def _kept(part: PartSlice, split: str) -> Iterator[Document]:
     """The documents of one split, without the paragraphs that others have before them."""
     wanted = VALIDATION if split == "validation" else TRAIN
     fates = np.load(part.fates)[part.first : part.last]
-    taken_out = np.load(part.taken_out)
+    taken_out: dict[int, set[int]] = {}  # document of the unit -> lines
+    for number, line in np.load(part.taken_out).tolist():
+        taken_out.setdefault(number, set()).add(line)
     for number, document in read_part(part.file, fates == wanted):
-        repeated = set(taken_out[taken_out[:, 0] == part.first + number, 1].tolist())
-        if repeated:
+        if repeated := taken_out.get(part.first + number):
             lines = enumerate(document.text.split("\n"))
             text = "\n".join(line for place, line in lines if place not in repeated)
             document = Document(text, document.id, document.title, document.url)
@@ -220,16 +232,3 @@ def _sample(task: PackTask) -> list[str]:
             if size >= SAMPLE_CHARACTERS:
                 return sample
     return sample
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    held: list[Document] = []
-    size = 0
-    for document in documents:
-        held.append(document)
-        size += len(document.text)
-        if size >= BATCH_CHARACTERS:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from data_prep import CorpusError
 from data_prep.shards import canonical_json, write_file
 from data_prep.shards.manifest import FileRecord
-from data_prep.shards.writing import file_record, sync_folder
+from data_prep.shards.writing import file_record, sync
 from data_prep.sources import files
 from data_prep.sources.document import Piece
 
@@ -144,7 +144,7 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
         os.replace(temporary, unit.folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(unit.home)
+    sync(unit.home)
     record = Record(
         stage=unit.stage,
         unit=unit.number,
@@ -222,11 +222,7 @@ def remove(path: Path) -> None:
 def _flushed(folder: Path) -> tuple[FileRecord, ...]:
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))
     for name in names:
-        descriptor = os.open(folder / name, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(folder / name)
     return tuple(file_record(folder, name) for name in names)
 
 
