@@ -23,9 +23,9 @@ from safetensors.numpy import save as as_safetensors
 
 from data_prep import CorpusError
 from data_prep.cleaning import clean
+from data_prep.disk import write_file
 from data_prep.duplicates import minhash
 from data_prep.duplicates.minhash import Words, ngrams, word_hashes
-from data_prep.shards.writing import write_file
 from data_prep.sources.files import chunks
 
 NGRAM = 13

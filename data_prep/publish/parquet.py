@@ -14,11 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep import CorpusError
+from data_prep.disk import sync
 from data_prep.publish.card import dataset_card
 from data_prep.shards import Manifest, ShardSet, load_manifest, open_shards
 from data_prep.shards.manifest import MANIFEST, TOKEN_COUNTS
 from data_prep.shards.reading import Split
-from data_prep.shards.writing import file_record, sync
+from data_prep.shards.writing import file_record
 
 PROVENANCE = "provenance"
 FILES = f"{PROVENANCE}/files.json"  # sha256 and size of every other file

@@ -16,9 +16,9 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
 from data_prep import CorpusError
+from data_prep.disk import hash_file
 from data_prep.shards import load_manifest
 from data_prep.shards.manifest import MANIFEST, FileRecord
-from data_prep.shards.writing import hash_file
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 # Places without folders: to make one there would, at worst, make a bucket.

@@ -1,4 +1,4 @@
-"""Shards: the files between the corpus stage and training, and all that `pretrain` may import.
+"""Shards: the files between the corpus stage and training, which is what `pretrain` sees of it.
 
 A shard is an Arrow IPC stream with one column, `input_ids`: rows of whole segments
 `[CLS] ids [SEP]`, padded at the end. `manifest.json` describes and seals a folder of them.
@@ -7,7 +7,7 @@ A shard is an Arrow IPC stream with one column, `input_ids`: rows of whole segme
 from data_prep.shards.manifest import Manifest, canonical_json, load_manifest, vocabulary_sha256
 from data_prep.shards.reading import ShardSet, open_shards
 from data_prep.shards.verifying import check, verify
-from data_prep.shards.writing import write_file, write_shard
+from data_prep.shards.writing import write_shard
 
 __all__ = [
     "Manifest",
@@ -18,6 +18,5 @@ __all__ = [
     "open_shards",
     "verify",
     "vocabulary_sha256",
-    "write_file",
     "write_shard",
 ]

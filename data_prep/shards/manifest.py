@@ -122,6 +122,15 @@ class Manifest(BaseModel):
     created_by: dict[str, str]
     self_sha256: Sha256
 
+    @model_validator(mode="after")
+    def _ids_fit(self) -> "Manifest":
+        size, special = self.tokenizer.vocab_size, self.tokenizer.special_ids.model_dump()
+        if self.dtype == "uint16" and size > 2**16:
+            raise ValueError(f"uint16 does not hold the ids of {size} words")
+        if max(special.values()) >= size or len(set(special.values())) < len(special):
+            raise ValueError(f"special ids {special} of {size} words")
+        return self
+
 
 def vocabulary_sha256(tokens: list[str]) -> str:
     """The sha256 of a vocabulary, its tokens in id order."""
@@ -170,7 +179,8 @@ def load_manifest(folder: Path | str) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise CorpusError(f"{path}: damaged at {where} ({first['msg']}): {AGAIN}") from None
+        at = f" at {where}" if where else ""
+        raise CorpusError(f"{path}: damaged{at} ({first['msg']}): {AGAIN}") from None
     if manifest.self_sha256 != _self_sha256(values) or manifest.digest != _digest(values):
         raise CorpusError(f"{path}: edited or damaged (its own hash differs): {AGAIN}")
     return manifest

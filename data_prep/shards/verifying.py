@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep import CorpusError
+from data_prep.disk import hash_file
 from data_prep.shards.manifest import (
     AGAIN,
     MANIFEST,
@@ -22,17 +23,23 @@ from data_prep.shards.manifest import (
     manifest_bytes,
 )
 from data_prep.shards.reading import MappedShard, block_differs, check_size
-from data_prep.shards.writing import hash_blocks, hash_file
+from data_prep.shards.writing import hash_blocks
 
 
 def check(folder: Path | str) -> Manifest:
-    """Compare every shard with its sha256 before training; raise CorpusError at a difference."""
+    """Compare every shard with its sha256 before training, and its ids with the vocabulary's size.
+
+    Raises CorpusError at a difference.
+    """
     folder = Path(folder)
     manifest = load_manifest(folder)
     for split in manifest.splits.values():
         for shard in split.shards:
             for problem in _shard_bytes(folder, shard):
                 raise CorpusError(problem)
+            highest = MappedShard(folder, shard, manifest).view.max()
+            if highest >= manifest.tokenizer.vocab_size:
+                raise CorpusError(f"{folder / shard.file}: {_outside(highest)}: {AGAIN}")
     return manifest
 
 
@@ -139,7 +146,7 @@ def check_rows(
     special = manifest.tokenizer.special_ids
     none = np.empty((0, 2), dtype=np.int64)
     if rows.max() >= manifest.tokenizer.vocab_size:
-        return f"id {rows.max()} is outside the vocabulary", none
+        return _outside(rows.max()), none
     begins, ends, padding = rows == special.cls, rows == special.sep, rows == special.pad
     if not begins[:, 0].all():
         return f"row {int(np.argmin(begins[:, 0]))} does not start with [CLS]", none
@@ -155,6 +162,10 @@ def check_rows(
     if rows.size - int(padding.sum()) != record.tokens:
         return f"{rows.size - int(padding.sum())} tokens, the manifest says {record.tokens}", none
     return "", np.argwhere(begins)
+
+
+def _outside(id: int) -> str:
+    return f"id {id} is outside the vocabulary"
 
 
 def _segments(path: Path, starts: npt.NDArray[np.int64]) -> Iterator[str]:

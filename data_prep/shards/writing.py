@@ -1,8 +1,5 @@
-"""Files written whole: temporary name, flush to disk, rename."""
+"""Shards written whole, and what a manifest says of a file."""
 
-import hashlib
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,31 +8,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from data_prep.disk import hash_file, write_file
 from data_prep.shards.manifest import BLOCK_BYTES, FileRecord, ShardRecord
-
-
-def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Let `write` fill a file that appears under its name only when it is safely on disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the renames in a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_shard(path: Path, rows: npt.NDArray[Any], pad: int) -> ShardRecord:
@@ -67,16 +41,6 @@ def file_record(folder: Path, name: str) -> FileRecord:
     """Describe a finished file for the manifest."""
     sha256, size = hash_file(folder / name)
     return FileRecord(file=name, bytes=size, sha256=sha256)
-
-
-def hash_file(path: Path) -> tuple[str, int]:
-    """The sha256 of a file and its size in bytes."""
-    whole, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            whole.update(block)
-            size += len(block)
-    return whole.hexdigest(), size
 
 
 def hash_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> tuple[str, ...]:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.disk import sync, write_file
 from data_prep.plan import Plan
-from data_prep.shards import Manifest, write_file
+from data_prep.shards import Manifest
 from data_prep.shards.manifest import (
     MANIFEST,
     TOKEN_COUNTS,
@@ -25,7 +26,7 @@ from data_prep.shards.manifest import (
     manifest_bytes,
     seal,
 )
-from data_prep.shards.writing import file_record, sync
+from data_prep.shards.writing import file_record
 from data_prep.smoothing import smoothing
 from data_prep.stages.deduplicate import FATES, TRAIN, VALIDATION
 from data_prep.work.units import installed, remove

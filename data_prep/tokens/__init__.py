@@ -13,7 +13,8 @@ from tokenizers.processors import TemplateProcessing
 
 from data_prep import CorpusError
 from data_prep.config import VocabularyTokenizer
-from data_prep.shards import canonical_json, vocabulary_sha256, write_file
+from data_prep.disk import write_file
+from data_prep.shards import canonical_json, vocabulary_sha256
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord
 from data_prep.tokens.fast import PROBE, Encoder, fast_encoder
 from data_prep.tokens.long_texts import calls
@@ -242,13 +243,24 @@ def _names(folder: Path) -> dict[str, str]:
 
 
 def _from_hub(name: str) -> Tokens:
-    from transformers import AutoTokenizer  # seconds to import, and workers never need it
+    # Seconds to import, and workers never need them.
+    from huggingface_hub import snapshot_download
+    from transformers import AutoTokenizer
 
     repository, _, revision = name.partition("@")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(repository, revision=revision or "main")
+        # Without the repository's code; at a terminal, AutoTokenizer may offer to run it.
+        folder = Path(
+            snapshot_download(
+                repository, revision=revision or None, allow_patterns=["*.json", "*.txt", "*.model"]
+            )
+        )
+        for settings in (folder / "config.json", folder / "tokenizer_config.json"):
+            if settings.is_file() and "auto_map" in json.loads(settings.read_bytes()):
+                raise ValueError(f"its {settings.name} holds 'auto_map', which could run code")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise CorpusError(
             f"tokenizer {name!r}: neither a path nor a fast tokenizer that could be loaded "

@@ -1,1 +1,1 @@
-"""How work is done: units that are skipped when done, who runs them, and locks."""
+"""How work is done: units that are skipped when done, and who runs them."""

@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from data_prep import CorpusError
-from data_prep.shards import canonical_json, write_file
+from data_prep.disk import sync, write_file
+from data_prep.shards import canonical_json
 from data_prep.shards.manifest import FileRecord
-from data_prep.shards.writing import file_record, sync
+from data_prep.shards.writing import file_record
 from data_prep.sources import files
 from data_prep.sources.document import Piece
 

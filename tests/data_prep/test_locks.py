@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from data_prep import CorpusError
-from data_prep.work.locks import RECORD, Busy, Identity, lock, this_process
+from data_prep.disk.locks import RECORD, Busy, Identity, lock, this_process
 
 FAST: dict[str, Any] = {"patience": 0.5, "beat": 0.05}
 SLOW: dict[str, Any] = {"patience": 3.0, "beat": 0.1}
@@ -27,7 +27,7 @@ HOLDER = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from data_prep.work.locks import lock, this_process
+from data_prep.disk.locks import lock, this_process
 
 folder, patience, beat, boot = sys.argv[1:]
 owner = replace(this_process(), boot=boot or this_process().boot)
@@ -72,7 +72,7 @@ def record(owner: Identity, counter: int = 1) -> bytes:
 RACER = """
 import os, sys, time
 from pathlib import Path
-from data_prep.work.locks import Busy, lock
+from data_prep.disk.locks import Busy, lock
 
 folder = Path(sys.argv[1])
 log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -260,13 +260,13 @@ def test_two_wait_for_a_dead_host_and_one_gets_it(tmp_path: Path) -> None:
 
 def test_a_creator_that_stood_still_before_its_first_beat_gives_way(tmp_path: Path) -> None:
     """It made generation 1, stood still while 2 took over, and writes only then."""
-    from data_prep.work.locks import Lock
+    from data_prep.disk.locks import Lock
 
     first, second = tmp_path / "task.000001.lock", tmp_path / "task.000002.lock"
     first.touch()
     with lock(tmp_path, "task", **FAST) as held:
         assert second.exists()
-        late = Lock(first, second, this_process(), "out: task")
+        late = Lock(first, second, this_process(), "out: task", "distil prepare")
         with pytest.raises(CorpusError, match="took over"):
             late.check()
         held.check()
@@ -336,7 +336,7 @@ def test_a_call_that_holds_the_interpreter_does_not_lose_the_lock(tmp_path: Path
 
 def test_the_heartbeat_does_not_keep_a_process_alive(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from data_prep.work.locks import lock\n"
+        "import sys; from pathlib import Path; from data_prep.disk.locks import lock\n"
         "held = lock(Path(sys.argv[1]), 'task'); held.__enter__(); sys.exit(3)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

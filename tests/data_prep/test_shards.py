@@ -17,13 +17,13 @@ import xxhash
 from shard_folders import make_folder
 
 from data_prep import CorpusError
+from data_prep.disk import write_file
 from data_prep.shards import (
     check,
     load_manifest,
     open_shards,
     verify,
     vocabulary_sha256,
-    write_file,
     write_shard,
 )
 from data_prep.shards.manifest import manifest_bytes, seal

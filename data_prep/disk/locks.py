@@ -58,11 +58,12 @@ class Identity:
 class Lock:
     """A lock that this process holds; `check()` belongs between units of work."""
 
-    def __init__(self, path: Path, following: Path, owner: Identity, about: str) -> None:
+    def __init__(self, path: Path, following: Path, owner: Identity, about: str, who: str) -> None:
         self._path = path
         self._following = following
         self._owner = owner
         self._about = about
+        self._who = who
         self._token = uuid.uuid4().hex
         self._counter = 0
         self._over = False
@@ -78,7 +79,7 @@ class Lock:
                 )
             other = _named(_parsed(_read(self._following)))
             raise CorpusError(
-                f"{self._about}: another `distil prepare` ({other}) took over while this one "
+                f"{self._about}: another `{self._who}` ({other}) took over while this one "
                 "stood still: leave the work to it"
             )
 
@@ -134,6 +135,7 @@ def lock(
     output: Path | None = None,
     waiting: Waiting | None = None,
     identity: Identity | None = None,
+    who: str = "distil prepare",
 ) -> Iterator[Lock]:
     """Hold the lock `name` of `folder`, made if missing; Busy if another process is at work.
 
@@ -141,14 +143,15 @@ def lock(
     watched: Busy as soon as its counter moves, taken over if it stands still for `patience`
     seconds, and `waiting(seconds_left, host)` is called about once a second meanwhile. A holder
     writes every `beat` seconds, from a thread: all processes need the same two numbers. `output`
-    is what messages name (else `folder`); `identity` is this process unless given.
+    is what messages name (else `folder`), `who` the command that the other process runs; `identity`
+    is this process unless given.
 
     After a takeover two processes may work until the old one calls `Lock.check`: what they write
     must be the same bytes, renamed into place.
     """
     assert 0 < 2 * beat <= patience
     contender = _Contender(
-        folder, name, output or folder, patience, waiting, identity or this_process()
+        folder, name, output or folder, patience, waiting, identity or this_process(), who
     )
     held = contender.take()
     keeper = threading.Thread(target=held._keep, args=(beat,), daemon=True)
@@ -183,6 +186,7 @@ class _Contender:
     patience: float
     waiting: Waiting | None
     owner: Identity
+    who: str
 
     def path(self, generation: int) -> Path:
         return self.folder / f"{self.name}.{generation:06d}.lock"
@@ -209,7 +213,7 @@ class _Contender:
             # A process that dies here leaves an empty file: one that does not change. If it stands
             # still here until another takes over, its first beat finds that out.
             about = f"{self.output}: {self.name}"
-            held = Lock(self.path(newest + 1), self.path(newest + 2), self.owner, about)
+            held = Lock(self.path(newest + 1), self.path(newest + 2), self.owner, about, self.who)
             if held._beat():
                 return held
 
@@ -232,7 +236,7 @@ class _Contender:
                 return True
             if near or data != first:
                 raise Busy(
-                    f"{self.output}: another `distil prepare` ({_named(holder)}) is at work on "
+                    f"{self.output}: another `{self.who}` ({_named(holder)}) is at work on "
                     f"{self.name}: wait for it"
                 )
             if poll < polls:

@@ -1,0 +1,149 @@
+"""How long does a run take to start, to notice that something is wrong, and to end?
+
+    python benchmarks/faults.py
+
+`distil launch` trains a BERT of one layer with three processes on CPU; one of them is killed, or
+stopped (with `--timeout 10`), or the launcher is told to stop. The time until the last process is
+gone, and after a signal a checkpoint is written, is the median of some runs. Targets: killed 10 s,
+stopped timeout + 10 s.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import yaml
+
+from pretrain.status import read_status
+
+TIMEOUT = 10
+LIMIT = 300  # seconds
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
+FAULTS = {
+    "kill -9 of a rank": (signal.SIGKILL, 1, {1}),
+    f"SIGSTOP of a rank, --timeout {TIMEOUT}": (signal.SIGSTOP, 1, {1}),
+    "SIGTERM to the launcher, saved": (signal.SIGTERM, None, {75}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each kind")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as name:
+        config = prepare(Path(name), arguments.processes)
+        for repeat in range(arguments.repeats):
+            for fault, (number, rank, codes) in FAULTS.items():
+                output = Path(name) / f"{repeat}-{number}"
+                first, down, code = run(config, output, arguments.processes, number, rank)
+                assert code in codes, (output / "screen").read_text()
+                seconds["start to first step"].append(first)
+                seconds[fault].append(down)
+    print(f"{arguments.processes} processes, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    for what, values in seconds.items():
+        spread = f"{min(values):.1f} to {max(values):.1f}"
+        print(f"{what:36} {statistics.median(values):6.1f} s  ({spread}, {len(values)} runs)")
+
+
+def prepare(folder: Path, processes: int) -> Path:
+    """A config with shards of single letters."""
+    draw = random.Random(0)
+    lines = [" ".join(draw.choices(WORDS[5:], k=draw.randint(4, 30))) for _ in range(200)]
+    (folder / "letters.txt").write_text("\n\n".join(lines), encoding="utf-8")
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    corpus = {
+        "output": str(folder / "shards"),
+        "tokenizer": str(folder / "vocab.txt"),
+        "row_length": 16,
+        "sources": [{"kind": "text", "path": str(folder / "letters.txt"), "document": "paragraph"}],
+        "min_characters": 1,
+        "workers": 1,
+    }
+    (folder / "corpus.yaml").write_text(yaml.safe_dump(corpus), encoding="utf-8")
+    command = [sys.executable, "-m", "launch", "prepare", str(folder / "corpus.yaml")]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    training = {
+        "output": "set for each run",
+        "shards": str(folder / "shards"),
+        "objective": {"name": "mlm"},
+        "model": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "max_position_embeddings": 16,
+        },
+        "train": {
+            "max_steps": 1_000_000,
+            "global_batch_size": 2 * processes,
+            "micro_batch_size": 2,
+            "num_workers": 0,
+        },
+        "logging": {"every": 1},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(training), encoding="utf-8")
+    return folder / "run.yaml"
+
+
+def run(
+    config: Path, output: Path, processes: int, number: int, rank: int | None
+) -> tuple[float, float, int]:
+    """(seconds to the first step, seconds from the signal to the end of all, exit code)."""
+    output.mkdir()
+    command = [sys.executable, "-m", "launch", "launch", str(config), f"output={output}"]
+    command += ["--gpus", str(processes), "--hardware", "cpu"]
+    command += ["--timeout", str(TIMEOUT), "--max-restarts", "0"]
+    begun = time.perf_counter()
+    with (output / "screen").open("wb") as screen:
+        launcher = subprocess.Popen(command, stdout=screen, stderr=screen)
+    wait_for(launcher, output / "screen", "step 1/")
+    first = time.perf_counter() - begun
+    wait_for(launcher, output / "screen", "step 20/")
+    ranks = started(output)
+    told = launcher.pid if rank is None else ranks[rank].pid
+    begun = time.perf_counter()
+    os.kill(told, number)
+    code = launcher.wait(LIMIT)
+    gone, left = psutil.wait_procs(ranks.values(), timeout=LIMIT)
+    down = time.perf_counter() - begun
+    assert len(gone) == processes and not left
+    status = read_status(output)
+    assert code != 75 or (status is not None and status["exit_code"] == 75)
+    return first, down, code
+
+
+def wait_for(launcher: "subprocess.Popen[bytes]", screen: Path, text: str) -> None:
+    """Wait for something on the screen."""
+    end = time.monotonic() + LIMIT
+    while text not in screen.read_text(encoding="utf-8", errors="replace"):
+        assert launcher.poll() is None and time.monotonic() < end, screen.read_text()
+        time.sleep(0.02)
+
+
+def started(output: Path) -> dict[int, psutil.Process]:
+    """The processes of a run, by rank."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environment = process.environ()
+            if environment.get("DISTIL_LOGS", "").startswith(f"{output}/"):
+                found[int(environment.get("RANK", -1))] = process
+    found.pop(-1)  # torchrun
+    return found
+
+
+if __name__ == "__main__":
+    main()

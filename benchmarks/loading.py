@@ -1,0 +1,214 @@
+"""How fast rows become masked batches on one core, and how soon a resumed run has its first.
+
+    python benchmarks/loading.py [--json FILE]
+
+Rates are those of `loader(StepDataset(...))` without workers: row order, rows out of memory-mapped
+shards, masks, tensors; tokens per second of CPU time in one thread, the median of several rounds.
+"before" is the same with masks by the plain formula, which must come out equal. Resuming is timed
+by the clock, from `loader(...)` to its first batch, with shards newly opened and thus unverified.
+Targets: 20 M tokens/s, and 1 s however far the run was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+
+from data_prep.shards import open_shards, write_shard
+from data_prep.shards.manifest import SpecialIds, manifest_bytes, seal
+from data_prep.smoothing import smoothing
+from pretrain.config import MaskingConfig
+from pretrain.hashing import derive, root
+from pretrain.masking import _EXPONENTIAL, IGNORE, Masked, Masking
+from pretrain.order import Order
+from pretrain.rows import StepDataset, build_masking, loader
+
+V, LENGTH = 30522, 512
+SPECIAL = SpecialIds(pad=0, unk=100, cls=101, sep=102, mask=103)
+
+
+class Plain(Masking):
+    """The formula as it reads: the whole batch at once, in int64, 64-bit keys partitioned."""
+
+    def __call__(self, input_ids: Any, epochs: Any, rows: Any) -> Masked:
+        ids = input_ids.astype(np.int64)
+        length = ids.shape[1]
+        base = derive(root(self.seed, 2), epochs)
+        keys = [derive(derive(base, purpose), rows)[:, None] for purpose in range(3)]
+        position = np.arange(length)[None, :]
+        draw = derive(keys[0], position)
+        if self.smoothing is not None:
+            draw = _EXPONENTIAL[draw >> 16] * self.smoothing[ids]
+        selectable = ~self._special[ids]
+        draw = np.where(selectable, (draw << 12) | position, ((1 << 63) - (1 << 12)) | position)
+        count = self.num_slots(length)
+        slots = np.sort(np.partition(draw, count - 1, axis=1)[:, :count], axis=1) & 4095
+        used = np.arange(count)[None, :] < self._num_wanted(selectable.sum(1))[:, None]
+        original = np.take_along_axis(ids, slots, axis=1)
+        action = derive(keys[1], slots) % 10
+        random_ids = self._ordinary[(derive(keys[2], slots) * len(self._ordinary)) >> 32]
+        shown = np.where(action < 8, self.mask_id, np.where(action == 8, original, random_ids))
+        np.put_along_axis(ids, slots, np.where(used, shown, original), axis=1)
+        return Masked(ids, slots, np.where(used, original, IGNORE))
+
+
+def main() -> None:
+    """Measure and print two tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=int, default=200_000, help="rows of 512 in the shards")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds, of which the median counts")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_shards(folder, options.rows)
+        result = {
+            "loading": [
+                loading(folder, mode, rows, options.repeats)
+                for mode in ("uniform", "smoothed")
+                for rows in (32, 128, 512, 4096)
+            ],
+            "resuming": [
+                resuming(folder, step, workers, options.repeats)
+                for workers in (0, 1)
+                for step in (0, 10**6, 10**9)
+            ],
+        }
+    print("\nmasking   rows a step   M tokens/s   before   ratio   of it order / read / mask, ns")
+    for line in result["loading"]:
+        parts = " / ".join(f"{line[part]:.1f}" for part in ("order", "read", "mask"))
+        print(
+            f"{line['masking']:10}{line['rows']:11}{line['rate']:13.1f}{line['before']:9.1f}"
+            f"{line['ratio']:8.2f}   {parts}"
+        )
+    print("\nworkers   step         seconds to the first batch of 512 rows (median, largest)")
+    for line in result["resuming"]:
+        print(
+            f"{line['workers']:7}   {line['step']:<13}{line['median']:.4f}  {line['largest']:.4f}"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def make_shards(folder: Path, num_rows: int) -> None:
+    """Rows of three segments of Zipf-like ids, in four shards under a sealed manifest."""
+    draw = np.random.default_rng(0)
+    counts = np.zeros(V, np.int64)
+    records = []
+    for shard in range(4):
+        rows = num_rows // 4
+        ids = (1000 + (V - 1000) * draw.random((rows, LENGTH), dtype=np.float32) ** 4).astype("u2")
+        every = np.arange(rows)[:, None]
+        ends = np.array([LENGTH // 3, 2 * LENGTH // 3]) + draw.integers(-90, 90, (rows, 2))
+        ids[:, 0] = ids[every, ends + 1] = SPECIAL.cls
+        ids[:, -1] = ids[every, ends] = SPECIAL.sep
+        counts += np.bincount(ids.reshape(-1), minlength=V)
+        records.append(write_shard(folder / f"train-{shard:05d}.arrow", ids, SPECIAL.pad))
+    table = {"counts": counts.tolist(), "smoothing": smoothing(counts, SPECIAL)}
+    (folder / "token_counts.json").write_text(json.dumps(table), encoding="utf-8")
+    total = sum(record.rows for record in records)
+    fields: dict[str, Any] = {
+        "tokenizer": {
+            "fingerprint": "0" * 64,
+            "vocabulary_sha256": "0" * 64,
+            "vocab_size": V,
+            "special_ids": SPECIAL.model_dump(),
+        },
+        "row_length": LENGTH,
+        "dtype": "uint16",
+        "splits": {
+            "train": {
+                "rows": total,
+                "tokens": total * LENGTH,
+                "segments": 3 * total,
+                "shards": [record.model_dump() for record in records],
+            }
+        },
+        "files": [],
+        "sources": [],
+        "content": {},
+        "code_version": "benchmark",
+        "created_by": {},
+    }
+    (folder / "manifest.json").write_bytes(manifest_bytes(seal(fields)))
+
+
+def loading(folder: Path, mode: str, num_rows: int, repeats: int) -> dict[str, Any]:
+    """M tokens/s with masks as they are made and as they were, in turn; and what takes the time."""
+    shards = open_shards(folder)
+    shards.rows(np.arange(len(shards)))  # hashing each block once is no part of a step
+    order = Order(len(shards), num_rows, seed=0)
+    config = MaskingConfig.model_validate({"mode": mode})
+    masking = build_masking(config, folder, shards.manifest, 0)
+    plain = Plain(**vars(masking))
+    ours, before = (StepDataset(shards, order, m) for m in (masking, plain))
+    for one, other in zip(ours[3], before[3], strict=True):
+        assert (np.asarray(one) == np.asarray(other)).all(), "the masks differ"
+
+    steps = range(max(2, 8192 // num_rows))
+    tokens = len(steps) * num_rows * LENGTH
+    at = [order.at(step) for step in steps]
+    ids = [shards.rows(rows) for _, rows in at]
+
+    def load(dataset: StepDataset) -> None:
+        for _ in loader(dataset, 0, len(steps), 0):
+            pass
+
+    ways: dict[str, Callable[[], object]] = {
+        "rate": lambda: load(ours),
+        "before": lambda: load(before),
+        "order": lambda: [order.at(step) for step in steps],
+        "read": lambda: [shards.rows(rows) for _, rows in at],
+        "mask": lambda: [masking(i, *epochs_rows) for i, epochs_rows in zip(ids, at, strict=True)],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(repeats + 1):
+        for name, way in ways.items():
+            start = time.process_time()
+            way()
+            if repeat:  # the first round warms up
+                seconds[name].append(time.process_time() - start)
+    pairs = zip(seconds["before"], seconds["rate"], strict=True)
+    figures = {name: 1e9 * median(times) / tokens for name, times in seconds.items()}
+    figures |= {name: 1000 / figures[name] for name in ("rate", "before")}
+    figures["ratio"] = median(old / new for old, new in pairs)
+    rounded = {name: round(value, 2) for name, value in figures.items()}
+    return {"masking": mode, "rows": num_rows, **rounded}
+
+
+def resuming(folder: Path, step: int, workers: int, repeats: int) -> dict[str, Any]:
+    """Seconds to the first batch of a rank with 512 of 4,096 rows."""
+    seconds = []
+    for _ in range(repeats):
+        shards = open_shards(folder)
+        masking = build_masking(MaskingConfig(), folder, shards.manifest, 0)
+        dataset = StepDataset(shards, Order(len(shards), 4096, 0), masking, rank=3, world=8)
+        start = time.perf_counter()
+        batches = loader(dataset, step, step + 1000, workers)
+        first = next(batches)
+        seconds.append(time.perf_counter() - start)
+        assert len(first.rows) == 512
+        del batches
+    return {
+        "step": step,
+        "workers": workers,
+        "median": round(median(seconds), 4),
+        "largest": round(max(seconds), 4),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Files written whole: temporary name, flush to disk, rename."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+
+def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Let `write` fill a file that appears under its name only when it is safely on disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the renames in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def hash_file(path: Path) -> tuple[str, int]:
+    """The sha256 of a file and its size in bytes."""
+    whole, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            whole.update(block)
+            size += len(block)
+    return whole.hexdigest(), size
