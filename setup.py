@@ -16,6 +16,7 @@ setup(
     packages=[
         "configs",
         "data_prep",
+        "data_prep.disk",
         "data_prep.duplicates",
         "data_prep.publish",
         "data_prep.shards",
@@ -25,10 +26,15 @@ setup(
         "data_prep.wikipedia",
         "data_prep.work",
         "launch",
+        "launch.commands",
         "pretrain",
+        "pretrain.checkpoint",
         "pretrain.objectives",
     ],
-    package_data={"configs": ["*.yaml"], "launch": ["slurm/*.sbatch"]},
+    package_data={
+        "configs": ["*.yaml"],
+        "launch": ["accelerate/*.yaml", "deepspeed/*.json", "slurm/*.sbatch"],
+    },
     entry_points={"console_scripts": ["distil=launch.cli:main"]},
     install_requires=[
         "accelerate>=1.10,<2",

@@ -2,126 +2,156 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from data_prep.shards import Manifest, ShardSet, open_shards
+from data_prep.disk import Lock
+from data_prep.shards import Manifest, ShardSet, load_manifest, open_shards
 from pretrain import RunError, checkpoint
-from pretrain.checkpoint import Saved
+from pretrain.checkpoint import Saved, Writer, check_optimizer
 from pretrain.config import Optimizer, RunConfig
 from pretrain.distillation import Distillation
+from pretrain.heartbeat import Heartbeat
 from pretrain.metrics import Metrics, Progress
 from pretrain.models import MaskedLM, check_row_length, load_model
 from pretrain.order import Order
+from pretrain.parallel import Parallel, parallelise
+from pretrain.rows import Skip, StepDataset, build_masking, with_skip
+from pretrain.safety import Spikes
 from pretrain.student import build_bert, build_student
-from pretrain.teacher import Teacher
+from pretrain.teacher import Teacher, load_teacher
 
-_MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+Ended = Literal["finished", "stopped", "interrupted", "up to date"]
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """What a process reads before it meets the others."""
+
+    manifest: Manifest
+    teacher: Teacher | None
+    saved: Saved | None
+    student: MaskedLM
+    moments: dict[str, Tensor]
+    dataset: StepDataset
+    accumulation: int
+
+    def names(self) -> dict[str, str]:
+        """What all processes of a run must have read alike."""
+        return {
+            "corpus": self.manifest.digest,
+            "teacher": self.teacher.sha256 if self.teacher else "",
+            "checkpoint": str(self.saved.step if self.saved else None),
+        }
 
 
 @dataclass
 class Run:
-    """Everything the loop touches; `step`, `tokens` and `evaluation` move, the rest stays."""
+    """Everything the loop touches; what is below `accumulation` moves, the rest stays."""
 
     config: RunConfig
     accelerator: Accelerator
     progress: Progress
+    heartbeat: Heartbeat
     metrics: Metrics
-    train_rows: ShardSet
+    writer: Writer
+    dataset: StepDataset
     held_out: ShardSet | None
     teacher: Teacher | None
     module: Distillation
-    model: Any  # the module as Accelerate wrapped it
-    optimizer: Any
-    order: Order
+    parallel: Parallel
+    spikes: Spikes
     num_steps: int
     accumulation: int
     step: int = 0
     tokens: int = 0
+    skipped_steps: int = 0
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluation_step: int = 0
+    ended: Ended = "up to date"
 
     @property
     def student(self) -> MaskedLM:
         """The model that is trained."""
         return self.module.student
 
+    @property
+    def manifest(self) -> Manifest:
+        """The shards'."""
+        return self.dataset.shards.manifest
 
-def build_accelerator(config: RunConfig) -> Accelerator:
-    """Accelerate's device and process set-up, with accumulation and saving left to us.
-
-    Raises:
-        RunError: fp16 without a GPU, where Accelerate would silently compute in fp32; or a
-            tracker that is not installed.
-    """
-    # Without `cpu=True` Accelerate runs one process where several were started on CPUs.
-    cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
-    device = PartialState(cpu=cpu).device
-    if config.logging.tensorboard and find_spec("tensorboard") is None:
-        raise RunError(
-            "logging.tensorboard needs TensorBoard: pip install 'distil-pretraining[tensorboard]'"
-        )
-    if config.train.precision == "fp16" and device.type != "cuda":
-        raise RunError(
-            f"train.precision fp16 needs a CUDA GPU, this is {device.type}; use bf16 or fp32"
-        )
-    # Accelerate keeps the first precision of a process for ever; a second run may want another.
-    AcceleratorState._reset_state()
-    # The head's parameters get no gradient when no term looks at logits.
-    unused = all(term.signal != "logits" for term in config.objective.terms())
-    return Accelerator(
-        cpu=cpu,
-        mixed_precision=_MIXED[config.train.precision],
-        log_with="tensorboard" if config.logging.tensorboard else None,
-        project_dir=config.output,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(
-                broadcast_buffers=False,
-                gradient_as_bucket_view=True,
-                find_unused_parameters=unused,
-            )
-        ],
-    )
+    def due(self, every: int) -> bool:
+        """Every `every` steps (0: never in between) and at the last of the schedule."""
+        return self.step == self.num_steps or (every > 0 and self.step % every == 0)
 
 
-def build(
+def gather(
     config: RunConfig,
     accelerator: Accelerator,
-    manifest: Manifest,
-    teacher: Teacher | None,
-    saved: Saved | None,
     progress: Progress,
-) -> Run:
-    """Put a run together; with `saved`, exactly as it was when that checkpoint was written.
+    skip_rows: Sequence[tuple[int, int]] = (),
+) -> Ingredients:
+    """Read all that the run is made of, and hold it against the config.
 
     Raises:
-        RunError: batches that do not divide, a teacher that does not fit, or a checkpoint of
-            another run.
+        RunError: batches that do not divide, a teacher that does not fit, a checkpoint of another
+            run, or rows that are not there.
     """
-    train_rows = open_shards(config.shards)
-    order = Order(len(train_rows), config.train.global_batch_size, config.train.seed)
+    manifest = load_manifest(config.shards)
     accumulation = accumulation_steps(config, accelerator.num_processes)
+    saved = checkpoint.newest(config.output / "checkpoints", progress.say)
+    teacher = load_teacher(config.teacher, manifest) if config.teacher is not None else None
     student: MaskedLM
+    moments: dict[str, Tensor] = {}
     if saved is not None:
         check_same_run(config, manifest, teacher, saved)
         student = load_model(saved.folder / "student").train()
+        moments = saved.optimizer()
+        check_optimizer(moments, student)
     elif teacher is not None:
         student = build_student(config.student, teacher, config.train.seed)
     else:
         assert config.model is not None
         student = build_bert(config.model, manifest, config.train.seed)
-
     check_row_length("student.init", student.config.max_position_embeddings, manifest)
+    skips = [Skip(*skip) for skip in saved.state["skip_rows"]] if saved else []
+    for first, last in skip_rows:
+        skips = list(with_skip(skips, Skip(first, last, saved.step if saved else 0)))
+    rows = open_shards(config.shards)
+    dataset = StepDataset(
+        rows,
+        Order(len(rows), config.train.global_batch_size, config.train.seed),
+        build_masking(config.masking, config.shards, manifest, config.train.seed),
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+        skips=skips,
+    )
+    return Ingredients(manifest, teacher, saved, student, moments, dataset, accumulation)
 
+
+def build(
+    config: RunConfig,
+    accelerator: Accelerator,
+    read: Ingredients,
+    *,
+    progress: Progress,
+    heartbeat: Heartbeat,
+    lock: Lock | None,
+) -> Run:
+    """Put a run together; with a checkpoint, exactly as it was when that was written.
+
+    All processes call it. `lock` is held by the first, which writes.
+    """
+    manifest, teacher, saved, student = read.manifest, read.teacher, read.saved, read.student
+    if teacher is not None:
+        teacher.model.to(accelerator.device)
     special = manifest.tokenizer.special_ids
     module = Distillation(
         student,
@@ -132,70 +162,92 @@ def build(
     )
     student.to(accelerator.device)
     optimizer = build_optimizer(student, config.optimizer, accelerator.device)
+    parallel = parallelise(accelerator, module, optimizer, config)
     if saved is not None:
-        load_optimizer(optimizer, student, saved.optimizer())
-    model, prepared = accelerator.prepare(module, optimizer)
-    if saved is not None and accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(saved.state["scaler"])
+        parallel.load(student, read.moments)
+        parallel.load_scaler_state(saved.state["scaler"])
 
     step = saved.step if saved else 0
     if config.logging.tensorboard:
         accelerator.init_trackers("tensorboard")
+    epochs = read.dataset.order.steps_for(config.train.epochs)
     return Run(
         config=config,
         accelerator=accelerator,
         progress=progress,
+        heartbeat=heartbeat,
         metrics=Metrics(config.output / "metrics.jsonl", step, accelerator),
-        train_rows=train_rows,
+        writer=Writer(
+            config.output / "checkpoints",
+            tokenizer=config.shards / "tokenizer",
+            keep=config.checkpoint.keep,
+            phase=heartbeat.saving,
+            fence=lock.check if lock else lambda: None,
+            warn=progress.say,
+        ),
+        dataset=read.dataset,
         held_out=open_shards(config.shards, "validation") if has_validation(manifest) else None,
         teacher=teacher,
         module=module,
-        model=model,
-        optimizer=prepared,
-        order=order,
-        num_steps=config.train.max_steps or order.steps_for(config.train.epochs),
-        accumulation=accumulation,
+        parallel=parallel,
+        spikes=Spikes(),
+        num_steps=config.train.max_steps or epochs,
+        accumulation=read.accumulation,
         step=step,
         tokens=saved.state["tokens"] if saved else 0,
+        skipped_steps=saved.state["skipped_steps"] if saved else 0,
         evaluation=saved.state["evaluation"] if saved else {},
         evaluation_step=saved.state["evaluation_step"] if saved else 0,
     )
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint of the run as it stands; the first process writes, the others wait."""
-    accelerator, config = run.accelerator, run.config
-    if accelerator.is_main_process:
-        manifest = run.train_rows.manifest
-        teacher = run.teacher
-        checkpoint.save(
-            config.output / "checkpoints",
-            run.step,
-            student=run.student,
-            tokenizer=config.shards / "tokenizer",
-            optimizer=optimizer_tensors(run.optimizer, run.student),
-            state={
-                "num_steps": run.num_steps,
-                "tokens": run.tokens,
-                "evaluation": run.evaluation,
-                "evaluation_step": run.evaluation_step,
-                "config": config.model_dump(mode="json"),
-                "shaping": config.shaping(),
-                "shards": manifest.digest,
-                "sources": [source.model_dump(mode="json") for source in manifest.sources],
-                "teacher": teacher
-                and {
-                    "name": None if teacher.local else teacher.name,
-                    "revision": teacher.revision,
-                    "sha256": teacher.sha256,
-                },
-                "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
-                "num_processes": accelerator.num_processes,
-                "versions": {name: version(name) for name in ("torch", "transformers")},
-            },
-            keep=config.checkpoint.keep,
-        )
-    accelerator.wait_for_everyone()
+def save(run: Run, *, wait: bool = False) -> float:
+    """Write a checkpoint of the run as it stands; all processes call it, the first writes.
+
+    Returns the seconds that training stood still. With `wait` the checkpoint is on the disk after
+    it; without, it is written while training goes on.
+
+    Raises:
+        OSError: with `wait`, in the first process: the disk is full or read-only.
+    """
+    weights, moments = run.parallel.weights(run.student), run.parallel.moments(run.student)
+    if not run.accelerator.is_main_process:
+        return 0.0
+    return run.writer.save(
+        run.step,
+        student=run.student,
+        weights=weights,
+        optimizer=moments,
+        state=state(run),
+        wait=wait,
+    )
+
+
+def state(run: Run) -> dict[str, Any]:
+    """All of a checkpoint that is no tensor. Dropout is a function of (seed, step, rank), and the
+    learning rate, the rows and their masks of the step: there is nothing else to keep."""
+    config, manifest, teacher = run.config, run.manifest, run.teacher
+    return {
+        "num_steps": run.num_steps,
+        "tokens": run.tokens,
+        "skip_rows": [[skip.first, skip.last, skip.step] for skip in run.dataset.skips],
+        "skipped_steps": run.skipped_steps,
+        "evaluation": run.evaluation,
+        "evaluation_step": run.evaluation_step,
+        "config": config.model_dump(mode="json"),
+        "shaping": config.shaping(),
+        "shards": manifest.digest,
+        "sources": [source.model_dump(mode="json") for source in manifest.sources],
+        "teacher": teacher
+        and {
+            "name": None if teacher.local else teacher.name,
+            "revision": teacher.revision,
+            "sha256": teacher.sha256,
+        },
+        "scaler": run.parallel.scaler_state(),
+        "num_processes": run.accelerator.num_processes,
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
 
 
 def accumulation_steps(config: RunConfig, num_processes: int) -> int:
@@ -264,21 +316,3 @@ def build_optimizer(student: nn.Module, config: Optimizer, device: torch.device)
         weight_decay=config.weight_decay,
         fused=device.type in ("cpu", "cuda"),
     )
-
-
-def optimizer_tensors(optimizer: Any, student: nn.Module) -> dict[str, Tensor]:
-    """AdamW's state as `parameter name/moment` -> tensor, fit for safetensors."""
-    return {
-        f"{name}/{key}": value.detach().cpu().contiguous()
-        for name, parameter in student.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def load_optimizer(optimizer: AdamW, student: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`."""
-    for name, parameter in student.named_parameters():
-        for key in ("step", "exp_avg", "exp_avg_sq"):
-            if f"{name}/{key}" in tensors:
-                # A fused AdamW keeps its step counter beside the parameter, on a GPU too.
-                optimizer.state[parameter][key] = tensors[f"{name}/{key}"].to(parameter.device)

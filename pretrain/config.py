@@ -89,7 +89,9 @@ class Train(BaseModel):
     """How long, in what batches, in what precision.
 
     `global_batch_size` counts rows of one optimizer step over all processes; gradient accumulation
-    follows from it. `max_steps` wins over `epochs`.
+    follows from it. `max_steps` wins over `epochs`. `skip_non_finite` is how many steps may be left
+    out because their loss or gradient was not finite before the run stops. Every `compare_every`
+    steps, and before a checkpoint, the processes compare their weights (0: never).
     """
 
     model_config = _FROZEN
@@ -101,6 +103,8 @@ class Train(BaseModel):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     seed: int = Field(0, ge=0, lt=2**64)
     num_workers: int = Field(1, ge=0)
+    skip_non_finite: int = Field(0, ge=0)
+    compare_every: int = Field(500, ge=0)
 
 
 class Evaluation(BaseModel):
@@ -113,7 +117,10 @@ class Evaluation(BaseModel):
 
 
 class Checkpoint(BaseModel):
-    """A checkpoint every `every` steps (0: not between) and at the end; the last `keep` stay."""
+    """A checkpoint every `every` steps (0: not between) and at the end.
+
+    The last `keep` stay, and the one with the lowest held-out loss.
+    """
 
     model_config = _FROZEN
 
@@ -179,6 +186,6 @@ class RunConfig(BaseModel):
             mode="json",
             exclude={"output", "shards", "teacher", "evaluation", "checkpoint", "logging"},
         )
-        for key in ("micro_batch_size", "num_workers"):
+        for key in ("micro_batch_size", "num_workers", "skip_non_finite", "compare_every"):
             del shaping["train"][key]
         return shaping

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,8 +40,11 @@ def evaluate(
     batch_size: int = 32,
     probability: float = 0.15,
     accelerator: Accelerator,
+    autocast: AbstractContextManager[Any] | None = None,
 ) -> dict[str, float]:
     """Evaluate on the first `rows` rows of a split, shared out over the processes.
+
+    `autocast` is the precision, else the accelerator's.
 
     Returns:
         loss (nats), accuracy, unigram_accuracy; with a teacher also kl (nats, temperature 1),
@@ -56,7 +61,7 @@ def evaluate(
     was_training = student.training
     student.eval()
     sums = torch.zeros(len(terms) + 1, dtype=torch.float64)
-    with torch.no_grad(), accelerator.autocast():
+    with torch.no_grad(), autocast or accelerator.autocast():
         for batch in np.array_split(mine, -(-len(mine) // batch_size) or 1):
             if len(batch) == 0:
                 continue
@@ -130,7 +135,7 @@ def evaluate_folder(
     saved = checkpoint.newest(model / "checkpoints", warn)
     folder = saved.folder / "student" if saved else model
     student = load_model(folder)
-    check_vocabulary(str(model), str(folder), None, student.config.vocab_size, manifest)
+    check_vocabulary(str(model), folder, student.config, manifest)
     check_row_length(str(model), student.config.max_position_embeddings, manifest)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     loaded = load_teacher(teacher, manifest).model.to(accelerator.device) if teacher else None

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from data_prep.disk import write_file
+
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
@@ -31,14 +33,9 @@ def writing_to(path: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file beside its place, flush it, and rename it there."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write a small text file whole."""
     with writing_to(path):
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_file(path, lambda file: file.write(text.encode()))
 
 
 def write_json(path: Path, value: object) -> None:

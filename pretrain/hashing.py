@@ -19,15 +19,23 @@ _STRIDE = 0x9E3779B1  # odd, so i -> i * _STRIDE is a bijection of 32-bit intege
 
 
 def mix(x: Integers) -> Integers:
-    """Scramble the low 32 bits of `x` (int64 or Python int) into 0..2**32-1; a bijection.
+    """Scramble the low 32 bits of `x` into 0..2**32-1; a bijection.
+
+    `x` is a Python int or an array of int64 or uint32; the latter wraps to the same bits in half
+    the memory. A product may overflow int64; its low 32 bits are right all the same.
 
     Constants: the two-round "lowbias32" multiply-xorshift (Wellons, "Prospecting for hash
-    functions", 2018). A product may overflow int64; its low 32 bits are right all the same.
+    functions", 2018).
     """
-    x = x & MASK32
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK32
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK32
-    return x ^ (x >> 16)
+    x = x & MASK32  # a copy, so that the rest can be done in place
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x &= MASK32
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x &= MASK32
+    x ^= x >> 16
+    return x
 
 
 def derive(key: Integers, index: Integers) -> Integers:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,21 +59,27 @@ class Metrics:
 
     def __init__(self, path: Path, step: int, accelerator: Accelerator) -> None:
         self.path, self.accelerator = path, accelerator
+        self.last: dict[str, Any] | None = None
         if not accelerator.is_main_process:
             return
-        # The evaluation at step 0 is made again by a run that starts there.
+        # The evaluation at step 0, and what is left out from a step on, are written again by a run
+        # that starts there.
         kept = [
-            entry for entry in read(path) if 0 < entry["step"] <= step or 0 == entry["step"] < step
+            entry
+            for entry in read(path)
+            if entry["step"] < step or (entry["step"] == step > 0 and entry["kind"] != "skip_rows")
         ]
+        self.last = kept[-1] if kept else None
         with writing_to(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """One line, closed at once, so that `tail -f` and a crash both see it."""
+        self.last = {"kind": kind, "step": step, **values}
         if self.accelerator.is_main_process:
             with writing_to(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+                file.write(json.dumps(self.last) + "\n")
         self.accelerator.log({f"{kind}/{name}": value for name, value in values.items()}, step)
 
 
@@ -137,6 +144,7 @@ def _forward_flops(model: MaskedLM, row_length: int, head_share: float) -> float
     return layers * layer + head_share * (2 * width**2 + 2 * width * config.vocab_size)
 
 
+@cache
 def peak_flops(device: torch.device, precision: str) -> float:
     """The device's peak in FLOP/s: a data sheet's, or what a large matrix product reaches here."""
     if device.type == "cuda":
@@ -148,7 +156,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
     size = 1024 if device.type == "cpu" else 4096
     a = torch.ones(size, size, device=device, dtype=dtype)
     best = 0.0
-    for _ in range(20):  # the best of many: other work on the machine only slows it
+    for _ in range(8):  # the best of many: other work on the machine only slows it
         start = time.perf_counter()
         (a @ a)[0, 0].item()
         best = max(best, 2 * size**3 / (time.perf_counter() - start))

@@ -8,7 +8,7 @@ the update after which the log says "step K".
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -25,7 +25,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.masking import IGNORE, Masking
 from pretrain.order import Order
-from pretrain.rows import StepDataset, build_masking
+from pretrain.rows import Skip, StepDataset, build_masking, skipped, with_skip
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class ReplayedRow:
     input_ids: NDArray[np.int64]  # [L], corrupted
     positions: NDArray[np.int64]  # [M], ascending
     labels: NDArray[np.int64]  # [M], the ids that stood there
+    skipped: bool  # left out by --skip-rows: padding alone, no masks
 
     @property
     def shown(self) -> NDArray[np.int64]:
@@ -56,6 +57,7 @@ class ReplayedRow:
             "micro_batch": self.micro_batch,
             "epoch": self.epoch,
             "row": self.row,
+            "skipped": self.skipped,
             "masks": [{"position": p, "label": label, "shown": s} for p, label, s in masks],
             "input_ids": self.input_ids.tolist(),
         }
@@ -72,6 +74,7 @@ class Replay:
     shards: ShardSet
     order: Order
     masking: Masking
+    skips: Sequence[Skip] = ()
 
     @property
     def num_rows(self) -> int:
@@ -89,10 +92,16 @@ class Replay:
         return self._rows(range(self.world_size) if rank is None else [rank])
 
     def _rows(self, ranks: Iterable[int]) -> Iterator[ReplayedRow]:
-        epochs, _ = self.order.at(self.step - 1)
+        epochs, numbers = self.order.at(self.step - 1)
+        left_out = skipped(numbers, self.step - 1, self.skips)
         for r in ranks:
             dataset = StepDataset(
-                self.shards, self.order, self.masking, rank=r, world=self.world_size
+                self.shards,
+                self.order,
+                self.masking,
+                rank=r,
+                world=self.world_size,
+                skips=self.skips,
             )
             fed = dataset[self.step - 1]
             arrays = (fed.rows, fed.input_ids, fed.positions, fed.labels)
@@ -111,6 +120,7 @@ class Replay:
                     input_ids=ids,
                     positions=positions[used][in_order],
                     labels=labels[used][in_order],
+                    skipped=bool(left_out[first + i]),
                 )
 
     def token(self, id: int) -> str:
@@ -168,7 +178,21 @@ def replay(
     if state is None:
         warn(f"{run}: no checkpoint names its shards; {opened.folder} is taken to be what it read")
     masking = build_masking(config.masking, opened.folder, opened.manifest, train.seed)
-    return Replay(step, num_steps, *layout, opened, order, masking)
+    return Replay(step, num_steps, *layout, opened, order, masking, recorded_skips(run, state))
+
+
+def recorded_skips(run: Path, state: Mapping[str, Any] | None) -> tuple[Skip, ...]:
+    """The rows a run left out: what its checkpoint says, and metrics.jsonl of the time since.
+
+    A run dropped the entries of metrics.jsonl that its checkpoint did not cover when it continued.
+    """
+    from pretrain import metrics  # imports accelerate and transformers: seconds
+
+    skips = tuple(Skip(*values) for values in (state or {}).get("skip_rows", ()))
+    for entry in metrics.read(run / "metrics.jsonl"):
+        if entry["kind"] == "skip_rows":
+            skips = with_skip(skips, Skip(entry["first"], entry["last"], entry["step"]))
+    return skips
 
 
 def _layout(rows: int, world: int, usual: int, wanted: int | None) -> tuple[int, int]:

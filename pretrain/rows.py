@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data_prep.shards import Manifest, ShardSet
+from pretrain import RunError
 from pretrain.config import MaskingConfig
 from pretrain.masking import IGNORE, Masking
 from pretrain.order import Order
@@ -40,25 +42,58 @@ class StepRows(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
+class Skip:
+    """Rows left out from an optimizer step on: read as nothing but padding, so they add no token,
+    no mask and no loss, and every other row keeps its step, place, rank and mask."""
+
+    first: int  # in the train split, as `distil replay` and `distil audit` number rows
+    last: int  # exclusive
+    step: int  # from 0
+
+
 class StepDataset(Dataset[StepRows]):
     """Item `step` is a pure function of the step: no state, so any worker may make it."""
 
     def __init__(
-        self, shards: ShardSet, order: Order, masking: Masking, *, rank: int = 0, world: int = 1
+        self,
+        shards: ShardSet,
+        order: Order,
+        masking: Masking,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        skips: Sequence[Skip] = (),
     ) -> None:
+        """RunError if `skips` name rows that are not there."""
+        for skip in skips:
+            if not 0 <= skip.first < skip.last <= len(shards):
+                raise RunError(
+                    f"--skip-rows {skip.first}:{skip.last}: not all of these rows are there: the "
+                    f"training split of {shards.folder} has {len(shards)} rows, 0 to "
+                    f"{len(shards) - 1}; give a range 0 <= a < b <= {len(shards)}"
+                )
         share = order.global_batch_size // world
-        self.shards, self.order, self.masking = shards, order, masking
+        self.shards, self.order, self.masking, self.skips = shards, order, masking, tuple(skips)
         self.mine = slice(rank * share, (rank + 1) * share)
 
     def __getitem__(self, step: int) -> StepRows:
         """The rows of optimizer step `step`, counted from 0."""
         epochs, rows = (values[self.mine] for values in self.order.at(step))
-        return corrupt(self.shards, self.masking, epochs, rows)
+        return corrupt(self.shards, self.masking, epochs, rows, skipped(rows, step, self.skips))
 
 
-def corrupt(shards: ShardSet, masking: Masking, epochs: Any, rows: Any) -> StepRows:
-    """Read rows [R] and mask them as their epochs [R] demand."""
-    ids = shards.rows(rows).astype(np.int64)
+def corrupt(
+    shards: ShardSet,
+    masking: Masking,
+    epochs: Any,
+    rows: Any,
+    skipped: NDArray[np.bool_] | None = None,
+) -> StepRows:
+    """Read rows [R], pad those `skipped` [R], and mask the others as their epochs [R] demand."""
+    ids = shards.rows(rows)
+    if skipped is not None:
+        ids[skipped] = shards.manifest.tokenizer.special_ids.pad
     masked = masking(ids, epochs, rows)
     return StepRows(
         torch.from_numpy(masked.input_ids),
@@ -68,6 +103,23 @@ def corrupt(shards: ShardSet, masking: Masking, epochs: Any, rows: Any) -> StepR
         int((ids != shards.manifest.tokenizer.special_ids.pad).sum()),
         int((masked.labels != IGNORE).sum()),
     )
+
+
+def skipped(rows: NDArray[np.int64], step: int, skips: Sequence[Skip]) -> NDArray[np.bool_]:
+    """Which of `rows` [R] are left out of optimizer step `step`, counted from 0 [R]."""
+    result = np.zeros(rows.shape, dtype=bool)
+    for skip in skips:
+        if step >= skip.step:
+            result |= (rows >= skip.first) & (rows < skip.last)
+    return result
+
+
+def with_skip(skips: Sequence[Skip], skip: Skip) -> tuple[Skip, ...]:
+    """`skips` and one more, unless one of them covers it: the same command may be given again."""
+    for old in skips:
+        if old.first <= skip.first and skip.last <= old.last and old.step <= skip.step:
+            return tuple(skips)
+    return (*skips, skip)
 
 
 def loader(dataset: StepDataset, first: int, last: int, num_workers: int) -> Iterator[StepRows]:

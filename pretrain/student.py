@@ -14,7 +14,7 @@ from pretrain import RunError
 from pretrain.attention import IMPLEMENTATION
 from pretrain.config import Model, Student
 from pretrain.models import check_row_length, load_model
-from pretrain.teacher import Teacher
+from pretrain.teacher import Teacher, check_vocabulary
 
 _PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as the authors' released code takes them
 
@@ -27,7 +27,7 @@ def build_student(config: Student, teacher: Teacher, seed: int) -> DistilBertFor
     """
     bert = teacher.model.config
     if isinstance(config.init, str) and config.init not in ("teacher", "random"):
-        return _continue_from(Path(config.init), config, bert)
+        return _continue_from(Path(config.init), config, teacher)
     num_layers = config.num_layers or max(1, bert.num_hidden_layers // 2)
     if config.init == "random":
         student = DistilBertForMaskedLM(_student_config(bert, num_layers, config))
@@ -138,7 +138,8 @@ def _student_config(bert: BertConfig, num_layers: int, config: Student) -> Disti
     )
 
 
-def _continue_from(folder: Path, config: Student, bert: BertConfig) -> DistilBertForMaskedLM:
+def _continue_from(folder: Path, config: Student, teacher: Teacher) -> DistilBertForMaskedLM:
+    bert = teacher.model.config
     if not (folder / "config.json").is_file():
         raise RunError(
             f"student.init: {folder} is no folder with a config.json; give a DistilBERT's folder, "
@@ -156,6 +157,8 @@ def _continue_from(folder: Path, config: Student, bert: BertConfig) -> DistilBer
                 f"student.init: {folder} has {key} {getattr(model.config, key)}, but this run "
                 f"needs {value} (the losses compare student and teacher position by position)"
             )
+    if teacher.manifest is not None:
+        check_vocabulary(f"student.init: {folder}", folder, model.config, teacher.manifest)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             module.p = config.attention_dropout if "attention" in name else config.dropout

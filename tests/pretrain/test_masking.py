@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from data_prep.shards import Manifest, open_shards
 from pretrain.config import MaskingConfig
-from pretrain.masking import _EXPONENTIAL, IGNORE, Masked, Masking
+from pretrain.hashing import derive, root
+from pretrain.masking import _EXPONENTIAL, IGNORE, Masked, Masking, _first_slots
 from pretrain.rows import build_masking
 
 Ids = NDArray[np.int64]
@@ -24,6 +25,13 @@ V = 200
 UNIFORM = Masking(probability=0.15, special_ids=SPECIAL, mask_id=MASK, vocab_size=V, seed=17)
 # count**0.7 for words that occur `100 * id` times.
 SMOOTHED = replace(UNIFORM, smoothing=(10 * (100.0 * np.arange(V)) ** 0.7 + 1).astype(np.int64))
+# As `prepare` scales it: up to 2**25 - 1, so that draws take 51 bits.
+PREPARED = replace(
+    UNIFORM, smoothing=((2**25 - 1) * np.linspace(1e-3, 1, V) ** 0.7).astype(np.int64)
+)
+EVALUATION = replace(UNIFORM, replace="mask")
+MODES = [UNIFORM, SMOOTHED, PREPARED, EVALUATION]
+NAMES = ["uniform", "smoothed", "smoothed as prepared", "evaluation"]
 
 
 @pytest.fixture(scope="module")
@@ -127,18 +135,102 @@ def test_selected_positions_are_uniform() -> None:
     assert 63 - 4 * np.sqrt(126) < statistic < 63 + 4 * np.sqrt(126)
 
 
-@pytest.mark.parametrize("masking", [UNIFORM, SMOOTHED], ids=["uniform", "smoothed"])
+@pytest.mark.parametrize("masking", MODES, ids=NAMES)
 @pytest.mark.parametrize("seed", [0, 17, 2**64 - 1])
 def test_numpy_and_torch_give_the_same_bits(masking: Masking, seed: int, ids: Ids) -> None:
+    """200 rows are more than numpy takes at a time."""
     masking = replace(masking, seed=seed)
-    some = ids[:64]
-    epochs = np.arange(64) % 3 + 2**20
-    rows = np.arange(64) * 67_108_859  # up to 2**32
+    some = ids[:200]
+    epochs = np.arange(200) % 3 + 2**20
+    rows = np.arange(200) * 21_474_836  # up to 2**32
     found = masking(some, epochs, rows)
     same = masking(*(torch.from_numpy(x) for x in (some, epochs, rows)))
     for ours, theirs in zip(found, same, strict=True):
         assert isinstance(theirs, torch.Tensor) and theirs.dtype == torch.int64
-        assert (ours == theirs.numpy()).all()
+        assert ours.dtype == np.int64 and (ours == theirs.numpy()).all()
+
+
+@pytest.mark.parametrize("masking", MODES, ids=NAMES)
+@pytest.mark.parametrize("length", [1, 8, 50, 511, 4096])
+@pytest.mark.parametrize("probability", [0.01, 0.15, 0.99999])
+def test_numpy_and_torch_agree_on_rows_of_any_length(
+    masking: Masking, length: int, probability: float
+) -> None:
+    """From one row to more than numpy takes at a time, some of them with hardly a word."""
+    masking = replace(masking, probability=probability)
+    draw = np.random.default_rng(length)
+    for num_rows in (1, 40, 700) if length < 511 else (1, 40):
+        some = draw.integers(0, V, (num_rows, length))
+        some[::9, length // 9 :] = PAD
+        epochs, rows = np.full(num_rows, 2), draw.integers(0, 2**32, num_rows)
+        found = masking(some, epochs, rows)
+        same = masking(*(torch.from_numpy(x) for x in (some, epochs, rows)))
+        for ours, theirs in zip(found, same, strict=True):
+            assert (ours == theirs.numpy()).all()
+
+
+@pytest.mark.parametrize("masking", MODES, ids=NAMES)
+def test_the_masks_are_what_plain_integers_say(masking: Masking, ids: Ids) -> None:
+    """A row and a position at a time, with Python's integers and `sorted`."""
+    some, epochs, rows = ids[:5], [0, 1, 2, 2**20, 7], [0, 3, 2**31, 2**32 - 1, 5]
+    result = masking(some, np.array(epochs), np.array(rows))
+    for i, row in enumerate(some.tolist()):
+        base = derive(root(17, 2), epochs[i])
+        select, action, replacement = (derive(derive(base, j), rows[i]) for j in range(3))
+        draws = [derive(select, position) for position in range(512)]
+        if masking.smoothing is not None:
+            weights = masking.smoothing[row].tolist()
+            draws = [
+                int(_EXPONENTIAL[draw >> 16]) * weight
+                for draw, weight in zip(draws, weights, strict=True)
+            ]
+        words = [position for position in range(512) if row[position] not in SPECIAL]
+        first = sorted(words, key=lambda position: (draws[position], position))
+        first = first[: round(0.15 * len(words))]
+        expected = list(row)
+        for position in first:
+            kind = derive(action, position) % 10
+            if kind < 8 or masking.replace == "mask":
+                expected[position] = MASK
+            elif kind == 9:  # the ordinary words are 5 to 199
+                expected[position] = 5 + (derive(replacement, position) * (V - 5) >> 32)
+        used = result.labels[i] != IGNORE
+        assert result.positions[i][used].tolist() == first
+        assert result.labels[i][used].tolist() == [row[position] for position in first]
+        assert result.input_ids[i].tolist() == expected
+
+
+@pytest.mark.parametrize("masking", MODES, ids=NAMES)
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.int64])
+def test_ids_are_masked_alike_in_the_shards_integers(
+    masking: Masking, kind: type, ids: Ids
+) -> None:
+    arguments = np.zeros(len(ids), np.int64), np.arange(len(ids))
+    expected = masking(ids, *arguments)
+    for one, other in zip(masking(ids.astype(kind), *arguments), expected, strict=True):
+        assert one.dtype == np.int64 and (one == other).all()
+    for one, other in zip(masking(np.asfortranarray(ids), *arguments), expected, strict=True):
+        assert (one == other).all()  # whatever lies where in memory
+
+
+@pytest.mark.parametrize("spread", [1, 3, 40, 2**32], ids=lambda spread: f"{spread} values")
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0], ids=lambda share: f"{share} selectable")
+@pytest.mark.parametrize("bits", [32, 51])
+def test_of_equal_draws_the_first_goes_first(spread: int, share: float, bits: int) -> None:
+    """numpy and torch against `sorted`, with ties anywhere and rows with too little to select."""
+    make = np.random.default_rng(spread)
+    draw = make.integers(0, spread, (30, 64)) << (bits - 32 if spread > 40 else 0)
+    draw[0, :40] = 2**32 - 1 if bits == 32 else 2**51 - 2  # the largest: beside the unselectable
+    selectable = make.random((30, 64)) < share
+    narrow = draw.astype(np.uint32) if bits == 32 else draw
+    for count in (1, 10, 64):
+        expected = [
+            sorted(range(64), key=lambda p: (not chosen[p], row[p] if chosen[p] else 0, p))[:count]
+            for row, chosen in zip(draw.tolist(), selectable.tolist(), strict=True)
+        ]
+        assert _first_slots(narrow, selectable, count).tolist() == expected
+        tensors = torch.from_numpy(draw), torch.from_numpy(selectable)
+        assert _first_slots(*tensors, count).tolist() == expected
 
 
 def test_the_input_is_left_alone(ids: Ids) -> None:

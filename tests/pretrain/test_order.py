@@ -26,6 +26,7 @@ def test_mix_is_invertible_and_the_same_in_python_numpy_and_torch() -> None:
     mixed = [mix(number) for number in numbers]
     assert [unmix(y) for y in mixed] == numbers
     assert mix(np.array(numbers)).tolist() == mixed
+    assert mix(np.array(numbers, dtype=np.uint32)).tolist() == mixed
     assert mix(torch.tensor(numbers)).tolist() == mixed
 
 
@@ -35,10 +36,17 @@ def test_mix_reads_only_the_low_32_bits() -> None:
     assert mix(np.array(EDGES) - (1 << 40)).tolist() == [mix(number) for number in EDGES]
 
 
+def test_mix_reads_its_argument_only() -> None:
+    for numbers in (np.array(EDGES), np.array(EDGES, dtype=np.uint32), torch.tensor(EDGES)):
+        mix(numbers)
+        assert numbers.tolist() == EDGES
+
+
 def test_derive_is_injective_and_the_same_in_python_numpy_and_torch() -> None:
     for key in (0, 1, 0xFFFFFFFF):
         python = [derive(key, index) for index in EDGES]
         assert derive(key, np.array(EDGES)).tolist() == python
+        assert derive(key, np.array(EDGES, dtype=np.uint32)).tolist() == python
         assert derive(key, torch.tensor(EDGES)).tolist() == python
         assert len(np.unique(derive(key, np.arange(100_000)))) == 100_000
 

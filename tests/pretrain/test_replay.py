@@ -20,6 +20,7 @@ from pretrain.distillation import Distillation
 from pretrain.hashing import root
 from pretrain.order import permutation
 from pretrain.replay import ReplayedRow, replay
+from pretrain.rows import Skip, StepDataset
 from pretrain.train import train
 
 ROWS, SEED, STEPS = 48, 7, 12  # more than two epochs of the tiny corpus
@@ -200,11 +201,11 @@ def test_a_rank_outside_the_layout_is_refused(make_run: Callable[..., Path]) -> 
         replay(make_run(), 1, world_size=2).rows(2)
 
 
-def checkpoint_says(run: Path, digest: str, num_processes: int = 2) -> None:
+def checkpoint_says(run: Path, digest: str, num_processes: int = 2, **more: Any) -> None:
     folder = run / "checkpoints" / "step-00000002"
     folder.mkdir(parents=True)
     config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    state = {"shards": digest, "config": config, "num_processes": num_processes}
+    state = {"shards": digest, "config": config, "num_processes": num_processes, **more}
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
 
@@ -246,10 +247,76 @@ def test_json_and_tokens_say_the_same_as_the_arrays(
     for row in found.rows():
         plain = json.loads(json.dumps(row.as_json(4)))
         assert list(plain) == [
-            *("step", "position", "rank", "micro_batch", "epoch", "row", "masks", "input_ids")
+            *("step", "position", "rank", "micro_batch", "epoch", "row", "skipped"),
+            *("masks", "input_ids"),
         ]
         assert plain["step"] == 4 and plain["row"] == row.row
         assert len(plain["masks"]) == len(row.positions)
         for mask in plain["masks"]:
             assert plain["input_ids"][mask["position"]] == mask["shown"]
         assert [found.token(id) for id in row.labels] == [vocabulary[id] for id in row.labels]
+
+
+def log_says(run: Path, *skips: Skip) -> None:
+    lines = [
+        {"kind": "skip_rows", "step": skip.step, "first": skip.first, "last": skip.last}
+        for skip in skips
+    ]
+    train = {"kind": "train", "step": 2, "loss": 1.5}
+    text = "".join(json.dumps(line) + "\n" for line in [train, *lines])
+    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+
+def left_out(run: Path, step: int) -> set[int]:
+    return {row.row for row in replay(run, step).rows() if row.skipped}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_left_out_are_shown_as_training_fed_them(
+    make_run: Callable[..., Path], corpus: Path, world: int
+) -> None:
+    run = make_run()
+    skips = [Skip(20, 60, 4), Skip(100, 101, 0)]
+    plain = {step: list(replay(run, step).rows()) for step in (4, 5)}
+    digest = open_shards(corpus).manifest.digest
+    checkpoint_says(run, digest, skip_rows=[[20, 60, 4], [100, 101, 0]])
+    for step in (4, 5):  # as the log counts; the first range begins with the second of them
+        found = replay(run, step, world_size=world)
+        datasets = [
+            StepDataset(found.shards, found.order, found.masking, rank=r, world=world, skips=skips)
+            for r in range(world)
+        ]
+        fed = torch.cat([dataset[step - 1].input_ids for dataset in datasets])
+        num_masked = sum(dataset[step - 1].num_masked for dataset in datasets)
+        rows = list(found.rows())
+        assert np.array_equal(np.stack([row.input_ids for row in rows]), fed.numpy())
+        assert sum(len(row.positions) for row in rows) == num_masked
+        for row, before in zip(rows, plain[step], strict=True):
+            assert row.skipped == (row.row == 100 or (step == 5 and 20 <= row.row < 60))
+            shown = row.as_json(step)
+            assert shown["skipped"] == row.skipped
+            if row.skipped:
+                assert shown["masks"] == [] and not any(shown["input_ids"])
+                assert (row.index, row.epoch, row.row) == (before.index, before.epoch, before.row)
+            else:
+                assert same(row, before)
+    assert any(20 <= row.row < 60 for row in plain[4] + plain[5])
+
+
+def test_what_is_left_out_is_read_from_the_checkpoint_and_from_the_log(
+    make_run: Callable[..., Path], corpus: Path
+) -> None:
+    """A range given after the newest checkpoint is in the log alone; one before it, in both."""
+    run = make_run()
+    rows = [{row.row for row in replay(run, step).rows()} for step in (3, 9)]
+    assert left_out(run, 3) == set()
+    log_says(run, Skip(0, 90, 2))
+    assert left_out(run, 2) == set()
+    assert left_out(run, 3) == {row for row in rows[0] if row < 90} != set()
+    checkpoint_says(run, open_shards(corpus).manifest.digest, skip_rows=[[0, 90, 2]])
+    assert replay(run, 3).skips == (Skip(0, 90, 2),)
+    log_says(run, Skip(0, 90, 2), Skip(200, 220, 8))
+    assert left_out(run, 8) == {row for row in left_out(run, 8) if row < 90}
+    assert left_out(run, 9) == {row for row in rows[1] if row < 90 or 200 <= row < 220}
+    (run / "metrics.jsonl").unlink()
+    assert left_out(run, 9) == {row for row in rows[1] if row < 90}

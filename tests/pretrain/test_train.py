@@ -19,7 +19,8 @@ from transformers import BertForMaskedLM
 
 from pretrain import NonFiniteError, RunError, checkpoint, metrics
 from pretrain.config import RunConfig
-from pretrain.train import Outcome, learning_rate, train
+from pretrain.train import Outcome, train
+from pretrain.update import learning_rate
 
 ROOT = Path(__file__).parents[2]
 RATES = ("tokens_per_second", "data_wait", "mfu")  # the only figures that time may change
@@ -288,7 +289,7 @@ def test_a_non_finite_loss_stops_before_the_update(settings: Settings, tmp_path:
     poisoned = tmp_path / "poisoned"
     model.save_pretrained(poisoned)
     values = settings("second", student={"init": str(poisoned)})
-    with pytest.raises(NonFiniteError, match=r"step 0: the loss is nan over rows \d+, .* not made"):
+    with pytest.raises(NonFiniteError, match=r"step 1: the loss is nan over rows \d+, .* not made"):
         run(values)
     result = subprocess.run(
         command(write(tmp_path / "run.yaml", values)),
@@ -381,7 +382,8 @@ def test_only_the_last_checkpoints_stay(settings: Settings) -> None:
     values = settings(checkpoint={"every": 2, "keep": 2})
     run(values)
     root = Path(values["output"]) / "checkpoints"
-    assert sorted(p.name for p in root.glob("*")) == ["latest", "step-00000008", "step-00000010"]
+    names = ["best", "latest", "step-00000008", "step-00000010"]
+    assert sorted(p.name for p in root.glob("*")) == names
     assert (root / "latest").read_text(encoding="utf-8") == "step-00000010\n"
 
 

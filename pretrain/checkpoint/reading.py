@@ -1,0 +1,161 @@
+"""Which checkpoint a run continues from: the newest of which every byte is as it was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from data_prep.disk import hash_file
+from pretrain import RunError
+from pretrain.checkpoint.layout import (
+    FORMAT,
+    MANIFEST,
+    MOMENTS,
+    OPTIMIZER,
+    STATE,
+    checkpoints,
+    folder_name,
+    manifest_bytes,
+)
+
+
+class Saved(NamedTuple):
+    """A checkpoint that was found and verified."""
+
+    step: int
+    folder: Path
+    state: dict[str, Any]
+
+    def optimizer(self) -> dict[str, Tensor]:
+        """The optimizer's tensors by name; `check_optimizer` says whether they fit."""
+        return load_file(self.folder / OPTIMIZER)
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what was written; the message says what differs."""
+
+
+def newest(root: Path, warn: Callable[[str], None]) -> Saved | None:
+    """The newest checkpoint that verifies; `warn` is told of each that was skipped, and why.
+
+    Raises:
+        RunError: there are checkpoints and none verifies, or one is of another version.
+    """
+    skipped: set[Path] = set()
+    # Listed anew each time: a run that goes on may remove one while it is read here.
+    while left := [item for item in checkpoints(root).items() if item[1] not in skipped]:
+        step, folder = left[0]
+        try:
+            return Saved(step, folder, read_state(folder))
+        except DamagedError as problem:
+            if folder.exists():
+                warn(f"{folder}: {problem}; trying the one before it")
+                skipped.add(folder)
+    if skipped:
+        raise RunError(
+            f"{root}: no checkpoint verifies; restore one, or remove the folder to start again"
+        )
+    return None
+
+
+def verify(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None.
+
+    Raises:
+        RunError: it is whole, but of another version.
+    """
+    try:
+        read_state(folder)
+    except DamagedError as problem:
+        return str(problem)
+    return None
+
+
+def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
+    """state.json of a checkpoint of which all files are there, in size and in content.
+
+    Args:
+        folder: the checkpoint.
+        every_byte: hash all files; else only manifest and state, which takes no time.
+
+    Raises:
+        DamagedError: a file is missing, altered or too many.
+        RunError: it is whole, but of another version.
+    """
+    try:
+        files = _read_manifest(folder)
+        found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if not p.is_dir()}
+        del found[MANIFEST]
+        if odd := sorted(found.keys() ^ files.keys()):
+            raise DamagedError(f"{odd[0]} is missing or does not belong")
+        for name, path in found.items():
+            if path.stat().st_size != files[name]["bytes"]:
+                size = path.stat().st_size
+                raise DamagedError(f"{name} has {size:,} bytes, not {files[name]['bytes']:,}")
+        for name, path in found.items() if every_byte else []:
+            if hash_file(path)[0] != files[name]["sha256"]:
+                raise DamagedError(f"{name} differs from its checksum")
+        data = (folder / STATE).read_bytes()
+        if hashlib.sha256(data).hexdigest() != files[STATE]["sha256"]:
+            raise DamagedError(f"{STATE} differs from its checksum")
+        state: dict[str, Any] = json.loads(data)
+        if folder.name != folder_name(state["step"]):
+            raise DamagedError(f"the folder holds step {state['step']}")
+    except (DamagedError, RunError):
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"unreadable ({type(error).__name__}: {error})") from error
+    return state
+
+
+def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    data = (folder / MANIFEST).read_bytes()
+    values = json.loads(data)
+    values.pop("sha256")
+    if data != manifest_bytes(values):
+        raise DamagedError(f"{MANIFEST} was altered")
+    if values["format"] != FORMAT:
+        raise RunError(
+            f"{folder}: written in checkpoint format {values['format']}, this version reads "
+            f"{FORMAT}: continue with the version that wrote it, or give the run another output:"
+        )
+    if folder.name != folder_name(values["step"]):
+        raise DamagedError(f"the folder holds step {values['step']}")
+    files: dict[str, dict[str, Any]] = values["files"]
+    return files
+
+
+def check_optimizer(tensors: Mapping[str, Tensor], student: nn.Module) -> None:
+    """Hold AdamW's state against the student it is for.
+
+    Each parameter has all of its moments or none (AdamW makes them with the first gradient), all in
+    fp32 and of its shape, the step counter a scalar.
+
+    Raises:
+        RunError: naming the first tensor that does not fit.
+    """
+    shapes: dict[str, torch.Size] = {}
+    for name, parameter in student.named_parameters():
+        names = [f"{name}/{moment}" for moment in MOMENTS]
+        if any(name in tensors for name in names):
+            shapes |= dict.fromkeys(names, parameter.shape) | {names[0]: torch.Size()}
+    if odd := sorted(shapes.keys() ^ tensors.keys()):
+        fault = "is missing" if odd[0] in shapes else "belongs to no parameter of the student"
+        raise RunError(f"{OPTIMIZER}: {odd[0]} {fault}; continue from another checkpoint")
+    for name, tensor in sorted(tensors.items()):
+        if tensor.shape != shapes[name] or tensor.dtype != torch.float32:
+            raise RunError(
+                f"{OPTIMIZER}: {name} is {_described(tensor.shape, tensor.dtype)}, the student "
+                f"needs {_described(shapes[name], torch.float32)}; continue from another checkpoint"
+            )
+
+
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} of {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,67 @@
+"""Tensors that training goes on changing, copied to host memory so that they can be written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+class Snapshot:
+    """Host copies of named tensors; their memory is used again by the next `take`."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
+        """Copy all; if `tied`, names of one tensor get one copy, else each its own.
+
+        What it returned before is overwritten.
+        """
+        owners: dict[object, str] = {}
+        copies: dict[str, Tensor] = {}
+        gpus: set[torch.device] = set()
+        for name, tensor in tensors.items():
+            where = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype)
+            owner = owners.setdefault(where if tied else name, name)
+            if owner != name:
+                copies[name] = copies[owner]
+                continue
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = self._buffers[name] = _host_memory(tensor)
+            buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            if tensor.is_cuda:
+                gpus.add(tensor.device)
+            copies[name] = buffer
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+        return copies
+
+
+def _host_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def complete(weights: Mapping[str, Tensor], student: PreTrainedModel) -> dict[str, Tensor]:
+    """`weights` under all names of the student's state dict, tied ones once more.
+
+    Raises:
+        KeyError: a parameter is not among them, or one of them is no parameter.
+    """
+    own = student.state_dict()
+    by_place = {own[name].data_ptr(): tensor for name, tensor in weights.items()}
+    parameters = {name for name, _ in student.named_parameters(remove_duplicate=False)}
+    return {
+        name: by_place[tensor.data_ptr()] if name in parameters else tensor
+        for name, tensor in own.items()
+    }
+
+
+def without_weights(student: PreTrainedModel) -> PreTrainedModel:
+    """The same model on no device: it knows how to write weights, and has none to write."""
+    with torch.device("meta"):
+        return type(student)(copy.deepcopy(student.config))

@@ -1,0 +1,131 @@
+"""Saving while training goes on: copied at once, written by a thread, one at a time."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pretrain.checkpoint.layout import as_json, folder_name
+from pretrain.checkpoint.snapshot import Snapshot, complete, without_weights
+from pretrain.checkpoint.writing import Contents, commit, tidy
+
+
+class Writer:
+    """Writes the checkpoints of one run; the caller holds the lock of the run's folder.
+
+    Args:
+        root: the folder of checkpoints, made by the first save.
+        tokenizer: the folder whose files go beside the student's weights; read here and now.
+        keep: how many of the newest stay, beside the best.
+        phase: is told what the writer is at, from its thread.
+        fence: called just before a checkpoint takes its name; raises if the run was taken over.
+        warn: is told in one line, from the thread, of a save that failed.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        tokenizer: Path,
+        keep: int,
+        phase: Callable[[str], None],
+        fence: Callable[[], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        assert keep >= 1
+        self._root, self._keep = root, keep
+        self._phase, self._fence, self._warn = phase, fence, warn
+        self._tokenizer = {path.name: path.read_bytes() for path in sorted(tokenizer.iterdir())}
+        self._weights, self._moments = Snapshot(), Snapshot()
+        self._model: PreTrainedModel | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._flight: Future[None] | None = None
+
+    def save(
+        self,
+        step: int,
+        *,
+        student: PreTrainedModel,
+        weights: Mapping[str, Tensor] | None,
+        optimizer: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        wait: bool = False,
+    ) -> float:
+        """Copy all that a checkpoint of `step` needs, and let the thread write it.
+
+        A save that is still being written is waited for first. One that fails costs a warning: the
+        checkpoint before it stays, and the next save tries again.
+
+        Args:
+            step: optimizer steps done.
+            student: the model; its own weights are read only if `weights` is None.
+            weights: the full fp32 parameters by name.
+            optimizer: AdamW's state as `parameter name/moment`.
+            state: all else, for JSON; `evaluation` and `evaluation_step` decide which is the best.
+            wait: return only when it is committed.
+
+        Returns:
+            The seconds that the caller was held up.
+
+        Raises:
+            OSError: it was not written, with `wait`.
+            Exception: what the fence raised in the save before this one, or in this with `wait`.
+        """
+        start = time.perf_counter()
+        with suppress(OSError):  # which was told
+            self.finish()
+        if self._model is None:
+            self._model = without_weights(student)
+        own = student.state_dict() if weights is None else complete(weights, student)
+        contents = Contents(
+            step=step,
+            model=self._model,
+            weights=self._weights.take(own, tied=True),
+            optimizer=self._moments.take(optimizer, tied=False),
+            state=as_json({**state, "step": step}),
+            tokenizer=self._tokenizer,
+        )
+        self._flight = self._thread.submit(self._write, contents, wait)
+        if wait:
+            self.finish()
+        return time.perf_counter() - start
+
+    def finish(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            OSError: it was not written.
+            Exception: what the fence raised.
+        """
+        if self._flight is not None:
+            try:
+                self._flight.result()
+            finally:
+                if self._flight.done():  # not, if a signal's handler raised
+                    self._flight = None
+
+    def _write(self, contents: Contents, wait: bool) -> None:
+        step = contents.step
+        try:
+            commit(self._root, contents, phase=self._phase, fence=self._fence)
+        except OSError as error:
+            final = self._root / folder_name(step)
+            cause = f"{error.strerror or error} (at least {contents.num_bytes:,} bytes are needed)"
+            if not wait:
+                self._warn(
+                    f"{final}: not saved: {cause}; earlier checkpoints are untouched, and the next "
+                    "save tries again"
+                )
+            raise OSError(error.errno or errno.EIO, cause, str(final)) from error
+        try:
+            tidy(self._root, step, keep=self._keep, phase=self._phase)
+        except OSError as error:
+            self._warn(f"{self._root}: step {step} is saved, what is older not tidied up: {error}")

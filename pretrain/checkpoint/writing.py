@@ -1,0 +1,171 @@
+"""The order in which a checkpoint comes to be on disk, so that no crash leaves half of one."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from data_prep.disk import hash_file, sync
+from pretrain import RunError
+from pretrain.checkpoint.layout import (
+    FORMAT,
+    MANIFEST,
+    OPTIMIZER,
+    STATE,
+    STUDENT,
+    checkpoints,
+    folder_name,
+    manifest_bytes,
+)
+from pretrain.checkpoint.reading import DamagedError, read_state, verify
+from pretrain.files import replace_text, writing_to
+
+_TEMPORARY = ".tmp-"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All of a checkpoint, in memory that nobody else writes to."""
+
+    step: int
+    model: PreTrainedModel  # without weights
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    state: bytes
+    tokenizer: Mapping[str, bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on disk, nearly."""
+        tensors = {t.data_ptr(): t for t in [*self.weights.values(), *self.optimizer.values()]}
+        files = [self.state, *self.tokenizer.values()]
+        return sum(t.nbytes for t in tensors.values()) + sum(map(len, files))
+
+
+def commit(
+    root: Path, contents: Contents, *, phase: Callable[[str], None], fence: Callable[[], None]
+) -> None:
+    """Write a checkpoint beside its place, flush it, and rename it there.
+
+    One that is there and verifies stays: a run is repeatable.
+
+    Raises:
+        OSError: it could not be written; what was there before is untouched.
+    """
+    final = root / folder_name(contents.step)
+    if final.exists() and verify(final) is None:
+        return
+    with writing_to(root):
+        if not root.exists():
+            root.mkdir(parents=True)
+            sync(root.parent)
+        for leftover in root.glob(f"{_TEMPORARY}*"):  # of processes that are no more
+            shutil.rmtree(leftover, ignore_errors=True)
+    # A name of its own: a process that was taken for dead and is not may still write to another.
+    temporary = root / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        _fill(temporary, contents, phase)
+        fence()
+        phase("save:rename")
+        with writing_to(final):
+            if final.exists():  # one that does not verify
+                remove(final)
+            temporary.rename(final)
+            sync(root)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _fill(folder: Path, contents: Contents, phase: Callable[[str], None]) -> None:
+    student = folder / STUDENT
+    phase("save:weights")
+    with writing_to(student):
+        student.mkdir(parents=True)
+        contents.model.save_pretrained(student, state_dict=dict(contents.weights))
+        for path in student.iterdir():
+            sync(path)
+    for name, data in contents.tokenizer.items():
+        _put(student / name, data)
+    phase("save:optimizer")
+    with writing_to(folder / OPTIMIZER):
+        save_file(dict(contents.optimizer), folder / OPTIMIZER, metadata={"format": "pt"})
+        sync(folder / OPTIMIZER)
+    phase("save:state")
+    _put(folder / STATE, contents.state)
+    phase("save:manifest")
+    files = {}
+    with writing_to(folder):
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            sha256, size = hash_file(path)
+            files[str(path.relative_to(folder))] = {"bytes": size, "sha256": sha256}
+    values = {"format": FORMAT, "step": contents.step, "files": files}
+    _put(folder / MANIFEST, manifest_bytes(values))
+    phase("save:flush")
+    with writing_to(folder):
+        for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+            sync(path)
+
+
+def _put(path: Path, data: bytes) -> None:
+    with writing_to(path):
+        path.write_bytes(data)
+        sync(path)
+
+
+def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> None:
+    """After `step` was committed: write the pointers, then remove what is neither new nor best.
+
+    Of the checkpoints up to this step the newest `keep` stay, and the one with the lowest held-out
+    loss. Later ones did not verify when the run was resumed; each is replaced when its step comes.
+    What is damaged or of another version is neither counted nor removed.
+
+    Raises:
+        OSError: a pointer was not written or a folder not removed; all checkpoints are whole.
+    """
+    phase("save:pointer")
+    losses: dict[Path, float] = {}
+    for number, folder in checkpoints(root).items():
+        if number <= step:
+            with suppress(DamagedError, RunError):
+                losses[folder] = _held_out_loss(read_state(folder, every_byte=False))
+    best = min(reversed(losses), key=losses.__getitem__, default=None)  # of two the older
+    if best is not None and losses[best] == math.inf:
+        best = None
+    try:
+        replace_text(root / "latest", f"{folder_name(step)}\n")
+        if best is not None:
+            replace_text(root / "best", f"{best.name}\n")
+    finally:  # a disk too full for a pointer needs this all the more
+        phase("save:rotate")
+        with writing_to(root):
+            for folder in list(losses)[keep:]:
+                if folder != best:
+                    remove(folder)
+            sync(root)
+
+
+def _held_out_loss(state: Mapping[str, Any]) -> float:
+    """The loss at this checkpoint's own step; infinite if it was not evaluated there."""
+    if state.get("evaluation_step") != state["step"]:
+        return math.inf
+    loss = (state.get("evaluation") or {}).get("loss", math.inf)
+    return loss if math.isfinite(loss) else math.inf
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, never leaving half of it under its name."""
+    doomed = folder.with_name(f"{_TEMPORARY}removed-{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)

@@ -1,0 +1,143 @@
+"""A sign of life of each rank, for the supervisor that started it.
+
+A rank cannot say that it hangs, so a thread of it writes where it is, with a counter, twice a
+second. A stopped process stops counting; one that waits for the others counts on in one place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+
+EVERY = 0.5  # seconds
+FOLDER = "DISTIL_HEARTBEATS"  # environment: where ranks write; unset without a supervisor
+SUPERVISOR = "DISTIL_SUPERVISOR"  # environment: its pid
+_RECORD = 1024  # bytes: written at once and in place, so that a reader sees one record
+
+
+class Heartbeat:
+    """Where a rank is, and that it lives; written only if there is a folder."""
+
+    _running: ClassVar[Heartbeat | None] = None
+
+    def __init__(self, rank: int, folder: Path | None) -> None:
+        self.rank = rank
+        self.step = 0
+        self.phase = "start"
+        self.background = ""
+        self._folder = folder
+        self._file = -1
+        if folder is None:
+            return
+        self._host = socket.gethostname()
+        self._beat = 0
+        self._mutex = threading.Lock()
+        self._stop = threading.Event()
+        self._file = os.open(path(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
+        self._write()
+        self._thread = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_environment(cls, rank: int) -> Heartbeat:
+        """This process's heartbeat: the one that beats already, if there is one."""
+        name = os.environ.get(FOLDER)
+        folder = Path(name) if name else None
+        running = cls._running
+        if running is not None and (running.rank, running._folder) == (rank, folder):
+            return running
+        beginning = cls(rank, folder)
+        cls._running = beginning if folder else None
+        return beginning
+
+    def at(self, step: int, phase: str) -> None:
+        """Say where the rank is; written at once, because a killed rank cannot do it later."""
+        self.step = step
+        self.phase = phase
+        self._write()
+
+    def saving(self, part: str) -> None:
+        """Say what the thread that writes checkpoints is at, while the rank is elsewhere."""
+        self.background = part
+        self._write()
+
+    def close(self) -> None:
+        """Stop, and say that it was on purpose."""
+        if self._file < 0:
+            return
+        self._stop.set()
+        self._thread.join()
+        self._write()
+        with self._mutex:
+            os.close(self._file)
+            self._file = -1
+        if Heartbeat._running is self:
+            Heartbeat._running = None
+
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _keep(self) -> None:
+        parent = os.getppid()
+        supervisor = _process(os.environ.get(SUPERVISOR, ""))
+        while not self._stop.wait(EVERY):
+            # Nobody would end this process, nor read what it writes; and it may hang, or write
+            # into a run that has been started anew.
+            if os.getppid() != parent or (SUPERVISOR in os.environ and not _is_alive(supervisor)):
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._write()
+
+    def _write(self) -> None:
+        if self._folder is None:
+            return
+        with self._mutex:
+            if self._file < 0:  # closed
+                return
+            self._beat += 1
+            values = {
+                "rank": self.rank,
+                "pid": os.getpid(),
+                "host": self._host,
+                "step": self.step,
+                "phase": self.phase,
+                "background": self.background,
+                "beat": self._beat,
+                "closed": self._stop.is_set(),
+            }
+            with suppress(OSError):  # a beat that is lost is not worth the run
+                os.pwrite(self._file, json.dumps(values).encode().ljust(_RECORD), 0)
+
+
+def path(folder: Path, rank: int) -> Path:
+    """The file of a rank's heartbeat."""
+    return folder / f"rank-{rank:05d}.json"
+
+
+def _process(pid: str) -> psutil.Process | None:
+    try:
+        return psutil.Process(int(pid))
+    except (ValueError, psutil.NoSuchProcess):
+        return None
+
+
+def _is_alive(process: psutil.Process | None) -> bool:
+    """Whether it still runs, and is not another one that got its pid."""
+    try:
+        return (
+            process is not None
+            and process.is_running()
+            and process.status() != psutil.STATUS_ZOMBIE
+        )
+    except psutil.NoSuchProcess:
+        return False

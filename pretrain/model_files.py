@@ -1,0 +1,190 @@
+"""A model's folder, read without running anything: config.json, tensors, vocabulary.
+
+`transformers` gets a config and tensors from here and never a folder: what lies in one can lead it
+to code (auto_map, attention kernels), to pickles, adapters and other repositories. The `who` of
+every function opens the message of the RunError that it raises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers.modeling_utils import load_state_dict
+
+from pretrain import RunError
+
+_SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
+_SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+_TEXTS = ["config.json", "vocab.txt", "tokenizer.json", *_SETTINGS]
+# Keys that make transformers import, fetch or replace code; a leading underscore hides none.
+_CODE = (
+    *("auto_map", "attn_implementation", "experts_implementation", "custom_generate"),
+    *("quantization_config", "fusion_config", "kernel_config"),
+)
+_SAFE_UNPICKLER = (2, 10)  # of torch; in the one before, weights_only did not help: CVE-2026-24747
+_ROLES = ("pad", "unk", "cls", "sep", "mask")
+
+
+class Words(NamedTuple):
+    """A tokenizer's entries in id order, and the ids of the special tokens that it names."""
+
+    vocabulary: list[str]
+    special_ids: dict[str, int | None]  # keys as in the shards' manifest; None: not an entry
+
+
+def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str | None]:
+    """(folder, None) of a model that lies here; (files in the cache, commit) of a hub's.
+
+    No code is downloaded, and pickled weights only where there are no others.
+    """
+    if Path(name).is_dir():
+        return Path(name), None
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise RunError(f"{who}: there is no {name}/config.json; check the path")
+    try:
+        for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
+            folder = Path(
+                snapshot_download(name, revision=revision, allow_patterns=[*_TEXTS, weights])
+            )
+            if any(folder.glob(weights)):
+                break
+    except Exception as error:  # what a hub, a proxy and a network raise is no one family
+        raise RunError(
+            f"{who}: no such folder here, and the hub does not give it ({first_line(error)}); "
+            "check the name, or give the path of a folder"
+        ) from error
+    return folder, folder.name
+
+
+def read_config(who: str, folder: Path) -> dict[str, Any]:
+    """The config.json of a folder; one that could run code is refused."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise RunError(f"{who}: there is no {path}; check the path")
+    return _read_json(who, path)
+
+
+def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, Tensor]:
+    """All weights of a folder by name, on the CPU and in memory of their own.
+
+    Safetensors, whole or in parts; with `pickled` also a pytorch_model.bin where there are none.
+    """
+    files = _weight_files(who, folder, _SAFE)
+    safe = bool(files)
+    if not safe:
+        files = _weight_files(who, folder, _PICKLED)
+        if not files:
+            raise RunError(f"{who}: there is no {folder / _SAFE}; check the path")
+        _refuse_pickles(who, files[0], allowed=pickled)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            # Both readers map the file: without a copy, whoever writes it again changes the model.
+            found = load_file(file) if safe else _unpickled(file)
+            tensors |= {name: tensor.clone() for name, tensor in found.items()}
+        except Exception as error:  # a damaged file raises whatever its parser comes upon
+            reason = first_line(error) if safe else "damaged, or not only tensors"
+            raise RunError(
+                f"{who}: {file} cannot be read ({reason}); copy or download it again"
+            ) from error
+    return tensors
+
+
+def read_words(who: str, folder: Path) -> Words | None:
+    """The tokenizer's words, from vocab.txt or else tokenizer.json; None where there is neither."""
+    try:
+        if (folder / "vocab.txt").is_file():
+            text = (folder / "vocab.txt").read_text(encoding="utf-8")
+            ids = {word: id for id, word in enumerate(text.rstrip("\n").split("\n"))}
+        elif (folder / "tokenizer.json").is_file():
+            ids = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+        else:
+            ids = {}
+    except Exception as error:  # tokenizers raises bare Exception
+        raise RunError(f"{who}: its tokenizer cannot be read ({first_line(error)})") from error
+    special: dict[str, int | None] = {}
+    for name in _SETTINGS:
+        settings = _read_json(who, folder / name) if (folder / name).is_file() else {}
+        for role in _ROLES:
+            token = settings.get(f"{role}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                special[role] = ids.get(token)
+    return Words(sorted(ids, key=lambda word: ids[word]), special) if ids else None
+
+
+def first_line(error: Exception) -> str:
+    """What a library said, without the rest of the page."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _read_json(who: str, path: Path) -> dict[str, Any]:
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{who}: {path} is not valid JSON ({first_line(error)})") from error
+    if not isinstance(raw, dict):
+        raise RunError(f"{who}: {path} is not a JSON object")
+    for key in _keys(raw):
+        if key.lstrip("_").startswith(_CODE):
+            raise RunError(
+                f"{who}: {path.name} holds {key!r}, which could run code; take the key out if the "
+                "model needs none, or take another model"
+            )
+    return raw
+
+
+def _keys(value: object) -> Iterator[str]:
+    """The keys of an object and of the objects in it."""
+    if isinstance(value, dict):
+        yield from value
+        for inner in value.values():
+            yield from _keys(inner)
+
+
+def _weight_files(who: str, folder: Path, name: str) -> list[Path]:
+    """The file of this name, or those that its index lists; none is outside the folder."""
+    if (folder / name).is_file():
+        return [folder / name]
+    index = folder / f"{name}.index.json"
+    if not index.is_file():
+        return []
+    table = _read_json(who, index).get("weight_map")
+    parts = set(table.values()) if isinstance(table, dict) else {""}
+    for part in parts:
+        # Case counts: what does not end in .safetensors would be read as a pickle elsewhere.
+        if Path(part).name != part or not part.endswith(Path(name).suffix):
+            raise RunError(
+                f"{who}: {index.name} lists {part!r}, which is no *{Path(name).suffix} file of "
+                "this folder; save the model again"
+            )
+    return sorted(folder / part for part in parts)
+
+
+def _refuse_pickles(who: str, file: Path, *, allowed: bool) -> None:
+    if not allowed:
+        raise RunError(
+            f"{who}: {file} is a pickle, and there is no {_SAFE}; load the model where you trust "
+            "it and write it again with save_pretrained"
+        )
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _SAFE_UNPICKLER:
+        raise RunError(
+            f"{who}: {file} is a pickle, which torch {torch.__version__} does not read safely "
+            f"(CVE-2026-24747); upgrade to torch 2.10, or save the model as {_SAFE}"
+        )
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    """Tensors of a .bin; `weights_only` builds nothing else."""
+    tensors = load_state_dict(file, map_location="cpu", weights_only=True)
+    assert all(isinstance(tensor, Tensor) for tensor in tensors.values())
+    return tensors

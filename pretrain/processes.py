@@ -1,0 +1,209 @@
+"""The processes of a run: how they start, agree, are told to stop, and end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+
+from pretrain import RunError
+from pretrain.config import RunConfig
+from pretrain.hashing import root
+from pretrain.parallel import uses_deepspeed
+
+Result = TypeVar("Result")
+
+TIMEOUT = 300.0  # seconds that a process waits for the others in a collective operation
+_MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+# Process groups that have ended, kept until the interpreter does: else DDP's reducer is the last to
+# own one, and torch 2.13 frees it there without letting go of the GIL, for which a thread of gloo
+# that the group waits for may wait in turn.
+_KEPT: list[Any] = []
+
+
+@contextmanager
+def processes(config: RunConfig) -> Iterator[Accelerator]:
+    """This process's Accelerator; a process group that was not there before ends with the block.
+
+    Raises:
+        RunError: the environment does not fit the config.
+    """
+    there = torch.distributed.is_initialized()
+    accelerator = build_accelerator(config)
+    try:
+        yield accelerator
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        if accelerator.num_processes > 1 and not there:
+            _KEPT.append(torch.distributed.group.WORLD)
+            PartialState().destroy_process_group()
+            PartialState._reset_state()
+
+
+def build_accelerator(config: RunConfig) -> Accelerator:
+    """Accelerate's device and process set-up, with accumulation and saving left to us.
+
+    Raises:
+        RunError: fp16 without a GPU, where Accelerate would silently compute in fp32; or a
+            package that is not installed.
+    """
+    gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    deepspeed = uses_deepspeed()
+    settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout())}
+    if deepspeed:
+        _need("deepspeed", "ACCELERATE_USE_DEEPSPEED", "deepspeed")
+        if not gpu:
+            settings["backend"] = "gloo"
+            _prepare_deepspeed_for_cpus()
+        if "LOCAL_RANK" not in os.environ:
+            raise RunError(
+                "ACCELERATE_USE_DEEPSPEED is set, but no launcher has started this process: "
+                "use `distil launch CONFIG --zero 1`"
+            )
+    # Without `cpu=True` Accelerate runs one process where several were started on CPUs.
+    cpu = not gpu and not deepspeed
+    device = PartialState(cpu=cpu, **settings).device
+    if config.logging.tensorboard:
+        _need("tensorboard", "logging.tensorboard", "tensorboard")
+    if config.train.precision == "fp16" and device.type != "cuda":
+        raise RunError(
+            f"train.precision fp16 needs a CUDA GPU, this is {device.type}; use bf16 or fp32"
+        )
+    # Accelerate keeps the first precision of a process for ever; a second run may want another.
+    AcceleratorState._reset_state()
+    # The head's parameters get no gradient when no term looks at logits.
+    unused = all(term.signal != "logits" for term in config.objective.terms())
+    precision = config.train.precision
+    return Accelerator(
+        cpu=cpu,
+        # DeepSpeed would round the weights to bf16; autocast keeps them in fp32, as DDP does.
+        mixed_precision="no" if deepspeed and precision == "bf16" else _MIXED[precision],
+        log_with="tensorboard" if config.logging.tensorboard else None,
+        project_dir=config.output,
+        # Ours is the loop's; a launcher's environment would divide every loss.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=unused,
+            )
+        ],
+    )
+
+
+def timeout() -> float:
+    """Seconds that a process waits for the others, DISTIL_TIMEOUT of the environment.
+
+    Raises:
+        RunError: it is no positive number.
+    """
+    text = os.environ.get("DISTIL_TIMEOUT", str(TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise RunError(f"DISTIL_TIMEOUT {text}: not a number of seconds; take 300, for instance")
+    return seconds
+
+
+def jointly(
+    accelerator: Accelerator, action: Callable[[], Result], *, here: bool = True
+) -> Result | None:
+    """Act where `here`; if that fails anywhere all end, the others without a word of their own.
+
+    A process that raised alone would leave the rest waiting for it until their timeout.
+    """
+    result, error = None, None
+    if here:
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+    failed = any_process(accelerator, error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        raise SystemExit(2)
+    return result
+
+
+def any_process(accelerator: Accelerator, flag: bool) -> bool:
+    """Whether the flag is set in any process; all call it."""
+    if accelerator.num_processes == 1:
+        return flag
+    flags = accelerator.reduce(torch.tensor([int(flag)], device=accelerator.device), "sum")
+    return bool(flags.item())
+
+
+def same_everywhere(accelerator: Accelerator, values: Mapping[str, str]) -> None:
+    """Hold what the processes have read against one another.
+
+    Raises:
+        RunError: in every process, naming the value and who differs.
+    """
+    if accelerator.num_processes == 1:
+        return
+    keys = torch.tensor([root(0, *value.encode()) for value in values.values()])
+    gathered = accelerator.gather(keys[None].to(accelerator.device)).tolist()
+    for name, column in zip(values, zip(*gathered, strict=True), strict=True):
+        odd = [rank for rank, key in enumerate(column) if key != column[0]]
+        if odd:
+            raise RunError(
+                f"process {odd[0]} has another {name} than process 0: all processes must see the "
+                "same files; put them on a file system that all nodes share"
+            )
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[list[int]]:
+    """SIGTERM, SIGINT and SIGUSR1 are noted in the list given; a second SIGINT ends at once."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread may set handlers
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        if number == signal.SIGINT:  # a scheduler repeats itself, a person means it
+            signal.signal(number, before[number])
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _prepare_deepspeed_for_cpus() -> None:
+    """Let DeepSpeed use CPUs, without the operation that it would compile at its first start.
+
+    That one only speeds up processes of one host, needs a C++ compiler, and when a start is killed
+    while it compiles, torch's lock file (torch/utils/file_baton.py) stays and every later start
+    waits for it for ever.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _need(package: str, who: str, extra: str) -> None:
+    if find_spec(package) is None:
+        raise RunError(f"{who} needs {package}: pip install 'distil-pretraining[{extra}]'")

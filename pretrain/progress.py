@@ -1,0 +1,91 @@
+"""What a run tells while it goes: what is about to happen, each step's terms, a checkpoint."""
+
+from __future__ import annotations
+
+import math
+
+from pretrain.build import Run
+from pretrain.metrics import Clock, flops_per_token, peak_flops
+
+
+def describe(run: Run) -> None:
+    """Say in three lines what is about to happen."""
+    config, accelerator, manifest = run.config, run.accelerator, run.manifest
+    say = run.progress.say
+    size = sum(p.numel() for p in run.student.parameters())
+    teacher = ""
+    if run.teacher is not None:
+        teacher = f", teacher {run.teacher.model.config.num_hidden_layers} layers"
+        teacher += f" ({run.teacher.name})"
+    say(
+        f"{config.objective.name}: {run.student.config.num_hidden_layers} layers x "
+        f"{run.student.config.hidden_size}, {size / 1e6:.1f} M parameters{teacher}"
+    )
+    split = manifest.splits["train"]
+    fill = split.tokens / (split.rows * manifest.row_length)
+    held = (
+        f", {len(run.held_out)} held out"
+        if run.held_out
+        else "; no validation split: no evaluation"
+    )
+    say(
+        f"{split.rows:,} rows x {manifest.row_length}, {split.tokens:,} tokens "
+        f"({fill:.1%} full){held}"
+    )
+    say(
+        f"{run.num_steps:,} steps of {config.train.global_batch_size} rows = "
+        f"{config.train.micro_batch_size} rows x {run.accumulation} micro-batches x "
+        f"{accelerator.num_processes} process(es), {config.train.precision} on "
+        f"{accelerator.device.type}{run.parallel.name}"
+    )
+    if run.step:
+        say(f"continuing after step {run.step:,}")
+    for skip in run.dataset.skips:
+        say(f"rows {skip.first} to {skip.last - 1} are left out from step {skip.step + 1} on")
+        if skip.step == run.step:
+            values = {"first": skip.first, "last": skip.last}
+            run.metrics.write("skip_rows", run.step, values)
+    run.progress.step(run.step, run.num_steps, {})
+
+
+def start_clock(run: Run) -> Clock:
+    """A clock that knows the work a token takes and what the hardware could do."""
+    config, accelerator = run.config, run.accelerator
+    everywhere = any(t.over == "tokens" and t.signal == "logits" for t in run.module.terms)
+    work = flops_per_token(
+        run.student,
+        run.module.teacher,
+        run.manifest.row_length,
+        head_share=1.0 if everywhere else config.masking.probability,
+    )
+    peak = peak_flops(accelerator.device, config.train.precision)
+    if accelerator.device.type != "cpu":  # CPU processes share one machine's cores
+        peak *= accelerator.num_processes
+    return Clock(work, peak, run.tokens)
+
+
+def report(
+    run: Run, clock: Clock, sums: list[float], counts: dict[str, int], norm: float, rate: float
+) -> None:
+    """Show the step that was made; where it is due, write its terms, rates and norm.
+
+    Args:
+        sums: each term's sum over the step and all processes [T].
+        counts: what they are divided by.
+        norm: of the gradient before clipping; infinite or NaN if no update was made.
+        rate: the learning rate.
+    """
+    values: dict[str, float] = {}
+    terms = {
+        term.name: total / max(counts[term.over], 1)
+        for term, total in zip(run.module.terms, sums, strict=True)
+    }
+    loss = sum(term.weight * terms[term.name] for term in run.module.terms)
+    made = math.isfinite(norm)  # else fp16's scaled gradients overflowed, or the step was left out
+    for warning in run.spikes.seen(run.step, loss, norm) if made and counts["tokens"] else ():
+        run.progress.say(f"warning: {warning}")
+    if run.due(run.config.logging.every) and made:
+        values = {"loss": loss, **terms, "grad_norm": norm, "learning_rate": rate}
+        values |= {"tokens": run.tokens, **clock.read(run.tokens)}
+        run.metrics.write("train", run.step, values)
+    run.progress.step(run.step, run.num_steps, values)

@@ -1,0 +1,294 @@
+"""What can happen to a save, each disaster in a process of its own, one after the other.
+
+`python disasters.py KIND FOLDER` prints a line of JSON for each; any exit code but 0 means that a
+promise was broken, and the traceback says which.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import tiny_run
+
+import data_prep.disk.writing
+import pretrain.checkpoint
+import pretrain.files
+from pretrain.checkpoint import newest
+
+PACKAGE = Path(pretrain.checkpoint.__file__).parent
+WRITES = {str(PACKAGE / "writing.py"), data_prep.disk.writing.__file__, pretrain.files.__file__}
+READS = {str(PACKAGE / "reading.py"), str(PACKAGE / "layout.py")}
+
+Told = dict[str, Any]
+Tell = Callable[[Told], None]
+
+
+def kills(folder: Path, before: int | None) -> Iterator[Told]:
+    """SIGKILL before each line of a save of step 2, over a checkpoint of `before` or nothing.
+
+    Lines that only read change nothing that a later line would find.
+    """
+    for number in count(1):
+        root = fresh(folder, number, before)
+
+        def save(tell: Tell, root: Path = root, number: int = number) -> None:
+            def die(where: str) -> None:
+                tell({"where": where})
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            lines = Lines(WRITES, number, die)
+            threading.settrace(lines.trace)
+            tiny_run.save(tiny_run.writer(root, phase=lines.enter), 2, loss=2.0)
+
+        killed, told = in_child(save)
+        step = found(root)
+        if not killed:
+            assert step == 2
+            return
+        assert step in (before, 2), (told, step)
+        save_last(root)
+        yield {**told, "found": step}
+        shutil.rmtree(root.parent)
+
+
+def errors(folder: Path) -> Iterator[Told]:
+    """An OSError before each line of a save that may meet one."""
+    for number in count(1):
+        root = fresh(folder, number, 1)
+        cause = (errno.EIO, errno.ENOSPC, errno.EROFS)[number % 3]
+
+        lines = Lines(WRITES | READS, number)
+
+        def arm(tell: Tell, lines: Lines = lines, cause: int = cause) -> None:
+            def fail(where: str) -> None:
+                tell({"where": where, "cause": os.strerror(cause)})
+                raise OSError(cause, os.strerror(cause))
+
+            lines.act = fail
+            threading.settrace(lines.trace)
+
+        told = fails(root, arm, lines.rest, lines.enter)
+        if "where" not in told:
+            return
+        yield told
+        shutil.rmtree(root.parent)
+
+
+def large_files(folder: Path) -> Iterator[Told]:
+    """A limit on the size of files: from nothing, by steps, to what is enough."""
+    free = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for number in count(0):
+        root = fresh(folder, number, 1)
+        size, cause = 1024 * number, os.strerror(errno.EFBIG)
+
+        def arm(tell: Tell, size: int = size, cause: str = cause) -> None:
+            tell({"bytes": size, "cause": cause})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, free[1]))
+
+        told = fails(root, arm, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, free))
+        if not told["raised"] and not told["warned"]:
+            return
+        yield told
+        shutil.rmtree(root.parent)
+
+
+def full_disks(folder: Path) -> Iterator[Told]:
+    """A file system with too few pages left, from none to enough; then one that is read-only.
+
+    Needs a mount namespace of its own.
+    """
+    disk = folder / "disk"
+    disk.mkdir()
+    mount("tmpfs", disk, "size=1m")
+    for number in count(-1):
+        root = fresh(disk, max(number, 0), 1)
+        # Measured in full: what is left depends on pages, which only the file system knows.
+        used = 4096 * (os.statvfs(disk).f_blocks - os.statvfs(disk).f_bfree)
+        options = "remount,ro" if number < 0 else f"remount,size={used + 4096 * number}"
+        cause = os.strerror(errno.EROFS if number < 0 else errno.ENOSPC)
+
+        def arm(tell: Tell, options: str = options, cause: str = cause) -> None:
+            tell({"options": options, "cause": cause})
+            mount("tmpfs", disk, options)
+
+        told = fails(root, arm, lambda: mount("tmpfs", disk, "remount,rw,size=1m"))
+        if not told["raised"] and not told["warned"]:
+            return
+        yield told
+        shutil.rmtree(root.parent)
+
+
+def fails(
+    root: Path,
+    arm: Callable[[Tell], None],
+    disarm: Callable[[], object],
+    phase: Callable[[str], None] = tiny_run.nothing,
+) -> Told:
+    """In a child: a periodic save of step 2 once `arm` was called, and a last one of step 3."""
+
+    def work(tell: Tell) -> None:
+        warned: list[str] = []
+        to = tiny_run.writer(root, warn=warned.append, phase=phase)
+        raised = ""
+        arm(tell)
+        tiny_run.save(to, 2, loss=2.0, wait=False)
+        try:
+            to.finish()
+        except OSError as error:
+            raised = str(error)
+        step, names = found(root), tiny_run.names(root)
+        disarm()
+        tell({"found": step, "left": names, "warned": list(warned), "raised": raised})
+        warned.clear()
+        tiny_run.save(to, 3, loss=1.0)
+        assert not warned
+        save_last(root)
+
+    killed, told = in_child(work)
+    assert not killed
+    assert told["found"] in (1, 2), told
+    if told["raised"]:
+        (line,) = told["warned"]
+        start = f"{root / 'step-00000002'}: not saved: {told['cause']} ("
+        assert line.startswith(start) and " bytes are needed)" in line and "\n" not in line, told
+        assert told["cause"] in told["raised"] and str(root) in told["raised"], told
+        assert not [name for name in told["left"] if name.startswith(".tmp")], told
+    elif told["warned"]:
+        (line,) = told["warned"]
+        assert told["found"] == 2, told
+        assert line.startswith(f"{root}: step 2 is saved, what is older not tidied up: "), told
+        assert told["cause"] in line and "\n" not in line, told
+    else:
+        assert told["found"] == 2, told
+    return told
+
+
+def save_last(root: Path) -> None:
+    """Save step 3, which is the best, and find nothing else there."""
+    tiny_run.save(tiny_run.writer(root), 3, loss=1.0)
+    assert found(root) == 3
+    assert tiny_run.names(root) == ["best", "latest", "step-00000003"], tiny_run.names(root)
+    for pointer in ("best", "latest"):
+        assert (root / pointer).read_text() == "step-00000003\n"
+
+
+def found(root: Path) -> int | None:
+    """The step of the newest checkpoint, which must be whole, with nothing in its way."""
+    saved = newest(root, lambda text: sys.exit(f"skipped: {text}"))
+    assert saved is None or tiny_run.is_whole(saved), saved
+    return saved and saved.step
+
+
+def fresh(folder: Path, number: int, before: int | None) -> Path:
+    """A folder of checkpoints with that of step `before`, or with none."""
+    root = folder / str(number) / "checkpoints"
+    if before is None:
+        root.parent.mkdir()
+        return root
+    template = folder / "template" / "checkpoints"
+    if not template.exists():
+        template.parent.mkdir()
+        killed, _ = in_child(lambda _: tiny_run.save(tiny_run.writer(template), before, loss=3.0))
+        assert not killed and found(template) == before
+    shutil.copytree(template.parent, root.parent)
+    return root
+
+
+class Lines:
+    """Acts just before the `number`th line that a thread runs of some files.
+
+    Of a line that comes again and again in one phase of a save, the first two times count.
+    """
+
+    def __init__(
+        self, files: set[str], number: int, act: Callable[[str], None] = tiny_run.nothing
+    ) -> None:
+        self.files, self.left, self.act = files, number, act
+        self.phase = ""
+        self.seen: Counter[tuple[str, str, int]] = Counter()
+
+    def enter(self, phase: str) -> None:
+        """A phase of the save begins."""
+        self.phase = phase
+
+    def rest(self) -> None:
+        """Act no more."""
+        self.left = -1
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        """For sys.settrace."""
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if file not in self.files:
+            return None
+        if event == "line":
+            self.seen[self.phase, file, line] += 1
+            self.left -= self.seen[self.phase, file, line] <= 2
+            if self.left == 0:
+                self.rest()
+                self.act(f"{self.phase} {Path(file).name}:{line}")
+        return self.trace
+
+
+def in_child(work: Callable[[Tell], object]) -> tuple[bool, Told]:
+    """Whether a forked process was killed, and what it told before."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work(lambda told: os.write(writing, json.dumps(told).encode() + b"\n"))  # type: ignore
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        lines = [json.loads(line) for line in pipe]
+    _, status = os.waitpid(pid, 0)
+    told = {name: value for line in lines for name, value in line.items()}
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL, (status, told)
+        return True, told
+    assert os.WEXITSTATUS(status) == 0, told
+    return False, told
+
+
+def mount(kind: str, folder: Path, options: str) -> None:
+    """Mount, or change a mount."""
+    subprocess.run(["mount", "-t", kind, "-o", options, kind, folder], check=True)
+
+
+KINDS: dict[str, Callable[[Path], Iterator[Told]]] = {
+    "kills": lambda folder: kills(folder, 1),
+    "first kills": lambda folder: kills(folder, None),
+    "errors": errors,
+    "large files": large_files,
+    "full disks": full_disks,
+}
+
+if __name__ == "__main__":
+    # What every child needs, once: the models, and what transformers imports when it first writes.
+    # Frozen, the collector leaves it alone, and no child copies its pages.
+    for step in (1, 2, 3):
+        tiny_run.moments(step)
+        tiny_run.student(step).save_pretrained(sys.argv[2])
+    gc.freeze()
+    for told in KINDS[sys.argv[1]](Path(sys.argv[2])):
+        print(json.dumps(told))

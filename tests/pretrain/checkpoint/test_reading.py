@@ -1,0 +1,278 @@
+"""What is read is what was written, or it is not read."""
+
+import json
+import os
+import random
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+from torch import Tensor
+
+from pretrain import RunError, checkpoint
+from pretrain.checkpoint.layout import manifest_bytes
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 1 and 2; whoever changes them changes them back."""
+    folder = tmp_path_factory.mktemp("reading") / "checkpoints"
+    to = tiny_run.writer(folder, keep=2)
+    for step in (1, 2):
+        tiny_run.save(to, step)
+    return folder
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def newest(root: Path) -> tuple[int | None, list[str]]:
+    """(step, what was said) of the newest checkpoint, which is whole."""
+    said: list[str] = []
+    saved = checkpoint.newest(root, said.append)
+    assert saved is None or tiny_run.is_whole(saved)
+    return saved and saved.step, said
+
+
+def flip(data: bytes, draw: random.Random) -> bytes:
+    place = draw.randrange(8 * len(data))
+    changed = bytearray(data)
+    changed[place // 8] ^= 1 << place % 8
+    return bytes(changed)
+
+
+def zero(data: bytes, draw: random.Random) -> bytes:
+    start = 4096 * draw.randrange(-(-len(data) // 4096))
+    end = min(start + 4096, len(data))
+    return data[:start] + bytes(end - start) + data[end:]
+
+
+def edit(data: bytes, draw: random.Random) -> bytes:
+    """Another value in one place of a JSON file."""
+    values = json.loads(data)
+    holder: Any = values
+    key = draw.choice(sorted(holder))
+    while isinstance(holder[key], dict) and holder[key]:
+        holder = holder[key]
+        key = draw.choice(sorted(holder))
+    old = holder[key]
+    holder[key] = old + 1 if isinstance(old, int) else {} if old is None else f"{old}0"[1:]
+    return (json.dumps(values, indent=1, sort_keys=True) + "\n").encode()
+
+
+CONTENT: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    "flip": flip,
+    "zero": zero,
+    "truncate": lambda data, draw: data[: draw.randrange(len(data))],
+    "append": lambda data, draw: data + draw.choice([b"\n", b" ", b"\0", draw.randbytes(100)]),
+}
+
+
+def mutate(path: Path, kind: str, draw: random.Random, other: Path) -> None:
+    """Damage a file of a checkpoint; `other` is the same file of another step."""
+    data = path.read_bytes()
+    if kind == "delete":
+        path.unlink()
+    elif kind == "swap":
+        path.write_bytes(other.read_bytes())
+    elif kind == "add":
+        path.with_name(f"{path.name}.{draw.randrange(10)}").write_bytes(data)
+    elif kind == "edit":
+        path.write_bytes(edit(data, draw))
+    else:
+        path.write_bytes(CONTENT[kind](data, draw))
+
+
+def test_a_thousand_damaged_checkpoints_are_all_passed_over(root: Path, tmp_path: Path) -> None:
+    draw = random.Random(8)
+    before, whole = root / "step-00000001", root / "step-00000002"
+    kept = {path: path.read_bytes() for path in files(whole)}
+    kinds = [*CONTENT, "delete", "swap", "add", "edit"]
+    counts: Counter[str] = Counter()
+    while counts.total() < 1000:
+        kind, path = draw.choice(kinds), draw.choice(sorted(kept))
+        if kind == "edit" and path.suffix != ".json":
+            continue
+        mutate(path, kind, draw, before / path.relative_to(whole))
+        if {path: path.read_bytes() for path in files(whole)} != kept:  # zeros may have been zero
+            step, said = newest(root)
+            assert step == 1 and len(said) == 1 and str(whole) in said[0], (kind, path, said)
+            counts[kind] += 1
+        for extra in set(files(whole)) - kept.keys():
+            extra.unlink()
+        path.write_bytes(kept[path])
+        if counts.total() % 100 == 0:
+            assert newest(root) == (2, [])
+    assert min(counts[kind] for kind in kinds) >= 40
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda f: (f / "state.json").unlink(), "state.json is missing or does not belong"),
+        (lambda f: (f / "student" / "x").touch(), "student/x is missing or does not belong"),
+        (lambda f: (f / "student" / "x").symlink_to("nowhere"), "student/x is missing or does not"),
+        (lambda f: os.truncate(f / "optimizer.safetensors", 9), "has 9 bytes, not "),
+        (lambda f: (f / "manifest.json").write_text("[" * 10**5), "unreadable (RecursionError"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "unreadable ("),
+        (lambda f: (f / "manifest.json").unlink(), "unreadable (FileNotFoundError"),
+        (lambda f: shutil.copytree(f.parent / "step-00000001", f, dirs_exist_ok=True), "holds s"),
+    ],
+)
+def test_the_reason_is_said(
+    root: Path, tmp_path: Path, damage: Callable[[Path], object], reason: str
+) -> None:
+    copied = shutil.copytree(root, tmp_path / "checkpoints")
+    damage(copied / "step-00000002")
+    step, (line,) = newest(copied)
+    assert step == 1 and reason in line and "trying the one before it" in line
+    assert checkpoint.verify(copied / "step-00000002") in line
+    assert checkpoint.verify(copied / "step-00000001") is None
+
+
+def test_a_whole_checkpoint_under_another_steps_name_is_passed_over(
+    root: Path, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(root, tmp_path / "checkpoints")
+    shutil.copytree(copied / "step-00000001", copied / "step-00000003")
+    step, (line,) = newest(copied)
+    assert step == 2 and "step-00000003: the folder holds step 1" in line
+
+
+def test_a_manifest_sealed_anew_over_another_state_is_passed_over(
+    root: Path, tmp_path: Path
+) -> None:
+    """Whoever seals a state of step 1 as part of step 2 still has to name its step."""
+    copied = shutil.copytree(root, tmp_path / "checkpoints")
+    forged = copied / "step-00000002"
+    values = json.loads((forged / "manifest.json").read_bytes())
+    other = json.loads((copied / "step-00000001" / "manifest.json").read_bytes())
+    shutil.copy(copied / "step-00000001" / "state.json", forged)
+    values["files"]["state.json"] = other["files"]["state.json"]
+    del values["sha256"]
+    (forged / "manifest.json").write_bytes(manifest_bytes(values))
+    step, (line,) = newest(copied)
+    assert step == 1 and "the folder holds step 1" in line
+
+
+def test_if_none_verifies_a_person_is_asked(root: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(root, tmp_path / "checkpoints")
+    for folder in copied.glob("step-*"):
+        (folder / "state.json").write_bytes(b"")
+    said: list[str] = []
+    with pytest.raises(RunError, match=r"checkpoints: no checkpoint verifies; restore one"):
+        checkpoint.newest(copied, said.append)
+    assert len(said) == 2
+    assert checkpoint.newest(tmp_path / "none", pytest.fail) is None
+
+
+@pytest.mark.parametrize("number", [1, 3, "two"])
+def test_another_version_is_refused_and_not_passed_over(
+    root: Path, tmp_path: Path, number: object
+) -> None:
+    copied = shutil.copytree(root, tmp_path / "checkpoints")
+    path = copied / "step-00000002" / "manifest.json"
+    values = json.loads(path.read_bytes())
+    del values["sha256"]
+    path.write_bytes(manifest_bytes({**values, "format": number}))
+    with pytest.raises(RunError, match=f"step-00000002: written in checkpoint format {number}, "):
+        checkpoint.newest(copied, pytest.fail)
+
+
+def test_modification_times_and_other_names_decide_nothing(root: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(root, tmp_path / "checkpoints")
+    for name in ("step-00000009.old", "step-9", ".tmp-step-00000009", "step-0000000x"):
+        (copied / name).mkdir()
+    (copied / "step-00000010").touch()
+    (copied / "latest").write_text("step-00000001\n")
+    for ages in ((1, 2), (2, 1)):
+        for step, age in zip((1, 2), ages, strict=True):
+            for path in [copied / f"step-0000000{step}", *files(copied / f"step-0000000{step}")]:
+                os.utime(path, (10**9 * age, 10**9 * age))
+        assert newest(copied) == (2, [])
+    shutil.copytree(copied / "step-00000001", copied / "step-123456789")
+    step, (line,) = newest(copied)
+    assert step == 2 and "step-123456789: the folder holds step 1" in line
+
+
+def test_a_reader_beside_a_run_that_removes_its_checkpoints_always_finds_one(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "checkpoints"
+    to = tiny_run.writer(root, keep=1)
+    tiny_run.save(to, 1)
+    last = 25
+    done = threading.Event()
+
+    def train() -> None:
+        for step in range(2, last + 1):
+            tiny_run.save(to, step)
+        done.set()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    steps = []
+    while not done.is_set() or not steps or steps[-1] != last:
+        saved = checkpoint.newest(root, pytest.fail)
+        assert saved is not None and saved.state["step"] == saved.step
+        steps.append(saved.step)
+    thread.join()
+    assert steps == sorted(steps) and len(set(steps)) > 3
+
+
+def test_an_optimizers_state_fits_its_student() -> None:
+    """That of a real AdamW, of which one parameter never had a gradient."""
+    student = tiny_run.student(1)
+    checkpoint.check_optimizer(tiny_run.moments(1), student)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[0](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    tensors = {
+        f"{name}/{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    assert len(tensors) == 6
+    checkpoint.check_optimizer(tensors, model)
+    checkpoint.check_optimizer({}, model)
+
+
+BIAS = "distilbert.transformer.layer.0.attention.q_lin.bias"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{BIAS}/exp_avg": None}, f"{BIAS}/exp_avg is missing"),
+        ({f"{BIAS}/step": None}, f"{BIAS}/step is missing"),
+        ({"a/exp_avg": torch.zeros(8)}, "a/exp_avg belongs to no parameter of the student"),
+        ({f"{BIAS}/max_exp_avg_sq": torch.zeros(8)}, f"{BIAS}/max_exp_avg_sq belongs to no"),
+        (
+            {f"{BIAS}/exp_avg": torch.zeros(9)},
+            rf"{BIAS}/exp_avg is \[9\] of float32, the student needs \[8\] of float32",
+        ),
+        (
+            {f"{BIAS}/step": torch.zeros(1)},
+            rf"{BIAS}/step is \[1\] of float32, the student needs \[\] of float32",
+        ),
+        (
+            {f"{BIAS}/exp_avg_sq": torch.zeros(8, dtype=torch.bfloat16)},
+            rf"{BIAS}/exp_avg_sq is \[8\] of bfloat16, the student needs \[8\] of float32",
+        ),
+    ],
+)
+def test_an_optimizers_state_that_does_not_fit_is_refused_by_name(
+    changes: dict[str, Tensor | None], message: str
+) -> None:
+    tensors = tiny_run.moments(1) | changes
+    held = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    with pytest.raises(RunError, match=f"optimizer.safetensors: {message}"):
+        checkpoint.check_optimizer(held, tiny_run.student(1))

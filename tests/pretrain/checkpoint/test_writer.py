@@ -1,0 +1,345 @@
+"""What is written is the run as it stood when it was told to save, while it goes on."""
+
+import copy
+import json
+import math
+import os
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny_run import same
+from transformers import (
+    AutoModelForMaskedLM,
+    BertForMaskedLM,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    PreTrainedModel,
+)
+
+from pretrain import RunError, checkpoint
+from pretrain.checkpoint.snapshot import without_weights
+from pretrain.checkpoint.writing import Contents, commit
+from pretrain.models import load_model
+
+WEIGHTS = "student/model.safetensors"
+
+
+def six_layers() -> DistilBertForMaskedLM:
+    """A DistilBERT in all but width."""
+    config = DistilBertConfig(vocab_size=50, dim=8, n_heads=2, hidden_dim=8)
+    return DistilBertForMaskedLM(config)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in tiny_run.TOKENIZER}
+
+
+@pytest.mark.parametrize("kind", ["distilbert", "bert"])
+def test_the_student_is_byte_for_byte_what_save_pretrained_writes(
+    kind: str, tmp_path: Path, tiny_bert: Callable[..., BertForMaskedLM]
+) -> None:
+    student: PreTrainedModel = six_layers() if kind == "distilbert" else tiny_bert(2)
+    before = torch.get_rng_state()
+    tiny_run.save(tiny_run.writer(tmp_path / "checkpoints"), 5, student=student)
+    assert torch.equal(torch.get_rng_state(), before)
+    folder = tmp_path / "checkpoints" / "step-00000005" / "student"
+    student.save_pretrained(tmp_path / "expected")
+    assert contents(folder) == contents(tmp_path / "expected")
+    assert json.loads((folder / "config.json").read_bytes())["architectures"] == [
+        type(student).__name__
+    ]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        if kind == "distilbert":
+            assert len(list(file.keys())) == 105
+            assert "vocab_projector.weight" not in file.keys()  # noqa: SIM118
+    loaded = AutoModelForMaskedLM.from_pretrained(folder)
+    assert same(loaded.state_dict(), student.state_dict())
+    # And so is that of a run that was continued from it.
+    tiny_run.save(tiny_run.writer(tmp_path / "continued"), 6, student=load_model(folder))
+    assert contents(tmp_path / "continued" / "step-00000006" / "student") == contents(folder)
+
+
+def test_given_weights_are_written_and_not_the_students_own(tmp_path: Path) -> None:
+    """As ZeRO in half precision has them: the student's are rounded, the optimizer's are not."""
+    student = copy.deepcopy(tiny_run.student(3))
+    exact = {name: p.detach().clone() for name, p in student.named_parameters()}
+    tiny_run.save(tiny_run.writer(tmp_path / "exact"), 3, student=student)
+    student.to(torch.bfloat16)
+    to = tiny_run.writer(tmp_path / "given")
+    tiny_run.save(to, 3, student=student, weights=exact)
+    a, b = (tmp_path / name / "step-00000003" / "student" for name in ("exact", "given"))
+    assert contents(a) == contents(b)
+    del exact["vocab_projector.bias"]
+    with pytest.raises(KeyError):
+        tiny_run.save(to, 4, student=student, weights=exact)
+
+
+def test_moments_that_share_memory_are_written_each(tmp_path: Path) -> None:
+    """One step counter for all parameters, as DeepSpeed has it, and none before the first step."""
+    step = torch.tensor(7.0)
+    moments = {
+        name: step if name.endswith("/step") else tensor
+        for name, tensor in tiny_run.moments(1).items()
+    }
+    root = tmp_path / "checkpoints"
+    to = tiny_run.writer(root)
+    for optimizer in (moments, {}):
+        tiny_run.save(to, 1 + len(moments) - len(optimizer), optimizer=optimizer)
+        saved = checkpoint.newest(root, pytest.fail)
+        assert saved is not None and same(saved.optimizer(), optimizer)
+
+
+class Gate:
+    """Holds the writer's thread where it enters a phase."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase, self.seen = phase, list[str]()
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, phase: str) -> None:
+        self.seen.append(phase)
+        if phase == self.phase:
+            self.reached.set()
+            assert self.open.wait(60)
+
+
+def test_what_changes_after_save_returned_is_not_written(tmp_path: Path) -> None:
+    gate = Gate("save:weights")
+    root = tmp_path / "checkpoints"
+    to = tiny_run.writer(root, phase=gate)
+    student, moments = copy.deepcopy(tiny_run.student(1)), copy.deepcopy(tiny_run.moments(1))
+    state = tiny_run.state(1, loss=0.5)
+    tiny_run.save(to, 1, student=student, optimizer=moments, state=state, wait=False)
+    assert gate.reached.wait(60)
+    _spoil(student, moments)
+    state["evaluation"]["loss"] = 9.0
+    gate.open.set()
+    to.finish()
+    saved = checkpoint.newest(root, pytest.fail)
+    assert saved is not None and tiny_run.is_whole(saved)
+    assert saved.state["evaluation"] == {"loss": 0.5}
+
+
+def test_the_live_weights_would_have_let_the_change_through(tmp_path: Path) -> None:
+    """What the test above would see if nothing were copied."""
+    student = copy.deepcopy(tiny_run.student(1))
+    live = Contents(
+        step=1,
+        model=without_weights(student),
+        weights=student.state_dict(),
+        optimizer={},
+        state=b'{"step": 1}\n',
+        tokenizer={},
+    )
+    gate = Gate("save:weights")
+    root = tmp_path / "checkpoints"
+    thread = threading.Thread(target=lambda: commit(root, live, phase=gate, fence=tiny_run.nothing))
+    thread.start()
+    assert gate.reached.wait(60)
+    _spoil(student, {})
+    gate.open.set()
+    thread.join()
+    written = load_file(root / "step-00000001" / WEIGHTS)
+    expected = tiny_run.student(1).state_dict()
+    assert not any(torch.equal(written[name], expected[name]) for name in written)
+
+
+@torch.no_grad()
+def _spoil(student: torch.nn.Module, moments: dict[str, torch.Tensor]) -> None:
+    for tensor in [*student.parameters(), *moments.values()]:
+        tensor.add_(1.0)
+
+
+def test_buffers_are_used_again_and_hold_each_steps_own(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    to = tiny_run.writer(root, keep=9)
+    for step in range(1, 6):
+        tiny_run.save(to, step, wait=False)
+    to.finish()
+    for step in range(1, 6):
+        folder = root / f"step-{step:08d}"
+        assert checkpoint.verify(folder) is None
+        state = json.loads((folder / "state.json").read_bytes())
+        assert tiny_run.is_whole(checkpoint.Saved(step, folder, state))
+
+
+def test_a_save_goes_through_its_phases_once_and_in_order(tmp_path: Path) -> None:
+    gate = Gate("")
+    tiny_run.save(tiny_run.writer(tmp_path / "checkpoints", phase=gate), 1)
+    names = ("weights", "optimizer", "state", "manifest", "flush", "rename", "pointer", "rotate")
+    assert gate.seen == [f"save:{name}" for name in names]
+
+
+def test_one_save_is_in_flight_and_the_next_waits_for_it(tmp_path: Path) -> None:
+    gate = Gate("save:rename")
+    root = tmp_path / "checkpoints"
+    to = tiny_run.writer(root, phase=gate, keep=2)
+    tiny_run.save(to, 1, wait=False)
+    assert gate.reached.wait(60)
+    stalls: list[float] = []
+    second = threading.Thread(
+        target=lambda: stalls.append(tiny_run.save(to, 2, loss=1.0, wait=False))
+    )
+    second.start()
+    second.join(0.5)
+    # It has not even copied: the first one's memory is still being written.
+    assert second.is_alive() and gate.seen.count("save:weights") == 1
+    assert tiny_run.names(root)[0].startswith(".tmp-step-00000001") and len(os.listdir(root)) == 1
+    gate.open.set()
+    second.join()
+    to.finish()
+    assert stalls[0] >= 0.5
+    assert tiny_run.names(root) == ["best", "latest", "step-00000001", "step-00000002"]
+
+
+def test_with_wait_it_is_on_disk_when_save_returns(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    seconds = tiny_run.save(tiny_run.writer(root), 1)
+    saved = checkpoint.newest(root, pytest.fail)
+    assert saved is not None and saved.step == 1 and seconds > 0
+
+
+def test_with_wait_a_failure_is_raised_and_without_it_is_told(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    root.write_text("a file where the folder should be")
+    said: list[str] = []
+    to = tiny_run.writer(root, warn=said.append)
+    with pytest.raises(OSError, match=r"bytes are needed.*checkpoints/step-00000001"):
+        tiny_run.save(to, 1)
+    assert not said
+    tiny_run.save(to, 2, wait=False)
+    tiny_run.save(to, 3, wait=False)  # tries again, and is not held back by the one before
+    with pytest.raises(OSError, match="step-00000003"):
+        to.finish()
+    to.finish()
+    assert [f"step-0000000{step}: not saved: " in line for step, line in zip((2, 3), said)] == [
+        True,
+        True,
+    ]
+    root.unlink()
+    tiny_run.save(to, 4)
+    assert tiny_run.names(root) == ["latest", "step-00000004"]
+
+
+def test_a_run_that_was_taken_over_renames_nothing_and_hears_of_it(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    over: list[str] = []
+
+    def fence() -> None:
+        if over:
+            raise RunError("another process took over")
+
+    to = tiny_run.writer(root, fence=fence)
+    tiny_run.save(to, 1)
+    over.append("now")
+    with pytest.raises(RunError, match="took over"):
+        tiny_run.save(to, 2)
+    tiny_run.save(to, 3, wait=False)
+    with pytest.raises(RunError, match="took over"):
+        tiny_run.save(to, 4, wait=False)
+    assert tiny_run.names(root) == ["latest", "step-00000001"]
+
+
+def test_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for name in (".tmp-step-00000001-0123abcd", ".tmp-removed-step-00000001"):
+        (root / name / "student").mkdir(parents=True)
+        (root / name / "student" / "model.safetensors").write_bytes(b"half")
+    tiny_run.save(tiny_run.writer(root), 1)
+    assert tiny_run.names(root) == ["latest", "step-00000001"]
+
+
+def test_a_whole_checkpoint_of_the_step_stays_and_a_damaged_one_is_replaced(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "checkpoints"
+    weights = root / "step-00000002" / WEIGHTS
+    to = tiny_run.writer(root, keep=2)
+    tiny_run.save(to, 2)
+    first = weights.stat().st_ino
+    tiny_run.save(to, 2)
+    assert weights.stat().st_ino == first
+    weights.write_bytes(b"damaged")
+    tiny_run.save(to, 2)
+    assert weights.stat().st_ino != first and checkpoint.verify(root / "step-00000002") is None
+    assert tiny_run.names(root) == ["latest", "step-00000002"]
+
+
+def test_a_damaged_later_checkpoint_pushes_no_good_one_out(tmp_path: Path) -> None:
+    """Step 20 is damaged, so the run goes on from 10, and passes 20 again."""
+    root = tmp_path / "checkpoints"
+    to = tiny_run.writer(root, keep=2)
+    tiny_run.save(to, 10)
+    tiny_run.save(to, 20)
+    (root / "step-00000020" / WEIGHTS).write_bytes(b"damaged")
+    to = tiny_run.writer(root, keep=1)
+    for step in (12, 14):
+        tiny_run.save(to, step)
+        saved = checkpoint.newest(root, tiny_run.nothing)
+        assert saved is not None and saved.step == step
+        assert tiny_run.names(root) == ["latest", f"step-{step:08d}", "step-00000020"]
+    tiny_run.save(to, 20)
+    assert tiny_run.names(root) == ["latest", "step-00000020"]
+    assert checkpoint.verify(root / "step-00000020") is None
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("skewed", [False, True])
+def test_the_newest_and_the_best_stay_whatever_the_clock_says(
+    keep: int, skewed: bool, tmp_path: Path
+) -> None:
+    draw = random.Random(keep)
+    root = tmp_path / "checkpoints"
+    history: dict[int, float] = {}
+    for step in range(1, 16):
+        # Few values, so that some are equal; some steps were not evaluated, one diverged.
+        loss = draw.choice([None, 1.0, 2.0, 3.0, math.nan]) if step > 2 else None
+        history[step] = math.inf if loss is None or math.isnan(loss) else loss
+        tiny_run.save(tiny_run.writer(root, keep=keep), step, loss=loss)
+        lowest = min(history.values())
+        stay = set(list(history)[-keep:])
+        pointers = {"latest": f"step-{step:08d}\n"}
+        if lowest < math.inf:
+            best = next(number for number, value in history.items() if value == lowest)
+            stay.add(best)
+            pointers["best"] = f"step-{best:08d}\n"
+        expected = {f"step-{number:08d}" for number in stay} | pointers.keys()
+        assert set(tiny_run.names(root)) == expected
+        assert {name: (root / name).read_text() for name in pointers} == pointers
+        if skewed:
+            for path in root.iterdir():
+                moment = draw.choice([0, 10**9, 4 * 10**9])
+                os.utime(path, (moment, moment))
+    assert "best" in pointers and len(expected) > keep + 2
+
+
+def test_a_loss_of_another_step_makes_no_best(tmp_path: Path) -> None:
+    """The last evaluation's figures go into each checkpoint until the next."""
+    root = tmp_path / "checkpoints"
+    to = tiny_run.writer(root)
+    stale: dict[str, Any] = {"evaluation": {"loss": 0.1}, "evaluation_step": 1, "tokens": 200}
+    tiny_run.save(to, 2, state=stale)
+    assert tiny_run.names(root) == ["latest", "step-00000002"]
+    tiny_run.save(to, 3, loss=0.2)
+    assert (root / "best").read_text() == "step-00000003\n"
+
+
+def test_a_damaged_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    to = tiny_run.writer(root, keep=2)
+    for step in (1, 2):
+        tiny_run.save(to, step)
+    (root / "step-00000002" / "state.json").write_bytes(b"{}")
+    tiny_run.save(to, 3)
+    assert {"step-00000001", "step-00000002", "step-00000003"} <= set(tiny_run.names(root))
+    tiny_run.save(to, 4)
+    assert "step-00000001" not in tiny_run.names(root)

@@ -1,0 +1,191 @@
+"""What the ranks of tests do; a module of its own, since a forked rank imports it by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pretrain.parallel
+import pretrain.rows
+import pretrain.train
+from pretrain.config import RunConfig
+from pretrain.heartbeat import Heartbeat
+from pretrain.train import train
+
+
+def once(values: dict[str, Any], arguments: dict[str, Any] | None = None) -> None:
+    """One call of `train`."""
+    train(RunConfig.model_validate(values), **(arguments or {}))
+
+
+def seen(values: dict[str, Any], arguments: dict[str, Any] | None, file: Path) -> None:
+    """As `once`; every rank notes the rows and masks of each step it is given."""
+    given = pretrain.rows.StepDataset.__getitem__
+    notes: list[Any] = []
+
+    def noting(self: Any, step: int) -> Any:
+        item = given(self, step)
+        rows = zip(item.rows.tolist(), item.input_ids.tolist(), item.labels.tolist(), strict=True)
+        notes.append([step, list(rows)])
+        return item
+
+    pretrain.rows.StepDataset.__getitem__ = noting  # type: ignore[method-assign]
+    once(values, arguments)
+    file.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(notes), encoding="utf-8")
+
+
+def resumes(values: dict[str, Any], steps: list[int], control: str = "") -> None:
+    """An undisturbed run, then one resume from each of its checkpoints `steps`, a step long.
+
+    All in one process group, in which model, optimizer and DDP are made anew each time. `control`
+    names what is broken on purpose.
+    """
+    break_on_purpose(control)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        torch.distributed.init_process_group("gloo")
+    whole = Path(values["output"])
+    once(values)
+    for step in steps:
+        output = whole.with_name(f"{whole.name}-from-{step}")
+        if os.environ["RANK"] == "0":
+            name = f"checkpoints/step-{step:08d}"
+            shutil.copytree(whole / name, output / name)
+            shutil.copy(whole / "metrics.jsonl", output)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        once({**values, "output": str(output)}, {"stop_after": step + 1})
+
+
+def break_on_purpose(control: str) -> None:
+    """Take away one of the things that make a resume exact."""
+    if control == "dropout is not reseeded":
+        seed: Callable[[int], Any] = lambda number: None  # noqa: E731
+        pretrain.train.torch.manual_seed = seed  # type: ignore[assignment]
+    elif control == "buckets are not warmed up":
+        pretrain.parallel.Replicated.warm_up = lambda *_: None  # type: ignore[method-assign]
+    elif control == "masks have no key":
+        masked = pretrain.rows.corrupt
+        calls = iter(range(10**9))
+
+        def unkeyed(shards: Any, masking: Any, epochs: Any, rows: Any, skipped: Any = None) -> Any:
+            return masked(shards, masking, epochs + next(calls), rows, skipped)
+
+        pretrain.rows.corrupt = unkeyed
+    else:
+        assert not control
+
+
+def collectives(values: dict[str, Any], file: Path) -> None:
+    """As `once`, noting for each micro-step how many collective operations its backward made."""
+    from torch.profiler import ProfilerActivity, profile
+
+    made: list[list[Any]] = []
+    for kind in (pretrain.parallel.Replicated, pretrain.parallel.Partitioned):
+        original = kind.forward_backward
+
+        def counting(self: Any, *inputs: Any, last: bool, original: Any = original) -> Any:
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                result = original(self, *inputs, last=last)
+            names = [event.key for event in profiler.key_averages() for _ in range(event.count)]
+            made.append([last, sum(name.startswith("c10d::") for name in names)])
+            return result
+
+        kind.forward_backward = counting  # type: ignore[method-assign]
+    once(values)
+    if os.environ["RANK"] == "0":
+        file.write_text(json.dumps(made), encoding="utf-8")
+
+
+class Doomed(Heartbeat):
+    """Kills its own process, or the whole group, the `count`-th time that it is at a place."""
+
+    def __init__(self, rank: int, doom: dict[str, Any], folder: Path) -> None:
+        super().__init__(rank, None)
+        self.doom, self.folder, self.left = doom, folder, doom["count"]
+
+    def saving(self, part: str) -> None:
+        # Called from the thread that writes, while the rank may be at its next save already.
+        self.pass_by(min(self.save_step, self.doom["step"]), part)
+
+    def at(self, step: int, phase: str) -> None:
+        super().at(step, phase)
+        if phase == "save":
+            self.save_step = step
+        self.pass_by(step, phase)
+
+    def pass_by(self, step: int, phase: str) -> None:
+        if self.rank != self.doom["rank"] or (step, phase) != (
+            self.doom["step"],
+            self.doom["phase"],
+        ):
+            return
+        self.left -= 1
+        if self.left == 0:
+            (self.folder / "killed.json").write_text(json.dumps(self.doom), encoding="utf-8")
+            group = (self.folder / "pids").read_text().split() if self.doom["all"] else []
+            for pid in {*map(int, group)} - {os.getpid()}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def doomed(values: dict[str, Any], doom: dict[str, Any], folder: Path) -> None:
+    """A life that ends by SIGKILL where `doom` says."""
+    while not (folder / "pids").exists():
+        time.sleep(0.01)
+    train(
+        RunConfig.model_validate(values),
+        heartbeat=Doomed(int(os.environ["RANK"]), doom, folder),
+    )
+
+
+def answered(settings: list[dict[str, Any]], file: Path, harm: str = "") -> None:
+    """Train with this rank's settings; how that ended goes to `file`.RANK, as [kind, message]."""
+    rank = int(os.environ["RANK"])
+    do_harm(harm, rank)
+    answer = ["finished", ""]
+    try:
+        once(settings[min(rank, len(settings) - 1)])
+    except BaseException as error:
+        answer = [type(error).__name__, str(error)]
+    file.with_suffix(f".{rank}").write_text(json.dumps(answer), encoding="utf-8")
+
+
+def do_harm(harm: str, rank: int) -> None:
+    """Spoil something in one rank at the fourth step, as failing hardware would."""
+    kind = pretrain.parallel.Replicated
+    forward, clip = kind.forward_backward, kind.clip
+    calls = iter(range(10**9))  # the first call warms the buckets up
+
+    def spoiled_loss(self: Any, inputs: Any, coefficients: Any, *rest: Any, **more: Any) -> Any:
+        spoiled = next(calls) == 4 and rank == 1
+        return forward(self, inputs, coefficients * (torch.nan if spoiled else 1), *rest, **more)
+
+    def spoiled_gradient(self: Any, max_norm: float) -> Any:
+        if next(calls) == 3:  # reduced already: the same in all ranks
+            next(iter(self.model.parameters())).grad.view(-1)[0] = torch.inf
+        return clip(self, max_norm)
+
+    def flipped_bit(self: Any, max_norm: float) -> Any:
+        if next(calls) == 3 and rank == 2:
+            weight = next(iter(self.model.parameters())).detach().view(torch.int32).view(-1)
+            weight[7] ^= 1
+        return clip(self, max_norm)
+
+    if harm == "loss":
+        kind.forward_backward = spoiled_loss  # type: ignore[method-assign]
+    elif harm == "gradient":
+        kind.clip = spoiled_gradient  # type: ignore[method-assign]
+    elif harm == "bit":
+        kind.clip = flipped_bit  # type: ignore[method-assign]
+    else:
+        assert not harm

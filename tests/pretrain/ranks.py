@@ -1,0 +1,86 @@
+"""Real processes that train together over gloo. torch is imported once, in a server that forks."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+LIMIT = 120.0  # seconds: only a deadlock reaches it
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # before the server starts, which may import deepspeed
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["pretrain.train", "pretrain.config", "ranks", "rank_work"])
+
+
+def start(
+    world: int,
+    work: Callable[..., None],
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
+) -> list[BaseProcess]:
+    """Start `world` ranks that run `work`, a function of the module `rank_work`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(world):
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": 1,
+            **(environment or {}),
+        }
+        process = _FORKS.Process(target=_run, args=(variables, work, arguments))
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def wait(processes: list[BaseProcess]) -> list[int | None]:
+    """The exit codes; all are killed when one ends badly, as a launcher does."""
+    deadline = time.monotonic() + LIMIT
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode not in (None, 0) for process in processes):
+            time.sleep(1.0)  # the others may be about to say why
+            break
+        time.sleep(0.01)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def run(world: int, work: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+    """Run `work` in `world` ranks, all of which must end well."""
+    assert wait(start(world, work, *arguments, **keywords)) == [0] * world
+
+
+def digests(output: Path, step: int) -> dict[str, str]:
+    """sha256 of the weights and of the optimizer in a run's checkpoint."""
+    folder = output / "checkpoints" / f"step-{step:08d}"
+    files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+    names = ("student/model.safetensors", "optimizer.safetensors")
+    return {name: files[name]["sha256"] for name in names}
+
+
+def _run(variables: Mapping[str, Any], work: Callable[..., None], arguments: Any) -> None:
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    import torch
+
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr
+    work(*arguments)

@@ -1,0 +1,78 @@
+"""A run that is left at any step and taken up again is bitwise the run that was not left."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_work
+import ranks
+
+from pretrain import metrics
+
+STEPS = list(range(1, 21))
+RATES = ("tokens_per_second", "data_wait", "mfu")  # the only figures that time may change
+
+
+@pytest.fixture
+def settings(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> dict[str, Any]:
+    """21 steps of 24 rows with dropout, over more than one epoch, a checkpoint at each."""
+    save_teacher(tmp_path / "teacher")
+    return {
+        "output": str(tmp_path / "run"),
+        "shards": str(corpus),
+        "teacher": str(tmp_path / "teacher"),
+        "student": {"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
+        "optimizer": {"learning_rate": 1e-3},
+        "train": {"max_steps": 21, "global_batch_size": 24, "num_workers": 0},
+        "evaluation": {"every": 0, "rows": 8},
+        "checkpoint": {"every": 1, "keep": 100},
+        "logging": {"every": 1},
+    }
+
+
+def resumed(settings: dict[str, Any], world: int, steps: list[int], control: str = "") -> list[int]:
+    """The steps after which a resumed run differs from the undisturbed one."""
+    ranks.run(world, rank_work.resumes, settings, steps, control)
+    whole = Path(settings["output"])
+    return [
+        step
+        for step in steps
+        if (one := whole.with_name(f"{whole.name}-from-{step}"))
+        and (
+            ranks.digests(one, step + 1) != ranks.digests(whole, step + 1)
+            or line(one, step + 1) != line(whole, step + 1)
+        )
+    ]
+
+
+def line(output: Path, step: int) -> list[dict[str, Any]]:
+    """The metrics of a step, without what time may change."""
+    return [
+        {key: value for key, value in entry.items() if key not in RATES}
+        for entry in metrics.read(output / "metrics.jsonl")
+        if entry["step"] == step
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_a_resume_at_each_of_twenty_steps_is_bitwise(
+    settings: dict[str, Any], world: int, accumulation: int, workers: int
+) -> None:
+    micro = 24 // (world * accumulation)
+    settings["train"] |= {"micro_batch_size": micro, "num_workers": workers}
+    assert resumed(settings, world, STEPS) == []
+
+
+@pytest.mark.parametrize(
+    ("control", "world"),
+    [("dropout is not reseeded", 1), ("buckets are not warmed up", 3), ("masks have no key", 1)],
+)
+def test_without_what_makes_it_exact_a_resume_differs(
+    settings: dict[str, Any], control: str, world: int
+) -> None:
+    settings["train"] |= {"micro_batch_size": 24 // world}
+    steps = [3, 9, 15]
+    assert resumed(settings, world, steps, control) == steps

@@ -1,0 +1,196 @@
+"""One result, however a run is laid out, and whatever layout continues it."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rank_work
+import ranks
+import torch
+from safetensors.torch import load_file
+
+from data_prep.shards import open_shards
+from pretrain import RunError
+from pretrain.build import accumulation_steps
+from pretrain.config import RunConfig
+from pretrain.order import Order
+from pretrain.rows import StepDataset, masking_over
+
+ZERO = Path(__file__).parents[2] / "launch" / "deepspeed"
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
+
+
+@pytest.fixture
+def settings(
+    tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]
+) -> Callable[..., dict[str, Any]]:
+    """20 steps of 24 rows without dropout, under a name of its own."""
+    save_teacher(tmp_path / "teacher")
+
+    def make(name: str, micro: int, **train: Any) -> dict[str, Any]:
+        return {
+            "output": str(tmp_path / name),
+            "shards": str(corpus),
+            "teacher": str(tmp_path / "teacher"),
+            "student": {"num_layers": 2, "dropout": 0.0, "attention_dropout": 0.0},
+            "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.01},
+            "train": {
+                "max_steps": 20,
+                "global_batch_size": 24,
+                "num_workers": 0,
+                "micro_batch_size": micro,
+                **train,
+            },
+            "evaluation": {"every": 10, "rows": 8},
+            "checkpoint": {"every": 0},
+            "logging": {"every": 1},
+        }
+
+    return make
+
+
+def zero(stage: int) -> dict[str, str]:
+    """The environment that makes Accelerate take DeepSpeed; none for stage 0."""
+    if stage == 0:
+        return {}
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(ZERO / f"zero{stage}.json"),
+    }
+
+
+def tensors(output: str) -> dict[str, torch.Tensor]:
+    folder = Path(output) / "checkpoints" / "step-00000020"
+    student = load_file(folder / "student" / "model.safetensors")
+    return student | load_file(folder / "optimizer.safetensors")
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference between the students' weights, relative to the weights' size.
+
+    The key biases have a true gradient of zero, so Adam turns their rounding noise into steps.
+    """
+    ours, theirs = tensors(one["output"]), tensors(other["output"])
+    assert ours.keys() == theirs.keys()
+    return max(
+        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-3))
+        for name in ours
+        if "/" not in name and "k_lin.bias" not in name
+    )
+
+
+def seen(settings: dict[str, Any], world: int, arguments: Any = None, stage: int = 0) -> list[Any]:
+    """Run; [step, row, input_ids, labels] of every row that any rank was given, in order."""
+    file = Path(settings["output"] + ".seen")
+    ranks.run(world, rank_work.seen, settings, arguments, file, environment=zero(stage))
+    notes = []
+    for rank in range(world):
+        for step, rows in json.loads(file.with_suffix(f".{rank}").read_text(encoding="utf-8")):
+            notes.append((step, rank, rows))
+    # The first step is read twice: once to warm the buckets up.
+    unique = {(step, rank): rows for step, rank, rows in notes}
+    return [[step, *row] for (step, rank), rows in sorted(unique.items()) for row in rows]
+
+
+def wanted(settings: dict[str, Any], first: int = 0, last: int = 20) -> list[Any]:
+    """What one process would see, straight from the pure functions."""
+    config = RunConfig.model_validate(settings)
+    shards = open_shards(config.shards)
+    masking = masking_over(shards.manifest, config.masking.probability, config.train.seed)
+    order = Order(len(shards), config.train.global_batch_size, config.train.seed)
+    dataset = StepDataset(shards, order, masking)
+    return [
+        [step, row, ids.tolist(), labels.tolist()]
+        for step in range(first, last)
+        for item in [dataset[step]]
+        for row, ids, labels in zip(item.rows.tolist(), item.input_ids, item.labels, strict=True)
+    ]
+
+
+@pytest.fixture
+def alone(settings: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The reference: one process, one micro-batch a step."""
+    values = settings("alone", 24)
+    assert seen(values, 1) == wanted(values)
+    return values
+
+
+def test_processes_and_micro_batches_change_only_rounding(
+    settings: Callable[..., dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    for world, micro, workers in [
+        (1, 6, 2),
+        (2, 12, 0),
+        (2, 3, 1),
+        (3, 4, 0),
+        (4, 3, 2),
+        (4, 6, 0),
+    ]:
+        values = settings(f"{world} x {micro}", micro, num_workers=workers)
+        if workers:  # rows are then read in other processes, which note nothing
+            ranks.run(world, rank_work.once, values)
+        else:
+            assert seen(values, world) == wanted(values)
+        assert difference(values, alone) < 1e-5
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_agrees_with_one_process(
+    settings: Callable[..., dict[str, Any]], alone: dict[str, Any], stage: int
+) -> None:
+    for world, micro in [(2, 6), (3, 8)]:
+        values = settings(f"zero {world}", micro)
+        assert seen(values, world, stage=stage) == wanted(values)
+        assert difference(values, alone) < 1e-5
+
+
+@needs_deepspeed
+def test_a_run_changes_its_layout_four_times_and_sees_each_row_once(
+    settings: Callable[..., dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    parts = [(4, 4, 6, 0), (8, 3, 2, 1), (12, 2, 12, 2), (16, 3, 4, 0), (20, 1, 8, 0)]
+    found = []
+    for stop, world, micro, stage in parts:
+        values = settings("mixed", micro)
+        found += seen(values, world, {"stop_after": stop}, stage)
+    assert found == wanted(values)
+    assert difference(values, alone) < 1e-5
+
+
+@needs_deepspeed
+def test_only_the_last_micro_batch_of_a_step_communicates(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    made = {}
+    for stage in (0, 1, 2):
+        values = settings(f"zero {stage}", 4, max_steps=2)
+        file = tmp_path / f"{stage}.json"
+        ranks.run(2, rank_work.collectives, values, file, environment=zero(stage))
+        made[stage] = json.loads(file.read_text(encoding="utf-8"))
+    # DDP's warm-up, and then, once for each process, the new order of its buckets.
+    assert [last for last, _ in made[0][:2]] == [True, False]
+    del made[0][:2]
+    assert [last for last, _ in made[0]] == [False, True, False, False, True]
+    assert [last for last, _ in made[1]] == [False, False, True] * 2
+    for stage in (0, 1):
+        assert all((count > 0) == last for last, count in made[stage])
+    # ZeRO 2 keeps only its share of the gradients, so it must hand them on each time.
+    assert all(count > 0 for _, count in made[2])
+
+
+@pytest.mark.parametrize(("world", "micro", "fits"), [(3, 5, "15 or 30"), (7, 4, "28")])
+def test_what_does_not_divide_is_refused_with_sizes_that_would(
+    settings: Callable[..., dict[str, Any]], world: int, micro: int, fits: str
+) -> None:
+    config = RunConfig.model_validate(settings("odd", micro))
+    with pytest.raises(RunError, match=f"24 is not a multiple .* take {fits}"):
+        accumulation_steps(config, world)
+    for rows in map(int, np.array(fits.split(" or "))):
+        assert rows % (world * micro) == 0

@@ -1,0 +1,199 @@
+"""What several processes decide, they decide together; numbers that are wrong do no harm."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_work
+import ranks
+
+from pretrain import RunError, checkpoint, metrics
+from pretrain.config import RunConfig
+from pretrain.order import Order
+from pretrain.processes import timeout
+from pretrain.replay import replay
+from pretrain.train import train
+
+
+@pytest.fixture
+def settings(
+    tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]
+) -> Callable[..., dict[str, Any]]:
+    """6 steps of 12 rows, one micro-batch a step for 3 ranks, a checkpoint at each step."""
+    save_teacher(tmp_path / "teacher")
+
+    def make(name: str = "run", **train: Any) -> dict[str, Any]:
+        return {
+            "output": str(tmp_path / name),
+            "shards": str(corpus),
+            "teacher": str(tmp_path / "teacher"),
+            "train": {
+                "max_steps": 6,
+                "global_batch_size": 12,
+                "micro_batch_size": 4,
+                "num_workers": 0,
+                **train,
+            },
+            "evaluation": {"every": 0, "rows": 8},
+            "checkpoint": {"every": 1, "keep": 10},
+            "logging": {"every": 1},
+        }
+
+    return make
+
+
+def answers(
+    settings: list[dict[str, Any]], folder: Path, world: int, harm: str = ""
+) -> list[list[str]]:
+    """[kind, message] of how each rank ended."""
+    ranks.run(world, rank_work.answered, settings, folder / "answer", harm)
+    files = [folder / f"answer.{rank}" for rank in range(world)]
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def status(values: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(values["output"]) / "exit_status.json").read_text())
+    return found
+
+
+def steps(values: dict[str, Any]) -> list[int]:
+    """The steps that have a checkpoint which verifies."""
+    folders = sorted((Path(values["output"]) / "checkpoints").glob("step-*"))
+    assert all(checkpoint.verify(folder) is None for folder in folders)
+    return [int(folder.name.removeprefix("step-")) for folder in folders]
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_the_update(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    values = settings()
+    found = answers([values], tmp_path, 3, "loss")
+    assert [kind for kind, _ in found] == ["NonFiniteError"] * 3
+    assert len({message for _, message in found}) == 1
+    assert found[0][1].startswith("step 4: the loss is nan over rows ")
+    assert steps(values) == [1, 2, 3]
+    ended = status(values)
+    assert (ended["ended"], ended["step"], ended["exit_code"]) == ("failed", 3, 3)
+    report = json.loads((Path(values["output"]) / "post_mortem.json").read_text(encoding="utf-8"))
+    _, rows = Order(255, 12, 0).at(3)
+    assert report["ranks"] == [1] and report["rows"] == rows[4:8].tolist()
+    assert report["last_metrics"]["step"] == 3
+    assert report["micro_batches"][0]["terms"].keys() == {"kl", "mlm", "cosine"}
+
+
+@pytest.mark.parametrize("harm", ["loss", "gradient"])
+def test_a_step_may_be_skipped_and_counted_and_changes_no_weight(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path, harm: str
+) -> None:
+    values = settings(skip_non_finite=1)
+    assert answers([values], tmp_path, 3, harm) == [["finished", ""]] * 3
+    output = Path(values["output"])
+    assert ranks.digests(output, 4) == ranks.digests(output, 3) != ranks.digests(output, 5)
+    saved = checkpoint.newest(output / "checkpoints", pytest.fail)
+    assert saved is not None and saved.state["skipped_steps"] == 1
+    kinds = {e["step"]: e["kind"] for e in metrics.read(output / "metrics.jsonl") if e["step"] < 6}
+    assert kinds == {0: "evaluation", 1: "train", 2: "train", 3: "train", 4: "skipped", 5: "train"}
+
+
+def test_a_flipped_bit_names_its_rank_and_no_checkpoint_holds_it(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    values = settings()
+    found = answers([values], tmp_path, 3, "bit")
+    assert [kind for kind, _ in found] == ["DivergedError"] * 3
+    assert "step 4: rank 2 holds other weights than the rest" in found[0][1]
+    assert steps(values) == [1, 2, 3] and status(values)["exit_code"] == 3
+
+
+def test_a_mistake_that_one_rank_meets_ends_all(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    good = settings()
+    found = answers([good, {**good, "teacher": str(tmp_path / "nowhere")}, good], tmp_path, 3)
+    assert [kind for kind, _ in found] == ["SystemExit", "RunError", "SystemExit"]
+    assert "nowhere" in found[1][1]
+
+
+def test_ranks_that_see_other_files_are_told_so(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path, save_teacher: Any, tiny_bert: Any
+) -> None:
+    good = settings()
+    save_teacher(tmp_path / "other", tiny_bert(seed=9))
+    found = answers([good, {**good, "teacher": str(tmp_path / "other")}], tmp_path, 3)
+    assert [kind for kind, _ in found] == ["RunError"] * 3
+    assert found[0][1].startswith("process 1 has another teacher than process 0")
+
+
+def test_skipped_rows_are_recorded_and_stay_skipped(
+    settings: Callable[..., dict[str, Any]],
+) -> None:
+    values = settings(micro_batch_size=12)
+    config = RunConfig.model_validate(values)
+    _, rows = Order(255, 12, 0).at(4)
+    first = int(rows[5])
+    train(config, stop_after=2)
+    train(config, stop_after=3, skip_rows=[(first, first + 1)])
+    train(config)  # the flag need not be given again
+    output = Path(values["output"])
+    saved = checkpoint.newest(output / "checkpoints", pytest.fail)
+    assert saved is not None and saved.state["skip_rows"] == [[first, first + 1, 2]]
+    entries = metrics.read(output / "metrics.jsonl")
+    assert {"kind": "skip_rows", "step": 2, "first": first, "last": first + 1} in entries
+    shown = replay(output, 5, warn=pytest.fail)
+    assert [row.skipped for row in shown.rows(None)] == [number == first for number in rows]
+    with pytest.raises(RunError, match="255 rows"):
+        train(RunConfig.model_validate(settings("other")), skip_rows=[(250, 256)])
+
+
+def test_of_two_runs_on_one_output_one_wins_and_the_other_names_it(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    values = settings(micro_batch_size=12, max_steps=12)
+    for attempt in range(3):
+        one, other = tmp_path / f"one-{attempt}", tmp_path / f"other-{attempt}"
+        both = [
+            *ranks.start(1, rank_work.answered, [values], one),
+            *ranks.start(1, rank_work.answered, [values], other),
+        ]
+        assert ranks.wait(both) == [0, 0]
+        found = [json.loads(Path(f"{file}.0").read_text()) for file in (one, other)]
+        kinds = [kind for kind, _ in found]
+        if kinds == ["finished", "finished"]:
+            continue  # one after the other: the second found it up to date
+        loser = kinds.index("Busy")
+        assert kinds[1 - loser] == "finished"
+        pid = both[1 - loser].pid
+        assert f"host {socket.gethostname()}, pid {pid}" in found[loser][1]
+        break
+    else:
+        pytest.fail("they never met")
+
+
+def test_the_lock_of_a_killed_run_is_taken_over(
+    settings: Callable[..., dict[str, Any]],
+) -> None:
+    values = settings(micro_batch_size=12, max_steps=400)
+    (holder,) = ranks.start(1, rank_work.once, values)
+    log = Path(values["output"]) / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while len(metrics.read(log)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(Exception, match=f"pid {holder.pid}"):
+        train(RunConfig.model_validate(values))
+    holder.kill()
+    holder.join()
+    assert train(RunConfig.model_validate(values), stop_after=8).step >= 8
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-3", "inf"])
+def test_a_timeout_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("DISTIL_TIMEOUT", text)
+    with pytest.raises(RunError, match="not a number of seconds"):
+        timeout()
+    monkeypatch.setenv("DISTIL_TIMEOUT", "60")
+    assert timeout() == 60.0 and os.environ["DISTIL_TIMEOUT"] == "60"

@@ -1,0 +1,545 @@
+"""What does not fit together is refused before step 0, in a line that names it and how to mend it.
+
+Nothing is written then, and nothing that was there is changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import BertForMaskedLM, DistilBertForMaskedLM
+
+from data_prep import CorpusError
+from data_prep.shards import canonical_json, load_manifest, open_shards, write_shard
+from data_prep.shards import manifest as shards_manifest
+from data_prep.shards.manifest import manifest_bytes, seal
+from pretrain import RunError
+from pretrain.config import RunConfig
+from pretrain.models import load_model
+from pretrain.train import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Values = dict[str, Any]
+# Who is at work, and how the last start ended: these are of the start, not of the run.
+OF_THE_START = ("exit_status.json", ".lock", "lock")
+
+
+@dataclass
+class Place:
+    """A folder with a teacher, a student to continue from, and a run over the tiny corpus."""
+
+    folder: Path
+    corpus: Path
+    words: list[str]
+    bert: Callable[..., BertForMaskedLM]
+    distilbert: Callable[..., DistilBertForMaskedLM]
+    save_teacher: Callable[..., BertForMaskedLM]
+    values: Values
+
+    @property
+    def teacher(self) -> Path:
+        return self.folder / "teacher"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "run"
+
+    def own_shards(self) -> Path:
+        """A copy of the corpus that may be changed; the run reads it."""
+        shards = self.folder / "shards"
+        shutil.copytree(self.corpus, shards, dirs_exist_ok=True)
+        self.values["shards"] = str(shards)
+        return shards
+
+    def checkpoint(self, step: int = 2) -> Path:
+        return self.output / "checkpoints" / f"step-{step:08d}"
+
+    def student(self, words: list[str] | None = None, **changes: Any) -> Path:
+        """A DistilBERT with a vocabulary, from which the run is to continue."""
+        folder = self.folder / "student"
+        model = self.distilbert(2)
+        model.save_pretrained(folder)
+        (folder / "vocab.txt").write_text("\n".join(words or self.words) + "\n", encoding="utf-8")
+        edit(folder / "config.json", changes)
+        self.values["student"]["init"] = str(folder)
+        return folder
+
+    def files(self) -> dict[str, str]:
+        return {
+            str(path.relative_to(self.output)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in self.output.rglob("*")
+            if path.is_file() and not path.name.endswith(OF_THE_START)
+        }
+
+
+@pytest.fixture
+def place(
+    tmp_path: Path,
+    corpus: Path,
+    vocabulary: list[str],
+    tiny_bert: Callable[..., BertForMaskedLM],
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+    save_teacher: Callable[..., BertForMaskedLM],
+) -> Place:
+    save_teacher(tmp_path / "teacher")
+    values = run_values(tmp_path / "run", corpus, tmp_path / "teacher")
+    return Place(tmp_path, corpus, vocabulary, tiny_bert, tiny_distilbert, save_teacher, values)
+
+
+@pytest.fixture(scope="module")
+def stopped(
+    tmp_path_factory: pytest.TempPathFactory,
+    corpus: Path,
+    save_teacher: Callable[..., BertForMaskedLM],
+) -> Path:
+    """The output of a run with checkpoints of steps 1 and 2 of 4, made with the same teacher."""
+    folder = tmp_path_factory.mktemp("stopped")
+    save_teacher(folder / "teacher")
+    start(run_values(folder / "run", corpus, folder / "teacher"), stop_after=2)
+    return folder / "run"
+
+
+def run_values(output: Path, shards: Path, teacher: Path) -> Values:
+    return {
+        "output": str(output),
+        "shards": str(shards),
+        "teacher": str(teacher),
+        "student": {"num_layers": 2},
+        "optimizer": {"learning_rate": 1e-3},
+        "train": {
+            "max_steps": 4,
+            "global_batch_size": 4,
+            "micro_batch_size": 4,
+            "num_workers": 0,
+        },
+        "evaluation": {"every": 0, "rows": 4},
+        "checkpoint": {"every": 1},
+        "logging": {"every": 1},
+    }
+
+
+def start(values: Values, **arguments: Any) -> None:
+    train(RunConfig.model_validate(values), **arguments)
+
+
+def edit(path: Path, changes: Values) -> None:
+    raw = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps(raw), encoding="utf-8")
+
+
+def assert_refused(place: Place, *parts: str) -> None:
+    """One line with all the parts, and no file of the run written, changed or removed."""
+    before = place.files()
+    with pytest.raises((RunError, CorpusError)) as error:
+        start(place.values)
+    text = str(error.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text, text
+    assert place.files() == before
+
+
+# --- the teacher's and the student's words ---------------------------------------------------
+
+
+def swapped(words: list[str], one: int, other: int) -> list[str]:
+    words = list(words)
+    words[one], words[other] = words[other], words[one]
+    return words
+
+
+def teacher_words_swapped(place: Place) -> None:
+    place.save_teacher(place.teacher, words=swapped(place.words, 7, 8))
+
+
+def teacher_tokenizer_json_of_other_words(place: Place) -> None:
+    (place.teacher / "vocab.txt").unlink()
+    path = place.teacher / "tokenizer.json"
+    shutil.copy(place.corpus / "tokenizer" / "tokenizer.json", path)
+    model = json.loads(path.read_text(encoding="utf-8"))["model"]
+    words = swapped(place.words, 7, 8)
+    edit(path, {"model": model | {"vocab": {word: id for id, word in enumerate(words)}}})
+
+
+def teacher_mask_and_cls_swapped(place: Place) -> None:
+    place.save_teacher(place.teacher, words=swapped(place.words, 2, 4))
+
+
+def teacher_mask_named_cls(place: Place) -> None:
+    edit(place.teacher / "tokenizer_config.json", {"mask_token": "[CLS]", "cls_token": "[MASK]"})
+
+
+def teacher_pad_named_unk(place: Place) -> None:
+    names = {"pad_token": {"content": "[UNK]", "lstrip": False}}
+    (place.teacher / "special_tokens_map.json").write_text(json.dumps(names), encoding="utf-8")
+
+
+def teacher_mask_not_in_vocabulary(place: Place) -> None:
+    edit(place.teacher / "tokenizer_config.json", {"mask_token": "<mask>"})
+
+
+def teacher_pads_with_another_id(place: Place) -> None:
+    edit(place.teacher / "config.json", {"pad_token_id": 1})
+
+
+def teacher_with_fewer_words(place: Place) -> None:
+    place.save_teacher(place.teacher, place.bert(1, vocab_size=199), place.words[:199])
+
+
+def teacher_with_more_words(place: Place) -> None:
+    place.save_teacher(place.teacher, place.bert(1, vocab_size=201), [*place.words, "more"])
+
+
+def student_words_swapped(place: Place) -> None:
+    place.student(swapped(place.words, 7, 8))
+
+
+def student_pads_with_another_id(place: Place) -> None:
+    place.student(pad_token_id=1)
+
+
+# --- shapes, heads and numbers ---------------------------------------------------------------
+
+
+def teacher_with_few_positions(place: Place) -> None:
+    place.save_teacher(place.teacher, place.bert(1, max_position_embeddings=31))
+
+
+def model_with_few_positions(place: Place) -> None:
+    del place.values["teacher"], place.values["student"]
+    place.values["objective"] = {"name": "mlm"}
+    place.values["model"] = {"hidden_size": 16, "num_attention_heads": 2} | {
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 16,
+    }
+
+
+def student_with_few_positions(place: Place) -> None:
+    folder = place.student(max_position_embeddings=31)
+    change_weights(folder, lambda name, t: t[:31].clone() if "position_embeddings" in name else t)
+
+
+def change_weights(folder: Path, change: Callable[[str, Tensor], Tensor | None]) -> None:
+    """Rewrite model.safetensors; None leaves a tensor out."""
+    path = folder / "model.safetensors"
+    tensors = {name: change(name, tensor) for name, tensor in load_file(path).items()}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+def teacher_is_a_distilbert(place: Place) -> None:
+    place.distilbert(4).save_pretrained(place.teacher)
+
+
+def teacher_without_head(place: Place) -> None:
+    change_weights(place.teacher, lambda name, t: None if "cls.predictions" in name else t)
+
+
+def teacher_with_fewer_layers_than_it_says(place: Place) -> None:
+    edit(place.teacher / "config.json", {"num_hidden_layers": 5})
+
+
+def teacher_with_more_layers_than_it_says(place: Place) -> None:
+    edit(place.teacher / "config.json", {"num_hidden_layers": 3})
+
+
+def teacher_in_int8(place: Place) -> None:
+    change_weights(place.teacher, lambda name, t: (100 * t).to(torch.int8))
+
+
+def teacher_is_a_decoder(place: Place) -> None:
+    edit(place.teacher / "config.json", {"is_decoder": True})
+
+
+def student_is_wider(place: Place) -> None:
+    place.student()
+    place.distilbert(2, width=48).save_pretrained(place.folder / "student")
+
+
+def student_without_head(place: Place) -> None:
+    folder = place.student()
+    change_weights(folder, lambda name, t: None if name.startswith("vocab_") else t)
+
+
+def student_is_a_bert(place: Place) -> None:
+    place.bert(2).save_pretrained(place.student())
+
+
+# --- shards -------------------------------------------------------------------------------------
+
+
+def reseal(shards: Path, **changes: Any) -> None:
+    """Write manifest.json with changes and both of its hashes, as no mistake would."""
+    values = load_manifest(shards).model_dump(mode="json") | changes
+    del values["digest"], values["self_sha256"]
+    (shards / "manifest.json").write_bytes(manifest_bytes(seal(values)))
+
+
+def forge(shards: Path, change: Callable[[Values], None]) -> None:
+    """The same by hand, for what `seal` itself refuses."""
+    path = shards / "manifest.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    change(values)
+    values["digest"] = shards_manifest._digest(values)
+    del values["self_sha256"]
+    values["self_sha256"] = hashlib.sha256(canonical_json(values)).hexdigest()
+    path.write_text(json.dumps(values), encoding="utf-8")
+
+
+def rewrite_rows(shards: Path, change: Callable[[Any], None]) -> None:
+    """Change the training rows, and describe them truly."""
+    splits = load_manifest(shards).model_dump(mode="json")["splits"]
+    rows = open_shards(shards).rows(np.arange(splits["train"]["rows"]))
+    change(rows)
+    for shard in splits["train"]["shards"]:
+        (shards / shard["file"]).unlink()
+    record = write_shard(shards / splits["train"]["shards"][0]["file"], rows, pad=0)
+    splits["train"] |= {"shards": [record.model_dump(mode="json")], "tokens": record.tokens}
+    reseal(shards, splits=splits)
+
+
+def shards_with_ids_outside_the_vocabulary(place: Place) -> None:
+    rewrite_rows(place.own_shards(), lambda rows: rows.__setitem__((0, 1), 200))
+
+
+def shards_of_too_many_words_for_their_dtype(place: Place) -> None:
+    forge(place.own_shards(), lambda v: v["tokenizer"].update(vocab_size=70_000))
+
+
+def shards_with_two_roles_for_one_id(place: Place) -> None:
+    forge(place.own_shards(), lambda v: v["tokenizer"]["special_ids"].update(mask=2))
+
+
+def shards_with_a_special_id_outside_the_vocabulary(place: Place) -> None:
+    forge(place.own_shards(), lambda v: v["tokenizer"]["special_ids"].update(mask=200))
+
+
+def shards_of_a_later_format(place: Place) -> None:
+    forge(place.own_shards(), lambda v: v.update(format_version=3))
+
+
+def shards_edited(place: Place) -> None:
+    path = place.own_shards() / "manifest.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(values | {"row_length": 64}), encoding="utf-8")
+
+
+AGAIN = "prepare the corpus with its tokenizer"
+PREPARE = "run `distil prepare` again"
+
+FRESH = [
+    (teacher_words_swapped, "teacher", "other words", AGAIN),
+    (teacher_tokenizer_json_of_other_words, "teacher", "other words", AGAIN),
+    (teacher_mask_and_cls_swapped, "teacher", "other words", AGAIN),
+    (teacher_mask_named_cls, "its cls token has id 4, the shards' has 2", AGAIN),
+    (teacher_pad_named_unk, "its pad token has id 1, the shards' has 0", AGAIN),
+    (teacher_mask_not_in_vocabulary, "its mask token has id None, the shards' has 4", AGAIN),
+    (teacher_pads_with_another_id, "its pad token has id 1, the shards' has 0", AGAIN),
+    (teacher_with_fewer_words, "knows 199 words, the shards were made with 200", AGAIN),
+    (teacher_with_more_words, "knows 201 words, the shards were made with 200", AGAIN),
+    (student_words_swapped, "student.init", "other words", AGAIN),
+    (student_pads_with_another_id, "student.init", "its pad token has id 1", AGAIN),
+    (teacher_with_few_positions, "teacher", "positions", "row_length: 31"),
+    (model_with_few_positions, "model", "positions", "row_length: 16"),
+    (student_with_few_positions, "student.init", "positions", "row_length: 31"),
+    (teacher_is_a_distilbert, "a distilbert cannot be a teacher", "takes a BERT"),
+    (teacher_without_head, "no trained masked-language-model head", "BertForMaskedLM"),
+    (teacher_with_fewer_layers_than_it_says, "do not fit its config.json", "layer.4"),
+    (teacher_with_more_layers_than_it_says, "do not fit its config.json", "layer.3"),
+    (teacher_in_int8, "holds torch.int8", "save the model in fp32"),
+    (teacher_is_a_decoder, "is_decoder is true", "both sides"),
+    (student_is_wider, "student.init", "has dim 48, but this run needs 32"),
+    (student_without_head, "masked-language-model head", "saved as DistilBertForMaskedLM"),
+    (student_is_a_bert, "student.init", "holds a bert, no DistilBERT"),
+    (shards_with_ids_outside_the_vocabulary, "id 200 is outside the vocabulary", PREPARE),
+    (shards_of_too_many_words_for_their_dtype, "uint16 does not hold", PREPARE),
+    (shards_with_two_roles_for_one_id, "special ids", "'mask': 2", PREPARE),
+    (shards_with_a_special_id_outside_the_vocabulary, "'mask': 200", PREPARE),
+    (shards_of_a_later_format, "format version 3", PREPARE),
+    (shards_edited, "edited or damaged", PREPARE),
+]
+
+
+@pytest.mark.parametrize("case", FRESH, ids=lambda case: case[0].__name__)
+def test_a_run_that_cannot_start(place: Place, case: tuple[Any, ...]) -> None:
+    spoil, *parts = case
+    spoil(place)
+    assert_refused(place, *parts)
+    assert not place.files()
+
+
+# --- a run that was begun -------------------------------------------------------------------
+
+
+def change(section: str, **keys: Any) -> Callable[[Place], None]:
+    def spoil(place: Place) -> None:
+        place.values[section] = place.values.get(section, {}) | keys
+
+    spoil.__name__ = ",".join(f"{section}.{key}={value}" for key, value in keys.items())
+    return spoil
+
+
+def another_objective(place: Place) -> None:
+    del place.values["teacher"], place.values["student"]
+    place.values["objective"] = {"name": "mlm"}
+    place.values["model"] = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+def other_shards(place: Place) -> None:
+    rewrite_rows(place.own_shards(), lambda rows: rows.__setitem__((0, 1), 10 + rows[0, 1] % 50))
+
+
+def other_teacher_weights(place: Place) -> None:
+    place.save_teacher(place.teacher, place.bert(4, seed=9))
+
+
+def another_teacher_architecture(place: Place) -> None:
+    place.save_teacher(place.teacher, place.bert(2))
+
+
+def a_checkpoint_of_another_run(place: Place) -> None:
+    """Its own is older, so the copied one would be taken."""
+    other = place.values | {"output": str(place.folder / "other")}
+    start(other | {"train": place.values["train"] | {"seed": 7}}, stop_after=3)
+    copied = place.folder / "other" / "checkpoints" / place.checkpoint(3).name
+    shutil.copytree(copied, place.checkpoint(3))
+
+
+def reseal_checkpoint(folder: Path, **changes: Any) -> None:
+    """Describe a checkpoint's files truly, as no accident would."""
+    values = json.loads((folder / "manifest.json").read_text(encoding="utf-8")) | changes
+    del values["sha256"]
+    for name in values["files"]:
+        data = (folder / name).read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
+        values["files"][name] = {"bytes": len(data), "sha256": digest}
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    sealed = json.dumps({**values, "sha256": digest}, indent=1, sort_keys=True) + "\n"
+    (folder / "manifest.json").write_text(sealed, encoding="utf-8")
+
+
+def moments(
+    change: Callable[[dict[str, Tensor]], object],
+) -> Callable[[Place], None]:
+    """Change the newest checkpoint's optimizer, and seal it again."""
+
+    def spoil(place: Place) -> None:
+        folder = place.checkpoint()
+        tensors = load_file(folder / "optimizer.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "optimizer.safetensors")
+        reseal_checkpoint(folder)
+
+    return spoil
+
+
+NORM = "vocab_layer_norm.weight/exp_avg"
+
+
+def moments_in_bf16(place: Place) -> None:
+    moments(lambda t: t.update({name: value.bfloat16() for name, value in t.items()}))(place)
+
+
+def a_moment_is_missing(place: Place) -> None:
+    moments(lambda t: t.pop(NORM))(place)
+
+
+def a_moment_of_another_shape(place: Place) -> None:
+    moments(lambda t: t.update({NORM: torch.zeros(31)}))(place)
+
+
+def a_moment_of_no_parameter(place: Place) -> None:
+    moments(lambda t: t.update({"nobody/exp_avg": torch.zeros(3)}))(place)
+
+
+def a_checkpoint_of_a_later_format(place: Place) -> None:
+    reseal_checkpoint(place.checkpoint(), format=99)
+
+
+def no_checkpoint_is_whole(place: Place) -> None:
+    for step in (1, 2):
+        (place.checkpoint(step) / "optimizer.safetensors").write_bytes(b"")
+
+
+MEND = "Take back the change, or give this run an `output:` of its own"
+
+RESUMED = [
+    (change("objective", name="distilbert", kl=1.0), "objective.kl was 5.0 and is now 1.0", MEND),
+    (change("objective", name="distilbert", temperature=3.0), "objective.temperature was", MEND),
+    (another_objective, "objective.name was distilbert and is now mlm", MEND),
+    (change("train", max_steps=5), "train.max_steps was 4 and is now 5", MEND),
+    (change("train", seed=1), "train.seed was 0 and is now 1", MEND),
+    (change("train", global_batch_size=8), "train.global_batch_size was 4", MEND),
+    (change("train", precision="bf16"), "train.precision was fp32 and is now bf16", MEND),
+    (change("optimizer", learning_rate=2e-3), "optimizer.learning_rate was 0.001", MEND),
+    (change("optimizer", warmup_ratio=0.5), "optimizer.warmup_ratio was 0.05", MEND),
+    (change("masking", mode="smoothed"), "masking.mode was uniform", MEND),
+    (change("student", num_layers=1), "student.num_layers was 2 and is now 1", MEND),
+    (change("student", dropout=0.2), "student.dropout was 0.1 and is now 0.2", MEND),
+    (other_shards, "shards are other ones", MEND),
+    (other_teacher_weights, "teacher", "has other weights", MEND),
+    (another_teacher_architecture, "teacher", "has other weights", MEND),
+    (a_checkpoint_of_another_run, "step-00000003", "train.seed was 7 and is now 0", MEND),
+    (moments_in_bf16, "optimizer.safetensors", "bfloat16", "another checkpoint"),
+    (a_moment_is_missing, NORM, "is missing", "another checkpoint"),
+    (a_moment_of_another_shape, NORM, "[31]", "another checkpoint"),
+    (a_moment_of_no_parameter, "nobody/exp_avg", "belongs to no parameter", "another checkpoint"),
+    (a_checkpoint_of_a_later_format, "format 99", "continue with the version that wrote it"),
+    (no_checkpoint_is_whole, "no checkpoint verifies", "restore one, or remove the folder"),
+]
+
+
+@pytest.mark.parametrize("case", RESUMED, ids=lambda case: case[0].__name__)
+def test_a_run_that_cannot_go_on(place: Place, stopped: Path, case: tuple[Any, ...]) -> None:
+    spoil, *parts = case
+    shutil.copytree(stopped, place.output)
+    spoil(place)
+    assert_refused(place, *parts)
+
+
+def test_what_is_not_spoilt_goes_on(place: Place, stopped: Path) -> None:
+    """The two tests above would pass if everything were refused."""
+    shutil.copytree(stopped, place.output)
+    start(place.values)
+    assert place.checkpoint(4).is_dir()
+
+
+def test_what_is_not_spoilt_starts(place: Place) -> None:
+    place.student()
+    place.own_shards()
+    start(place.values, stop_after=1)
+    assert place.checkpoint(1).is_dir()
+
+
+def test_a_student_in_half_precision_is_widened(place: Place) -> None:
+    folder = place.student()
+    before = load_file(folder / "model.safetensors")
+    change_weights(folder, lambda name, tensor: tensor.half())
+    model = load_model(folder)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, before[name].half().float()), name
+
+
+def test_a_model_does_not_change_with_its_file(place: Place) -> None:
+    """Weights are copied from the file, not mapped: whoever writes it again changes no run."""
+    folder = place.student()
+    before = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
+    model = load_model(folder)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-4096, 2)
+        file.write(bytes(4096))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name

@@ -1,0 +1,189 @@
+"""What stands in the environment for others stays there: in no file, log, card or traceback.
+
+And nobody can get in: a run on one machine opens no port to the network.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from transformers import BertForMaskedLM, DistilBertForMaskedLM
+
+from pretrain.export import export
+
+ROOT = Path(__file__).parents[2]
+SECRETS = {
+    "HF_TOKEN": "hf_canaryOfTheHubToken0123456789",
+    "HUGGING_FACE_HUB_TOKEN": "hf_canaryOfTheOldHubToken01234567",
+    "WANDB_API_KEY": "canary0of0weights0and0biases0123456789ab",
+    "AWS_SECRET_ACCESS_KEY": "canary/of/the/object/store/0123456789abc",
+}
+# Two runs that fail: by what they are given, and by a bug of ours that no one expects.
+FAILING = """
+import sys
+import pretrain.train
+from launch.cli import main
+
+def bug(*arguments):
+    raise AssertionError("a bug")
+
+for config in sys.argv[1:]:
+    sys.argv = ["distil", "pretrain", config, "--debug"]
+    try:
+        main()
+    except SystemExit as stop:
+        print("exit code", stop.code, file=sys.stderr)
+    pretrain.train.update = bug
+"""
+
+
+def leaks(folder: Path) -> list[str]:
+    """Files below a folder that hold a secret."""
+    values = [value.encode() for value in SECRETS.values()]
+    return [
+        str(path)
+        for path in folder.rglob("*")
+        if path.is_file() and any(value in path.read_bytes() for value in values)
+    ]
+
+
+def listeners(pid: int) -> set[str]:
+    """The addresses on which a process or its children wait for connections."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        return {
+            connection.laddr.ip
+            for member in family
+            for connection in member.net_connections(kind="inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+    except psutil.Error:  # it has ended
+        return set()
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tmp_path_factory: pytest.TempPathFactory,
+    corpus: Path,
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+    save_teacher: Callable[..., BertForMaskedLM],
+) -> Path:
+    """All files of three runs: to the end and exported, to a loss that is nan, and to a bug.
+
+    `log` and `failing.log` are what they printed, `heard` is where the first one listened.
+    """
+    folder = tmp_path_factory.mktemp("secrets")
+    save_teacher(folder / "teacher")
+    poisoned = tiny_distilbert()
+    with torch.no_grad():
+        poisoned.vocab_transform.bias[0] = float("nan")
+    poisoned.save_pretrained(folder / "poisoned")
+    for name in ("home", "tmp", "heartbeats"):
+        (folder / name).mkdir()
+    environment = SECRETS | {
+        "HF_HOME": str(folder / "home"),
+        "TMPDIR": str(folder / "tmp"),
+        "DISTIL_HEARTBEATS": str(folder / "heartbeats"),
+        "RANK": "0",
+    }
+
+    def config(name: str, **student: object) -> str:
+        values = {
+            "output": str(folder / name),
+            "shards": str(corpus),
+            "teacher": str(folder / "teacher"),
+            "student": {"num_layers": 2, **student},
+            "train": {
+                "max_steps": 2,
+                "global_batch_size": 4,
+                "micro_batch_size": 4,
+                "num_workers": 0,
+            },
+            "evaluation": {"rows": 4},
+            "logging": {"every": 1, "tensorboard": True},
+        }
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return str(path)
+
+    def start(log: str, *arguments: str) -> subprocess.Popen[bytes]:
+        with (folder / log).open("wb") as file:
+            return subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    heard: set[str] = set()
+    failing = [config("poisoned-run", init=str(folder / "poisoned")), config("bug")]
+    first = start("log", "-m", "launch", "pretrain", config("finished"))
+    others = start("failing.log", "-c", FAILING, *failing)
+    try:
+        while first.poll() is None:
+            heard |= listeners(first.pid)
+            time.sleep(0.05)
+        (folder / "heard").write_text("\n".join(heard), encoding="utf-8")
+        assert first.returncode == 0, (folder / "log").read_text(encoding="utf-8")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            export(folder / "finished", folder / "exported", pytest.fail)
+        assert others.wait(240) == 0
+    finally:
+        first.kill()
+        others.kill()
+    return folder
+
+
+def test_there_is_something_to_search(folder: Path) -> None:
+    log = (folder / "failing.log").read_text(encoding="utf-8")
+    poisoned, bug, _ = log.split("exit code")
+    assert "Traceback" in poisoned and "the loss is nan" in poisoned
+    assert bug.startswith(" 3\n") and "Traceback" in bug and "AssertionError: a bug" in bug
+    assert log.endswith("exit code 1\n")
+    for pattern in (
+        *("finished/config.json", "finished/metrics.jsonl", "finished/exit_status.json"),
+        *("finished/checkpoints/step-*/state.json", "finished/**/events.out.tfevents.*"),
+        *("exported/README.md", "heartbeats/failure-*.json", "heartbeats/rank-*.json"),
+    ):
+        assert list(folder.glob(pattern)), pattern
+
+
+def test_no_secret_is_in_any_file(folder: Path) -> None:
+    assert leaks(folder) == []
+
+
+def test_the_search_would_find_one(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "log").write_text(f"environment: {SECRETS}", encoding="utf-8")
+    assert leaks(tmp_path) == [str(tmp_path / "below" / "log")]
+
+
+def outside(addresses: Iterable[str]) -> set[str]:
+    return {address for address in addresses if address not in ("127.0.0.1", "::1")}
+
+
+def test_a_run_listens_to_nobody_outside(folder: Path) -> None:
+    """TensorBoard's files are written, its server is not started."""
+    assert outside((folder / "heard").read_text(encoding="utf-8").split()) == set()
+
+
+def test_a_listener_would_be_seen() -> None:
+    with socket.create_server(("0.0.0.0", 0)):
+        assert outside(listeners(os.getpid())) == {"0.0.0.0"}
+    with socket.create_server(("127.0.0.1", 0)):
+        assert "127.0.0.1" in listeners(os.getpid())
+        assert outside(listeners(os.getpid())) == set()

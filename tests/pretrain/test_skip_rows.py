@@ -1,0 +1,272 @@
+"""Rows that are left out add nothing, and change nothing of the others."""
+
+import json
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import BertForMaskedLM, DistilBertForMaskedLM
+
+from data_prep.shards import ShardSet, open_shards
+from pretrain import RunError
+from pretrain.config import RunConfig
+from pretrain.distillation import Distillation
+from pretrain.masking import IGNORE, Masked, Masking
+from pretrain.order import Order
+from pretrain.rows import (
+    Skip,
+    StepDataset,
+    StepRows,
+    corrupt,
+    loader,
+    masking_over,
+    skipped,
+    with_skip,
+)
+
+PAD, CLS = 0, 2
+G, MICRO = 12, 3  # rows of a step and of a micro-batch
+SKIPS = (Skip(20, 60, 4), Skip(100, 101, 0))
+
+
+@pytest.fixture(scope="module")
+def shards(corpus: Path) -> ShardSet:
+    return open_shards(corpus)
+
+
+@pytest.fixture(scope="module")
+def masking(shards: ShardSet) -> Masking:
+    return masking_over(shards.manifest, 0.15, 3)
+
+
+@pytest.fixture(scope="module")
+def order(shards: ShardSet) -> Order:
+    return Order(len(shards), G, 3)
+
+
+def is_left_out(row: int, step: int) -> bool:
+    """`SKIPS` in words."""
+    return row == 100 or (step >= 4 and 20 <= row <= 59)
+
+
+def test_a_range_ends_before_its_last_and_begins_at_its_step() -> None:
+    rows = np.array([59, 60, 19, 20, 100, 101, 99])
+    assert skipped(rows, 3, SKIPS).tolist() == [False] * 4 + [True, False, False]
+    assert skipped(rows, 4, SKIPS).tolist() == [True, False, False, True, True, False, False]
+    assert not skipped(rows, 4, ()).any()
+
+
+def test_every_other_row_is_what_it_was(shards: ShardSet, order: Order, masking: Masking) -> None:
+    """Two epochs, three ranks, with and without."""
+    steps = 2 * len(shards) // G + 1
+    num_left_out = 0
+    for rank in range(3):
+        plain = StepDataset(shards, order, masking, rank=rank, world=3)
+        ours = StepDataset(shards, order, masking, rank=rank, world=3, skips=SKIPS)
+        for step in range(steps):
+            before, after = plain[step], ours[step]
+            assert torch.equal(after.rows, before.rows)
+            for i, row in enumerate(before.rows.tolist()):
+                if is_left_out(row, step):
+                    num_left_out += 1
+                    assert (after.input_ids[i] == PAD).all() and (after.labels[i] == IGNORE).all()
+                else:
+                    for ours_now, ours_before in zip(after[:3], before[:3], strict=True):
+                        assert torch.equal(ours_now[i], ours_before[i])
+            # A masked position never becomes padding, so what is fed can be counted.
+            assert after.num_tokens == int((after.input_ids != PAD).sum())
+            assert after.num_masked == int((after.labels != IGNORE).sum())
+    assert num_left_out > 60
+
+
+def test_counting_before_masking_gives_the_same_numbers(
+    shards: ShardSet, order: Order, masking: Masking
+) -> None:
+    step = StepDataset(shards, order, masking, skips=SKIPS)[7]
+    ids = shards.rows(step.rows.numpy()).astype(np.int64)
+    left_out = np.array([is_left_out(row, 7) for row in step.rows.tolist()])
+    assert left_out.any()
+    assert step.num_masked == masking.count(ids[~left_out])
+    ids[left_out] = PAD
+    assert step.num_masked == masking.count(ids)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_workers_leave_out_the_same(
+    shards: ShardSet, order: Order, masking: Masking, num_workers: int
+) -> None:
+    dataset = StepDataset(shards, order, masking, skips=SKIPS)
+    for step, loaded in enumerate(loader(dataset, 2, 8, num_workers), start=2):
+        expected = dataset[step]
+        assert all(map(torch.equal, loaded[:4], expected[:4]))
+        assert (loaded.num_tokens, loaded.num_masked) == expected[4:]
+
+
+def by_hand(
+    shards: ShardSet, order: Order, masking: Masking, step: int, *, padded: bool
+) -> tuple[Masked, NDArray[np.bool_]]:
+    """The step's rows with what `SKIPS` names padded, or without it; and which those are."""
+    epochs, rows = order.at(step)
+    left_out = np.array([is_left_out(row, step) for row in rows.tolist()])
+    ids = np.stack([shards.rows([row])[0] for row in rows]).astype(np.int64)
+    if padded:
+        for i in np.flatnonzero(left_out):
+            ids[i] = [PAD] * ids.shape[1]
+    else:
+        ids, epochs, rows = ids[~left_out], epochs[~left_out], rows[~left_out]
+    return masking(ids, epochs, rows), left_out
+
+
+@pytest.fixture
+def module(
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+    tiny_bert: Callable[..., BertForMaskedLM],
+) -> Distillation:
+    config = RunConfig.model_validate({"output": "o", "shards": "s", "teacher": "t"})
+    teacher = tiny_bert().requires_grad_(False)
+    return Distillation(
+        tiny_distilbert(), teacher, config.objective.terms(), cls_id=CLS, pad_id=PAD
+    )
+
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def accumulate(
+    module: Distillation, batches: list[Batch], tokens: int, masked: int
+) -> tuple[Tensor, list[Tensor]]:
+    """(losses and sums of each micro-batch, gradients) of a step, as the loop adds them up."""
+    module.zero_grad()
+    torch.manual_seed(5)
+    counts = {"tokens": tokens, "masked": masked}
+    coefficients = torch.tensor(
+        [term.weight * tokens / max(counts[term.over], 1) for term in module.terms]
+    )
+    outputs = []
+    for batch in batches:
+        loss, sums = module(*batch, coefficients)
+        (loss / max(tokens, 1)).backward()
+        outputs.append(torch.cat([loss.detach()[None], sums]))
+    gradients = [p.grad for p in module.student.parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    return torch.stack(outputs), [gradient for gradient in gradients if gradient is not None]
+
+
+def split(masked: Masked) -> list[Batch]:
+    tensors = [torch.from_numpy(array).split(MICRO) for array in masked]
+    return list(zip(*tensors, strict=True))
+
+
+def fed(step: StepRows) -> list[Batch]:
+    return list(step.micro_batches(MICRO))
+
+
+STEP = 6
+
+
+def test_a_step_is_bitwise_the_step_over_rows_padded_by_hand(
+    shards: ShardSet, order: Order, masking: Masking, module: Distillation, one_thread: None
+) -> None:
+    module.student.train()  # with dropout
+    ours = StepDataset(shards, order, masking, skips=SKIPS)[STEP]
+    expected, left_out = by_hand(shards, order, masking, STEP, padded=True)
+    assert 0 < left_out.sum() < G
+    tokens = int((expected.input_ids != PAD).sum())
+    masked = int((expected.labels != IGNORE).sum())
+    assert (ours.num_tokens, ours.num_masked) == (tokens, masked)
+    outputs, gradients = accumulate(module, fed(ours), ours.num_tokens, ours.num_masked)
+    wanted, wanted_gradients = accumulate(module, split(expected), tokens, masked)
+    assert torch.equal(outputs, wanted)
+    assert all(map(torch.equal, gradients, wanted_gradients))
+    everything = StepDataset(shards, order, masking)[STEP]
+    other, _ = accumulate(module, fed(everything), everything.num_tokens, everything.num_masked)
+    assert not torch.equal(other, outputs)
+
+
+def test_a_step_is_the_step_of_a_run_that_never_held_them(
+    shards: ShardSet, order: Order, masking: Masking, module: Distillation, one_thread: None
+) -> None:
+    module.double(), module.teacher.double()  # type: ignore[union-attr]
+    ours = StepDataset(shards, order, masking, skips=SKIPS)[STEP]
+    without, left_out = by_hand(shards, order, masking, STEP, padded=False)
+    assert len(without.input_ids) == G - left_out.sum() < G
+    counts = ours.num_tokens, ours.num_masked
+    outputs, gradients = accumulate(module, fed(ours), *counts)
+    expected, expected_gradients = accumulate(module, split(without), *counts)
+    assert torch.allclose(outputs.sum(0), expected.sum(0), rtol=1e-6, atol=0)
+    for gradient, wanted in zip(gradients, expected_gradients, strict=True):
+        assert torch.allclose(gradient, wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("positions", ["all", "masked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_micro_batch_of_padding_alone_gives_zero(
+    shards: ShardSet,
+    masking: Masking,
+    module: Distillation,
+    positions: str,
+    dtype: torch.dtype,
+    one_thread: None,
+) -> None:
+    objective = {"name": "distilbert", "kl_positions": positions}
+    config = RunConfig.model_validate(
+        {"output": "o", "shards": "s", "teacher": "t", "objective": objective}
+    )
+    module = Distillation(
+        module.student.train(), module.teacher, config.objective.terms(), cls_id=CLS, pad_id=PAD
+    )
+    rows = np.arange(MICRO)
+    nothing = corrupt(shards, masking, 0 * rows, rows, np.ones(MICRO, dtype=bool))
+    assert (nothing.num_tokens, nothing.num_masked) == (0, 0)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        outputs, gradients = accumulate(module, fed(nothing), 100, 10)
+    assert torch.equal(outputs, torch.zeros_like(outputs))
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
+
+
+def test_a_whole_step_of_padding_counts_nothing_and_stays_finite(
+    shards: ShardSet, order: Order, masking: Masking, module: Distillation, one_thread: None
+) -> None:
+    everything = Skip(0, len(shards), 0)
+    step = StepDataset(shards, order, masking, skips=[everything])[0]
+    assert (step.num_tokens, step.num_masked) == (0, 0)
+    outputs, gradients = accumulate(module, fed(step), 0, 0)
+    assert not outputs.any() and not any(gradient.any() for gradient in gradients)
+
+
+def test_smoothed_masks_leave_rows_out_too(shards: ShardSet, order: Order) -> None:
+    weights = np.arange(1, 201, dtype=np.int64)
+    smoothed = replace(masking_over(shards.manifest, 0.15, 3), smoothing=weights)
+    plain, ours = (StepDataset(shards, order, smoothed, skips=skips)[STEP] for skips in ((), SKIPS))
+    left_out = torch.tensor([is_left_out(row, STEP) for row in ours.rows.tolist()])
+    assert (ours.labels[left_out] == IGNORE).all()
+    assert torch.equal(ours.labels[~left_out], plain.labels[~left_out])
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 10**6), (-1, 3), (5, 5), (9, 3)])
+def test_rows_that_are_not_there_are_refused(
+    shards: ShardSet, order: Order, masking: Masking, first: int, last: int
+) -> None:
+    with pytest.raises(RunError, match=f"--skip-rows {first}:{last}: .* has {len(shards)} rows"):
+        StepDataset(shards, order, masking, skips=[Skip(first, last, 0)])
+    with pytest.raises(RunError, match=f"has {len(shards)} rows, 0 to {len(shards) - 1}"):
+        StepDataset(shards, order, masking, skips=[*SKIPS, Skip(0, len(shards) + 1, 0)])
+    StepDataset(shards, order, masking, skips=[Skip(0, len(shards), 0)])
+
+
+def test_a_checkpoint_keeps_them_as_json() -> None:
+    text = json.dumps([astuple(skip) for skip in SKIPS])
+    assert json.loads(text) == [[20, 60, 4], [100, 101, 0]]
+    assert tuple(Skip(*values) for values in json.loads(text)) == SKIPS
+
+
+def test_the_same_option_given_again_adds_nothing() -> None:
+    assert with_skip(SKIPS, Skip(20, 60, 9)) == SKIPS  # the same command continues the run
+    assert with_skip(SKIPS, Skip(30, 40, 4)) == SKIPS
+    for new in (Skip(20, 60, 3), Skip(20, 61, 9), Skip(19, 21, 9), Skip(60, 61, 9)):
+        assert with_skip(SKIPS, new) == (*SKIPS, new)
