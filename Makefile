@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: install demo demo-quick test checks clean
+.PHONY: install demo demo-quick test checks torture clean
 
 install: .venv/.installed
 
@@ -28,6 +28,10 @@ checks: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# Kills a run 100 times, at every phase, and compares it with one that nobody disturbed.
+torture: install
+	DISTIL_KILLS=100 $(BIN)/python -m pytest -s tests/pretrain/test_kills.py
 
 clean:
 	rm -rf .venv runs build *.egg-info

@@ -44,6 +44,7 @@ setup(
         "huggingface_hub>=1.0,<3",
         "mwparserfromhell>=0.6.5,<0.8",
         "numpy>=2,<3",
+        "psutil>=5.9",
         "py3langid>=0.4,<0.5",
         "pyarrow>=18",
         "pydantic>=2.8,<3",
@@ -66,6 +67,7 @@ setup(
         "tensorboard": ["tensorboard>=2.15"],
         "deepspeed": ["deepspeed>=0.16"],
         "dev": [
+            "deepspeed>=0.16",
             "hypothesis>=6",
             "mypy>=1.15",
             "nanotoken>=0.1,<0.2",

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind")
     arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     seconds: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         config = prepare(Path(name), arguments.processes)
@@ -104,8 +104,7 @@ def run(
     """(seconds to the first step, seconds from the signal to the end of all, exit code)."""
     output.mkdir()
     command = [sys.executable, "-m", "launch", "launch", str(config), f"output={output}"]
-    command += ["--gpus", str(processes), "--hardware", "cpu"]
-    command += ["--timeout", str(TIMEOUT), "--max-restarts", "0"]
+    command += ["--gpus", str(processes), "--timeout", str(TIMEOUT), "--max-restarts", "0"]
     begun = time.perf_counter()
     with (output / "screen").open("wb") as screen:
         launcher = subprocess.Popen(command, stdout=screen, stderr=screen)

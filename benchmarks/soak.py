@@ -163,15 +163,15 @@ def verdict(samples: list[Sample], left: list[Path]) -> dict[str, Any]:
     memory = np.array([sample.anonymous_mb for sample in settled])
     slope = 1000 * float(np.polyfit(steps, memory, 1)[0])
     failures = [f"memory: {slope:.2f} MB in 1,000 steps"] if slope > LIMIT else []
-    half = len(settled) // 2
+    quarter = max(1, len(settled) // 4)
     result: dict[str, Any] = {"mb_per_1000_steps": round(slope, 3)}
     result["anonymous_mb"] = [float(memory.min()), float(memory.max())]
     for name in ("threads", "handles", "processes"):
         counts = [getattr(sample, name) for sample in settled]
         result[name] = [min(counts), max(counts)]
-        # The queue of the loader adds some for moments; what stays raises the least as well.
-        if min(counts[half:]) > min(counts[:half]):
-            failures.append(f"{name}: {min(counts[:half])}, later {min(counts[half:])}")
+        # The loaders' queues add some for moments; what leaks passes the most there was at first.
+        if min(counts[-quarter:]) > max(counts[:quarter]):
+            failures.append(f"{name}: {max(counts[:quarter])}, later {min(counts[-quarter:])}")
     result["temporary_files"] = max(sample.temporary for sample in samples)
     failures += [f"left behind: {path.name}" for path in left]
     return result | {"failures": failures}

@@ -28,6 +28,8 @@ from pretrain.safety import Spikes
 from pretrain.student import build_bert, build_student
 from pretrain.teacher import Teacher, load_teacher
 
+# What a run continues from, in state.json.
+_STATE = "evaluation evaluation_step scaler shaping shards skip_rows skipped_steps teacher tokens"
 Ended = Literal["finished", "stopped", "interrupted", "up to date"]
 
 
@@ -113,6 +115,11 @@ def gather(
     if saved is not None:
         check_same_run(config, manifest, teacher, saved)
         student = load_model(saved.folder / "student").train()
+        if teacher and student.config.hidden_size != teacher.model.config.hidden_size:
+            raise RunError(
+                f"{saved.folder}: its student has width {student.config.hidden_size}, the teacher "
+                f"{teacher.model.config.hidden_size}; continue from another checkpoint"
+            )
         moments = saved.optimizer()
         check_optimizer(moments, student)
     elif teacher is not None:
@@ -268,6 +275,8 @@ def check_same_run(
     config: RunConfig, manifest: Manifest, teacher: Teacher | None, saved: Saved
 ) -> None:
     """Refuse to continue a checkpoint under another recipe, other data or another teacher."""
+    if lacking := [key for key in _STATE.split() if key not in saved.state]:
+        raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
     before, now = flatten(saved.state["shaping"]), flatten(config.shaping())
     changes = [
         f"{key} was {before.get(key)} and is now {now.get(key)}"

@@ -24,6 +24,7 @@ IGNORE = -100  # label of a position or slot that is not predicted, as torch's c
 _MASKING = 2  # names this use of the seed; order has its own
 _SELECT, _ACTION, _REPLACE = range(3)
 _POSITION_BITS = 12  # row lengths up to 4,096
+_POSITION = (1 << _POSITION_BITS) - 1
 _UNSELECTABLE = (1 << 63) - (1 << _POSITION_BITS)
 _COARSE = 19  # draws of smoothed masking are below 2**51
 _BLOCK_TOKENS = 1 << 15  # numpy's temporaries stay in the processor's cache
@@ -175,28 +176,30 @@ def _first_slots(draw: Any, selectable: Any, count: int) -> Any:
 
     The first of equal draws comes first, and what is not selectable after all that is.
     """
-    if isinstance(draw, np.ndarray):
-        return _first_slots_numpy(draw, selectable, count)
-    position = torch.arange(draw.shape[1], device=draw.device)
-    keys = torch.where(selectable, (draw << _POSITION_BITS) | position, _UNSELECTABLE | position)
-    return keys.sort(dim=1).values[:, :count] & ((1 << _POSITION_BITS) - 1)
+    xp, like = _library(draw)
+    if xp is np and (slots := _quick_slots(draw, selectable, count)) is not None:
+        return slots
+    draw, position = xp.asarray(draw, dtype=xp.int64), xp.arange(draw.shape[1], **like)
+    keys = xp.where(selectable, (draw << _POSITION_BITS) | position, _UNSELECTABLE | position)
+    keys = keys.sort(dim=1).values if xp is torch else np.sort(keys, axis=1)
+    return keys[:, :count] & _POSITION
 
 
-def _first_slots_numpy(
+def _quick_slots(
     draw: NDArray[Any], selectable: NDArray[np.bool_], count: int
-) -> NDArray[np.int64]:
-    """The same; numpy partitions 32-bit numbers up to ten times as fast as 64-bit ones."""
+) -> NDArray[np.int64] | None:
+    """The same, unless draws are equal or a row has hardly a word: then nothing.
+
+    numpy partitions 32-bit numbers up to ten times as fast as it sorts 64-bit ones.
+    """
     coarse = draw if draw.dtype == np.uint32 else (draw >> _COARSE).astype(np.uint32)
     coarse = np.where(selectable, coarse, np.uint32(MASK32))
     bound = np.partition(coarse, count - 1, axis=1)[:, count - 1 : count]
     chosen = selectable & (coarse <= bound)
-    # If just `count` are within the bound they are the smallest, whatever the bound. More are if
-    # some equal it, and fewer in a row with hardly a word.
+    # Just `count` within a bound are the smallest, whatever the bound.
     if (chosen.sum(1) != count).any():
-        whole = torch.from_numpy(draw.astype(np.int64))
-        slots: NDArray[np.int64] = _first_slots(whole, torch.from_numpy(selectable), count).numpy()
-        return slots
+        return None
     flat = np.flatnonzero(chosen).reshape(-1, count)
     keys = (draw.reshape(-1)[flat].astype(np.int64) << _POSITION_BITS) | (flat % draw.shape[1])
     keys.sort(axis=1)
-    return keys & ((1 << _POSITION_BITS) - 1)
+    return keys & _POSITION

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import Accelerator
 
-from pretrain.files import replace_text, writing_to
+from pretrain.files import writing_to
 from pretrain.models import MaskedLM
 
 # Dense half-precision peak in FLOP/s, from the vendors' data sheets.
@@ -62,17 +62,9 @@ class Metrics:
         self.last: dict[str, Any] | None = None
         if not accelerator.is_main_process:
             return
-        # The evaluation at step 0, and what is left out from a step on, are written again by a run
-        # that starts there.
-        kept = [
-            entry
-            for entry in read(path)
-            if entry["step"] < step or (entry["step"] == step > 0 and entry["kind"] != "skip_rows")
-        ]
-        self.last = kept[-1] if kept else None
         with writing_to(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+            self.last = _forget(path, step)
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """One line, closed at once, so that `tail -f` and a crash both see it."""
@@ -81,6 +73,33 @@ class Metrics:
             with writing_to(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.last) + "\n")
         self.accelerator.log({f"{kind}/{name}": value for name, value in values.items()}, step)
+
+
+def _forget(path: Path, step: int) -> dict[str, Any] | None:
+    """Cut off what a run that continues after `step` writes again; returns the last entry left.
+
+    That is all of later steps, and of this one what a run writes before its first step: the
+    evaluation at step 0, and rows that are left out. Only the end of the file is parsed.
+    """
+    if not path.exists():
+        return None
+    with path.open("r+b") as file:
+        data = file.read()
+        end = len(data)
+        while end:
+            start = data.rfind(b"\n", 0, end - 1) + 1
+            try:
+                entry: dict[str, Any] = json.loads(data[start:end])
+                again = step == 0 or entry["kind"] == "skip_rows"
+                whole = data[end - 1] == ord("\n")
+            except (ValueError, KeyError, TypeError):  # cut short with its process
+                whole = False
+            if whole and (entry["step"] < step or (entry["step"] == step and not again)):
+                file.truncate(end)
+                return entry
+            end = start
+        file.truncate(0)
+    return None
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -60,6 +60,8 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     """
     gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     deepspeed = uses_deepspeed()
+    if not gpu:  # Accelerate imports DeepSpeed where it is installed, which then warns of this
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout())}
     if deepspeed:
         _need("deepspeed", "ACCELERATE_USE_DEEPSPEED", "deepspeed")
@@ -198,7 +200,6 @@ def _prepare_deepspeed_for_cpus() -> None:
     while it compiles, torch's lock file (torch/utils/file_baton.py) stays and every later start
     waits for it for ever.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -35,7 +36,13 @@ class Saved(NamedTuple):
 
     def optimizer(self) -> dict[str, Tensor]:
         """The optimizer's tensors by name; `check_optimizer` says whether they fit."""
-        return load_file(self.folder / OPTIMIZER)
+        try:
+            return load_file(self.folder / OPTIMIZER)
+        except (SafetensorError, OSError) as error:
+            raise RunError(
+                f"{self.folder / OPTIMIZER}: cannot be read ({error}); continue from another "
+                "checkpoint"
+            ) from error
 
 
 class DamagedError(ValueError):

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-LIMIT = 120.0  # seconds: only a deadlock reaches it
+LIMIT = 600.0  # seconds: only a deadlock reaches it
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before the server starts, which may import deepspeed
 _FORKS = multiprocessing.get_context("forkserver")

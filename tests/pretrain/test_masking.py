@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from data_prep.shards import Manifest, open_shards
 from pretrain.config import MaskingConfig
 from pretrain.hashing import derive, root
-from pretrain.masking import _EXPONENTIAL, IGNORE, Masked, Masking, _first_slots
+from pretrain.masking import _EXPONENTIAL, IGNORE, Masked, Masking, _first_slots, _quick_slots
 from pretrain.rows import build_masking
 
 Ids = NDArray[np.int64]
@@ -231,6 +231,13 @@ def test_of_equal_draws_the_first_goes_first(spread: int, share: float, bits: in
         assert _first_slots(narrow, selectable, count).tolist() == expected
         tensors = torch.from_numpy(draw), torch.from_numpy(selectable)
         assert _first_slots(*tensors, count).tolist() == expected
+
+
+def test_rows_of_words_take_the_quick_way() -> None:
+    draw = np.random.default_rng(0).permutation(200 * 64).reshape(200, 64)
+    words = np.ones(draw.shape, bool)
+    for coarse in (draw.astype(np.uint32), draw << 30):
+        assert _quick_slots(coarse, words, 10) is not None
 
 
 def test_the_input_is_left_alone(ids: Ids) -> None:

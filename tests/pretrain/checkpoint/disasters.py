@@ -134,6 +134,32 @@ def full_disks(folder: Path) -> Iterator[Told]:
         shutil.rmtree(root.parent)
 
 
+def flushes(folder: Path) -> Iterator[Told]:
+    """No disaster: what a save over step 1 opens to write, flushes, renames and removes, in order.
+
+    A power cut cannot be made here. What it would lose is what was not flushed before the rename.
+    """
+    root = fresh(folder, 1, 1)
+    told: list[Told] = []
+
+    def audit(event: str, values: tuple[Any, ...]) -> None:
+        kind = event.removeprefix("os.").removeprefix("shutil.")
+        if kind == "open" and isinstance(values[0], str | Path) and values[2] & os.O_ACCMODE:
+            told.append({"event": "write", "path": str(values[0])})
+        elif kind in ("rename", "rmtree") and str(root) in str(values[0]):
+            told.append({"event": kind, "path": str(values[0])})
+
+    def profile(frame: FrameType, event: str, function: object) -> None:
+        if event == "c_call" and function is os.fsync:
+            places = frame.f_locals
+            told.append({"event": "flush", "path": str(places.get("temporary", places["path"]))})
+
+    sys.addaudithook(audit)
+    threading.setprofile(profile)
+    tiny_run.save(tiny_run.writer(root), 2, loss=2.0)
+    yield from told
+
+
 def fails(
     root: Path,
     arm: Callable[[Tell], None],
@@ -281,6 +307,7 @@ KINDS: dict[str, Callable[[Path], Iterator[Told]]] = {
     "errors": errors,
     "large files": large_files,
     "full disks": full_disks,
+    "flushes": flushes,
 }
 
 if __name__ == "__main__":
