@@ -1,57 +1,31 @@
-"""From a config to everything the loop touches, fresh or from a checkpoint."""
+"""Everything the loop touches, put together; and its state as a checkpoint keeps it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 
 from data_prep.disk import Lock
-from data_prep.shards import Manifest, ShardSet, load_manifest, open_shards
-from pretrain import RunError, checkpoint
-from pretrain.checkpoint import Saved, Writer, check_optimizer
+from data_prep.shards import Manifest, ShardSet, open_shards
+from pretrain.checkpoint import Writer
 from pretrain.config import Optimizer, RunConfig
 from pretrain.distillation import Distillation
+from pretrain.gather import Ingredients
 from pretrain.heartbeat import Heartbeat
 from pretrain.metrics import Metrics, Progress
-from pretrain.models import MaskedLM, check_row_length, load_model
-from pretrain.order import Order
+from pretrain.models import MaskedLM
 from pretrain.parallel import Parallel, parallelise
-from pretrain.rows import Skip, StepDataset, build_masking, with_skip
+from pretrain.rows import StepDataset
 from pretrain.safety import Spikes
-from pretrain.student import build_bert, build_student
-from pretrain.teacher import Teacher, load_teacher
+from pretrain.teacher import Teacher
 
-# What a run continues from, in state.json.
-_STATE = "evaluation evaluation_step scaler shaping shards skip_rows skipped_steps teacher tokens"
 Ended = Literal["finished", "stopped", "interrupted", "up to date"]
-
-
-@dataclass(frozen=True)
-class Ingredients:
-    """What a process reads before it meets the others."""
-
-    manifest: Manifest
-    teacher: Teacher | None
-    saved: Saved | None
-    student: MaskedLM
-    moments: dict[str, Tensor]
-    dataset: StepDataset
-    accumulation: int
-
-    def names(self) -> dict[str, str]:
-        """What all processes of a run must have read alike."""
-        return {
-            "corpus": self.manifest.digest,
-            "teacher": self.teacher.sha256 if self.teacher else "",
-            "checkpoint": str(self.saved.step if self.saved else None),
-        }
 
 
 @dataclass
@@ -94,55 +68,6 @@ class Run:
         return self.step == self.num_steps or (every > 0 and self.step % every == 0)
 
 
-def gather(
-    config: RunConfig,
-    accelerator: Accelerator,
-    progress: Progress,
-    skip_rows: Sequence[tuple[int, int]] = (),
-) -> Ingredients:
-    """Read all that the run is made of, and hold it against the config.
-
-    Raises:
-        RunError: batches that do not divide, a teacher that does not fit, a checkpoint of another
-            run, or rows that are not there.
-    """
-    manifest = load_manifest(config.shards)
-    accumulation = accumulation_steps(config, accelerator.num_processes)
-    saved = checkpoint.newest(config.output / "checkpoints", progress.say)
-    teacher = load_teacher(config.teacher, manifest) if config.teacher is not None else None
-    student: MaskedLM
-    moments: dict[str, Tensor] = {}
-    if saved is not None:
-        check_same_run(config, manifest, teacher, saved)
-        student = load_model(saved.folder / "student").train()
-        if teacher and student.config.hidden_size != teacher.model.config.hidden_size:
-            raise RunError(
-                f"{saved.folder}: its student has width {student.config.hidden_size}, the teacher "
-                f"{teacher.model.config.hidden_size}; continue from another checkpoint"
-            )
-        moments = saved.optimizer()
-        check_optimizer(moments, student)
-    elif teacher is not None:
-        student = build_student(config.student, teacher, config.train.seed)
-    else:
-        assert config.model is not None
-        student = build_bert(config.model, manifest, config.train.seed)
-    check_row_length("student.init", student.config.max_position_embeddings, manifest)
-    skips = [Skip(*skip) for skip in saved.state["skip_rows"]] if saved else []
-    for first, last in skip_rows:
-        skips = list(with_skip(skips, Skip(first, last, saved.step if saved else 0)))
-    rows = open_shards(config.shards)
-    dataset = StepDataset(
-        rows,
-        Order(len(rows), config.train.global_batch_size, config.train.seed),
-        build_masking(config.masking, config.shards, manifest, config.train.seed),
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
-        skips=skips,
-    )
-    return Ingredients(manifest, teacher, saved, student, moments, dataset, accumulation)
-
-
 def build(
     config: RunConfig,
     accelerator: Accelerator,
@@ -175,6 +100,7 @@ def build(
         parallel.load_scaler_state(saved.state["scaler"])
 
     step = saved.step if saved else 0
+    fence = lock.check if lock else lambda: None
     if config.logging.tensorboard:
         accelerator.init_trackers("tensorboard")
     epochs = read.dataset.order.steps_for(config.train.epochs)
@@ -183,13 +109,13 @@ def build(
         accelerator=accelerator,
         progress=progress,
         heartbeat=heartbeat,
-        metrics=Metrics(config.output / "metrics.jsonl", step, accelerator),
+        metrics=Metrics(config.output / "metrics.jsonl", step, accelerator, fence),
         writer=Writer(
             config.output / "checkpoints",
             tokenizer=config.shards / "tokenizer",
             keep=config.checkpoint.keep,
             phase=heartbeat.saving,
-            fence=lock.check if lock else lambda: None,
+            fence=fence,
             warn=progress.say,
         ),
         dataset=read.dataset,
@@ -255,55 +181,6 @@ def state(run: Run) -> dict[str, Any]:
         "num_processes": run.accelerator.num_processes,
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
-
-
-def accumulation_steps(config: RunConfig, num_processes: int) -> int:
-    """Micro-batches a process works through in one optimizer step."""
-    rows, micro = config.train.global_batch_size, config.train.micro_batch_size
-    at_once = micro * num_processes
-    if rows % at_once:
-        below, above = rows // at_once * at_once, (rows // at_once + 1) * at_once
-        fits = f"{below} or {above}" if below else f"{above}"
-        raise RunError(
-            f"train.global_batch_size {rows} is not a multiple of micro_batch_size {micro} x "
-            f"{num_processes} process(es) = {at_once}; take {fits}, or another micro_batch_size"
-        )
-    return rows // at_once
-
-
-def check_same_run(
-    config: RunConfig, manifest: Manifest, teacher: Teacher | None, saved: Saved
-) -> None:
-    """Refuse to continue a checkpoint under another recipe, other data or another teacher."""
-    if lacking := [key for key in _STATE.split() if key not in saved.state]:
-        raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
-    before, now = flatten(saved.state["shaping"]), flatten(config.shaping())
-    changes = [
-        f"{key} was {before.get(key)} and is now {now.get(key)}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
-    if saved.state["shards"] != manifest.digest:
-        changes.append(f"the shards in {config.shards} are other ones")
-    before_sha256 = (saved.state["teacher"] or {}).get("sha256")
-    if teacher is not None and before_sha256 not in (None, teacher.sha256):
-        changes.append(f"the teacher {teacher.name} has other weights")
-    if changes:
-        raise RunError(
-            f"{saved.folder} was made by another run: {'; '.join(changes)}. Take back the change, "
-            "or give this run an `output:` of its own"
-        )
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def has_validation(manifest: Manifest) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -55,10 +55,15 @@ class Silent:
 
 
 class Metrics:
-    """Appends to metrics.jsonl; a resumed run first drops what lies after its checkpoint."""
+    """Appends to metrics.jsonl; a resumed run first drops what lies after its checkpoint.
 
-    def __init__(self, path: Path, step: int, accelerator: Accelerator) -> None:
-        self.path, self.accelerator = path, accelerator
+    `fence` is called before each line, and raises if another process took the run over.
+    """
+
+    def __init__(
+        self, path: Path, step: int, accelerator: Accelerator, fence: Callable[[], None]
+    ) -> None:
+        self.path, self.accelerator, self.fence = path, accelerator, fence
         self.last: dict[str, Any] | None = None
         if not accelerator.is_main_process:
             return
@@ -70,6 +75,7 @@ class Metrics:
         """One line, closed at once, so that `tail -f` and a crash both see it."""
         self.last = {"kind": kind, "step": step, **values}
         if self.accelerator.is_main_process:
+            self.fence()
             with writing_to(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.last) + "\n")
         self.accelerator.log({f"{kind}/{name}": value for name, value in values.items()}, step)

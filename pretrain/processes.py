@@ -35,6 +35,8 @@ _KEPT: list[Any] = []
 def processes(config: RunConfig) -> Iterator[Accelerator]:
     """This process's Accelerator; a process group that was not there before ends with the block.
 
+    After an error it is left to the end of the process: NCCL would wait for ranks that are gone.
+
     Raises:
         RunError: the environment does not fit the config.
     """
@@ -45,10 +47,10 @@ def processes(config: RunConfig) -> Iterator[Accelerator]:
     finally:
         for tracker in accelerator.trackers:
             tracker.finish()
-        if accelerator.num_processes > 1 and not there:
-            _KEPT.append(torch.distributed.group.WORLD)
-            PartialState().destroy_process_group()
-            PartialState._reset_state()
+    if accelerator.num_processes > 1 and not there:
+        _KEPT.append(torch.distributed.group.WORLD)
+        PartialState().destroy_process_group()
+        PartialState._reset_state()
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:

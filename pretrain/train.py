@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data_prep import CorpusError
 from data_prep.disk import Lock, lock
 from data_prep.shards import check
 from pretrain import NumericalError, RunError
-from pretrain.build import Ended, Run, build, gather, save
+from pretrain.build import Ended, Run, build, save
 from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate
 from pretrain.files import write_json
+from pretrain.gather import gather
 from pretrain.hashing import root
 from pretrain.heartbeat import Heartbeat
 from pretrain.metrics import Progress, Silent
@@ -205,17 +207,20 @@ def _hold(output: Path) -> Iterator[Lock]:
 
 @contextmanager
 def _told(run: Run) -> Iterator[None]:
-    """Write `exit_status.json`, however the run ends."""
-    code, error = 1, ""
+    """Write `exit_status.json`, however the run ends; not if another process has taken it over."""
+    code, error, ours = 1, "", run.accelerator.is_main_process
     try:
         yield
         code = 75 if run.ended == "interrupted" else 0
+    except CorpusError:  # the lock's
+        ours = False
+        raise
     except (NumericalError, RunError, OSError) as caught:
         code, error = 3 if isinstance(caught, NumericalError) else 2, str(caught)
         raise
     finally:
         run.heartbeat.at(run.step, "end")
-        if run.accelerator.is_main_process:
+        if ours:
             ended = "failed" if code in (1, 2, 3) else run.ended
             # What went wrong is more than that a file about it could not be written.
             with suppress(OSError) if ended == "failed" else nullcontext():

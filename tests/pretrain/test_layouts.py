@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from data_prep.shards import open_shards
 from pretrain import RunError
-from pretrain.build import accumulation_steps
 from pretrain.config import RunConfig
+from pretrain.gather import accumulation_steps
 from pretrain.order import Order
 from pretrain.rows import StepDataset, masking_over
 

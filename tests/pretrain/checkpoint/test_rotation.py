@@ -45,7 +45,9 @@ def test_a_damaged_later_checkpoint_pushes_no_good_one_out(tmp_path: Path) -> No
     to = tiny_run.writer(root, keep=2)
     tiny_run.save(to, 10)
     tiny_run.save(to, 20)
-    (root / "step-00000020" / WEIGHTS).write_bytes(b"damaged")
+    weights = root / "step-00000020" / WEIGHTS
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # of the same size
     to = tiny_run.writer(root, keep=1)
     for step in (12, 14):
         tiny_run.save(to, step)
