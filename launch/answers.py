@@ -103,6 +103,10 @@ def replayed(replay: Replay, rank: int | None, num: int) -> None:
 
 
 def _row(replay: Replay, row: ReplayedRow) -> str:
+    if row.skipped:
+        return _ROW.format(
+            row.index, row.rank, row.micro_batch, row.epoch, row.row, 0, "left out by --skip-rows"
+        )
     masks = zip(row.labels.tolist(), row.shown.tolist(), strict=True)
     shown = [f"{replay.token(label)} -> {replay.token(id)}" for label, id in islice(masks, _MASKS)]
     more = len(row.labels) - len(shown)

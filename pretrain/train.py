@@ -211,6 +211,7 @@ def _told(run: Run) -> Iterator[None]:
     code, error, ours = 1, "", run.accelerator.is_main_process
     try:
         yield
+        run.heartbeat.at(run.step, "end")  # not after an error: its place is what matters then
         code = 75 if run.ended == "interrupted" else 0
     except CorpusError:  # the lock's
         ours = False
@@ -219,7 +220,6 @@ def _told(run: Run) -> Iterator[None]:
         code, error = 3 if isinstance(caught, NumericalError) else 2, str(caught)
         raise
     finally:
-        run.heartbeat.at(run.step, "end")
         if ours:
             ended = "failed" if code in (1, 2, 3) else run.ended
             # What went wrong is more than that a file about it could not be written.

@@ -142,3 +142,20 @@ def test_a_step_is_answered_with_rows_and_masks(
     assert "3 of 4 rows" in out
     code, lines, _ = distil("replay", run, "--step", 2, "--world-size", 2, "--rank", 1, "--json")
     assert [json.loads(line) for line in lines.splitlines()] == rows[2:]
+
+
+def test_rows_that_were_left_out_are_said_to_be(
+    distil: Callable[..., tuple[int, str, str]], run: Path
+) -> None:
+    _, plain, _ = distil("replay", run, "--step", 2, "--json")
+    left_out = json.loads(plain.splitlines()[1])["row"]
+    entry = {"kind": "skip_rows", "step": 1, "first": left_out, "last": left_out + 1}
+    (run / "metrics.jsonl").write_text(json.dumps(entry) + "\n", encoding="utf-8")
+    code, out, _ = distil("replay", run, "--step", 2)
+    _, lines, _ = distil("replay", run, "--step", 2, "--json")
+    assert code == 0
+    for text, line in zip(out.splitlines()[2:6], lines.splitlines(), strict=True):
+        row = json.loads(line)
+        assert text.endswith("left out by --skip-rows") == row["skipped"]
+        assert row["skipped"] == (row["row"] == left_out)
+        assert text.split()[4:6] == [str(row["row"]), str(len(row["masks"]))]

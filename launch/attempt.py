@@ -1,0 +1,220 @@
+"""One start of torchrun and its ranks: watched, told to stop, ended."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from launch import failures
+from launch.rank import LOGS, STACK, STORE, log_file
+from launch.watch import Beat, Cause, Watch, cause
+from pretrain.heartbeat import FOLDER
+
+_POLL = 0.1  # seconds
+_PATIENCE = 5.0  # seconds from the first failure to the end of all
+_START = 300.0  # seconds: while libraries are read from a cold disk, no heartbeat comes
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended."""
+
+    code: int | None  # torchrun's own; None if it was killed
+    failed: bool  # a rank has recorded an error
+    forced: bool  # killed after a signal
+    cause: Cause
+
+
+def attempt(
+    argv: Sequence[str],
+    *,
+    folder: Path,
+    logs: Path,
+    environment: Mapping[str, str],
+    timeout: float,
+    grace: float,
+    loopback: bool,
+    signals: Sequence[float],
+) -> Ended:
+    """Run torchrun until it and all that it started have ended.
+
+    Args:
+        argv: python -m torch.distributed.run OPTIONS -m MODULE ...
+        folder: an empty one, for heartbeats.
+        logs: a folder.
+        environment: what torchrun and the ranks find beside this process's own.
+        timeout: seconds of silence after which a rank is taken for hung.
+        grace: seconds from a signal to the end of all.
+        loopback: hold the rendezvous here, on the loopback interface.
+        signals: when signals came (monotonic); may grow meanwhile.
+    """
+    listening = socket.create_server(("127.0.0.1", 0), backlog=1024) if loopback else None
+    options, here = _rendezvous(listening) if listening is not None else ([], {})
+    at = argv.index("-m", 3)
+    command = [*argv[:3], *options, *argv[3:at], "-m", "launch.rank", *argv[at + 1 :]]
+    name = "torchrun.log" if loopback else f"torchrun-{socket.gethostname()}.log"
+    with (logs / name).open("wb") as chatter:
+        torchrun = subprocess.Popen(
+            command,
+            env={**os.environ, **environment, **here, FOLDER: str(folder), LOGS: str(logs)},
+            stdin=subprocess.DEVNULL,
+            stdout=chatter,
+            stderr=chatter,
+            start_new_session=True,
+        )
+    watch = Watch(folder, logs)
+    tail = Tail(watch)
+    try:
+        store = _store(listening) if listening is not None else None  # lives as long as this name
+        forced = _until_over(torchrun, watch, tail, timeout, grace, signals)
+        hung = watch.silent(min(_PATIENCE, timeout / 2))
+        _end_ranks(torchrun, folder)
+        with suppress(subprocess.TimeoutExpired):
+            torchrun.wait(3)  # for what it has to say
+        code = torchrun.poll()
+        del store
+    finally:
+        _end_all(torchrun, folder)
+    watch.failed = failures.read(folder)
+    tail.show()
+    text = (logs / name).read_text(encoding="utf-8", errors="replace")
+    return Ended(code, bool(watch.failed), forced, cause(watch, hung, text, code))
+
+
+def _rendezvous(listening: socket.socket) -> tuple[list[str], dict[str, str]]:
+    """Options and environment with which nothing listens but this socket, and gloo on loopback."""
+    endpoint = f"127.0.0.1:{listening.getsockname()[1]}"
+    options = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf=is_host=0"]
+    interface = "lo" if sys.platform == "linux" else "lo0"
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    environment = {name: os.environ.get(name, interface) for name in names}
+    # By default torchrun's agent opens a store for the ranks, on all interfaces.
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return [*options, "--local-addr=127.0.0.1"], {**environment, STORE: endpoint}
+
+
+def _store(listening: socket.socket) -> Any:
+    """The store through which agent and ranks meet; they wait in the queue until it is there."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, port = listening.getsockname()
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _until_over(
+    torchrun: subprocess.Popen[bytes],
+    watch: Watch,
+    tail: Tail,
+    timeout: float,
+    grace: float,
+    signals: Sequence[float],
+) -> bool:
+    """Watch until torchrun has ended, or all are to be killed; True if that is for a signal."""
+    told = failing = None  # when
+    while torchrun.poll() is None:
+        time.sleep(_POLL)
+        watch.look()
+        tail.show()
+        now = time.monotonic()
+        if signals and told is None:
+            told = now
+            torchrun.terminate()
+            say(f"told to stop: at most {grace:g} s to save and end; a second signal kills")
+        # One signal may arrive twice, from a scheduler's step and from its script.
+        if told is not None and (now - told > grace or signals[-1] - signals[0] > 1):
+            return True
+        if failing is None and (watch.failed or watch.lost):
+            failing = now
+            for beat in watch.awaited:
+                _stack(beat)
+        if failing is not None and now - failing > _PATIENCE:
+            return False
+        for beat in watch.silent(timeout):
+            if beat.phase != "start" or watch.silence[beat.rank] > _START:
+                return False
+    watch.look()
+    return False
+
+
+def _stack(beat: Beat) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(beat.pid, STACK)
+
+
+def _started(folder: Path) -> list[psutil.Process]:
+    """Every process of this attempt: the environment tells, whatever has become of its parent."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(FOLDER) == str(folder):
+                found.append(process)
+    return found
+
+
+def _end_ranks(torchrun: subprocess.Popen[bytes], folder: Path) -> None:
+    for process in _started(folder):
+        if process.pid != torchrun.pid:
+            with suppress(psutil.Error):
+                process.kill()
+
+
+def _end_all(torchrun: subprocess.Popen[bytes], folder: Path) -> None:
+    torchrun.kill()
+    torchrun.wait()
+    deadline = time.monotonic() + 10  # a process in the kernel's hands ends when that lets go
+    while (left := _started(folder)) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=1)
+
+
+class Tail:
+    """Shows the output of this machine's first rank, but not what it says of a failure."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._shown = 0  # bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def show(self) -> None:
+        """Write what is new to standard output."""
+        rank = self._watch.shown
+        if rank is None:
+            return
+        with log_file(self._watch.logs, rank).open("rb") as file:
+            file.seek(self._shown)
+            data = file.read()
+        # Asked after the reading: a failure is recorded before anything is printed of it.
+        failure = failures.read(self._watch.folder).get(rank)
+        if failure is not None:
+            data = data[: max(0, failure.log_size - self._shown)]
+        self._shown += len(data)
+        with suppress(OSError):  # nobody looks any more
+            sys.stdout.write(self._decoder.decode(data))
+            sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """A line of the supervisor's own."""
+    with suppress(OSError):  # nobody looks any more
+        print(text, file=sys.stderr, flush=True)

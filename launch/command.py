@@ -1,0 +1,111 @@
+"""The exact command of a run: pure functions from what was asked for to argv and environment."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.hardware import Device
+
+# SIGUSR1 is what Slurm is told to send before a time limit; by default it would end torchrun and
+# leave the ranks behind.
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+PORT = 29500
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many processes on how many nodes, and on what they compute."""
+
+    nodes: int
+    processes: int  # on each node
+    device: Device
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where the first node listens."""
+
+    host: str
+    port: int
+
+
+def pretrain(
+    config: Path, overrides: Sequence[str], stop_after: int | None, skip_rows: Sequence[str]
+) -> list[str]:
+    """What each process runs, as arguments of `distil`."""
+    arguments = ["pretrain", str(config), *overrides]
+    if stop_after is not None:
+        arguments += ["--stop-after", str(stop_after)]
+    for rows in skip_rows:
+        arguments += ["--skip-rows", rows]
+    return arguments
+
+
+def torchrun(
+    layout: Layout, rendezvous: Sequence[str], arguments: Sequence[str], *, grace: int
+) -> list[str]:
+    """One node's torchrun over `arguments` of `distil`; SIGKILL comes `grace` s after a signal."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *rendezvous,
+        *("--nproc-per-node", str(layout.processes)),
+        *("--max-restarts", "0"),
+        *("--signals-to-handle", SIGNALS),
+        *("--shutdown-timeout", str(grace)),
+        *("-m", "launch", *arguments),
+    ]
+
+
+def static_rendezvous(nodes: int, node_rank: int, head: Head) -> list[str]:
+    """Nodes that are known from the start meet at the first."""
+    return [
+        *("--nnodes", str(nodes)),
+        *("--node-rank", str(node_rank)),
+        *("--master-addr", head.host),
+        *("--master-port", str(head.port)),
+    ]
+
+
+def environment(
+    layout: Layout, zero: int | None, *, timeout: float, cores: int, given: Mapping[str, str]
+) -> dict[str, str]:
+    """What the processes find in their environment beside what is `given` to them."""
+    values = {"DISTIL_TIMEOUT": f"{timeout:g}"}
+    if layout.device == "cpu":
+        threads = str(max(1, cores // layout.processes))
+        values["CUDA_VISIBLE_DEVICES"] = ""
+        values["OMP_NUM_THREADS"] = given.get("OMP_NUM_THREADS", threads)
+        if zero is None:  # Accelerate takes DeepSpeed's road only without it
+            values["ACCELERATE_USE_CPU"] = "true"
+    if zero is not None:
+        values["ACCELERATE_USE_DEEPSPEED"] = "true"
+        file = Path(__file__).with_name("deepspeed") / f"zero{zero}.json"
+        values["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(file)
+        if layout.device == "cpu":
+            values["DS_ACCELERATOR"] = "cpu"
+    return values
+
+
+def sbatch(layout: Layout, config: Path, arguments: Sequence[str]) -> list[str]:
+    """Submit `distil launch CONFIG ARGUMENTS` to Slurm, once on each node."""
+    gpus = layout.device == "cuda"
+    cores = layout.processes * (4 if gpus else 1)  # a GPU's process has loader workers
+    return [
+        "sbatch",
+        f"--job-name=distil-{config.stem}",
+        f"--nodes={layout.nodes}",
+        *([f"--gpus-per-node={layout.processes}"] if gpus else []),
+        f"--cpus-per-task={cores}",
+        str(Path(__file__).with_name("slurm") / "pretrain.sbatch"),
+        *(str(config), *arguments),
+    ]
+
+
+def shell_line(environment: Mapping[str, str], argv: Sequence[str]) -> str:
+    """A line for a shell: assignments, then the command."""
+    assigned = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    return " ".join([*assigned, shlex.join(argv)])

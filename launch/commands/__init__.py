@@ -1,0 +1,13 @@
+"""What each command of `distil` takes. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[Path, typer.Argument(help="A YAML file.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value ...", metavar="[OVERRIDES]...")
+]

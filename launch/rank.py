@@ -1,0 +1,87 @@
+"""One rank under the supervisor: its own log, its heartbeat, a record of what it failed of.
+
+    python -m launch.rank MODULE [ARGUMENT ...]
+
+runs MODULE as `python -m MODULE` would, with standard output and error in a file of this rank.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+from launch import failures
+from pretrain.heartbeat import FOLDER, Heartbeat
+
+LOGS = "DISTIL_LOGS"  # environment: the folder of this attempt's logs
+STACK = signal.SIGUSR2  # a rank that receives it writes its stack to its log
+STORE = "DISTIL_STORE"  # environment: host:port of the store that the supervisor holds, if it does
+SHOWN = "shown"  # in the heartbeats' folder: the rank whose output the supervisor shows
+
+
+def main() -> None:
+    """Run the module that the command line names."""
+    rank = int(os.environ["RANK"])
+    _redirect(log_file(Path(os.environ[LOGS]), rank))
+    if STORE in os.environ:
+        # Else torchrun's agent or rank 0 would open one, which listens on all interfaces.
+        host, _, port = os.environ[STORE].partition(":")
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if os.environ["LOCAL_RANK"] == "0":
+        (Path(os.environ[FOLDER]) / SHOWN).write_text(str(rank))
+    faulthandler.enable()  # a crash in native code shows where
+    faulthandler.register(STACK, all_threads=False)
+    heartbeat = Heartbeat.from_environment(rank)
+    del sys.argv[0]
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        if stop.code not in (None, 0, 75):
+            failures.record(stop, stop.code if isinstance(stop.code, int) else 1, "")
+        raise
+    except Exception as error:
+        failures.record(error, 1, f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        heartbeat.close()
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    """Where a rank's output goes."""
+    return folder / f"rank-{rank:05d}.log"
+
+
+class _Output(io.FileIO):
+    """Output whose loss does not end a run: the disk of the log may be full."""
+
+    def write(self, data: bytes, /) -> int:  # type: ignore[override]
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _redirect(file: Path) -> None:
+    opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+    for number in (1, 2):  # of the process, for what native libraries write
+        os.dup2(opened, number)
+    os.close(opened)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(
+            _Output(number, "w", closefd=False),
+            encoding="utf-8",
+            errors="backslashreplace",
+            write_through=True,
+        )
+        for number in (1, 2)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""`distil launch`: from what was asked for to the command, shown and started."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from data_prep.shards import load_manifest
+from launch import command
+from launch.command import PORT, Head, Layout
+from launch.config import load_config
+from launch.hardware import Device, Hardware, hardware, visible_cores, visible_gpus
+from launch.supervise import supervise
+from pretrain import RunError
+from pretrain.config import RunConfig
+from pretrain.gather import accumulation_steps
+from pretrain.processes import timeout
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The options of `distil launch`."""
+
+    config: Path
+    overrides: list[str]
+    nodes: int = 1
+    gpus: int | None = None
+    hardware: str | None = None
+    zero: int | None = None
+    slurm: bool = False
+    dry_run: bool = False
+    node_rank: int | None = None
+    head: str | None = None
+    timeout: int | None = None
+    grace: int = 60
+    max_restarts: int = 3
+    stop_after: int | None = None
+    skip_rows: tuple[str, ...] = ()
+
+
+def start(asked: Launch) -> int:
+    """Show the command and run it to its end; returns the exit code.
+
+    Raises:
+        RunError, ConfigError, CorpusError: a mistake, before anything is started.
+    """
+    check_torchrun()
+    preset = hardware(asked.hardware) if asked.hardware else None
+    layout = layout_of(asked, preset, visible_gpus())
+    check_zero(asked.zero)
+    added = preset.overrides(asked.overrides) if preset else []
+    overrides = [*added, *asked.overrides]
+    config = load_config(RunConfig, asked.config, overrides)
+    for line in describe(asked, preset, added, layout, config):
+        print(f"# {line}")
+    if asked.slurm:
+        return submit(asked, layout, overrides, config)
+
+    seconds = asked.timeout or timeout()
+    environment = command.environment(
+        layout, asked.zero, timeout=seconds, cores=visible_cores(), given=os.environ
+    )
+    arguments = command.pretrain(asked.config, overrides, asked.stop_after, asked.skip_rows)
+    head, rendezvous = None, [["--standalone"]]
+    if layout.nodes > 1:
+        head, ranks = meeting_point(asked)
+        rendezvous = [command.static_rendezvous(layout.nodes, rank, head) for rank in ranks]
+    elif not asked.dry_run:
+        print("# under a supervisor, with the rendezvous on loopback in place of --standalone:")
+    for options in rendezvous:
+        argv = command.torchrun(layout, options, arguments, grace=asked.grace)
+        print(command.shell_line(environment, argv), flush=True)
+    if asked.dry_run:
+        return 0
+    load_manifest(config.shards)
+    os.environ.update(environment)
+    return supervise(
+        command.torchrun(layout, rendezvous[0] if head else [], arguments, grace=asked.grace),
+        output=config.output,
+        launch_id=launch_id(head),
+        timeout=seconds,
+        grace=asked.grace,
+        max_restarts=asked.max_restarts,
+        loopback=layout.nodes == 1,
+    )
+
+
+def layout_of(asked: Launch, preset: Hardware | None, gpus: int) -> Layout:
+    """Processes and device, from the options, the preset and the `gpus` that are visible here."""
+    if asked.slurm and preset is None and asked.gpus is None:
+        raise RunError(
+            "--slurm: say what a node has: --gpus M, or --hardware NAME (cpu where it has none)"
+        )
+    for option, value in (("--head", asked.head), ("--node-rank", asked.node_rank)):
+        if value is not None and asked.slurm:
+            raise RunError(f"{option}: Slurm knows it: leave it out")
+        if value is not None and asked.nodes == 1:
+            raise RunError(f"{option}: is for several nodes: add --nodes N")
+    device: Device = "cuda" if gpus or asked.slurm else "cpu"
+    processes = gpus or 1
+    if preset is not None:
+        device, processes = preset.device, preset.processes
+    processes = asked.gpus or processes
+    here = not (asked.dry_run or asked.slurm)
+    if here and device == "cuda" and processes > gpus:
+        option = f"--gpus {asked.gpus}" if asked.gpus else f"--hardware {asked.hardware}"
+        raise RunError(
+            f"{option}: {processes} GPU(s) are asked for, {gpus} can be seen here: "
+            + (f"add --gpus {gpus}" if gpus else "use --hardware cpu")
+        )
+    return Layout(asked.nodes, processes, device)
+
+
+def check_torchrun() -> None:
+    """Refuse a torchrun that cannot wait for a checkpoint, or that SIGUSR1 would end."""
+    from torch.distributed.run import get_args_parser
+
+    known = get_args_parser().format_help()
+    for option in ("--signals-to-handle", "--shutdown-timeout"):
+        if option not in known:
+            raise RunError(
+                f"distil launch: torchrun of torch {version('torch')} does not know {option}: "
+                "a run could not save before it is ended; install a newer torch (2.13 is tested)"
+            )
+
+
+def check_zero(zero: int | None) -> None:
+    """Refuse a stage that is not there, and any without DeepSpeed."""
+    if zero not in (None, 1, 2):
+        raise RunError(f"--zero {zero}: there are 1 and 2; a student is too small for 3")
+    if zero is not None and find_spec("deepspeed") is None:
+        raise RunError(
+            f"--zero {zero}: needs DeepSpeed: pip install 'distil-pretraining[deepspeed]'"
+        )
+
+
+def describe(
+    asked: Launch, preset: Hardware | None, added: list[str], layout: Layout, config: RunConfig
+) -> Iterator[str]:
+    """What will run, in lines; RunError where it could not."""
+    world = layout.nodes * layout.processes
+    accumulation = accumulation_steps(config, world)
+    train = config.train
+    if train.precision == "fp16" and layout.device == "cpu":
+        raise RunError("train.precision fp16 needs a CUDA GPU, this is cpu; use bf16 or fp32")
+    if asked.gpus is None and preset is None and layout.device == "cpu":
+        yield "no GPU can be seen here: one process on CPU; --gpus M starts M of them"
+    if preset is not None and added:
+        tried = "" if preset.tried else " (untried: where to begin, not what was measured)"
+        yield f"hardware {preset.name}: {' '.join(added)}{tried}"
+    yield (
+        f"{layout.nodes} node(s) x {layout.processes} process(es) on {layout.device}; a step of "
+        f"{train.global_batch_size} rows = {train.micro_batch_size} rows x {accumulation} "
+        f"micro-batches x {world} process(es), {train.precision}"
+    )
+
+
+def submit(asked: Launch, layout: Layout, overrides: list[str], config: RunConfig) -> int:
+    """Show and run the sbatch command."""
+    arguments = command.pretrain(asked.config, overrides, asked.stop_after, asked.skip_rows)[2:]
+    arguments += ["--gpus", str(layout.processes)]
+    for option, value in (
+        ("--hardware", asked.hardware),
+        ("--zero", asked.zero),
+        ("--timeout", asked.timeout),
+        ("--grace", asked.grace),
+        ("--max-restarts", asked.max_restarts),
+    ):
+        if value is not None:
+            arguments += [option, str(value)]
+    argv = command.sbatch(layout, asked.config, arguments)
+    print(command.shell_line({}, argv), flush=True)
+    if asked.dry_run:
+        return 0
+    for program, where in (("sbatch", "on the cluster"), ("distil", "in its environment")):
+        if shutil.which(program) is None:
+            raise RunError(f"--slurm: {program} is not on PATH: run this command {where}")
+    load_manifest(config.shards)
+    return 2 if subprocess.run(argv, check=False).returncode else 0
+
+
+def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
+    """The head, and the nodes to give a command for: this one, or all in a dry run."""
+    ranks = range(asked.nodes)
+    environment = os.environ
+    found = re.fullmatch(r"(\[[^]]+\]|[^:]+)(?::([0-9]+))?", asked.head or "")
+    if asked.head is not None and not found:
+        raise RunError(f"--head {asked.head}: is no HOST or HOST:PORT")
+    if found:
+        host, port = found[1], found[2]
+    elif "SLURM_JOB_NODELIST" in environment:
+        host, port = first_host(environment["SLURM_JOB_NODELIST"]), None
+    else:
+        raise RunError(
+            f"--nodes {asked.nodes}: without Slurm it needs --head HOST, the first node's name or "
+            "address, and on each node --node-rank R, 0 on the first"
+        )
+    job = environment.get("SLURM_JOB_ID")
+    default = 20000 + int(job) % 10000 if job else PORT  # two jobs may share a node
+    head = Head(host, int(port or default))
+    given = asked.node_rank
+    if given is None and "SLURM_NODEID" in environment:
+        given = int(environment["SLURM_NODEID"])
+    if given is None:
+        if not asked.dry_run:
+            raise RunError(
+                f"--nodes {asked.nodes}: add --node-rank R, a number of its own on each node, "
+                f"0 on {head.host}; --dry-run shows the command of each"
+            )
+        return head, list(ranks)
+    if given not in ranks:
+        raise RunError(f"--node-rank {given}: of {asked.nodes} nodes the last is {ranks[-1]}")
+    return head, [given]
+
+
+def first_host(nodes: str) -> str:
+    """The first of the hosts in Slurm's list, such as gpu[01-04]."""
+    try:
+        argv = ["scontrol", "show", "hostnames", nodes]
+        names = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
+        return names[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        raise RunError(f"scontrol cannot name the hosts of {nodes}: give --head HOST") from None
+
+
+def launch_id(head: Head | None) -> str:
+    """A name for this launch, the same on all nodes that meet at `head`, else of this one alone."""
+    slurm = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    names = [".".join(os.environ.get(name, "0") for name in slurm)]
+    if slurm[0] not in os.environ:
+        names = [re.sub(r"[^\w.]+", "-", f"{head.host}-{head.port}")] if head else []
+    if head is None:
+        names += [time.strftime("%Y%m%d-%H%M%S"), str(os.getpid())]
+    return "-".join(names)

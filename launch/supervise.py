@@ -1,0 +1,168 @@
+"""Runs torchrun until a run has ended: one cause on the screen, restarts, an honest exit code.
+
+torchrun alone returns 1 however its ranks end, shows the tracebacks of all of them at once, waits
+for a stopped rank for ever and listens on every network interface.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from launch.attempt import Ended, attempt, say
+from launch.watch import Cause
+from pretrain.heartbeat import SUPERVISOR
+from pretrain.status import LAUNCH, read_status
+
+_SAME = 3  # ends at one step that stop a run
+_LONGEST = 60  # seconds between restarts
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+def supervise(
+    argv: Sequence[str],
+    *,
+    output: Path,
+    launch_id: str,
+    timeout: float,
+    grace: float,
+    max_restarts: int,
+    loopback: bool,
+) -> int:
+    """Start torchrun, watch its ranks, start it again after a crash; returns the exit code.
+
+    0: done; 2, 3: a rank said so; 75: stopped by a signal, with a checkpoint; else 1. Logs are
+    written to OUTPUT/logs/LAUNCH_ID/attempt-N. Nothing that it started is left when it returns.
+
+    Args:
+        argv: python -m torch.distributed.run OPTIONS -m MODULE ...; if `loopback`, without
+            options of the rendezvous.
+        output: the folder of the run, where `exit_status.json` is.
+        launch_id: names this launch, the same on all its nodes.
+        timeout: seconds after which a silent rank is taken for hung; of collectives, too.
+        grace: seconds from a signal to the end of all.
+        max_restarts: how often torchrun may be started again.
+        loopback: keep all connections on this machine, for a run on one node.
+    """
+    environment = {
+        SUPERVISOR: str(os.getpid()),
+        LAUNCH: launch_id,
+        "DISTIL_TIMEOUT": f"{timeout:g}",
+    }
+    steps: list[int] = []
+    with _noted() as signals, TemporaryDirectory(prefix="distil-") as scratch:
+        for number in count(1):
+            logs = output / "logs" / launch_id / f"attempt-{number}"
+            logs.mkdir(parents=True, exist_ok=True)
+            folder = Path(scratch) / str(number)
+            folder.mkdir()
+            ended = attempt(
+                argv,
+                folder=folder,
+                logs=logs.resolve(),
+                environment=environment,
+                timeout=timeout,
+                grace=grace,
+                loopback=loopback,
+                signals=signals,
+            )
+            status = read_status(output) or {}
+            if status.get("launch") != launch_id:
+                status = {}
+            code = exit_code(ended, status.get("exit_code"), stopped=bool(signals))
+            if code in (0, 75):
+                return code
+            show(ended.cause, code, logs, str(status.get("error", "")))
+            steps.append(ended.cause.step)
+            if code != 1 or signals or not may_restart(steps, max_restarts):
+                return code
+            seconds = min(2 ** (number - 1), _LONGEST)
+            say(
+                f"restart {number} of {max_restarts} in {seconds} s, after an end at step "
+                f"{steps[-1]}: {ended.cause.line}"
+            )
+            if _signalled(seconds, signals):
+                return 75
+    raise AssertionError
+
+
+def exit_code(ended: Ended, said: int | None, *, stopped: bool) -> int:
+    """What an end means to whoever started the run.
+
+    Args:
+        ended: the attempt.
+        said: what the ranks have written to `exit_status.json`; None if nothing.
+        stopped: a signal came.
+    """
+    if said == 75 or ended.code == 0:
+        return 75 if said == 75 else 0
+    if not ended.failed and said == 0:
+        return 0
+    if not ended.failed and stopped:
+        return 1 if ended.forced else 75  # ended before there was anything to save
+    if ended.cause.exit_code == 1 and said in (2, 3):
+        return said  # of another node's rank
+    return ended.cause.exit_code
+
+
+def may_restart(steps: Sequence[int], max_restarts: int) -> bool:
+    """Whether to start again after ends at these steps; says so if not."""
+    if max_restarts and len(steps) >= _SAME and len(set(steps[-_SAME:])) == 1:
+        say(f"the last {_SAME} attempts all ended at step {steps[-1]}: it would happen again")
+        return False
+    if max_restarts and len(steps) > max_restarts:
+        say(f"ended {len(steps)} times: no restarts are left")
+    return len(steps) <= max_restarts
+
+
+def show(cause: Cause, code: int, logs: Path, error: str) -> None:
+    """The cause on the screen; one line if it is the user's to mend.
+
+    Args:
+        cause: found on this machine.
+        code: the exit code.
+        logs: where the ranks' logs lie.
+        error: in `exit_status.json`, perhaps of another node's rank.
+    """
+    if code in (2, 3):
+        say(f"error: {cause.line if cause.exit_code == code else error}")
+        return
+    for text in (cause.details, cause.line, cause.hint and f"hint: {cause.hint}"):
+        if text:
+            say(text)
+    say(f"logs: {logs / 'rank-*.log'}")
+
+
+@contextmanager
+def _noted() -> Iterator[list[float]]:
+    """Signals are noted, with their times, in the list given."""
+    received: list[float] = []
+
+    def note(number: int, frame: object) -> None:
+        received.append(time.monotonic())
+
+    # Who stops this process would stop the store, for which torchrun waits no more than a minute.
+    before = {signal.SIGTSTP: signal.signal(signal.SIGTSTP, signal.SIG_IGN)}
+    before |= {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        for number in _SIGNALS:
+            if number != signal.SIGHUP or before[number] != signal.SIG_IGN:  # nohup
+                signal.signal(number, note)
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signalled(seconds: float, signals: Sequence[float]) -> bool:
+    """Wait; True as soon as there is a signal."""
+    end = time.monotonic() + seconds
+    while not signals and time.monotonic() < end:
+        time.sleep(0.1)
+    return bool(signals)

@@ -1,0 +1,211 @@
+"""What can be seen of the ranks on this machine, and who of them is the cause of an end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from launch import failures
+from launch.failures import WAITED, Failure, earliest, hint, timed_out
+from launch.rank import SHOWN, log_file
+
+# torchrun's own word on which of its processes ended first.
+_FIRST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
+_CRASH = re.compile(r"^(Fatal Python error|terminate called|Stack \(most recent)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank, as it last told."""
+
+    rank: int
+    pid: int
+    host: str
+    step: int
+    phase: str
+    background: str  # what its thread that writes checkpoints is at
+    beat: int
+    closed: bool
+
+    @property
+    def name(self) -> str:
+        """Which rank, and where it runs."""
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def place(self) -> str:
+        """Where in the run it was."""
+        return f"step {self.step} ({', '.join(filter(None, [self.phase, self.background]))})"
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs or is stopped."""
+        try:
+            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+@dataclass
+class Watch:
+    """The ranks as last looked at."""
+
+    folder: Path  # of heartbeats
+    logs: Path
+    beats: dict[int, Beat] = field(default_factory=dict)
+    silence: dict[int, float] = field(default_factory=dict)  # seconds without a new beat
+    gone: dict[int, Beat] = field(default_factory=dict)  # in this order
+    failed: dict[int, Failure] = field(default_factory=dict)
+    shown: int | None = None  # the rank whose output is on the screen
+    last: float = field(default_factory=time.monotonic)
+
+    def look(self) -> None:
+        """Read heartbeats and failures, and ask after the processes."""
+        now = time.monotonic()
+        elapsed, self.last = min(now - self.last, 1.0), now  # this process may have been stopped
+        dead = [rank for rank, beat in self.beats.items() if not beat.alive]
+        for path in sorted(self.folder.glob("rank-*.json")):
+            try:
+                beat = Beat(**json.loads(path.read_bytes()))
+            except ValueError:  # caught while it was written
+                continue
+            same = self.beats.get(beat.rank) == beat
+            self.silence[beat.rank] = self.silence[beat.rank] + elapsed if same else 0.0
+            self.beats[beat.rank] = beat
+        self.failed = failures.read(self.folder)
+        if self.shown is None:
+            with suppress(OSError, ValueError):  # not there yet
+                self.shown = int((self.folder / SHOWN).read_text())
+        for rank in dead:  # before the last word was read
+            self.gone.setdefault(rank, self.beats[rank])
+
+    @property
+    def lost(self) -> list[Beat]:
+        """Ranks that are gone without a word."""
+        return [
+            beat for rank, beat in self.gone.items() if not beat.closed and rank not in self.failed
+        ]
+
+    def silent(self, seconds: float) -> list[Beat]:
+        """Processes that are there, and have not been heard of for so long."""
+        return [
+            self.beats[rank]
+            for rank, silence in self.silence.items()
+            if silence >= seconds and rank not in self.gone
+        ]
+
+    @property
+    def waiting(self) -> list[Beat]:
+        """Ranks that ended because they waited for another in vain."""
+        raised = [rank for rank, failure in self.failed.items() if failure.waited]
+        # NCCL's watchdog lets its process say so, and aborts it.
+        aborted = [beat for beat in self.lost if timed_out(self.last_words(beat))]
+        return [self.beats[rank] for rank in raised if rank in self.beats] + aborted
+
+    @property
+    def awaited(self) -> list[Beat]:
+        """Ranks that are elsewhere than those that waited for them in vain."""
+        places = {(beat.step, beat.phase) for beat in self.waiting}
+        return [
+            beat
+            for rank, beat in self.beats.items()
+            if places and rank not in self.failed and (beat.step, beat.phase) not in places
+        ]
+
+    def details(self, beat: Beat) -> str:
+        """A rank's last words, unless they are on the screen."""
+        return "" if beat.rank == self.shown else self.last_words(beat)
+
+    def last_words(self, beat: Beat) -> str:
+        """What a rank's log ends with, if that is a crash or the stack that it was asked for."""
+        try:
+            text = log_file(self.logs, beat.rank).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        found = _CRASH.search(text)
+        return "\n".join(text[found.start() :].splitlines()[:40]) if found else ""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an attempt ended."""
+
+    line: str
+    step: int
+    exit_code: int = 1
+    details: str = ""  # a traceback, or the end of a log
+    hint: str = ""
+
+
+def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cause:
+    """The rank to blame, and what is known of it.
+
+    Args:
+        watch: the ranks before the supervisor ended any.
+        hung: the silent among them.
+        chatter: what torchrun said.
+        code: torchrun's exit code; None if the supervisor killed it.
+    """
+    step = max((beat.step for beat in watch.beats.values()), default=0)
+    failure = earliest(watch.failed)
+    if failure is not None and not failure.follows:
+        return _failed(watch, failure, step)
+    if hung:
+        beat = max(hung, key=lambda beat: watch.silence[beat.rank])
+        seconds = f"{watch.silence[beat.rank]:.0f} s"
+        line = f"{beat.name} has been silent for {seconds}, last seen at {beat.place}"
+        return Cause(line, step, hint="it was stopped, or hangs where Python cannot run")
+    if watch.waiting and watch.awaited:
+        beat, waiting = watch.awaited[0], watch.waiting[0]
+        line = f"{beat.name} stood at {beat.place}, and rank {waiting.rank} waited for it in vain"
+        line += f" at {waiting.place}"
+        return Cause(line, step, details=watch.details(beat), hint=WAITED)
+    lost, number = _lost(watch, chatter)
+    if lost is not None:
+        line = f"{lost.name} ended without a word at {lost.place}: {_how(number)}"
+        return Cause(
+            line, lost.step, details=watch.details(lost), hint=hint(watch.last_words(lost))
+        )
+    if failure is not None:
+        return _failed(watch, failure, step)
+    how = "killed" if code is None else _how(code)
+    return Cause(f"torchrun ended: {how}", step, details="\n".join(chatter.splitlines()[-20:]))
+
+
+def _failed(watch: Watch, failure: Failure, step: int) -> Cause:
+    beat = watch.beats.get(failure.rank)
+    place = beat.place if beat else "its start"
+    name = f"rank {failure.rank} ({failure.host}, pid {failure.pid})"
+    if not failure.message:
+        line = f"{name} ended at {place} with exit code {failure.exit_code}; its log says why"
+        return Cause(line, step, failure.exit_code)
+    if failure.exit_code in (2, 3):
+        return Cause(failure.message, step, failure.exit_code)
+    line = f"{name} failed at {place}: {failure.message.splitlines()[0]}"
+    step = beat.step if beat else step
+    return Cause(line, step, failure.exit_code, failure.traceback.rstrip(), failure.hint)
+
+
+def _lost(watch: Watch, chatter: str) -> tuple[Beat | None, int]:
+    """The rank that ended first without a word, and its exit code; 0 if that is not known."""
+    found = _FIRST.search(chatter)
+    code, pid = (int(found[1]), int(found[2])) if found else (0, 0)
+    for rank, beat in watch.gone.items():
+        if beat.pid == pid and rank not in watch.failed:
+            return beat, code
+    return (watch.lost[0], 0) if watch.lost else (None, 0)
+
+
+def _how(code: int) -> str:
+    if code > 0:
+        return f"exit code {code}"
+    known = {-int(number): number.name for number in signal.Signals}
+    guess = ", perhaps out of memory" if code in (0, -signal.SIGKILL) else ""
+    return f"killed by {known.get(code, 'a signal')}{guess}"

@@ -1,0 +1,309 @@
+"""The exact commands, written out by hand, and what is refused before anything starts."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DeepSpeedPlugin
+
+from launch import command
+from launch.cli import main
+from launch.command import Head, Layout
+from launch.config import load_config
+from launch.hardware import PRESETS, hardware
+from launch.start import Launch, first_host, launch_id, layout_of
+from pretrain import RunError
+from pretrain.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+CPU = Layout(nodes=1, processes=2, device="cpu")
+ASKED = Launch(config=Path("run.yaml"), overrides=[])
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+SIGNALS = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+
+
+@pytest.fixture(autouse=True)
+def _outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that no test here starts; its shards are not there."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "{output: o, shards: nowhere, teacher: t, train: {global_batch_size: 32}}\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def distil(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object
+) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command that runs in this process."""
+    monkeypatch.setattr(sys, "argv", ["distil", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+def test_one_node() -> None:
+    arguments = command.pretrain(Path("a b.yaml"), ["train.seed=1"], 5, ["0:2", "8:9"])
+    assert arguments == [
+        *("pretrain", "a b.yaml", "train.seed=1", "--stop-after", "5"),
+        *("--skip-rows", "0:2", "--skip-rows", "8:9"),
+    ]
+    assert command.torchrun(CPU, ["--standalone"], arguments, grace=60) == [
+        *TORCHRUN,
+        *("--standalone", "--nproc-per-node", "2", "--max-restarts", "0"),
+        *SIGNALS,
+        *("--shutdown-timeout", "60", "-m", "launch"),
+        *arguments,
+    ]
+
+
+def test_several_nodes_meet_at_the_first() -> None:
+    found = command.static_rendezvous(4, 3, Head("gpu01", 29500))
+    expected = "--nnodes 4 --node-rank 3 --master-addr gpu01 --master-port 29500"
+    assert found == expected.split()
+
+
+def test_the_environment_says_what_computes() -> None:
+    def of(layout: Layout, zero: int | None, **given: str) -> dict[str, str]:
+        return command.environment(layout, zero, timeout=300.0, cores=16, given=given)
+
+    files = {zero: str(ROOT / "launch" / "deepspeed" / f"zero{zero}.json") for zero in (1, 2)}
+    gpus = Layout(nodes=2, processes=8, device="cuda")
+    on_cpu = {"DISTIL_TIMEOUT": "300", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"}
+    zero = {"ACCELERATE_USE_DEEPSPEED": "true"}
+    assert of(gpus, None) == {"DISTIL_TIMEOUT": "300"}
+    assert of(gpus, 2) == {
+        **{"DISTIL_TIMEOUT": "300", "ACCELERATE_DEEPSPEED_CONFIG_FILE": files[2]},
+        **zero,
+    }
+    assert of(CPU, None) == {**on_cpu, "ACCELERATE_USE_CPU": "true"}
+    # Accelerate does not start DeepSpeed where ACCELERATE_USE_CPU is set.
+    assert of(CPU, 1) == {
+        **on_cpu,
+        **zero,
+        **{"ACCELERATE_DEEPSPEED_CONFIG_FILE": files[1], "DS_ACCELERATOR": "cpu"},
+    }
+    assert of(CPU, None, OMP_NUM_THREADS="3")["OMP_NUM_THREADS"] == "3"
+    assert of(replace(CPU, processes=64), None)["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_line_survives_the_shell() -> None:
+    environment = {"EMPTY": "", "PLACE": "/a b/$HOME's"}
+    code = "import os, sys; print([os.environ['EMPTY'], os.environ['PLACE'], *sys.argv[1:]])"
+    arguments = ["layers=[0, 1]", "it's", "$HOME", "*", "a;b"]
+    line = command.shell_line(environment, [sys.executable, "-c", code, *arguments])
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(["", "/a b/$HOME's", *arguments])
+
+
+def test_the_sbatch_command() -> None:
+    script = str(ROOT / "launch" / "slurm" / "pretrain.sbatch")
+    gpus = Layout(nodes=4, processes=8, device="cuda")
+    assert command.sbatch(gpus, Path("c/rxn.yaml"), ["--gpus", "8"]) == [
+        *("sbatch", "--job-name=distil-rxn", "--nodes=4", "--gpus-per-node=8"),
+        *("--cpus-per-task=32", script, "c/rxn.yaml", "--gpus", "8"),
+    ]
+    assert command.sbatch(CPU, Path("c/rxn.yaml"), []) == [
+        *("sbatch", "--job-name=distil-rxn", "--nodes=1"),
+        *("--cpus-per-task=2", script, "c/rxn.yaml"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "expected"),
+    [
+        ({}, 0, Layout(1, 1, "cpu")),
+        ({}, 4, Layout(1, 4, "cuda")),
+        ({"gpus": 3}, 0, Layout(1, 3, "cpu")),
+        ({"gpus": 2, "nodes": 2}, 4, Layout(2, 2, "cuda")),
+        ({"hardware": "8xv100-16gb"}, 8, Layout(1, 8, "cuda")),
+        ({"hardware": "a100", "gpus": 4}, 4, Layout(1, 4, "cuda")),
+        ({"hardware": "cpu", "gpus": 4}, 8, Layout(1, 4, "cpu")),
+        ({"hardware": "h200", "dry_run": True}, 0, Layout(1, 1, "cuda")),
+        ({"gpus": 8, "slurm": True}, 0, Layout(1, 8, "cuda")),
+    ],
+)
+def test_who_computes(options: dict[str, object], gpus: int, expected: Layout) -> None:
+    asked = replace(ASKED, **options)  # type: ignore[arg-type]
+    preset = hardware(asked.hardware) if asked.hardware else None
+    assert layout_of(asked, preset, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "message"),
+    [
+        ({"gpus": 8}, 2, "--gpus 8: 8 GPU.s. are asked for, 2 can be seen here: add --gpus 2"),
+        ({"hardware": "a100"}, 0, "--hardware a100: 8 GPU.s. .* 0 can .*: use --hardware cpu"),
+        ({"slurm": True}, 8, "--slurm: say what a node has: --gpus M, or --hardware NAME"),
+    ],
+)
+def test_gpus_that_are_not_there(options: dict[str, object], gpus: int, message: str) -> None:
+    asked = replace(ASKED, **options)  # type: ignore[arg-type]
+    preset = hardware(asked.hardware) if asked.hardware else None
+    with pytest.raises(RunError, match=message):
+        layout_of(asked, preset, gpus)
+
+
+def test_a_users_override_beats_the_preset(run: Path) -> None:
+    preset = hardware("8xv100-16gb")
+    assert preset.overrides([]) == ["train.precision=fp16", "train.micro_batch_size=8"]
+    assert preset.overrides(["train.micro_batch_size=2"]) == ["train.precision=fp16"]
+    given = ["train={precision: bf16, micro_batch_size: 3}"]
+    train = load_config(RunConfig, run, [*preset.overrides(given), *given]).train
+    assert (train.precision, train.micro_batch_size) == ("bf16", 3)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
+def test_every_preset_fits_the_papers_config(
+    preset: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = preset.name  # type: ignore[attr-defined]
+    config = ROOT / "configs" / "distilbert-base-uncased.yaml"
+    code, out, _ = distil(
+        capsys, monkeypatch, "launch", config, "--hardware", name, "--nodes", 4, "--slurm",
+        "--dry-run",
+    )  # fmt: skip
+    assert code == 0 and f"# hardware {name}: " in out
+    line = shlex.split(out.splitlines()[-1])
+    overrides = [word for word in line if word.startswith("train.")]
+    loaded = load_config(RunConfig, config, overrides)
+    assert loaded.train.global_batch_size == 4096
+    assert line[0] == "sbatch" and line[line.index("--hardware") + 1] == name
+
+
+def test_a_dry_run_of_several_nodes_shows_each(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("launch", run, "--hardware", "cpu", "--gpus", 2, "--nodes", 2, "--dry-run")
+    code, out, _ = distil(capsys, monkeypatch, *options, "--head", "[::1]:4711")
+    assert code == 0
+    lines = [shlex.split(line, comments=True) for line in out.splitlines()]
+    commands = [line[line.index(sys.executable) :] for line in lines if line]
+    assert commands == [
+        [
+            *TORCHRUN,
+            *("--nnodes", "2", "--node-rank", rank, "--master-addr", "[::1]"),
+            *("--master-port", "4711", "--nproc-per-node", "2", "--max-restarts", "0"),
+            *SIGNALS,
+            *("--shutdown-timeout", "60", "-m", "launch", "pretrain", str(run)),
+            *("train.precision=fp32", "train.micro_batch_size=8"),
+        ]
+        for rank in ("0", "1")
+    ]
+    one = distil(capsys, monkeypatch, *options, "--head", "[::1]:4711", "--node-rank", 1)
+    assert one[1].splitlines() == [*out.splitlines()[:-2], out.splitlines()[-1]]
+
+
+def test_slurm_names_the_node_the_head_and_the_launch(
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "scontrol").write_text('#!/bin/bash\n[[ $3 == "n[4-5]" ]] && echo "n4\nn5"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name, value in (("JOB_ID", 123456), ("JOB_NODELIST", "n[4-5]"), ("NODEID", 1)):
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    code, out, _ = distil(
+        capsys, monkeypatch, "launch", run, "--hardware", "cpu", "--nodes", 2, "--dry-run"
+    )
+    assert code == 0
+    assert "--node-rank 1 --master-addr n4 --master-port 23456 " in out.splitlines()[-1]
+    assert launch_id(Head("n4", 1)) == "123456.0.0"
+    assert re.fullmatch(r"123456\.0\.0-[0-9]{8}-[0-9]{6}-[0-9]+", launch_id(None))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    assert launch_id(Head("n4", 1)) == "123456.2.1"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert launch_id(Head("[::1]", 29500)) == "-1-29500"
+    assert launch_id(Head("gpu-01.x", 29500)) == "gpu-01.x-29500"
+    assert re.fullmatch(r"[0-9]{8}-[0-9]{6}-[0-9]+", launch_id(None))
+    with pytest.raises(RunError, match=r"scontrol cannot name the hosts of m1: give --head HOST"):
+        first_host("m1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hardware", "dgx"], "--hardware dgx: not known: one of cpu, 1xv100-16gb, 8xv100-16gb"),
+        (["--zero", "3"], "--zero 3: there are 1 and 2"),
+        (["--skip-rows", "9"], "--skip-rows 9: no range: a:b leaves out rows a to b-1"),
+        (["--skip-rows", "1:2", "--skip-rows", "9:9"], "--skip-rows 9:9: no range"),
+        (["--gpus", "3"], "global_batch_size 32 is not a multiple of micro_batch_size 8 x 3"),
+        (["train.precision=fp16"], "train.precision fp16 needs a CUDA GPU, this is cpu"),
+        (["train.max_stepz=3"], "did you mean train.max_steps"),
+        (["--nodes", "2"], "--nodes 2: without Slurm it needs --head HOST"),
+        (["--nodes", "2", "--head", "h"], "--nodes 2: add --node-rank R, a number of its own"),
+        (["--nodes", "2", "--head", "h", "--node-rank", "2"], "of 2 nodes the last is 1"),
+        (["--nodes", "2", "--head", "h:x"], "--head h:x: is no HOST or HOST:PORT"),
+        (["--head", "h"], "--head: is for several nodes: add --nodes N"),
+        (["--node-rank", "0"], "--node-rank: is for several nodes: add --nodes N"),
+        (["--slurm", "--head", "h", "--nodes", "2"], "--head: Slurm knows it"),
+        ([], "nowhere holds no finished shards; run `distil prepare`"),
+    ],
+)
+def test_a_mistake_is_one_line_and_starts_nothing(
+    arguments: list[str],
+    message: str,
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(run.parent)
+    hardware_too = [] if "--hardware" in arguments else ["--hardware", "cpu"]
+    code, _, err = distil(capsys, monkeypatch, "launch", run, *arguments, *hardware_too)
+    (line,) = err.splitlines()
+    assert code == 2 and line.startswith("error: ") and message in line
+    assert not (run.parent / "o").exists()
+
+
+def test_rows_that_are_no_range_are_refused_by_pretrain_too(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = distil(capsys, monkeypatch, "pretrain", run, "--skip-rows", "5:2")
+    assert code == 2 and err.startswith("error: --skip-rows 5:2: no range: ")
+
+
+def test_without_slurm_nothing_is_submitted(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(run.parent))
+    code, _, err = distil(capsys, monkeypatch, "launch", run, "--hardware", "cpu", "--slurm")
+    assert code == 2 and err.startswith("error: --slurm: sbatch is not on PATH")
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "machines"),
+    [("cpu", 2, 1), ("one_gpu", 1, 1), ("eight_gpus", 8, 1), ("nodes", 32, 4)],
+)
+def test_accelerate_reads_its_files(name: str, processes: int, machines: int) -> None:
+    path = ROOT / "launch" / "accelerate" / f"{name}.yaml"
+    config = load_config_from_file(str(path))  # refuses unknown keys
+    assert (config.num_processes, config.num_machines) == (processes, machines)
+    head = path.read_text(encoding="utf-8").partition("compute_environment:")[0]
+    assert f"--config_file launch/accelerate/{name}.yaml" in head
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_accelerate_reads_the_deepspeed_files(zero: int) -> None:
+    pytest.importorskip("deepspeed")
+    path = ROOT / "launch" / "deepspeed" / f"zero{zero}.json"
+    assert DeepSpeedPlugin(hf_ds_config=str(path)).zero_stage == zero
+    numbers = {k: v for k, v in json.loads(path.read_text()).items() if isinstance(v, int)}
+    assert not numbers  # batches, accumulation and clipping come from the run

@@ -1,0 +1,317 @@
+"""Two nodes on one machine, network namespaces with a cable between them that can be pulled.
+
+They share host name, process ids and files: to the lock of a run, the other node is a process of
+the same host.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from threading import Event
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 10  # seconds, of collective operations
+LIMIT = TIMEOUT + 60  # seconds, from the end of a connection to the end of both sides
+LONG = 180  # seconds: only a deadlock reaches it
+CABLE = "cable"  # both of its ends
+HEAD = "10.77.0.1"
+STEPS, SAVE = 200, 20
+RATES = ("tokens_per_second", "data_wait", "mfu")  # the only figures that time may change
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+class Node:
+    """A network namespace, and the launcher that runs in it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.name = f"distil-{uuid4().hex[:8]}-{rank}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def make(self) -> None:
+        command("ip", "netns", "add", self.name)
+        command("ip", "netns", "exec", self.name, "ip", "link", "set", "lo", "up")
+
+    def connect(self, address: str) -> None:
+        command("ip", "-n", self.name, "address", "add", address, "dev", CABLE)
+        self.plug()
+
+    def plug(self) -> None:
+        command("ip", "-n", self.name, "link", "set", CABLE, "up")
+
+    def pull(self) -> None:
+        command("ip", "-n", self.name, "link", "set", CABLE, "down")
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in command("ip", "netns", "pids", self.name).split()]
+
+    def launch(self, config: Path, output: Path, *options: str) -> None:
+        """Start `distil launch` here; what it says is added to OUTPUT.node-RANK."""
+        argv = ["ip", "netns", "exec", self.name, sys.executable, "-m", "launch", "launch"]
+        argv += [str(config), f"output={output}", "--nodes", "2", "--node-rank", str(self.rank)]
+        argv += ["--head", HEAD, "--gpus", "1", "--timeout", str(TIMEOUT), *options]
+        with output.with_suffix(f".node-{self.rank}").open("ab") as screen:
+            self.process = subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": CABLE},
+                stdin=subprocess.DEVNULL,
+                stdout=screen,
+                stderr=screen,
+                start_new_session=True,
+            )
+
+    @property
+    def code(self) -> int | None:
+        """The launcher's exit code; None while it runs."""
+        assert self.process is not None
+        return self.process.poll()
+
+    def remove(self) -> None:
+        """End all that runs here, and the namespace."""
+        with suppress(subprocess.CalledProcessError):  # it was never made
+            end = time.monotonic() + LIMIT
+            while (pids := self.pids()) and time.monotonic() < end:
+                for pid in pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.05)
+            command("ip", "netns", "delete", self.name)
+        if self.process is not None:
+            self.process.wait(LIMIT)
+
+
+class Nodes:
+    """Both nodes, and the runs that they make together."""
+
+    def __init__(self, near: Node, far: Node) -> None:
+        self.near, self.far, self.both = near, far, (near, far)
+
+    def launch(self, config: Path, output: Path, *options: str) -> None:
+        for node in self.both:
+            node.launch(config, output, *options)
+
+    def until(self, step: int, output: Path) -> None:
+        """Wait until a run has made so many steps."""
+        end = time.monotonic() + LONG
+        while not (made := history(output)) or made[-1]["step"] < step:
+            codes = [node.code for node in self.both]
+            assert time.monotonic() < end and codes == [None, None], (codes, screens(output))
+            time.sleep(0.01)
+
+    def end(self, limit: float, output: Path) -> list[int | None]:
+        """The exit codes, after which nothing may be left."""
+        end = time.monotonic() + limit
+        while any(node.code is None for node in self.both):
+            assert time.monotonic() < end, screens(output)
+            time.sleep(0.05)
+        assert [node.pids() for node in self.both] == [[], []]
+        return [node.code for node in self.both]
+
+    @contextmanager
+    def holders(self, output: Path) -> Iterator[set[tuple[str, ...]]]:
+        """Who holds the run's lock, looked at all the time: the namespaces of living holders."""
+        names = {Path("/run/netns", node.name).stat().st_ino: node.name for node in self.both}
+        seen: set[tuple[str, ...]] = set()
+        over = Event()
+
+        def look() -> None:
+            while not over.wait(0.02):
+                seen.add(tuple(names.get(place, "elsewhere") for place in lock_holders(output)))
+
+        with ThreadPoolExecutor(1) as pool:
+            looking = pool.submit(look)
+            try:
+                yield seen
+            finally:
+                over.set()
+                looking.result()
+
+
+def command(*argv: str) -> str:
+    """What a command says; an error with its words if it fails."""
+    return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=LIMIT).stdout
+
+
+@contextmanager
+def two_nodes() -> Iterator[Nodes]:
+    """Two namespaces and their cable; afterwards neither they nor their processes are there."""
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the ip command")
+    near, far = Node(0), Node(1)
+    with ExitStack() as stack:
+        for node in (near, far):
+            stack.callback(node.remove)
+        try:
+            near.make()
+            far.make()
+            pair = ["add", CABLE, "netns", near.name, "type", "veth", "peer", "name", CABLE]
+            command("ip", "link", *pair, "netns", far.name)
+            near.connect(f"{HEAD}/24")
+            far.connect("10.77.0.2/24")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        yield Nodes(near, far)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    with two_nodes() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """Steps of 8 rows for a BERT of one layer, with dropout."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values = {
+        "output": "unused",
+        "shards": str(shards),
+        "objective": {"name": "mlm"},
+        "model": {**sizes, "intermediate_size": 32, "max_position_embeddings": 16},
+        "train": {
+            "max_steps": STEPS,
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "num_workers": 0,
+        },
+        "evaluation": {"every": 0, "rows": 4},
+        "checkpoint": {"every": SAVE, "keep": 3},
+        "logging": {"every": 1},
+    }
+    path = tmp_path_factory.mktemp("partition") / "run.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: Path) -> Path:
+    """The output of a run on two nodes that nobody disturbs."""
+    output = config.parent / "undisturbed"
+    with two_nodes() as nodes:
+        nodes.launch(config, output)
+        assert nodes.end(LONG, output) == [0, 0], screens(output)
+    return output
+
+
+def test_two_nodes_train_as_two_processes_of_one_host_do(config: Path, undisturbed: Path) -> None:
+    output = config.parent / "one-host"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+        argv = [sys.executable, "-m", "launch", "pretrain", str(config), f"output={output}"]
+        environment = {**ENVIRONMENT, **address, **place}
+        ranks.append(subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL))
+    try:
+        assert [process.wait(LONG) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+    assert [entry["step"] for entry in history(output)] == [0, *range(1, STEPS + 1), STEPS]
+    assert_same_end(undisturbed, output)  # tokens of all rows among them
+
+
+def test_a_pulled_cable_ends_both_sides_and_the_same_commands_go_on(
+    nodes: Nodes, config: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with nodes.holders(output) as holders:
+        nodes.launch(config, output, "--max-restarts", "0")
+        nodes.until(STEPS // 4, output)
+        nodes.far.pull()
+        pulled = time.monotonic()
+        assert nodes.end(LIMIT, output) == [1, 1], screens(output)
+        print(f"both sides were down {time.monotonic() - pulled:.1f} s after the link")
+        reached = history(output)[-1]["step"]
+        assert reached < STEPS
+        newest = max(whole_checkpoints(output))
+        assert reached - reached % SAVE - SAVE <= newest <= reached
+
+        nodes.far.plug()
+        nodes.launch(config, output, "--max-restarts", "0")
+        assert nodes.end(LONG, output) == [0, 0], screens(output)
+    assert f"continuing after step {newest}" in screens(output)
+    assert holders == {(), (nodes.near.name,)}
+    assert_same_end(output, undisturbed)
+
+
+def test_a_cable_that_is_out_for_two_seconds_changes_nothing(
+    nodes: Nodes, config: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    with nodes.holders(output) as holders:
+        nodes.launch(config, output)
+        nodes.until(STEPS // 4, output)
+        nodes.near.pull()
+        before = history(output)[-1]["step"]
+        time.sleep(2)
+        assert history(output)[-1]["step"] <= before + 1  # it was out
+        nodes.near.plug()
+        assert nodes.end(LONG, output) == [0, 0], screens(output)
+    print(f"restarts after two seconds: {screens(output).count('restart 1 of')}")
+    assert holders == {(), (nodes.near.name,)}
+    assert_same_end(output, undisturbed)
+
+
+def lock_holders(output: Path) -> list[int]:
+    """Network namespaces (inodes) of the processes that hold the lock of a run and are alive."""
+    found = []
+    for path in output.glob("pretrain.*.lock"):
+        record = path.read_bytes()
+        if len(record) == 1024:  # not empty yet, and without a mark that it is over
+            with suppress(OSError, ValueError):  # gone; caught while it was written
+                found.append(os.stat(f"/proc/{json.loads(record)['pid']}/ns/net").st_ino)
+    return found
+
+
+def history(output: Path) -> list[dict[str, Any]]:
+    """The metrics, without what time may change."""
+    path = output / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    return [{k: v for k, v in entry.items() if k not in RATES} for entry in entries]
+
+
+def whole_checkpoints(output: Path) -> list[int]:
+    """The steps of a run's checkpoints, of which every file is as its manifest says."""
+    steps = []
+    for folder in (output / "checkpoints").glob("step-*"):
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        for name, entry in manifest["files"].items():
+            assert sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"], name
+        steps.append(int(folder.name.removeprefix("step-")))
+    return steps
+
+
+def assert_same_end(output: Path, undisturbed: Path) -> None:
+    """Weights, optimizer and history of two runs are equal to the last bit."""
+    assert history(output) == history(undisturbed)
+    assert max(whole_checkpoints(output)) == STEPS
+    for name in ("student/model.safetensors", "optimizer.safetensors"):
+        path = Path(f"checkpoints/step-{STEPS:08d}", name)
+        assert (output / path).read_bytes() == (undisturbed / path).read_bytes()
+
+
+def screens(output: Path) -> str:
+    """What both launchers have said."""
+    paths = sorted(output.parent.glob(f"{output.name}.node-*"))
+    return "\n".join(f"{path.name}:\n{path.read_text(encoding='utf-8')}" for path in paths)

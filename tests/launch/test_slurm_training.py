@@ -1,0 +1,104 @@
+"""pretrain.sbatch: a signal before the time is over saves, the job is queued again and goes on."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pretrain.status import read_status
+
+ROOT = Path(__file__).parents[2]
+# Runs a job at once, as Slurm would later, and once more each time it was queued again.
+SBATCH = """#!/bin/bash
+echo "sbatch $*" >> "$LOG"
+for option in "$@"; do
+    case $option in
+        --nodes=*) export SLURM_JOB_NUM_NODES=${option#--nodes=} ;;
+        --cpus-per-task=*) export SLURM_CPUS_PER_TASK=${option#--cpus-per-task=} ;;
+    esac
+done
+while [[ $1 == --* ]]; do shift; done
+export SLURM_JOB_ID=4711 SLURM_JOB_NODELIST=n1
+for ((SLURM_RESTART_COUNT = 0; SLURM_RESTART_COUNT < 3; SLURM_RESTART_COUNT++)); do
+    export SLURM_RESTART_COUNT
+    rm -f "$LOG.requeue"
+    bash "$@" > "$LOG.$SLURM_RESTART_COUNT" 2>&1
+    echo "ended $?" >> "$LOG"
+    [[ -e $LOG.requeue ]] || break
+done
+"""
+SRUN = """#!/bin/bash
+echo "srun $*" >> "$LOG"
+while [[ $1 == --* ]]; do shift; done
+export SLURM_NODEID=0 SLURM_STEP_ID=0
+echo $$ > "$LOG.step"
+exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >> "$LOG"
+touch "$LOG.requeue"
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+def test_a_signal_saves_and_the_job_goes_on(run: Path, tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    distil = f'#!/bin/bash\nexec {sys.executable} -m launch "$@"\n'
+    scripts = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "distil": distil}
+    for name, script in scripts.items():
+        (programs / name).write_text(script)
+        (programs / name).chmod(0o755)
+    log = tmp_path / "log"
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    kept |= {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "LOG": str(log)}
+    options = ["train.micro_batch_size=2", "train.num_workers=1", "train.max_steps=300"]
+    options += ["--hardware", "cpu", "--gpus", "2", "--grace", "50", "--slurm"]
+    command = [sys.executable, "-m", "launch", "launch", str(run), *options]
+    job = subprocess.Popen(
+        command, cwd=tmp_path, env=kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        signal_the_step(tmp_path, after=5)
+        shown, _ = job.communicate(timeout=240)
+    finally:
+        if job.poll() is None:
+            job.kill()
+    output = "".join(path.read_text() for path in sorted(tmp_path.glob("log.[0-9]")))
+    assert job.returncode == 0, shown + output
+    assert shown.splitlines()[-1].startswith("sbatch --job-name=distil-run --nodes=1 ")
+    lines = log.read_text().splitlines()
+    begun = f"srun --kill-on-bad-exit=0 --cpus-per-task=2 distil launch {run} "
+    assert [re.sub(r"^(sbatch|srun .* distil launch \S+ ).*", r"\1", line) for line in lines] == [
+        "sbatch",
+        *(begun, "scontrol requeue 4711", "ended 75"),
+        *(begun, "ended 0"),
+    ], output
+    assert lines[1] == lines[4]  # the same command
+    status = read_status(tmp_path / "out")
+    assert status is not None and status["launch"].startswith("4711.1.0-")
+    assert (status["ended"], status["step"]) == ("finished", 300)
+    text = (tmp_path / "out" / "metrics.jsonl").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines()]
+    assert [r["step"] for r in records if "grad_norm" in r] == list(range(1, 301))
+
+
+def signal_the_step(folder: Path, *, after: int) -> None:
+    """SIGUSR1 to every process of the step, as Slurm does it, once `after` steps are done."""
+    metrics = folder / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < after:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    step = psutil.Process(int((folder / "log.step").read_text()))
+    for process in [step, *step.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGUSR1)

@@ -1,0 +1,368 @@
+"""Real torchrun, real ranks, real signals: what is left, what is said, what comes back."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launch.attempt import Ended
+from launch.supervise import exit_code, may_restart, supervise
+from launch.watch import Cause
+from pretrain.status import read_status, write_status
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 60  # seconds for what is promised
+START = 240  # seconds for processes to start on a busy machine
+ENDLESS = ("-m", "worker", "1000000")
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+CANARY = "canary-b1946ac92492d234"
+
+# A supervisor is forked from a process that has imported torch.
+context = get_context("forkserver")
+context.set_forkserver_preload(["torch.distributed", "launch.supervise"])
+
+
+def under_supervision(output: Path, ranks: int, command: list[str], options: Any) -> None:
+    """The process of a supervisor; its screen is a file."""
+    screen = os.open(output / "screen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(screen, 1)
+    os.dup2(screen, 2)
+    os.environ["WORKER_OUTPUT"] = str(output)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    os.environ["HF_TOKEN"] = os.environ["AWS_SECRET_ACCESS_KEY"] = CANARY
+    argv = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", SIGNALS]
+    values = {"timeout": LIMIT, "grace": LIMIT, "max_restarts": 0, **options}
+    sys.exit(supervise([*argv, *command], output=output, launch_id="it", loopback=True, **values))
+
+
+class Supervised:
+    """A supervisor with its ranks."""
+
+    def __init__(self, output: Path, ranks: int, *command: str, **options: Any) -> None:
+        output.mkdir(exist_ok=True)
+        self.output = output
+        (output / "screen").write_text("")
+        arguments = (output, ranks, list(command), options)
+        self.process = context.Process(target=under_supervision, args=arguments)
+        self.process.start()
+
+    @property
+    def screen(self) -> str:
+        return (self.output / "screen").read_text()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def log(self, rank: int, attempt: int = 1) -> str:
+        return (self.output / f"logs/it/attempt-{attempt}/rank-{rank:05d}.log").read_text()
+
+    def started(self) -> list[psutil.Process]:
+        """All that the supervisor has started, by what they were given."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("DISTIL_LOGS", "").startswith(f"{self.output}/"):
+                    found.append(process)
+        return found
+
+    def rank(self, number: int) -> psutil.Process:
+        """A rank's process."""
+        (found,) = (p for p in self.started() if p.environ().get("RANK") == str(number))
+        return found
+
+    def until(self, text: str) -> None:
+        """Wait for something on the screen."""
+        end = time.monotonic() + START
+        while text not in self.screen:
+            assert time.monotonic() < end and self.process.is_alive(), self.screen
+            time.sleep(0.05)
+
+    def code(self, limit: float = LIMIT) -> int:
+        """The exit code, after which nothing may be left."""
+        self.process.join(limit)
+        assert self.process.exitcode is not None, f"still there:\n{self.screen}"
+        assert self.started() == []
+        return self.process.exitcode
+
+    def stop(self) -> None:
+        """End what a failing test leaves."""
+        self.process.kill()
+        for process in self.started():
+            with suppress(psutil.Error):
+                process.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
+    """A function that starts a number of ranks of a module under a supervisor."""
+    started: list[Supervised] = []
+
+    def begin(ranks: int, *command: str, **options: Any) -> Supervised:
+        started.append(Supervised(tmp_path / "out", ranks, *command, **options))
+        return started[-1]
+
+    yield begin
+    for supervised in started:
+        supervised.stop()
+
+
+def listening(processes: list[psutil.Process]) -> list[str]:
+    """The addresses at which processes can be reached."""
+    connections = [c for process in processes for c in process.net_connections("inet")]
+    return [str(c.laddr.ip) for c in connections if c.status == psutil.CONN_LISTEN]
+
+
+def test_a_run_stays_on_loopback_and_saves_when_told_to_stop(
+    start: Callable[..., Supervised],
+) -> None:
+    run = start(2, *ENDLESS)
+    run.until("rank 0 is under way")
+    heard = listening([psutil.Process(run.pid), *run.started()])
+    assert len(heard) >= 3  # the supervisor's store, and gloo's socket of each rank
+    assert set(heard) == {"127.0.0.1"}
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.code() == 75
+    status = read_status(run.output)
+    assert status is not None
+    assert (status["launch"], status["ended"]) == ("it", "interrupted")
+    assert re.fullmatch(r"rank 0 is under way\ntold to stop: at most 60 s .+\n", run.screen)
+    assert [run.log(rank) for rank in range(2)] == [f"rank {r} is under way\n" for r in range(2)]
+
+
+def test_a_socket_on_all_interfaces_would_be_noticed() -> None:
+    with socket.create_server(("", 0)):
+        assert "0.0.0.0" in listening([psutil.Process()])
+
+
+def test_ctrl_z_does_nothing_and_ctrl_c_saves(start: Callable[..., Supervised]) -> None:
+    run = start(2, *ENDLESS)
+    run.until("rank 0 is under way")
+    os.kill(run.pid, signal.SIGTSTP)
+    time.sleep(1)
+    assert psutil.Process(run.pid).status() != psutil.STATUS_STOPPED
+    assert read_status(run.output) is None
+    os.kill(run.pid, signal.SIGINT)
+    assert run.code() == 75
+
+
+def test_a_scheduler_may_signal_every_process_of_a_job(start: Callable[..., Supervised]) -> None:
+    run = start(2, *ENDLESS)
+    run.until("rank 0 is under way")
+    for process in [psutil.Process(run.pid), *run.started()]:
+        process.send_signal(signal.SIGUSR1)
+    assert run.code() == 75
+    assert "Traceback" not in run.screen
+
+
+def test_a_signal_before_the_first_step_asks_for_another_start(
+    start: Callable[..., Supervised],
+) -> None:
+    run = start(1, *ENDLESS)
+    while not run.started():
+        assert run.process.is_alive()
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.code() == 75
+
+
+def test_ranks_that_do_not_end_in_time_are_killed(start: Callable[..., Supervised]) -> None:
+    run = start(1, *ENDLESS, "hang", "0", "3", grace=1)
+    run.until("about to hang")
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.code() == 1
+
+
+def test_a_second_signal_kills_at_once(start: Callable[..., Supervised]) -> None:
+    run = start(1, *ENDLESS, "hang", "0", "3", grace=10 * LIMIT)
+    run.until("about to hang")
+    os.kill(run.pid, signal.SIGTERM)
+    time.sleep(1.2)
+    assert run.process.is_alive()
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.code() == 1
+
+
+def test_a_killed_rank_ends_all_and_is_named(start: Callable[..., Supervised]) -> None:
+    run = start(3, *ENDLESS)
+    run.until("rank 0 is under way")
+    victim = run.rank(2)
+    victim.kill()
+    assert run.code() == 1
+    name = re.escape(f"rank 2 ({socket.gethostname()}, pid {victim.pid})")
+    line = rf"^{name} ended without a word at step \d+ \(\w+\): killed by SIGKILL, perhaps out of"
+    assert re.search(line, run.screen, re.M)
+    assert "Traceback" not in run.screen  # the others' lost connections
+    assert "Connection" in run.log(0) + run.log(1)
+
+
+def test_a_stopped_rank_ends_all_and_is_named(start: Callable[..., Supervised]) -> None:
+    run = start(3, *ENDLESS, timeout=6)
+    run.until("rank 0 is under way")
+    victim = run.rank(1)
+    victim.suspend()
+    assert run.code() == 1
+    name = re.escape(f"rank 1 ({socket.gethostname()}, pid {victim.pid})")
+    line = rf"^{name} has been silent for \d+ s, last seen at step \d+ \(\w+\)$"
+    assert re.search(line, run.screen, re.M)
+    assert "Traceback" not in run.screen
+
+
+def test_a_rank_that_others_wait_for_in_vain_is_named_with_its_stack(
+    start: Callable[..., Supervised],
+) -> None:
+    run = start(2, *ENDLESS, "hang", "1", "20", timeout=6)
+    assert run.code(START) == 1
+    assert re.search(
+        r"^rank 1 \(.+\) stood at step 20 \(data\), and rank 0 waited for it in vain at step 20 "
+        r"\(counts\)$",
+        run.screen,
+        re.M,
+    )
+    assert re.search(r"File .*worker.py.* in hang$", run.screen, re.M)
+    assert "Timed out" in run.log(0)
+
+
+def test_a_rank_that_its_watchdog_aborts_is_not_taken_for_the_cause(
+    start: Callable[..., Supervised],
+) -> None:
+    run = start(2, *ENDLESS, "hang-nccl", "1", "20")
+    assert run.code(START) == 1
+    assert re.search(r"^rank 1 \(.+\) stood at step 20 \(data\), and rank 0", run.screen, re.M)
+
+
+def test_a_crash_is_shown_once_and_the_next_attempt_finishes(
+    start: Callable[..., Supervised],
+) -> None:
+    run = start(3, "-m", "worker", "40", "crash-once", "1", "20", max_restarts=2)
+    assert run.code(START) == 0
+    screen = run.screen
+    assert screen.count("Traceback") == 1
+    assert 'raise LookupError("row 17 has gone astray")' in screen
+    assert re.search(
+        r"^rank 1 \(.+\) failed at step 20 \(data\): LookupError: row 17 has", screen, re.M
+    )
+    assert re.search(r"^restart 1 of 2 in 1 s, after an end at step 20: rank 1", screen, re.M)
+    assert "restart 2" not in screen and "Connection" not in screen
+    assert "Connection closed" in run.log(0) + run.log(2)  # which was there to be shown
+    assert "LookupError" in run.log(1)
+    assert run.log(1, attempt=2) == "rank 1 is under way\n"
+    for path in run.output.rglob("*"):
+        assert path.is_dir() or CANARY not in path.read_text(), path
+
+
+def test_three_ends_at_one_step_stop_the_run(start: Callable[..., Supervised]) -> None:
+    run = start(1, "-m", "worker", "40", "crash", "0", "5", max_restarts=10)
+    assert run.code(START) == 1
+    assert "the last 3 attempts all ended at step 5: it would happen again" in run.screen
+    assert sorted(p.name for p in (run.output / "logs/it").iterdir()) == [
+        f"attempt-{number}" for number in (1, 2, 3)
+    ]
+
+
+def test_nothing_outlives_the_supervisor(start: Callable[..., Supervised]) -> None:
+    run = start(2, *ENDLESS)
+    run.until("rank 0 is under way")
+    assert len(run.started()) == 3  # torchrun and its ranks
+    os.kill(run.pid, signal.SIGKILL)
+    end = time.monotonic() + LIMIT
+    while run.started():
+        assert time.monotonic() < end, run.started()
+        time.sleep(0.1)
+
+
+def test_a_diverged_run_says_so_in_one_line_whatever_an_older_one_said(
+    start: Callable[..., Supervised], tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    write_status(tmp_path / "out", ended="interrupted", step=1, num_steps=2, exit_code=75)
+    run = start(2, *ENDLESS, "diverge", "1", "3", max_restarts=5)
+    assert run.code(START) == 3
+    assert run.screen == "error: step 3: the loss is nan\n"
+
+
+def test_a_mistake_of_all_ranks_is_one_line(
+    start: Callable[..., Supervised], tmp_path: Path, run: Path
+) -> None:
+    missing = tmp_path / "missing"
+    command = ("-m", "launch", "pretrain", str(run), f"shards={missing}")
+    supervised = start(2, *command, max_restarts=5)
+    assert supervised.code(START) == 2
+    lines = supervised.screen.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ") and str(missing) in lines[0]
+
+
+def test_a_signal_saves_a_real_run_and_the_same_command_continues(
+    start: Callable[..., Supervised], run: Path
+) -> None:
+    command = ["-m", "launch", "pretrain", str(run), "train.max_steps=100000"]
+    first = start(2, *command)
+    first.until("step 3/100000")
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.code() == 75
+    status = read_status(first.output)
+    assert status is not None
+    assert (status["ended"], status["exit_code"]) == ("interrupted", 75)
+    assert status["step"] >= 3
+    second = start(2, *command, "--stop-after", str(status["step"] + 2))
+    assert second.code(START) == 0
+    assert f"continuing after step {status['step']:,}" in second.screen
+    assert f"stopped at step {status['step'] + 2:,}" in second.screen
+
+
+@pytest.mark.parametrize(
+    ("code", "failed", "forced", "said", "stopped", "expected"),
+    [
+        (0, False, False, None, False, 0),
+        (1, False, False, 75, False, 75),  # a signal that only the ranks received
+        (1, True, False, 75, True, 75),  # what came after the checkpoint is no matter
+        (1, False, False, 0, False, 0),  # crashed while it ended
+        (1, True, False, 0, False, 1),
+        (1, False, False, None, True, 75),  # nothing to save yet
+        (None, False, True, None, True, 1),
+        (None, False, True, 75, True, 75),
+        (1, True, False, None, True, 1),
+        (1, True, False, 3, False, 3),  # another node's rank
+        (1, True, False, 1, False, 1),
+    ],
+)
+def test_exit_codes(
+    code: int | None, failed: bool, forced: bool, said: int | None, stopped: bool, expected: int
+) -> None:
+    ended = Ended(code=code, failed=failed, forced=forced, cause=Cause("", 0))
+    assert exit_code(ended, said, stopped=stopped) == expected
+
+
+def test_restarts_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert may_restart([4], 2) and may_restart([4, 4], 2)
+    assert not may_restart([4, 4, 5], 2)
+    assert may_restart([4, 4, 5], 3)
+    assert not may_restart([3, 4, 4, 4], 10)
+    assert not may_restart([4], 0)
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_log_on_a_full_disk_does_not_end_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.log").symlink_to("/dev/full")
+    names = ("DISTIL_LOGS", "DISTIL_HEARTBEATS")
+    environment = {**os.environ, **dict.fromkeys(names, str(tmp_path))}
+    environment |= {"RANK": "0", "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
+    # A module that prints; without the wrapper it fails.
+    argv = [sys.executable, "-m", "launch.rank", "this"]
+    assert subprocess.run(argv, env=environment, timeout=LIMIT).returncode == 0
+    with open("/dev/full", "w") as full:
+        plain = subprocess.run([sys.executable, "-m", "this"], stdout=full, timeout=LIMIT)
+    assert plain.returncode != 0
