@@ -1,6 +1,6 @@
 """How long a save holds training up, against a plain copy of the same tensors in memory.
 
-    python benchmarks/checkpointing.py [--folder FOLDER] [--repeats 7] [--device cpu] [--threads 1]
+    python benchmarks/checkpointing.py [--folder FOLDER] [--repeats 9] [--device cpu] [--threads 1]
 
 Two students with AdamW's state, DistilBERT and a small one. In turn, on the same tensors: a plain
 copy into memory that was there before (pinned, for a GPU), and a save. `stall` is what `save` takes
@@ -36,7 +36,7 @@ def main() -> None:
     """Measure and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, help="where to write; a temporary one by default")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -137,7 +138,7 @@ def _until_over(
         now = time.monotonic()
         if signals and told is None:
             told = now
-            torchrun.terminate()
+            _tell(torchrun, watch)
             say(f"told to stop: at most {grace:g} s to save and end; a second signal kills")
         # One signal may arrive twice, from a scheduler's step and from its script.
         if told is not None and (now - told > grace or signals[-1] - signals[0] > 1):
@@ -153,6 +154,18 @@ def _until_over(
                 return False
     watch.look()
     return False
+
+
+def _tell(torchrun: subprocess.Popen[bytes], watch: Watch) -> None:
+    """Ask the ranks to save and end; torchrun ends with them, and by itself if there are none.
+
+    Slurm has told torchrun as well; a third signal would make it leave its ranks behind.
+    """
+    for beat in watch.beats.values():
+        with suppress(ProcessLookupError):
+            os.kill(beat.pid, signal.SIGTERM)
+    if not watch.beats:
+        torchrun.terminate()
 
 
 def _stack(beat: Beat) -> None:

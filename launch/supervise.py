@@ -62,6 +62,7 @@ def supervise(
             logs.mkdir(parents=True, exist_ok=True)
             folder = Path(scratch) / str(number)
             folder.mkdir()
+            before = read_status(output)
             ended = attempt(
                 argv,
                 folder=folder,
@@ -73,7 +74,7 @@ def supervise(
                 signals=signals,
             )
             status = read_status(output) or {}
-            if status.get("launch") != launch_id:
+            if status == before or status.get("launch") != launch_id:
                 status = {}
             code = exit_code(ended, status.get("exit_code"), stopped=bool(signals))
             if code in (0, 75):

@@ -170,5 +170,5 @@ def special_ids(manifest: Manifest) -> tuple[int, ...]:
 def _ignore_signals(worker: int) -> None:
     # Ctrl-C, and what a scheduler or torchrun sends, reach the whole process group; the main
     # process finishes its step and saves. A worker ends with its queue, or when its parent is gone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def write_status(
         "num_steps": num_steps,
         "exit_code": exit_code,
         "error": error,
+        "time": time.time(),
     }
     write_json(output / _NAME, values)
 

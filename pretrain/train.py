@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_prep import CorpusError
-from data_prep.disk import Lock, lock
+from data_prep.disk import Busy, Lock, lock
 from data_prep.shards import check
 from pretrain import NumericalError, RunError
 from pretrain.build import Ended, Run, build, save
@@ -213,7 +212,7 @@ def _told(run: Run) -> Iterator[None]:
         yield
         run.heartbeat.at(run.step, "end")  # not after an error: its place is what matters then
         code = 75 if run.ended == "interrupted" else 0
-    except CorpusError:  # the lock's
+    except Busy:
         ours = False
         raise
     except (NumericalError, RunError, OSError) as caught:

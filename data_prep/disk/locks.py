@@ -71,14 +71,12 @@ class Lock:
         self._stop = threading.Event()
 
     def check(self) -> None:
-        """Raise CorpusError if another process took over while this one stood still."""
+        """Raise Busy if another process took over while this one stood still."""
         if not self._beat():
             if not self._path.exists():
-                raise CorpusError(
-                    f"{self._about}: the work folder is gone: another process has finished"
-                )
+                raise Busy(f"{self._about}: the work folder is gone: another process has finished")
             other = _named(_parsed(_read(self._following)))
-            raise CorpusError(
+            raise Busy(
                 f"{self._about}: another `{self._who}` ({other}) took over while this one "
                 "stood still: leave the work to it"
             )

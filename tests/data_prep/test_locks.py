@@ -223,7 +223,7 @@ def test_a_suspended_holder_learns_that_it_was_followed(tmp_path: Path) -> None:
             process.stdin.write("check\n")
             process.stdin.flush()
             answer = process.stdout.readline()
-            assert answer.startswith("CorpusError ") and f"pid {os.getpid()}) took over" in answer
+            assert answer.startswith("Busy ") and f"pid {os.getpid()}) took over" in answer
             time.sleep(4 * FAST["beat"])  # its heartbeat and its end disturb nobody
             process.stdin.close()
             process.wait()
