@@ -51,7 +51,7 @@ setup(
         "PyYAML>=6,<7",
         "rensa>=0.5,<0.6",
         "rich>=13,<16",
-        "safetensors>=0.5,<1",
+        "safetensors>=0.8,<1",
         "tokenizers>=0.22,<0.24",
         "torch>=2.6,<3",
         "transformers>=5.10,<6",

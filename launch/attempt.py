@@ -80,7 +80,7 @@ def attempt(
     try:
         store = _store(listening) if listening is not None else None  # lives as long as this name
         forced = _until_over(torchrun, watch, tail, timeout, grace, signals)
-        hung = watch.silent(min(_PATIENCE, timeout / 2))
+        hung = watch.silent(0.7 * timeout)  # a rank that only started slowly is not to blame
         _end_ranks(torchrun, folder)
         with suppress(subprocess.TimeoutExpired):
             torchrun.wait(3)  # for what it has to say

@@ -7,13 +7,17 @@ for a stopped rank for ever and listens on every network interface.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
+
+import psutil
 
 from launch.attempt import Ended, attempt, say
 from launch.watch import Cause
@@ -56,10 +60,11 @@ def supervise(
         "DISTIL_TIMEOUT": f"{timeout:g}",
     }
     steps: list[int] = []
-    with _noted() as signals, TemporaryDirectory(prefix="distil-") as scratch:
+    _sweep()
+    with _noted() as signals, TemporaryDirectory(prefix=f"distil-{os.getpid()}-") as scratch:
         for number in count(1):
-            logs = output / "logs" / launch_id / f"attempt-{number}"
-            logs.mkdir(parents=True, exist_ok=True)
+            host = "" if loopback else socket.gethostname()
+            logs = _new_folder(output / "logs" / launch_id, host)
             folder = Path(scratch) / str(number)
             folder.mkdir()
             before = read_status(output)
@@ -77,6 +82,8 @@ def supervise(
             if status == before or status.get("launch") != launch_id:
                 status = {}
             code = exit_code(ended, status.get("exit_code"), stopped=bool(signals))
+            if code == 75 and not status:
+                say("stopped before training had begun; the same command starts it")
             if code in (0, 75):
                 return code
             show(ended.cause, code, logs, str(status.get("error", "")))
@@ -91,6 +98,24 @@ def supervise(
             if _signalled(seconds, signals):
                 return 75
     raise AssertionError
+
+
+def _new_folder(root: Path, host: str) -> Path:
+    """attempt-1 (-HOST), or the next that is not there: a launch's name may come again."""
+    for number in count(1):
+        folder = root / "-".join(filter(None, [f"attempt-{number}", host]))
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError
+
+
+def _sweep() -> None:
+    """Remove what supervisors that were killed have left among the temporary files."""
+    for folder in Path(gettempdir()).glob("distil-*-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def exit_code(ended: Ended, said: int | None, *, stopped: bool) -> int:

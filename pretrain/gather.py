@@ -36,9 +36,11 @@ class Ingredients:
     dataset: StepDataset
     accumulation: int
 
-    def names(self) -> dict[str, str]:
-        """What all processes of a run must have read alike."""
+    def names(self, config: RunConfig, stop_after: int | None) -> dict[str, str]:
+        """What all processes of a run must have read alike; paths may differ, what is there not."""
+        told = config.model_dump(mode="json", exclude={"output", "shards", "teacher"})
         return {
+            "configuration": repr((told, stop_after, self.dataset.skips)),
             "corpus": self.manifest.digest,
             "teacher": self.teacher.sha256 if self.teacher else "",
             "checkpoint": str(self.saved.step if self.saved else None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -73,7 +74,9 @@ class Metrics:
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """One line, closed at once, so that `tail -f` and a crash both see it."""
-        self.last = {"kind": kind, "step": step, **values}
+        # JSON has no NaN; strict readers stop at Python's.
+        figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.last = {"kind": kind, "step": step, **figures}
         if self.accelerator.is_main_process:
             self.fence()
             with writing_to(self.path), self.path.open("a", encoding="utf-8") as file:

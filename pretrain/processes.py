@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
@@ -144,6 +145,30 @@ def jointly(
     return result
 
 
+def patiently(
+    accelerator: Accelerator, action: Callable[[], Result], *, here: bool = True
+) -> Result | None:
+    """As `jointly`, for what may take longer than the timeout and communicates nothing itself.
+
+    It runs in a thread, while the processes tell one another that they are still there.
+    """
+    if accelerator.num_processes == 1:
+        return action() if here else None
+    done: Future[Result] = Future()
+    with ThreadPoolExecutor(1, thread_name_prefix="start") as thread:
+        if here:
+            done = thread.submit(action)
+        else:
+            done.cancel()
+        while any_process(accelerator, not done.done()):
+            wait([done], timeout=min(1.0, timeout() / 4))
+
+    def outcome() -> Result:
+        return done.result()
+
+    return jointly(accelerator, outcome, here=here)
+
+
 def any_process(accelerator: Accelerator, flag: bool) -> bool:
     """Whether the flag is set in any process; all call it."""
     if accelerator.num_processes == 1:
@@ -166,8 +191,8 @@ def same_everywhere(accelerator: Accelerator, values: Mapping[str, str]) -> None
         odd = [rank for rank, key in enumerate(column) if key != column[0]]
         if odd:
             raise RunError(
-                f"process {odd[0]} has another {name} than process 0: all processes must see the "
-                "same files; put them on a file system that all nodes share"
+                f"process {odd[0]} has another {name} than process 0: start all nodes with the "
+                "same command, on files that all of them share"
             )
 
 

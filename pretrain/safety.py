@@ -189,6 +189,8 @@ def post_mortem(
         f"leave rows out: --skip-rows {bad[0]}:{bad[0] + 1}",
         "go on over up to N such steps: train.skip_non_finite=N",
     ]
+    if culprits and set(bad) == set(rows):
+        remedies.insert(0, "no row is spared: look at the weights that it started from")
     report = {
         "step": step,
         "what": what,

@@ -21,7 +21,13 @@ from pretrain.gather import gather
 from pretrain.hashing import root
 from pretrain.heartbeat import Heartbeat
 from pretrain.metrics import Progress, Silent
-from pretrain.processes import jointly, processes, same_everywhere, stop_on_signal
+from pretrain.processes import (
+    jointly,
+    patiently,
+    processes,
+    same_everywhere,
+    stop_on_signal,
+)
 from pretrain.progress import describe, report, start_clock
 from pretrain.rows import StepRows, loader
 from pretrain.status import clear_status, write_status
@@ -71,11 +77,16 @@ def train(
         first, rank = accelerator.is_main_process, accelerator.process_index
         heartbeat = heartbeat or stack.enter_context(Heartbeat.from_environment(rank))
         progress = progress if progress and first else Silent()
-        held = jointly(accelerator, lambda: stack.enter_context(_hold(config.output)), here=first)
-        jointly(accelerator, lambda: check(config.shards), here=accelerator.is_local_main_process)
-        read = jointly(accelerator, lambda: gather(config, accelerator, progress, skip_rows))
+        heartbeat.at(0, "lock")
+        hold = _hold(config.output, progress)
+        held = patiently(accelerator, lambda: stack.enter_context(hold), here=first)
+        heartbeat.at(0, "read")
+        verifies = accelerator.is_local_main_process
+        patiently(accelerator, lambda: check(config.shards), here=verifies)
+        read = patiently(accelerator, lambda: gather(config, accelerator, progress, skip_rows))
         assert read is not None
-        same_everywhere(accelerator, read.names())
+        same_everywhere(accelerator, read.names(config, stop_after))
+        heartbeat.at(0, "build")
         run = build(config, accelerator, read, progress=progress, heartbeat=heartbeat, lock=held)
         with _told(run):
             if run.step < run.num_steps:
@@ -197,9 +208,19 @@ def save_checkpoint(run: Run, *, wait: bool) -> None:
 
 
 @contextmanager
-def _hold(output: Path) -> Iterator[Lock]:
+def _hold(output: Path, progress: Progress) -> Iterator[Lock]:
     """The right to write to an output folder; Busy, naming host and pid, if another run has it."""
-    with lock(output, "pretrain", who="distil pretrain", output=output) as held:
+    told: set[str] = set()
+
+    def waiting(left: float, host: str) -> None:
+        if host not in told:
+            told.add(host)
+            progress.say(
+                f"{output}: a run on {host} has it; without a sign of life it is taken "
+                f"over in {left:.0f} s"
+            )
+
+    with lock(output, "pretrain", who="distil pretrain", output=output, waiting=waiting) as held:
         clear_status(output)
         yield held
 
@@ -222,8 +243,8 @@ def _told(run: Run) -> Iterator[None]:
         if ours:
             ended = "failed" if code in (1, 2, 3) else run.ended
             # What went wrong is more than that a file about it could not be written.
-            with suppress(OSError) if ended == "failed" else nullcontext():
-                run.writer.finish()
+            with suppress(OSError, Busy) if ended == "failed" else nullcontext():
+                run.writer.close()
                 write_status(
                     run.config.output,
                     ended=ended,

@@ -112,6 +112,13 @@ class Writer:
                 if self._flight.done():  # not, if a signal's handler raised
                     self._flight = None
 
+    def close(self) -> None:
+        """`finish`, and let the thread end."""
+        try:
+            self.finish()
+        finally:
+            self._thread.shutdown()
+
     def _write(self, contents: Contents, wait: bool) -> None:
         step = contents.step
         try:

@@ -19,6 +19,7 @@ import pretrain.rows
 import pretrain.train
 from pretrain.config import RunConfig
 from pretrain.heartbeat import Heartbeat
+from pretrain.processes import patiently, processes
 from pretrain.train import train
 
 
@@ -189,3 +190,12 @@ def do_harm(harm: str, rank: int) -> None:
         kind.clip = flipped_bit  # type: ignore[method-assign]
     else:
         assert not harm
+
+
+def slow(settings: dict[str, Any], seconds: float, file: Path) -> None:
+    """Rank 0 takes longer than the timeout over something that the others wait for."""
+    with processes(RunConfig.model_validate(settings)) as accelerator:
+        first = accelerator.is_main_process
+        patiently(accelerator, lambda: time.sleep(seconds), here=first)
+        found = patiently(accelerator, lambda: accelerator.process_index * 11)
+    file.with_suffix(f".{os.environ['RANK']}").write_text(str(found), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -13,6 +14,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+ZERO = Path(__file__).parents[2] / "launch" / "deepspeed"
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
 LIMIT = 600.0  # seconds: only a deadlock reaches it
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before the server starts, which may import deepspeed
@@ -67,6 +74,16 @@ def wait(processes: list[BaseProcess]) -> list[int | None]:
 def run(world: int, work: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
     """Run `work` in `world` ranks, all of which must end well."""
     assert wait(start(world, work, *arguments, **keywords)) == [0] * world
+
+
+def zero(stage: int) -> dict[str, str]:
+    """The environment that makes Accelerate take DeepSpeed; none for stage 0."""
+    if stage == 0:
+        return {}
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(ZERO / f"zero{stage}.json"),
+    }
 
 
 def digests(output: Path, step: int) -> dict[str, str]:

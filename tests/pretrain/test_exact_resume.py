@@ -31,9 +31,11 @@ def settings(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> 
     }
 
 
-def resumed(settings: dict[str, Any], world: int, steps: list[int], control: str = "") -> list[int]:
+def resumed(
+    settings: dict[str, Any], world: int, steps: list[int], control: str = "", stage: int = 0
+) -> list[int]:
     """The steps after which a resumed run differs from the undisturbed one."""
-    ranks.run(world, rank_work.resumes, settings, steps, control)
+    ranks.run(world, rank_work.resumes, settings, steps, control, environment=ranks.zero(stage))
     whole = Path(settings["output"])
     return [
         step
@@ -65,6 +67,13 @@ def test_a_resume_at_each_of_twenty_steps_is_bitwise(
     micro = 24 // (world * accumulation)
     settings["train"] |= {"micro_batch_size": micro, "num_workers": workers}
     assert resumed(settings, world, STEPS) == []
+
+
+@ranks.needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_resume_under_zero_is_bitwise(settings: dict[str, Any], stage: int) -> None:
+    settings["train"] |= {"micro_batch_size": 4}
+    assert resumed(settings, 3, [3, 9, 15], stage=stage) == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """One result, however a run is laid out, and whatever layout continues it."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,6 @@ from pretrain.config import RunConfig
 from pretrain.gather import accumulation_steps
 from pretrain.order import Order
 from pretrain.rows import StepDataset, masking_over
-
-ZERO = Path(__file__).parents[2] / "launch" / "deepspeed"
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
-)
 
 
 @pytest.fixture
@@ -55,16 +49,6 @@ def settings(
     return make
 
 
-def zero(stage: int) -> dict[str, str]:
-    """The environment that makes Accelerate take DeepSpeed; none for stage 0."""
-    if stage == 0:
-        return {}
-    return {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(ZERO / f"zero{stage}.json"),
-    }
-
-
 def tensors(output: str) -> dict[str, torch.Tensor]:
     folder = Path(output) / "checkpoints" / "step-00000020"
     student = load_file(folder / "student" / "model.safetensors")
@@ -88,7 +72,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 def seen(settings: dict[str, Any], world: int, arguments: Any = None, stage: int = 0) -> list[Any]:
     """Run; [step, row, input_ids, labels] of every row that any rank was given, in order."""
     file = Path(settings["output"] + ".seen")
-    ranks.run(world, rank_work.seen, settings, arguments, file, environment=zero(stage))
+    ranks.run(world, rank_work.seen, settings, arguments, file, environment=ranks.zero(stage))
     notes = []
     for rank in range(world):
         for step, rows in json.loads(file.with_suffix(f".{rank}").read_text(encoding="utf-8")):
@@ -140,7 +124,7 @@ def test_processes_and_micro_batches_change_only_rounding(
         assert difference(values, alone) < 1e-5
 
 
-@needs_deepspeed
+@ranks.needs_deepspeed
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_agrees_with_one_process(
     settings: Callable[..., dict[str, Any]], alone: dict[str, Any], stage: int
@@ -151,7 +135,7 @@ def test_zero_agrees_with_one_process(
         assert difference(values, alone) < 1e-5
 
 
-@needs_deepspeed
+@ranks.needs_deepspeed
 def test_a_run_changes_its_layout_four_times_and_sees_each_row_once(
     settings: Callable[..., dict[str, Any]], alone: dict[str, Any]
 ) -> None:
@@ -164,7 +148,7 @@ def test_a_run_changes_its_layout_four_times_and_sees_each_row_once(
     assert difference(values, alone) < 1e-5
 
 
-@needs_deepspeed
+@ranks.needs_deepspeed
 def test_only_the_last_micro_batch_of_a_step_communicates(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -172,7 +156,7 @@ def test_only_the_last_micro_batch_of_a_step_communicates(
     for stage in (0, 1, 2):
         values = settings(f"zero {stage}", 4, max_steps=2)
         file = tmp_path / f"{stage}.json"
-        ranks.run(2, rank_work.collectives, values, file, environment=zero(stage))
+        ranks.run(2, rank_work.collectives, values, file, environment=ranks.zero(stage))
         made[stage] = json.loads(file.read_text(encoding="utf-8"))
     # DDP's warm-up, and then, once for each process, the new order of its buckets.
     assert [last for last, _ in made[0][:2]] == [True, False]

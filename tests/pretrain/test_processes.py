@@ -129,6 +129,24 @@ def test_ranks_that_see_other_files_are_told_so(
     assert found[0][1].startswith("process 1 has another teacher than process 0")
 
 
+def test_ranks_that_were_started_differently_are_told_so(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    for change in ({"seed": 5}, {"micro_batch_size": 2}, {"skip_non_finite": 1}):
+        found = answers([settings(), settings(**change)], tmp_path, 3)
+        assert [kind for kind, _ in found] == ["RunError"] * 3
+        assert found[0][1].startswith("process 1 has another configuration than process 0")
+        assert not steps(settings())
+
+
+def test_what_takes_longer_than_the_timeout_is_waited_for_at_the_start(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    file = tmp_path / "found"
+    ranks.run(3, rank_work.slow, settings(), 7.0, file, environment={"DISTIL_TIMEOUT": "3"})
+    assert [file.with_suffix(f".{rank}").read_text() for rank in range(3)] == ["0", "11", "22"]
+
+
 def test_skipped_rows_are_recorded_and_stay_skipped(
     settings: Callable[..., dict[str, Any]],
 ) -> None:

@@ -378,9 +378,22 @@ def test_a_damaged_checkpoint_is_skipped_and_said(settings: Settings) -> None:
     assert_same_run(whole, damaged)
 
 
+class Listener(metrics.Silent):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
 def test_only_the_last_checkpoints_stay(settings: Settings) -> None:
     values = settings(checkpoint={"every": 2, "keep": 2})
-    run(values)
+    listener = Listener()
+    run(values, progress=listener)
+    stalls = [line for line in listener.said if "training stood still for" in line]
+    assert [line.split()[3] for line in stalls] == ["2:", "4:", "6:", "8:"]
     root = Path(values["output"]) / "checkpoints"
     names = ["best", "latest", "step-00000008", "step-00000010"]
     assert sorted(p.name for p in root.glob("*")) == names
