@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 from launch import failures
@@ -41,15 +42,19 @@ def main() -> None:
     del sys.argv[0]
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        code = 0
     except SystemExit as stop:
-        if stop.code not in (None, 0, 75):
-            failures.record(stop, stop.code if isinstance(stop.code, int) else 1, "")
-        raise
-    except Exception as error:
+        code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+        if code not in (0, 75):
+            failures.record(stop, code, "")
+    except BaseException as error:
         failures.record(error, 1, f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        heartbeat.close()
+        traceback.print_exc()
+        code = 1
+    heartbeat.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # see launch.cli.end
 
 
 def log_file(folder: Path, rank: int) -> Path:

@@ -36,22 +36,26 @@ _KEPT: list[Any] = []
 def processes(config: RunConfig) -> Iterator[Accelerator]:
     """This process's Accelerator; a process group that was not there before ends with the block.
 
-    After an error it is left to the end of the process: NCCL would wait for ranks that are gone.
+    After an error NCCL's is left to the end of the process: it would wait for ranks that are gone.
 
     Raises:
         RunError: the environment does not fit the config.
     """
     there = torch.distributed.is_initialized()
     accelerator = build_accelerator(config)
+    ended = False
     try:
         yield accelerator
+        ended = True
     finally:
         for tracker in accelerator.trackers:
             tracker.finish()
-    if accelerator.num_processes > 1 and not there:
-        _KEPT.append(torch.distributed.group.WORLD)
-        PartialState().destroy_process_group()
-        PartialState._reset_state()
+        ours = accelerator.num_processes > 1 and not there
+        if ours and (ended or torch.distributed.get_backend() == "gloo"):
+            # A gloo group that is alive when the interpreter ends aborts the process.
+            _KEPT.append(torch.distributed.group.WORLD)
+            PartialState().destroy_process_group()
+            PartialState._reset_state()
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:
