@@ -29,6 +29,7 @@ setup(
         "launch.commands",
         "pretrain",
         "pretrain.checkpoint",
+        "pretrain.head",
         "pretrain.objectives",
     ],
     package_data={

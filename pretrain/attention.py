@@ -23,18 +23,18 @@ class Segments(NamedTuple):
     token_mask: Tensor  # [B, L] bool, False at padding
     position_ids: Tensor  # [B, L] position within the document
     attention_mask: Tensor  # [B, 1, L, L] bool, True where a query may look at a key
+    cu_seqlens: Tensor  # [S + 1] int32, where each begins in the B * L positions, and the end
 
 
-def segments(input_ids: Tensor, *, cls_id: int, pad_id: int) -> Segments:
-    """Read the documents of packed rows [B, L] off their ids: one begins at every [CLS].
+def segments(input_ids: Tensor, cu_seqlens: Tensor, *, pad_id: int) -> Segments:
+    """The segments of packed rows [B, L] that begin at `cu_seqlens` [S + 1], the last being B * L.
 
-    Padding at the end of a row forms a segment of its own, so that no query is left without a key.
+    Padding at the end of a row is a segment of its own, so that no query is left without a key.
     """
-    length = input_ids.shape[1]
-    token_mask = input_ids != pad_id
-    starts = input_ids == cls_id
-    starts[:, 1:] |= token_mask[:, :-1] & ~token_mask[:, 1:]
-    index = torch.arange(length, device=input_ids.device)
-    begin = torch.where(starts, index, 0).cummax(dim=1).values
-    attention_mask = (begin[:, :, None] == begin[:, None, :])[:, None]
-    return Segments(token_mask, index - begin, attention_mask)
+    B, L = input_ids.shape
+    index = torch.arange(B * L, device=input_ids.device)
+    number = torch.searchsorted(cu_seqlens.long(), index, right=True) - 1
+    begin = cu_seqlens.long()[number]
+    number = number.view(B, L)
+    attention_mask = (number[:, :, None] == number[:, None, :])[:, None]
+    return Segments(input_ids != pad_id, (index - begin).view(B, L), attention_mask, cu_seqlens)

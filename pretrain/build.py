@@ -89,7 +89,6 @@ def build(
         student,
         teacher.model if teacher else None,
         config.objective.terms(),
-        cls_id=special.cls,
         pad_id=special.pad,
     )
     student.to(accelerator.device)

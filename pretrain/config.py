@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pretrain.objectives import DistilBert, Objective
+from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.mlm import MaskedLanguageModel
 
+Objective = Annotated[DistilBert | MaskedLanguageModel, Field(discriminator="name")]
 _FROZEN = ConfigDict(frozen=True, extra="forbid")
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 

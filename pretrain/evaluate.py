@@ -21,9 +21,10 @@ from torch import Tensor
 from data_prep.shards import Manifest, ShardSet, check, open_shards
 from pretrain import checkpoint
 from pretrain.distillation import Distillation
+from pretrain.loading import check_row_length, load_model
 from pretrain.losses import agrees, cross_entropy, is_correct, kl_divergence
 from pretrain.masking import Masking
-from pretrain.models import MaskedLM, check_row_length, load_model
+from pretrain.models import MaskedLM
 from pretrain.objectives import Signals, Term
 from pretrain.rows import corrupt, masking_over, special_ids
 from pretrain.teacher import check_vocabulary, load_teacher
@@ -55,7 +56,7 @@ def evaluate(
     special = shards.manifest.tokenizer.special_ids
     masking = evaluation_masking(shards.manifest, probability)
     terms = _terms(most_frequent_word(shards), teacher is not None)
-    module = Distillation(student, teacher, terms, cls_id=special.cls, pad_id=special.pad)
+    module = Distillation(student, teacher, terms, pad_id=special.pad)
     ones = torch.ones(len(terms), device=accelerator.device)
 
     was_training = student.training
@@ -66,10 +67,8 @@ def evaluate(
             if len(batch) == 0:
                 continue
             data = corrupt(shards, masking, np.zeros_like(batch), batch)
-            inputs = (
-                t.to(accelerator.device) for t in (data.input_ids, data.positions, data.labels)
-            )
-            _, values = module(*inputs, ones)
+            (inputs,) = data.micro_batches(len(batch), special)
+            _, values = module(*inputs.to(accelerator.device), ones)
             sums[:-1] += values.cpu()
             sums[-1] += data.num_masked
     student.train(was_training)

@@ -16,7 +16,8 @@ from transformers import AutoModelForMaskedLM
 from pretrain import RunError, checkpoint
 from pretrain.card import model_card
 from pretrain.files import writing_to
-from pretrain.models import MaskedLM, load_model
+from pretrain.loading import load_model
+from pretrain.models import MaskedLM
 
 _TOLERANCE = 1e-5
 

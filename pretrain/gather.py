@@ -13,8 +13,9 @@ from data_prep.shards import Manifest, load_manifest, open_shards
 from pretrain import RunError, checkpoint
 from pretrain.checkpoint import Saved, check_optimizer
 from pretrain.config import RunConfig
+from pretrain.loading import check_row_length, load_model
 from pretrain.metrics import Progress
-from pretrain.models import MaskedLM, check_row_length, load_model
+from pretrain.models import MaskedLM
 from pretrain.order import Order
 from pretrain.rows import Skip, StepDataset, build_masking, with_skip
 from pretrain.student import build_bert, build_student

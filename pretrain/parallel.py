@@ -8,7 +8,7 @@ and from any number of processes to another.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from pretrain.batch import MicroBatch
 from pretrain.config import RunConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,7 +41,7 @@ class Replicated:
         """The run's precision, for a forward pass outside `forward_backward`."""
         return self.accelerator.autocast()
 
-    def warm_up(self, inputs: Sequence[Tensor], coefficients: Tensor) -> None:
+    def warm_up(self, inputs: MicroBatch, coefficients: Tensor) -> None:
         """Run one backward pass to no effect, so that a resumed run adds gradients up as before.
 
         DDP sorts its buckets anew after the first backward pass of a process; with three processes
@@ -51,7 +52,7 @@ class Replicated:
             self.optimizer.zero_grad(set_to_none=True)
 
     def forward_backward(
-        self, inputs: Sequence[Tensor], coefficients: Tensor, scale: float, *, last: bool
+        self, inputs: MicroBatch, coefficients: Tensor, scale: float, *, last: bool
     ) -> tuple[Tensor, Tensor]:
         """Add a micro-batch's gradients times `scale`; returns its loss [] and term sums [T].
 
@@ -148,11 +149,11 @@ class Partitioned:
         device = self.accelerator.device.type
         return torch.autocast(device, self._half, enabled=self._half is not None)
 
-    def warm_up(self, inputs: Sequence[Tensor], coefficients: Tensor) -> None:
+    def warm_up(self, inputs: MicroBatch, coefficients: Tensor) -> None:
         """Nothing: ZeRO's buckets do not move."""
 
     def forward_backward(
-        self, inputs: Sequence[Tensor], coefficients: Tensor, scale: float, *, last: bool
+        self, inputs: MicroBatch, coefficients: Tensor, scale: float, *, last: bool
     ) -> tuple[Tensor, Tensor]:
         """As `Replicated.forward_backward`; ZeRO 2 communicates at every micro-batch."""
         self.engine.set_gradient_accumulation_boundary(last)

@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from data_prep.shards import Manifest, ShardSet
+from data_prep.shards.manifest import SpecialIds
 from pretrain import RunError
+from pretrain.batch import MicroBatch, micro_batch
 from pretrain.config import MaskingConfig
 from pretrain.masking import IGNORE, Masking
 from pretrain.order import Order
@@ -35,11 +37,11 @@ class StepRows(NamedTuple):
     num_tokens: int  # all but padding
     num_masked: int
 
-    def micro_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(input_ids, positions, labels) of `size` rows at a time."""
-        yield from zip(
-            *(t.split(size) for t in (self.input_ids, self.positions, self.labels)), strict=True
-        )
+    def micro_batches(self, size: int, special: SpecialIds) -> Iterator[MicroBatch]:
+        """`size` rows at a time."""
+        tensors = (self.input_ids, self.positions, self.labels)
+        for rows in zip(*(t.split(size) for t in tensors), strict=True):
+            yield micro_batch(*rows, cls_id=special.cls, pad_id=special.pad)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from data_prep.shards import Manifest
 from pretrain import RunError
 from pretrain.attention import IMPLEMENTATION
 from pretrain.config import Model, Student
-from pretrain.models import check_row_length, load_model
+from pretrain.loading import check_row_length, load_model
 from pretrain.teacher import Teacher, check_vocabulary
 
 _PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as the authors' released code takes them

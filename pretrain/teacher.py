@@ -12,8 +12,8 @@ from transformers import BertConfig, BertForMaskedLM
 
 from data_prep.shards import Manifest, vocabulary_sha256
 from pretrain import RunError
+from pretrain.loading import assemble, check_row_length
 from pretrain.model_files import fetch, read_config, read_tensors, read_words
-from pretrain.models import assemble, check_row_length
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from data_prep.disk import Busy, Lock, lock
 from data_prep.shards import check
 from pretrain import NumericalError, RunError
+from pretrain.batch import MicroBatch
 from pretrain.build import Ended, Run, build, save
 from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate
@@ -120,11 +121,10 @@ def loop(run: Run, last: int, signals: Sequence[int]) -> None:
         torch.manual_seed(root(config.train.seed, _DROPOUT, run.step, accelerator.process_index))
         coefficients = term_coefficients(run, counts)
         losses, sums = [], []
-        for i, batch in enumerate(rows.micro_batches(config.train.micro_batch_size)):
+        for i, batch in enumerate(micro_batches(run, rows)):
             heartbeat.at(run.step, "forward")
-            inputs = [tensor.to(accelerator.device, non_blocking=True) for tensor in batch]
             loss, term_sums = run.parallel.forward_backward(
-                inputs, coefficients, 1 / max(counts["tokens"], 1), last=i == run.accumulation - 1
+                batch, coefficients, 1 / max(counts["tokens"], 1), last=i == run.accumulation - 1
             )
             losses.append(loss)
             sums.append(term_sums)
@@ -144,11 +144,17 @@ def loop(run: Run, last: int, signals: Sequence[int]) -> None:
     run.ended = "finished" if last == run.num_steps else "stopped"
 
 
+def micro_batches(run: Run, rows: StepRows) -> Iterator[MicroBatch]:
+    """A step's rows on the device, as many at a time as the config says."""
+    special = run.manifest.tokenizer.special_ids
+    for batch in rows.micro_batches(run.config.train.micro_batch_size, special):
+        yield batch.to(run.accelerator.device)
+
+
 def warm_up(run: Run) -> None:
     """Bring the processes to where they were when the run was left; see `Replicated.warm_up`."""
     if run.accelerator.num_processes > 1:
-        first = next(run.dataset[run.step].micro_batches(run.config.train.micro_batch_size))
-        inputs = [tensor.to(run.accelerator.device) for tensor in first]
+        inputs = next(micro_batches(run, run.dataset[run.step]))
         nothing = torch.zeros(len(run.module.terms), device=run.accelerator.device)
         run.parallel.warm_up(inputs, nothing)
 

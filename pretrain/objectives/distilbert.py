@@ -14,11 +14,8 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor
 
-from pretrain.losses import cosine_distance, kl_divergence
-from pretrain.objectives.mlm import mlm_term
-from pretrain.objectives.terms import Signals, Term
+from pretrain.objectives.terms import Over, Term, cosine_term, kl_term, mlm_term
 
 
 class DistilBert(BaseModel):
@@ -46,19 +43,10 @@ class DistilBert(BaseModel):
 
     def terms(self) -> tuple[Term, ...]:
         """The terms with a weight above 0."""
-        over: Literal["tokens", "masked"] = "tokens" if self.kl_positions == "all" else "masked"
+        over: Over = "tokens" if self.kl_positions == "all" else "masked"
         terms = (
-            Term("kl", self.kl, over, "logits", self._kl),
+            kl_term(self.kl, temperature=self.temperature, over=over),
             mlm_term(self.mlm),
-            Term("cosine", self.cosine, "tokens", "last_hidden_state", _cosine),
+            cosine_term(self.cosine),
         )
         return tuple(term for term in terms if term.weight > 0)
-
-    def _kl(self, student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
-        assert student.logits is not None and teacher.logits is not None
-        return kl_divergence(student.logits, teacher.logits, temperature=self.temperature)
-
-
-def _cosine(student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
-    assert student.last_hidden_state is not None and teacher.last_hidden_state is not None
-    return cosine_distance(student.last_hidden_state, teacher.last_hidden_state)

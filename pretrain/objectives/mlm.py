@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
-from pretrain.losses import cross_entropy
-from pretrain.objectives.terms import Signals, Term
+from pretrain.objectives.terms import Term, mlm_term
 
 
 class MaskedLanguageModel(BaseModel):
@@ -26,13 +24,3 @@ class MaskedLanguageModel(BaseModel):
     def terms(self) -> tuple[Term, ...]:
         """The one term."""
         return (mlm_term(1.0),)
-
-
-def mlm_term(weight: float) -> Term:
-    """The cross-entropy of the masked tokens, for any objective that has it as a part."""
-    return Term("mlm", weight, "masked", "logits", _mlm, needs_teacher=False)
-
-
-def _mlm(student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
-    assert student.logits is not None
-    return cross_entropy(student.logits, labels)

@@ -8,6 +8,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from pretrain.losses import cosine_distance, cross_entropy, kl_divergence
+
+Over = Literal["tokens", "masked"]
 SignalName = Literal["logits", "last_hidden_state"]
 
 
@@ -33,7 +36,49 @@ class Term:
 
     name: str
     weight: float
-    over: Literal["tokens", "masked"]
+    over: Over
     signal: SignalName
     values: Callable[[Signals, Signals, Tensor], Tensor]
     needs_teacher: bool = True
+
+
+@dataclass(frozen=True)
+class KLDivergence:
+    """Values of a term: T^2 KL(teacher || student); the head has its gradient in closed form."""
+
+    temperature: float
+
+    def __call__(self, student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
+        """[N]."""
+        assert student.logits is not None and teacher.logits is not None
+        return kl_divergence(student.logits, teacher.logits, temperature=self.temperature)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Values of a term: -log p(label); the head has its gradient in closed form."""
+
+    def __call__(self, student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
+        """[N]."""
+        assert student.logits is not None
+        return cross_entropy(student.logits, labels)
+
+
+def kl_term(weight: float, *, temperature: float, over: Over = "tokens") -> Term:
+    """Soft targets: the student's distribution against the teacher's (Hinton et al. 2015)."""
+    return Term("kl", weight, over, "logits", KLDivergence(temperature))
+
+
+def mlm_term(weight: float) -> Term:
+    """The cross-entropy of the masked tokens, for any objective that has it as a part."""
+    return Term("mlm", weight, "masked", "logits", CrossEntropy(), needs_teacher=False)
+
+
+def cosine_term(weight: float) -> Term:
+    """1 - cos of the last hidden states, over all tokens."""
+    return Term("cosine", weight, "tokens", "last_hidden_state", _cosine)
+
+
+def _cosine(student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
+    assert student.last_hidden_state is not None and teacher.last_hidden_state is not None
+    return cosine_distance(student.last_hidden_state, teacher.last_hidden_state)

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.attention import segments
+from pretrain.attention import Segments, segments
+from pretrain.batch import micro_batch
 from pretrain.models import MaskedLM, last_hidden_state, projection
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,18 +27,24 @@ def model(
     return tiny_bert() if request.param == "bert" else tiny_distilbert()
 
 
+def packed(ids: Tensor) -> Segments:
+    nothing = torch.zeros(len(ids), 0, dtype=torch.int64)
+    batch = micro_batch(ids, nothing, nothing, cls_id=CLS, pad_id=PAD)
+    return segments(ids, batch.cu_seqlens, pad_id=PAD)
+
+
 def packed_outputs(model: MaskedLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Last hidden state [B, L, D] and logits [B, L, V] as training computes them."""
     with torch.no_grad():
-        hidden = last_hidden_state(model, ids, segments(ids, cls_id=CLS, pad_id=PAD))
-        logits = projection(model, hidden.flatten(0, 1)).logits(slice(None))
+        hidden = last_hidden_state(model, ids, packed(ids))
+        logits = F.linear(*projection(model, hidden.flatten(0, 1)))
     return hidden, logits.unflatten(0, ids.shape)
 
 
 def test_segments_by_hand() -> None:
     """Two documents and padding: 2 8 3 | 2 8 8 3 | 0 0."""
     ids = torch.tensor([[2, 8, 3, 2, 8, 8, 3, 0, 0]])
-    found = segments(ids, cls_id=CLS, pad_id=PAD)
+    found = packed(ids)
     assert found.token_mask.tolist() == [[True] * 7 + [False] * 2]
     assert found.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 1]]
     groups = "aaabbbbcc"
@@ -54,7 +62,7 @@ def test_segments_of_random_rows_against_a_loop() -> None:
     ids[:, 0] = CLS
     for row in range(40):
         ids[row, 24 - row % 25 :] = PAD
-    found = segments(ids, cls_id=CLS, pad_id=PAD)
+    found = packed(ids)
     for row in range(40):
         group, position, padded = -1, 0, False
         groups = []
@@ -103,14 +111,14 @@ def test_documents_do_not_influence_one_another(
 
 def test_the_comparison_can_fail(model: Any, packed_ids: Tensor, documents: list[Row]) -> None:
     """Without the mask, or without restarting positions, the second document comes out wrong."""
-    packed = segments(packed_ids, cls_id=CLS, pad_id=PAD)
+    packing = packed(packed_ids)
     first, second = len(documents[0][0]), len(documents[0][1])
     here = slice(first, first + second)
     right = packed_outputs(model, packed_ids)[0][0, here]
     counting = torch.arange(packed_ids.shape[1]).expand_as(packed_ids)
     for wrong in (
-        packed._replace(attention_mask=torch.ones_like(packed.attention_mask)),
-        packed._replace(position_ids=counting),
+        packing._replace(attention_mask=torch.ones_like(packing.attention_mask)),
+        packing._replace(position_ids=counting),
     ):
         with torch.no_grad():
             found = last_hidden_state(model, packed_ids, wrong)[0, here]

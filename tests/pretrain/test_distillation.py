@@ -13,22 +13,15 @@ import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain import head
+from pretrain.batch import MicroBatch, micro_batch
 from pretrain.distillation import Distillation
+from pretrain.head import vocabulary
 from pretrain.masking import Masking
-from pretrain.objectives import DistilBert
+from pretrain.objectives.distilbert import DistilBert
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLS, PAD = 2, 0
 Row = list[list[int]]
-
-
-class Batch(NamedTuple):
-    input_ids: Tensor
-    positions: Tensor
-    labels: Tensor
-    num_tokens: int
-    num_masked: int
 
 
 class Expected(NamedTuple):
@@ -38,13 +31,15 @@ class Expected(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def batch(packed_ids: Tensor) -> Batch:
+def batch(packed_ids: Tensor) -> MicroBatch:
     """`packed_ids` corrupted; a fifth is predicted, so the fullest row has slots to spare."""
     masking = Masking(0.2, (0, 1, 2, 3, 4), mask_id=4, vocab_size=200, seed=3)
     result = masking(packed_ids, torch.zeros(3, dtype=torch.int64), torch.arange(3))
     assert (result.labels == -100).any() and (result.input_ids != packed_ids).any()
-    num_tokens, num_masked = int((packed_ids != PAD).sum()), int((result.labels >= 0).sum())
-    return Batch(result.input_ids, result.positions, result.labels, num_tokens, num_masked)
+    found = micro_batch(*result, cls_id=CLS, pad_id=PAD)
+    assert found.num_tokens == int((packed_ids != PAD).sum())
+    assert found.num_masked == int((result.labels >= 0).sum())
+    return found
 
 
 @pytest.fixture
@@ -58,10 +53,10 @@ def models(
 
 def module(models: Sequence[Any], objective: DistilBert) -> Distillation:
     student, teacher = models
-    return Distillation(student, teacher, objective.terms(), cls_id=CLS, pad_id=PAD)
+    return Distillation(student, teacher, objective.terms(), pad_id=PAD)
 
 
-def coefficients(distillation: Distillation, batch: Batch) -> Tensor:
+def coefficients(distillation: Distillation, batch: MicroBatch) -> Tensor:
     """weight / count: the loss is then the weighted sum of means."""
     counts = {"tokens": batch.num_tokens, "masked": batch.num_masked}
     values = [term.weight / counts[term.over] for term in distillation.terms]
@@ -69,7 +64,7 @@ def coefficients(distillation: Distillation, batch: Batch) -> Tensor:
 
 
 def expected(
-    models: Sequence[Any], batch: Batch, documents: Sequence[Row], objective: DistilBert
+    models: Sequence[Any], batch: MicroBatch, documents: Sequence[Row], objective: DistilBert
 ) -> Expected:
     """Means over all tokens or masked ones, document by document."""
     student, teacher = models
@@ -151,18 +146,18 @@ OBJECTIVES = {
 def test_loss_terms_and_gradients(
     changes: dict[str, Any],
     models: tuple[DistilBertForMaskedLM, BertForMaskedLM],
-    batch: Batch,
+    batch: MicroBatch,
     documents: list[Row],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", 7)
+    monkeypatch.setitem(vocabulary.CHUNK, "cpu", 7)
     objective = DistilBert(**changes)
     reference = expected(models, batch, documents, objective)
     distillation = module(models, objective)
     kept = {name for name, weight in weights(objective).items() if weight}
     assert {term.name for term in distillation.terms} == kept
 
-    loss, sums = distillation(*batch[:3], coefficients(distillation, batch))
+    loss, sums = distillation(*batch, coefficients(distillation, batch))
     loss.backward()
     assert loss.item() == pytest.approx(reference.loss.item(), rel=1e-6)
     assert not sums.requires_grad
@@ -179,7 +174,7 @@ def test_the_weights_of_the_paper() -> None:
 
 
 def test_the_tied_embedding_gets_both_gradients(
-    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: Batch, documents: list[Row]
+    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: MicroBatch, documents: list[Row]
 ) -> None:
     """Words absent from the input are reached by the head alone, words in it by both ends."""
     student, _ = models
@@ -187,7 +182,7 @@ def test_the_tied_embedding_gets_both_gradients(
     assert student.vocab_projector.weight is embedding
     reference = expected(models, batch, documents, DistilBert()).gradients
     distillation = module(models, DistilBert())
-    distillation(*batch[:3], coefficients(distillation, batch))[0].backward()
+    distillation(*batch, coefficients(distillation, batch))[0].backward()
     gradient, exact = embedding.grad, reference["distilbert.embeddings.word_embeddings.weight"]
     present = set(batch.input_ids.flatten().tolist())
     absent = [i for i in range(200) if i not in present]
@@ -200,7 +195,7 @@ def test_the_tied_embedding_gets_both_gradients(
 def test_fp32_and_autocast_come_near(
     tiny_bert: Callable[..., BertForMaskedLM],
     tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    batch: Batch,
+    batch: MicroBatch,
     documents: list[Row],
 ) -> None:
     """fp32 to 1e-4 of each gradient; bf16 autocast to 2e-2 of the loss and 10 % of the norm."""
@@ -209,14 +204,14 @@ def test_fp32_and_autocast_come_near(
     models = (tiny_distilbert(), tiny_bert().requires_grad_(False))
     distillation = module(models, DistilBert())
     factors = coefficients(distillation, batch).float()
-    loss, _ = distillation(*batch[:3], factors)
+    loss, _ = distillation(*batch, factors)
     loss.backward()
     assert loss.item() == pytest.approx(reference.loss.item(), rel=1e-5)
     check_gradients(models[0], reference.gradients, 1e-4)
 
     models[0].zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = distillation(*batch[:3], factors)
+        loss, _ = distillation(*batch, factors)
     loss.backward()
     assert loss.item() == pytest.approx(reference.loss.item(), rel=2e-2)
     found = torch.cat([p.grad.flatten() for p in models[0].parameters() if p.grad is not None])
@@ -225,20 +220,20 @@ def test_fp32_and_autocast_come_near(
 
 
 def test_no_gradient_under_no_grad(
-    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: Batch
+    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: MicroBatch
 ) -> None:
     distillation = module(models, DistilBert())
     factors = coefficients(distillation, batch)
     with torch.no_grad():
-        silent, sums = distillation(*batch[:3], factors)
-    loss, same = distillation(*batch[:3], factors)
+        silent, sums = distillation(*batch, factors)
+    loss, same = distillation(*batch, factors)
     assert loss.requires_grad and not silent.requires_grad
     assert silent.item() == pytest.approx(loss.item(), rel=1e-12)
     np.testing.assert_allclose(sums, same, rtol=1e-12)
 
 
 def test_micro_batches_sum_to_the_batch(
-    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: Batch, documents: list[Row]
+    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: MicroBatch, documents: list[Row]
 ) -> None:
     """Rows one by one, with the whole step's counts: a token weighs the same in any batch."""
     reference = expected(models, batch, documents, DistilBert())
@@ -246,7 +241,9 @@ def test_micro_batches_sum_to_the_batch(
     factors = coefficients(distillation, batch)
     total = 0.0
     for row in range(3):
-        loss, _ = distillation(*(tensor[row : row + 1] for tensor in batch[:3]), factors)
+        tensors = (tensor[row : row + 1] for tensor in batch[:3])
+        one = micro_batch(*tensors, cls_id=CLS, pad_id=PAD)
+        loss, _ = distillation(*one, factors)
         loss.backward()
         total += loss.item()
     assert total == pytest.approx(reference.loss.item(), rel=1e-6)
@@ -254,7 +251,7 @@ def test_micro_batches_sum_to_the_batch(
 
 
 def test_the_teacher_is_no_part_of_the_module(
-    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: Batch
+    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: MicroBatch
 ) -> None:
     student, teacher = models
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
@@ -263,6 +260,6 @@ def test_the_teacher_is_no_part_of_the_module(
     assert all(name.startswith("student.") for name in distillation.state_dict())
     distillation.train()
     assert not teacher.training
-    distillation(*batch[:3], coefficients(distillation, batch))[0].backward()
+    distillation(*batch, coefficients(distillation, batch))[0].backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert all((before[name] == tensor).all() for name, tensor in teacher.state_dict().items())

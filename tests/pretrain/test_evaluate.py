@@ -11,6 +11,7 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from data_prep.shards import open_shards
 from pretrain.attention import segments
+from pretrain.batch import micro_batch
 from pretrain.evaluate import evaluate, evaluation_masking
 
 
@@ -33,7 +34,8 @@ def test_the_figures_are_those_of_a_plain_loop(
         ids = torch.from_numpy(shards.rows([row]).astype("int64"))
         masked = masking(ids, torch.zeros(1, dtype=torch.long), torch.tensor([row]))
         assert ((masked.input_ids == 4) | (masked.input_ids == ids)).all()
-        packed = segments(masked.input_ids, cls_id=2, pad_id=0)
+        batch = micro_batch(*masked, cls_id=2, pad_id=0)
+        packed = segments(batch.input_ids, batch.cu_seqlens, pad_id=0)
         with torch.no_grad():
             arguments = {"attention_mask": packed.attention_mask}
             arguments["position_ids"] = packed.position_ids

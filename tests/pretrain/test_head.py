@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain import head
-from pretrain.head import Projection, vocabulary_losses
-from pretrain.objectives import DistilBert, MaskedLanguageModel, Term
+from pretrain.head import Projection, vocabulary, vocabulary_losses
+from pretrain.objectives import Term
+from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.mlm import MaskedLanguageModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N, D, V = 37, 16, 53
@@ -29,13 +30,11 @@ def projections(dtype: torch.dtype = torch.float64) -> tuple[Projection, Project
     return student, teacher
 
 
-def labels_and_masks(terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
-    """Every fifth position is predicted, and the last seven are padding."""
-    labels = torch.full((N,), -100)
-    labels[::5] = torch.arange(len(labels[::5])) * 6 + 1
-    labels[30:] = -100
-    masks = {"tokens": torch.arange(N) < 30, "masked": labels != -100}
-    return labels, torch.stack([masks[term.over] for term in terms])
+def some_labels() -> Tensor:
+    """Of the first nine positions; the third has none after all."""
+    labels = torch.arange(9) * 6 + 1
+    labels[2] = -100
+    return labels
 
 
 def logit_terms(**changes: float | str) -> list[Term]:
@@ -55,11 +54,11 @@ def naive_sums(
     theirs = teacher.hidden_ND @ teacher.weight_VD.T + teacher.bias_V
     log_p, log_q = log_softmax(theirs / t), log_softmax(ours / t)
     kl = t * t * (log_p.exp() * (log_p - log_q)).sum(-1)
-    predicted = [n for n in range(N) if labels[n] >= 0]
+    predicted = [n for n in range(len(labels)) if labels[n] >= 0]
     log_likelihood = log_softmax(ours)
     sums = {
-        ("kl", "tokens"): kl[:30].sum(),
-        ("kl", "masked"): kl[predicted].sum(),
+        ("kl", "tokens"): kl.sum(),
+        ("kl", "masked"): kl[: len(labels)].sum(),
         ("mlm", "masked"): torch.stack([-log_likelihood[n, labels[n]] for n in predicted]).sum(),
     }
     return [sums[term.name, term.over] for term in terms]
@@ -75,16 +74,16 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 def test_chunks_give_what_full_logits_give(
     chunk: int, kl_positions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK", chunk)
+    monkeypatch.setitem(vocabulary.CHUNK, "cpu", chunk)
     terms = logit_terms(kl_positions=kl_positions)
     coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float64)
     student, teacher = projections()
-    labels, masks = labels_and_masks(terms)
+    labels = some_labels()
     expected = naive_sums(student, teacher, labels, terms)
     expected_loss = 0.7 * expected[0] + 1.3 * expected[1]
     expected_gradients = torch.autograd.grad(2.5 * expected_loss, list(student))
 
-    loss, sums = vocabulary_losses(student, teacher, labels, terms, masks, coefficients)
+    loss, sums = vocabulary_losses(student, teacher, labels, terms, coefficients)
     (2.5 * loss).backward()
     assert close(sums, torch.stack(expected).detach(), 1e-12)
     assert close(loss.detach(), expected_loss.detach(), 1e-12)
@@ -99,13 +98,13 @@ def test_a_term_alone(changes: dict[str, float], names: list[str]) -> None:
     terms = logit_terms(**changes)
     assert [term.name for term in terms] == names
     student, teacher = projections()
-    labels, masks = labels_and_masks(terms)
+    labels = some_labels()
     (expected,) = naive_sums(student, teacher, labels, terms)
     gradients = torch.autograd.grad(3 * expected, list(student))
     # The cross-entropy alone needs no teacher.
     given = teacher if terms[0].needs_teacher else None
     loss, sums = vocabulary_losses(
-        student, given, labels, terms, masks, torch.tensor([3.0], dtype=torch.float64)
+        student, given, labels, terms, torch.tensor([3.0], dtype=torch.float64)
     )
     loss.backward()
     assert close(loss.detach(), 3 * expected.detach(), 1e-12)
@@ -117,10 +116,10 @@ def test_a_term_alone(changes: dict[str, float], names: list[str]) -> None:
 def test_masked_language_model_objective() -> None:
     (term,) = MaskedLanguageModel().terms()
     student, _ = projections()
-    labels, masks = labels_and_masks([term])
+    labels = some_labels()
     logits = student.hidden_ND @ student.weight_VD.T + student.bias_V
-    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum").detach()
-    loss, _ = vocabulary_losses(student, None, labels, [term], masks, torch.ones(1))
+    expected = torch.nn.functional.cross_entropy(logits[:9], labels, reduction="sum").detach()
+    loss, _ = vocabulary_losses(student, None, labels, [term], torch.ones(1))
     assert (term.weight, term.over, term.needs_teacher) == (1.0, "masked", False)
     assert close(loss.detach(), expected, 1e-12)
 
@@ -129,7 +128,7 @@ def test_masked_language_model_objective() -> None:
 def test_lower_precisions(kind: str) -> None:
     """fp32 to 1e-5; bf16 weights, and fp32 weights under autocast, to 2e-2."""
     terms = logit_terms()
-    labels, masks = labels_and_masks(terms)
+    labels = some_labels()
     exact, exact_teacher = projections()
     expected = torch.stack(naive_sums(exact, exact_teacher, labels, terms))
     coefficients = torch.tensor(COEFFICIENTS)
@@ -137,7 +136,7 @@ def test_lower_precisions(kind: str) -> None:
 
     student, teacher = projections(torch.bfloat16 if kind == "bf16" else torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-        loss, sums = vocabulary_losses(student, teacher, labels, terms, masks, coefficients)
+        loss, sums = vocabulary_losses(student, teacher, labels, terms, coefficients)
     loss.backward()
     tolerance = 1e-5 if kind == "fp32" else 2e-2
     assert loss.dtype == sums.dtype == torch.float32
@@ -151,13 +150,13 @@ def test_lower_precisions(kind: str) -> None:
 def test_autocast_rounds_neither_the_loss_nor_its_scale(dtype: torch.dtype) -> None:
     """A sum over a batch passes fp16's 65,504, and 1/3 in bf16 is a thousandth off."""
     terms = logit_terms()
-    labels, masks = labels_and_masks(terms)
+    labels = some_labels()
     coefficients = torch.tensor([5000.0, 2000.0])
     gradients = []
     for scale in (1.0, 1 / 3):
         student, teacher = projections(torch.float32)
         with torch.autocast("cpu", dtype):
-            loss, sums = vocabulary_losses(student, teacher, labels, terms, masks, coefficients)
+            loss, sums = vocabulary_losses(student, teacher, labels, terms, coefficients)
         assert loss.dtype == torch.float32 and loss.item() > 65_504
         expected = 5000 * sums[0].item() + 2000 * sums[1].item()
         assert loss.item() == pytest.approx(expected, rel=1e-6)
@@ -169,11 +168,11 @@ def test_autocast_rounds_neither_the_loss_nor_its_scale(dtype: torch.dtype) -> N
 
 def test_no_gradient_under_no_grad() -> None:
     terms = logit_terms()
-    labels, masks = labels_and_masks(terms)
+    labels = some_labels()
     student, teacher = projections()
     coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float64)
     with torch.no_grad():
-        loss, sums = vocabulary_losses(student, teacher, labels, terms, masks, coefficients)
+        loss, sums = vocabulary_losses(student, teacher, labels, terms, coefficients)
     assert not loss.requires_grad and not sums.requires_grad
     expected = naive_sums(student, teacher, labels, terms)
     assert close(sums, torch.stack(expected).detach(), 1e-12)
@@ -181,22 +180,22 @@ def test_no_gradient_under_no_grad() -> None:
 
 def test_a_frozen_student_gets_values_and_no_gradient() -> None:
     terms = logit_terms()
-    labels, masks = labels_and_masks(terms)
+    labels = some_labels()
     student, teacher = projections()
     frozen = Projection(*(tensor.detach() for tensor in student))
-    loss, _ = vocabulary_losses(frozen, teacher, labels, terms, masks, torch.tensor(COEFFICIENTS))
+    loss, _ = vocabulary_losses(frozen, teacher, labels, terms, torch.tensor(COEFFICIENTS))
     assert not loss.requires_grad and loss.item() > 0
 
 
 def test_gradients_accumulate_over_two_calls() -> None:
     """Two micro-batches give the sum of their gradients, as autograd would."""
     terms = logit_terms()
-    labels, masks = labels_and_masks(terms)
+    labels = some_labels()
     student, teacher = projections()
     coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float64)
     first = naive_sums(student, teacher, labels, terms)
     gradient = torch.autograd.grad(0.7 * first[0] + 1.3 * first[1], student.weight_VD)[0]
     for _ in range(2):
-        vocabulary_losses(student, teacher, labels, terms, masks, coefficients)[0].backward()
+        vocabulary_losses(student, teacher, labels, terms, coefficients)[0].backward()
     assert student.weight_VD.grad is not None
     assert close(student.weight_VD.grad, 2 * gradient, 1e-12)

@@ -13,7 +13,9 @@ from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from data_prep.shards import ShardSet, open_shards
+from data_prep.shards.manifest import SpecialIds
 from pretrain import RunError
+from pretrain.batch import MicroBatch, micro_batch
 from pretrain.config import RunConfig
 from pretrain.distillation import Distillation
 from pretrain.masking import IGNORE, Masked, Masking
@@ -29,7 +31,8 @@ from pretrain.rows import (
     with_skip,
 )
 
-PAD, CLS = 0, 2
+SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+PAD, CLS = SPECIAL.pad, SPECIAL.cls
 G, MICRO = 12, 3  # rows of a step and of a micro-batch
 SKIPS = (Skip(20, 60, 4), Skip(100, 101, 0))
 
@@ -129,16 +132,11 @@ def module(
 ) -> Distillation:
     config = RunConfig.model_validate({"output": "o", "shards": "s", "teacher": "t"})
     teacher = tiny_bert().requires_grad_(False)
-    return Distillation(
-        tiny_distilbert(), teacher, config.objective.terms(), cls_id=CLS, pad_id=PAD
-    )
-
-
-Batch = tuple[Tensor, Tensor, Tensor]
+    return Distillation(tiny_distilbert(), teacher, config.objective.terms(), pad_id=PAD)
 
 
 def accumulate(
-    module: Distillation, batches: list[Batch], tokens: int, masked: int
+    module: Distillation, batches: list[MicroBatch], tokens: int, masked: int
 ) -> tuple[Tensor, list[Tensor]]:
     """(losses and sums of each micro-batch, gradients) of a step, as the loop adds them up."""
     module.zero_grad()
@@ -157,13 +155,13 @@ def accumulate(
     return torch.stack(outputs), [gradient for gradient in gradients if gradient is not None]
 
 
-def split(masked: Masked) -> list[Batch]:
+def split(masked: Masked) -> list[MicroBatch]:
     tensors = [torch.from_numpy(array).split(MICRO) for array in masked]
-    return list(zip(*tensors, strict=True))
+    return [micro_batch(*rows, cls_id=CLS, pad_id=PAD) for rows in zip(*tensors, strict=True)]
 
 
-def fed(step: StepRows) -> list[Batch]:
-    return list(step.micro_batches(MICRO))
+def fed(step: StepRows) -> list[MicroBatch]:
+    return list(step.micro_batches(MICRO, SPECIAL))
 
 
 STEP = 6
@@ -218,7 +216,7 @@ def test_a_micro_batch_of_padding_alone_gives_zero(
         {"output": "o", "shards": "s", "teacher": "t", "objective": objective}
     )
     module = Distillation(
-        module.student.train(), module.teacher, config.objective.terms(), cls_id=CLS, pad_id=PAD
+        module.student.train(), module.teacher, config.objective.terms(), pad_id=PAD
     )
     rows = np.arange(MICRO)
     nothing = corrupt(shards, masking, 0 * rows, rows, np.ones(MICRO, dtype=bool))

@@ -25,7 +25,7 @@ from data_prep.shards import Manifest
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sha256
 from pretrain import RunError
 from pretrain.config import Model, Student
-from pretrain.models import load_model
+from pretrain.loading import load_model
 from pretrain.student import build_bert, build_student, default_layers
 from pretrain.teacher import Teacher, load_teacher, parameters_sha256
 

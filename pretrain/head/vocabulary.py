@@ -1,0 +1,235 @@
+"""From hidden states to losses and gradients, chunk by chunk.
+
+At 64 x 512 positions and 30,522 words, student and teacher logits with their softmaxes take tens
+of gigabytes; this takes one chunk's worth. Each chunk's gradient is made while its logits are
+there, in the forward pass, so backward only scales what is already known.
+
+Shapes: N positions, M of them with a label, n positions of a chunk, D width, V vocabulary, T terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.head import closed_form
+from pretrain.head.closed_form import Values, Weights
+from pretrain.objectives.terms import CrossEntropy, KLDivergence, Signals, Term
+
+# Positions at a time: smaller chunks lose the speed of large matrix products.
+CHUNK = {"cpu": 512}
+CHUNK_GPU = 4096
+
+Backend = Literal["auto", "torch", "compiled", "triton"]
+
+
+class Projection(NamedTuple):
+    """Hidden states after the MLM transform, and the output embedding that turns them to logits."""
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor
+
+    def logits(self, rows: slice, tile_nV: Tensor) -> Tensor:
+        """Logits [n, V] of some positions, written over the first rows of a tile."""
+        hidden = self.hidden_ND[rows]
+        out = tile_nV[: hidden.shape[0]]
+        return torch.addmm(self.bias_V, hidden, self.weight_VD.t(), out=out)
+
+
+def vocabulary_losses(
+    student: Projection,
+    teacher: Projection | None,
+    labels_M: Tensor,
+    terms: Sequence[Term],
+    coefficients_T: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(loss [], sums [T]): loss = sum_t coefficient_t * sums_t, sums_t = sum_n values_tn.
+
+    The loss carries the gradient to the student's hidden states, weight and bias; the sums carry
+    none. Divide the loss by a count *after* it: the gradients are made unnormalised, which keeps
+    them within fp16's range. fp32, fp16, bf16 and fp64 all sum up in fp32 at least.
+
+    Args:
+        student: of N positions; those with a label come first.
+        teacher: of the same positions, where a term needs it.
+        labels_M: of the first M positions, -100 where there is none after all; the others have
+            none. So the work for labels is not done where there cannot be one.
+        terms: on logits, over all N positions ("tokens") or the first M ("masked"). At most one
+            `KLDivergence` and one `CrossEntropy` take the fast road; any others autograd's.
+        coefficients_T: the factor of each term's sum.
+        backend: "auto" is Triton on a GPU of compute capability 8.0 or more, else plain torch.
+    """
+    result: tuple[Tensor, Tensor] = _VocabularyLosses.apply(
+        *student, teacher, labels_M, terms, coefficients_T, backend, torch.is_grad_enabled()
+    )
+    return result
+
+
+class _VocabularyLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor,
+        teacher: Projection | None,
+        labels_M: Tensor,
+        terms: Sequence[Term],
+        coefficients_T: Tensor,
+        backend: Backend,
+        grad_enabled: bool,  # in here it always reads False
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden_ND.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else hidden_ND.dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        student = Projection(hidden_ND.to(dtype), weight_VD.to(dtype), bias_V.to(dtype))
+        if teacher is not None:
+            teacher = Projection(*(tensor.to(dtype) for tensor in teacher))
+        with_grad = grad_enabled and any(ctx.needs_input_grad)
+        coefficients_T = coefficients_T.to(wide)
+        chunk_losses = _chunk_losses(terms, backend, hidden_ND)
+
+        N, V = hidden_ND.shape[0], weight_VD.shape[0]
+        labelled = torch.arange(N, device=hidden_ND.device) < len(labels_M)
+        masks_TN = torch.stack(
+            [labelled if term.over == "masked" else torch.ones_like(labelled) for term in terms]
+        ).to(wide)
+        chunk = CHUNK.get(device, CHUNK_GPU)
+        tiles = [_tile(min(chunk, N), V, student.hidden_ND) for _ in range(1 + bool(teacher))]
+        sums_T = torch.zeros(len(terms), dtype=wide, device=hidden_ND.device)
+        if with_grad:
+            grad_hidden = torch.empty_like(hidden_ND)
+            grad_weight = torch.zeros_like(weight_VD, dtype=wide)
+            grad_bias = torch.zeros_like(bias_V, dtype=wide)
+        with torch.autocast(device, enabled=False):
+            for start in range(0, N, chunk):
+                rows = slice(start, min(start + chunk, N))
+                student_logits = student.logits(rows, tiles[0])  # after the losses their gradient
+                chunk_T = chunk_losses(
+                    student_logits,
+                    teacher.logits(rows, tiles[1]) if teacher else None,
+                    labels_M[rows],
+                    masks_TN[:, rows],
+                    coefficients_T,
+                    with_grad,
+                )
+                sums_T += chunk_T
+                if with_grad:
+                    grad_hidden[rows] = student_logits @ student.weight_VD
+                    _add_product(grad_weight, student_logits.t(), student.hidden_ND[rows])
+                    grad_bias += student_logits.sum(0, dtype=wide)
+
+        if with_grad:
+            ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+            ctx.dtypes = weight_VD.dtype, bias_V.dtype
+        ctx.mark_non_differentiable(sums_T)
+        return (sums_T * coefficients_T).sum(), sums_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        scale = grads[0]
+        return (
+            (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype),
+            # In place, since a second copy is as large as the embedding; a second backward pass
+            # through the same graph is refused by autograd, which sees the change.
+            grad_weight.mul_(scale).to(ctx.dtypes[0]),
+            (grad_bias * scale).to(ctx.dtypes[1]),
+            *[None] * 6,
+        )
+
+
+def _tile(rows: int, vocabulary: int, like: Tensor) -> Tensor:
+    """Room for logits [rows, V]; on a GPU each row begins where tensor cores like it to."""
+    stride = vocabulary if like.device.type == "cpu" else -(-vocabulary // 64) * 64
+    return torch.empty(rows, stride, dtype=like.dtype, device=like.device)[:, :vocabulary]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b; the sum is in fp32 where a and b are in half precision."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+ChunkLosses = Callable[[Tensor, "Tensor | None", Tensor, Tensor, Tensor, bool], Tensor]
+
+
+def _chunk_losses(terms: Sequence[Term], backend: Backend, like: Tensor) -> ChunkLosses:
+    """The function that turns a chunk's logits into sums [T] and, in place, into their gradient."""
+    kinds = [type(term.values) for term in terms]
+    closed = len(set(kinds)) == len(kinds) and set(kinds) <= {KLDivergence, CrossEntropy}
+    if not closed:
+        return _autograd(terms)
+    kl = next((i for i, kind in enumerate(kinds) if kind is KLDivergence), None)
+    ce = next((i for i, kind in enumerate(kinds) if kind is CrossEntropy), None)
+    values = terms[kl].values if kl is not None else None
+    temperature = values.temperature if isinstance(values, KLDivergence) else 1.0
+    body = _body(backend, like)
+
+    def losses(
+        student: Tensor,
+        teacher: Tensor | None,
+        labels: Tensor,
+        masks: Tensor,
+        coefficients: Tensor,
+        with_grad: bool,
+    ) -> Tensor:
+        m = labels.shape[0]
+        weights = Weights(
+            None if kl is None else masks[kl] * coefficients[kl],
+            None if ce is None else masks[ce, :m] * coefficients[ce],
+        )
+        found: Values = body(
+            student, teacher, labels, weights, temperature=temperature, with_gradient=with_grad
+        )
+        sums = []
+        for i in range(len(terms)):
+            value = found.kl_n if i == kl else found.cross_entropy_m
+            assert value is not None
+            sums.append((value * masks[i, : len(value)]).sum())
+        return torch.stack(sums)
+
+    return losses
+
+
+def _body(backend: Backend, like: Tensor) -> Callable[..., Values]:
+    return closed_form.losses_and_gradient
+
+
+def _autograd(terms: Sequence[Term]) -> ChunkLosses:
+    """Terms of any form: values by their own functions, the gradient by autograd."""
+
+    def losses(
+        student: Tensor,
+        teacher: Tensor | None,
+        labels: Tensor,
+        masks: Tensor,
+        coefficients: Tensor,
+        with_grad: bool,
+    ) -> Tensor:
+        labels = F.pad(labels, (0, student.shape[0] - labels.shape[0]), value=-100)
+        logits = student.detach().requires_grad_(with_grad)
+        with torch.set_grad_enabled(with_grad):
+            sums = torch.stack(
+                [
+                    (term.values(Signals(logits), Signals(teacher), labels) * mask).sum()
+                    for term, mask in zip(terms, masks, strict=True)
+                ]
+            )
+            if with_grad:
+                (gradient,) = torch.autograd.grad(sums @ coefficients, logits)
+        if with_grad:
+            student.copy_(gradient)
+        return sums.detach()
+
+    return losses

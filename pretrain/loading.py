@@ -1,0 +1,89 @@
+"""A BERT or DistilBERT with its MLM head, out of a folder that is not trusted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
+
+from data_prep.shards import Manifest
+from pretrain import RunError
+from pretrain.attention import IMPLEMENTATION
+from pretrain.model_files import first_line, read_config, read_tensors
+from pretrain.models import MaskedLM
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def load_model(folder: Path) -> MaskedLM:
+    """A BERT or DistilBERT with its MLM head, as a run saved it, in fp32.
+
+    Raises:
+        RunError: it cannot be read, could run code, is neither, or has no such head.
+    """
+    kinds: dict[str, Any] = {
+        "bert": (BertForMaskedLM, BertConfig),
+        "distilbert": (DistilBertForMaskedLM, DistilBertConfig),
+    }
+    raw = read_config(str(folder), folder)
+    kind = raw.get("model_type")
+    if kind not in kinds:
+        raise RunError(f"{folder}: a {kind} model; only {' and '.join(kinds)} can be used here")
+    architecture, config = kinds[kind]
+    tensors = read_tensors(str(folder), folder)
+    loaded: MaskedLM = assemble(str(folder), architecture, config, raw, tensors)
+    return loaded
+
+
+def assemble(
+    who: str, architecture: Any, config: Any, raw: dict[str, Any], tensors: dict[str, Tensor]
+) -> Any:
+    """A model of a class of transformers' own from a config.json and all its weights, in fp32.
+
+    Raises:
+        RunError: they do not make one with a trained MLM head; `who` opens the message.
+    """
+    for name, tensor in tensors.items():
+        # Cast without their scale, quantised weights would make another model.
+        if tensor.dtype not in _DTYPES and not name.endswith("position_ids"):
+            raise RunError(
+                f"{who}: {name} holds {tensor.dtype}; save the model in fp32, fp16 or bf16"
+            )
+    try:
+        model, report = architecture.from_pretrained(
+            None,
+            config=config.from_dict(raw),
+            state_dict=tensors,
+            dtype=torch.float32,
+            attn_implementation=IMPLEMENTATION,
+            output_loading_info=True,
+        )
+    except Exception as error:  # a damaged config raises whatever the model comes upon
+        raise RunError(f"{who}: {first_line(error)}") from error
+    model.config.return_dict = True
+    # The decoder is tied to the embeddings and its bias to `predictions.bias`: not in old files.
+    missing = sorted(key for key in report["missing_keys"] if ".decoder." not in key)
+    if any(key.startswith(("cls.predictions", "vocab_")) for key in missing):
+        raise RunError(
+            f"{who}: it has no trained masked-language-model head ({missing[0]} is not in its "
+            f"weights); take one that was saved as {architecture.__name__}"
+        )
+    # A pooler or a next-sentence head may lie there unused; a layer that config.json does not count
+    # was meant to be part of the model.
+    unused = [key for key in report["unexpected_keys"] if ".layer." in key]
+    if odd := [*missing, *sorted(unused)]:
+        raise RunError(f"{who}: its weights do not fit its config.json (see {odd[0]})")
+    return model
+
+
+def check_row_length(who: str, max_position_embeddings: int, manifest: Manifest) -> None:
+    """Refuse rows that are longer than a model's positions."""
+    if manifest.row_length > max_position_embeddings:
+        raise RunError(
+            f"{who}: rows of {manifest.row_length} tokens need as many positions, but "
+            f"max_position_embeddings is {max_position_embeddings}; prepare the corpus with "
+            f"row_length: {max_position_embeddings}"
+        )
