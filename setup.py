@@ -14,6 +14,8 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
     packages=[
+        "benchmarks",
+        "benchmarks.gpu",
         "configs",
         "data_prep",
         "data_prep.disk",
@@ -28,6 +30,7 @@ setup(
         "launch",
         "launch.commands",
         "pretrain",
+        "pretrain.attention",
         "pretrain.checkpoint",
         "pretrain.head",
         "pretrain.objectives",
@@ -78,6 +81,8 @@ setup(
             "ruff>=0.9",
             "setuptools>=68",
             "tensorboard>=2.15",
+            # torch brings it where it is built for GPUs; the tests interpret the kernels without.
+            "triton>=3.2; sys_platform == 'linux'",
             "types-PyYAML",
         ],
     },

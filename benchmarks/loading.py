@@ -1,11 +1,12 @@
-"""How fast rows become masked batches on one core, and how soon a resumed run has its first.
+"""How fast rows become masked batches on one core, and what they cost the process that trains.
 
     python benchmarks/loading.py [--json FILE]
 
 Rates are those of `loader(StepDataset(...))` without workers: row order, rows out of memory-mapped
 shards, masks, tensors; tokens per second of CPU time in one thread, the median of several rounds.
-"before" is the same with masks by the plain formula, which must come out equal. Resuming is timed
-by the clock, from `loader(...)` to its first batch, with shards newly opened and thus unverified.
+"before" is the same with masks by the plain formula, which must come out equal. Receiving is the
+training process's own CPU time for what a worker made. Resuming is timed by the clock, from
+`loader(...)` to its first batch, with shards newly opened and thus unverified.
 Targets: 20 M tokens/s, and 1 s however far the run was.
 """
 
@@ -75,18 +76,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_shards(folder, options.rows)
-        result = {
+        result: dict[str, Any] = {
             "loading": [
                 loading(folder, mode, rows, options.repeats)
                 for mode in ("uniform", "smoothed")
                 for rows in (32, 128, 512, 4096)
             ],
+            "receiving": receiving(folder, options.repeats),
             "resuming": [
                 resuming(folder, step, workers, options.repeats)
                 for workers in (0, 1)
                 for step in (0, 10**6, 10**9)
             ],
         }
+    received = result["receiving"]
     print("\nmasking   rows a step   M tokens/s   before   ratio   of it order / read / mask, ns")
     for line in result["loading"]:
         parts = " / ".join(f"{line[part]:.1f}" for part in ("order", "read", "mask"))
@@ -94,6 +97,10 @@ def main() -> None:
             f"{line['masking']:10}{line['rows']:11}{line['rate']:13.1f}{line['before']:9.1f}"
             f"{line['ratio']:8.2f}   {parts}"
         )
+    print(
+        "\nreceived from a worker, 4,096 rows a step: {mb:.1f} MB, {ms:.1f} ms".format(**received)
+    )
+    print("a micro-batch of 64 rows of it, ready for the device: {us:.0f} us".format(**received))
     print("\nworkers   step         seconds to the first batch of 512 rows (median, largest)")
     for line in result["resuming"]:
         print(
@@ -187,6 +194,27 @@ def loading(folder: Path, mode: str, num_rows: int, repeats: int) -> dict[str, A
     figures["ratio"] = median(old / new for old, new in pairs)
     rounded = {name: round(value, 2) for name, value in figures.items()}
     return {"masking": mode, "rows": num_rows, **rounded}
+
+
+def receiving(folder: Path, repeats: int) -> dict[str, float]:
+    """Megabytes of a step, ms to have them from a worker, us to make a micro-batch of 64 rows."""
+    shards = open_shards(folder)
+    masking = build_masking(MaskingConfig(), folder, shards.manifest, 0)
+    dataset = StepDataset(shards, Order(len(shards), 4096, 0), masking)
+    received, made = [], []
+    start = time.process_time()
+    for item in loader(dataset, 0, repeats + 2, 1):
+        received.append(time.process_time() - start)
+        start = time.process_time()
+        number = len(list(item.micro_batches(64, SPECIAL)))
+        made.append((time.process_time() - start) / number)
+        start = time.process_time()
+    tensors = [value for value in item if isinstance(value, torch.Tensor)]
+    return {
+        "mb": sum(tensor.nbytes for tensor in tensors) / 1e6,
+        "ms": round(1e3 * median(received[2:]), 2),  # the first also starts the worker
+        "us": round(1e6 * median(made[2:]), 1),
+    }
 
 
 def resuming(folder: Path, step: int, workers: int, repeats: int) -> dict[str, Any]:

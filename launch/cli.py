@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from launch.commands import corpus, training
+from launch.commands import bench, corpus, training
 
 app = typer.Typer(
     name="distil",
@@ -22,7 +22,7 @@ app = typer.Typer(
 for command in (
     *(corpus.prepare, corpus.verify, corpus.inspect, corpus.audit),
     *(training.pretrain, training.launch, training.evaluate),
-    *(training.replay, training.export, training.demo),
+    *(training.replay, training.export, training.demo, bench.bench),
 ):
     app.command()(command)
 
@@ -76,11 +76,15 @@ def _answer(error: Exception) -> tuple[str, int] | None:
     from data_prep import CorpusError
     from launch.config import ConfigError
     from pretrain import NumericalError, RunError
+    from pretrain.memory import out_of_memory
 
     if isinstance(error, CorpusError | ConfigError | RunError):
         return str(error), 2
     if isinstance(error, NumericalError):
         return str(error), 3
+    if out_of_memory(error):
+        said = str(error).partition("\n")[0] or type(error).__name__
+        return f"out of memory ({said}): end other programs, or use a machine with more", 2
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or error}{_remedy(error)}", 2

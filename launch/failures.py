@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.heartbeat import FOLDER
+from pretrain.memory import OUT_OF_MEMORY
 
 # What a rank meets when another has ended, hangs or never came.
 _CONNECTION = re.compile(
@@ -31,8 +32,8 @@ WAITED = (
     "(DISTIL_TIMEOUT) gives it longer"
 )
 _HINTS = {
-    r"out of memory|OutOfMemoryError|MemoryError|bad_alloc|Cannot allocate memory": "out of "
-    "memory: a smaller train.micro_batch_size takes less and trains the same",
+    f"(?i:{OUT_OF_MEMORY})": "out of memory: a smaller "
+    "train.micro_batch_size, or auto, takes less and trains the same",
     r"FileNotFoundError|No such file or directory": "a file is not there on this host: all "
     "processes must see the same files",
     r"No space left|Disk quota": "free some space; the checkpoints that are there stay",

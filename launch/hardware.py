@@ -20,7 +20,7 @@ class Hardware:
     device: Device
     processes: int  # on each node
     precision: str
-    micro_batch_size: int
+    micro_batch_size: int | Literal["auto"]
     tried: bool = False
 
     def overrides(self, given: Sequence[str]) -> list[str]:
@@ -33,14 +33,14 @@ class Hardware:
         return [f"{key}={value}" for key, value in asked.items() if key not in keys]
 
 
-# For DistilBERT's size and rows of 512. On a CPU a process then takes 6.1 GB; those of the GPUs are
-# untried: where to begin.
+# For DistilBERT's size and rows of 512. On a CPU a process then takes 6.1 GB; a GPU gets as
+# many rows as fit into it. The GPUs' are untried: where to begin.
 PRESETS = (
     Hardware("cpu", "cpu", processes=1, precision="fp32", micro_batch_size=8, tried=True),
-    Hardware("1xv100-16gb", "cuda", processes=1, precision="fp16", micro_batch_size=8),
-    Hardware("8xv100-16gb", "cuda", processes=8, precision="fp16", micro_batch_size=8),
-    Hardware("a100", "cuda", processes=8, precision="bf16", micro_batch_size=32),
-    Hardware("h200", "cuda", processes=1, precision="bf16", micro_batch_size=128),
+    Hardware("1xv100-16gb", "cuda", processes=1, precision="fp16", micro_batch_size="auto"),
+    Hardware("8xv100-16gb", "cuda", processes=8, precision="fp16", micro_batch_size="auto"),
+    Hardware("a100", "cuda", processes=8, precision="bf16", micro_batch_size="auto"),
+    Hardware("h200", "cuda", processes=1, precision="bf16", micro_batch_size="auto"),
 )
 PRESET_NAMES = ", ".join(preset.name for preset in PRESETS)
 

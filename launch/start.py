@@ -156,10 +156,12 @@ def describe(
     if preset is not None and added:
         tried = "" if preset.tried else " (untried: where to begin, not what was measured)"
         yield f"hardware {preset.name}: {' '.join(added)}{tried}"
+    rows = f"{train.micro_batch_size} rows x {accumulation} micro-batches"
+    if accumulation is None:
+        rows = f"{train.global_batch_size // world} rows (micro_batch_size auto)"
     yield (
         f"{layout.nodes} node(s) x {layout.processes} process(es) on {layout.device}; a step of "
-        f"{train.global_batch_size} rows = {train.micro_batch_size} rows x {accumulation} "
-        f"micro-batches x {world} process(es), {train.precision}"
+        f"{train.global_batch_size} rows = {rows} x {world} process(es), {train.precision}"
     )
 
 

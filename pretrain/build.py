@@ -14,23 +14,32 @@ from torch.optim import AdamW
 from data_prep.disk import Lock
 from data_prep.shards import Manifest, ShardSet, open_shards
 from pretrain.checkpoint import Writer
+from pretrain.compilation import check_compiler
 from pretrain.config import Optimizer, RunConfig
 from pretrain.distillation import Distillation
 from pretrain.gather import Ingredients
+from pretrain.head.backends import use_triton
 from pretrain.heartbeat import Heartbeat
 from pretrain.metrics import Metrics, Progress
-from pretrain.models import MaskedLM
+from pretrain.models import MaskedLM, recompute_activations
 from pretrain.parallel import Parallel, parallelise
+from pretrain.processes import jointly
 from pretrain.rows import StepDataset
 from pretrain.safety import Spikes
 from pretrain.teacher import Teacher
+
+_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Ended = Literal["finished", "stopped", "interrupted", "up to date"]
 
 
 @dataclass
 class Run:
-    """Everything the loop touches; what is below `accumulation` moves, the rest stays."""
+    """Everything the loop touches; what is below `num_steps` moves, the rest stays.
+
+    Only `micro_batch.resolve` changes `config`, before the first step: afterwards its
+    `micro_batch_size` is a number, and `micro_batch` says where `auto` found it.
+    """
 
     config: RunConfig
     accelerator: Accelerator
@@ -45,18 +54,35 @@ class Run:
     parallel: Parallel
     spikes: Spikes
     num_steps: int
-    accumulation: int
     step: int = 0
     tokens: int = 0
     skipped_steps: int = 0
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluation_step: int = 0
     ended: Ended = "up to date"
+    micro_batch: dict[str, Any] | None = None
 
     @property
     def student(self) -> MaskedLM:
         """The model that is trained."""
         return self.module.student
+
+    @property
+    def share(self) -> int:
+        """A process's rows of an optimizer step."""
+        return self.config.train.global_batch_size // self.accelerator.num_processes
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows at a time."""
+        rows = self.config.train.micro_batch_size
+        assert rows != "auto"
+        return rows
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a process in an optimizer step."""
+        return self.share // self.micro_batch_size
 
     @property
     def manifest(self) -> Manifest:
@@ -82,16 +108,25 @@ def build(
     All processes call it. `lock` is held by the first, which writes.
     """
     manifest, teacher, saved, student = read.manifest, read.teacher, read.saved, read.student
+    device, train = accelerator.device, config.train
     if teacher is not None:
-        teacher.model.to(accelerator.device)
-    special = manifest.tokenizer.special_ids
+        # Its sha256 is taken, its layers are copied: nothing needs it in fp32 any more.
+        teacher.model.to(device, _DTYPE[train.precision])
+    student.to(device)
+    if train.activation_checkpointing:
+        recompute_activations(student)
+    if train.compile:
+        jointly(accelerator, lambda: check_compiler(device))
+    # The compiled head is for where Triton's, which reads the logits less often, cannot run.
+    compiled_head = train.compile and not use_triton("auto", next(student.parameters()))
     module = Distillation(
         student,
         teacher.model if teacher else None,
         config.objective.terms(),
-        pad_id=special.pad,
+        pad_id=manifest.tokenizer.special_ids.pad,
+        backend="compiled" if compiled_head else "auto",
+        compiled=train.compile,
     )
-    student.to(accelerator.device)
     optimizer = build_optimizer(student, config.optimizer, accelerator.device)
     parallel = parallelise(accelerator, module, optimizer, config)
     if saved is not None:
@@ -124,7 +159,6 @@ def build(
         parallel=parallel,
         spikes=Spikes(),
         num_steps=config.train.max_steps or epochs,
-        accumulation=read.accumulation,
         step=step,
         tokens=saved.state["tokens"] if saved else 0,
         skipped_steps=saved.state["skipped_steps"] if saved else 0,
@@ -167,6 +201,7 @@ def state(run: Run) -> dict[str, Any]:
         "evaluation": run.evaluation,
         "evaluation_step": run.evaluation_step,
         "config": config.model_dump(mode="json"),
+        "micro_batch": run.micro_batch,
         "shaping": config.shaping(),
         "shards": manifest.digest,
         "sources": [source.model_dump(mode="json") for source in manifest.sources],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
@@ -91,9 +91,11 @@ class Train(BaseModel):
     """How long, in what batches, in what precision.
 
     `global_batch_size` counts rows of one optimizer step over all processes; gradient accumulation
-    follows from it. `max_steps` wins over `epochs`. `skip_non_finite` is how many steps may be left
+    follows from it. `micro_batch_size: auto` takes the most rows that fit, found before the first
+    step. `max_steps` wins over `epochs`. `skip_non_finite` is how many steps may be left
     out because their loss or gradient was not finite before the run stops. Every `compare_every`
-    steps, and before a checkpoint, the processes compare their weights (0: never).
+    steps, and before a checkpoint, the processes compare their weights (0: never). `compile` makes
+    steps faster and the first one slower; `activation_checkpointing` saves memory for time.
     """
 
     model_config = _FROZEN
@@ -101,12 +103,21 @@ class Train(BaseModel):
     epochs: float = Field(3, gt=0)
     max_steps: int | None = Field(None, ge=1)
     global_batch_size: int = Field(4096, ge=1)
-    micro_batch_size: int = Field(8, ge=1)
+    micro_batch_size: int | Literal["auto"] = 8
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     seed: int = Field(0, ge=0, lt=2**64)
     num_workers: int = Field(1, ge=0)
     skip_non_finite: int = Field(0, ge=0)
     compare_every: int = Field(500, ge=0)
+    compile: bool = False
+    activation_checkpointing: bool = False
+
+    @field_validator("micro_batch_size", mode="before")
+    @classmethod
+    def _rows_or_auto(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and value >= 1):
+            return value
+        raise ValueError("give a number of rows, 1 or more, or auto")
 
 
 class Evaluation(BaseModel):
@@ -188,6 +199,7 @@ class RunConfig(BaseModel):
             mode="json",
             exclude={"output", "shards", "teacher", "evaluation", "checkpoint", "logging"},
         )
-        for key in ("micro_batch_size", "num_workers", "skip_non_finite", "compare_every"):
+        keys = "micro_batch_size num_workers skip_non_finite compare_every compile"
+        for key in (*keys.split(), "activation_checkpointing"):
             del shaping["train"][key]
         return shaping

@@ -5,13 +5,15 @@ Shapes: B rows, L row length, K mask slots a row, M masked positions, D width, T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from pretrain.attention import segments
-from pretrain.head import Projection, vocabulary_losses
+from pretrain.attention import Segments, segments
+from pretrain.compilation import compile_static
+from pretrain.head import Backend, Projection, vocabulary_losses
 from pretrain.masking import IGNORE
 from pretrain.models import MaskedLM, last_hidden_state, projection
 from pretrain.objectives import Signals, Term
@@ -21,6 +23,10 @@ class Distillation(nn.Module):
     """Forward gives the unnormalised loss of a micro-batch and the sum of each term.
 
     The teacher is no submodule: it is neither wrapped, nor moved, nor saved with the student.
+
+    Args:
+        backend: of the vocabulary head, see `vocabulary_losses`.
+        compiled: compile both trunks, at the first call and anew for other shapes of batches.
     """
 
     def __init__(
@@ -30,6 +36,8 @@ class Distillation(nn.Module):
         terms: Sequence[Term],
         *,
         pad_id: int,
+        backend: Backend = "auto",
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.student = student
@@ -38,6 +46,10 @@ class Distillation(nn.Module):
         self.hidden_terms = [term for term in terms if term.signal == "last_hidden_state"]
         self.terms = self.logit_terms + self.hidden_terms
         self.pad_id = pad_id
+        self.backend, self.compiled = backend, compiled
+        self._trunk = (
+            compile_static(last_hidden_state, whole=False) if compiled else last_hidden_state
+        )
 
     @property
     def teacher(self) -> MaskedLM | None:
@@ -60,13 +72,7 @@ class Distillation(nn.Module):
             input_ids .. num_masked: a `MicroBatch`.
             coefficients_T: the factor of each term's sum; the caller divides by a count.
         """
-        packed = segments(input_ids, cu_seqlens, pad_id=self.pad_id)
-        hidden = last_hidden_state(self.student, input_ids, packed)
-        teacher_hidden = None
-        if self.teacher is not None:
-            with torch.inference_mode():
-                teacher_hidden = last_hidden_state(self.teacher, input_ids, packed)
-
+        packed, hidden, teacher_hidden = self.trunks(input_ids, cu_seqlens)
         loss = hidden.new_zeros((), dtype=torch.float32)
         sums = []
         num = len(self.logit_terms)
@@ -81,6 +87,7 @@ class Distillation(nn.Module):
                 labels_M,
                 self.logit_terms,
                 coefficients_T[:num],
+                backend=self.backend,
             )
             loss, sums = loss + head_loss, [*head_sums]
         for term, coefficient in zip(self.hidden_terms, coefficients_T[num:], strict=True):
@@ -95,12 +102,35 @@ class Distillation(nn.Module):
             loss, sums = loss + coefficient * total, [*sums, total.detach()]
         return loss, torch.stack(sums)
 
+    def trunks(
+        self, input_ids: Tensor, cu_seqlens: Tensor
+    ) -> tuple[Segments, Tensor, Tensor | None]:
+        """(segments, last hidden states of the student and of the teacher [B, L, D])."""
+        if self.compiled:  # shapes are the same from step to step but for the number of segments
+            torch._dynamo.mark_dynamic(cu_seqlens, 0)
+        packed = segments(input_ids, cu_seqlens, pad_id=self.pad_id)
+        hidden = self._trunk(self.student, input_ids, packed)
+        if self.teacher is None:
+            return packed, hidden, None
+        with _inference(self.teacher):
+            return packed, hidden, self._trunk(self.teacher, input_ids, packed)
+
     def _teacher_projection(self, hidden_BLD: Tensor | None, index: Tensor) -> Projection | None:
         if hidden_BLD is None or not any(term.needs_teacher for term in self.logit_terms):
             return None
         assert self.teacher is not None
-        with torch.inference_mode():
+        with _inference(self.teacher):
             return _project(self.teacher, hidden_BLD, index)
+
+
+@contextmanager
+def _inference(teacher: MaskedLM) -> Iterator[None]:
+    """Inference mode; without autocast where the weights are in half precision themselves."""
+    device = teacher.device.type
+    autocast = torch.is_autocast_enabled(device) and teacher.dtype == torch.float32
+    dtype = torch.get_autocast_dtype(device)
+    with torch.inference_mode(), torch.autocast(device, dtype, enabled=autocast):
+        yield
 
 
 def _project(model: MaskedLM, hidden_BLD: Tensor, index: Tensor) -> Projection:

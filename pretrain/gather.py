@@ -35,7 +35,6 @@ class Ingredients:
     student: MaskedLM
     moments: dict[str, Tensor]
     dataset: StepDataset
-    accumulation: int
 
     def names(self, config: RunConfig, stop_after: int | None) -> dict[str, str]:
         """What all processes of a run must have read alike; paths may differ, what is there not."""
@@ -61,7 +60,7 @@ def gather(
             run, or rows that are not there.
     """
     manifest = load_manifest(config.shards)
-    accumulation = accumulation_steps(config, accelerator.num_processes)
+    accumulation_steps(config, accelerator.num_processes)  # or it refuses
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
     teacher = load_teacher(config.teacher, manifest) if config.teacher is not None else None
     student: MaskedLM
@@ -94,21 +93,26 @@ def gather(
         world=accelerator.num_processes,
         skips=skips,
     )
-    return Ingredients(manifest, teacher, saved, student, moments, dataset, accumulation)
+    return Ingredients(manifest, teacher, saved, student, moments, dataset)
 
 
-def accumulation_steps(config: RunConfig, num_processes: int) -> int:
-    """Micro-batches a process works through in one optimizer step."""
+def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:
+    """Micro-batches a process works through in one optimizer step; None, yet, if they are `auto`.
+
+    Raises:
+        RunError: the batches do not divide.
+    """
     rows, micro = config.train.global_batch_size, config.train.micro_batch_size
-    at_once = micro * num_processes
-    if rows % at_once:
-        below, above = rows // at_once * at_once, (rows // at_once + 1) * at_once
-        fits = f"{below} or {above}" if below else f"{above}"
-        raise RunError(
-            f"train.global_batch_size {rows} is not a multiple of micro_batch_size {micro} x "
-            f"{num_processes} process(es) = {at_once}; take {fits}, or another micro_batch_size"
-        )
-    return rows // at_once
+    at_once = num_processes if micro == "auto" else micro * num_processes
+    if rows % at_once == 0:
+        return None if micro == "auto" else rows // at_once
+    below, above = rows // at_once * at_once, (rows // at_once + 1) * at_once
+    fits = f"take {below} or {above}" if below else f"take {above}"
+    product, other = f"{num_processes} process(es)", ""
+    if micro != "auto":
+        product = f"micro_batch_size {micro} x {product} = {at_once}"
+        other = ", or another micro_batch_size"
+    raise RunError(f"train.global_batch_size {rows} is not a multiple of {product}; {fits}{other}")
 
 
 def check_same_run(

@@ -69,7 +69,8 @@ class Masking:
     def __call__(self, input_ids: Any, epochs: Any, rows: Any) -> Masked:
         """Corrupt rows `input_ids` [B, L], given each row's epoch [B] and number [B].
 
-        Integers, either all numpy or all torch; the result is int64 and of the same kind.
+        Integers, either all numpy or all torch; the result is of the same kind. It is int64, but
+        numpy's `input_ids` stay in the type they have in the shards, a quarter of that.
         """
         num_rows, length = input_ids.shape
         assert length <= 1 << _POSITION_BITS
@@ -81,19 +82,23 @@ class Masking:
         keys = derive(derive(base, purposes), xp.asarray(rows, dtype=word))[:, :, None]
 
         slots = (num_rows, self.num_slots(length))
-        shapes = (input_ids.shape, slots, slots)
-        result = Masked(*(xp.empty(shape, dtype=xp.int64, **like) for shape in shapes))
+        narrow = xp.int64 if xp is torch else input_ids.dtype  # torch hardly computes with uint16
+        result = Masked(
+            xp.empty(input_ids.shape, dtype=narrow, **like),
+            *(xp.empty(slots, dtype=xp.int64, **like) for _ in range(2)),
+        )
         size = max(1, num_rows if xp is torch else _BLOCK_TOKENS // length)
         for start in range(0, num_rows, size):
             block = slice(start, start + size)
             result.input_ids[block] = input_ids[block]
-            self._corrupt(Masked(*(values[block] for values in result)), keys[:, block])
+            ids = xp.asarray(input_ids[block], dtype=xp.int64)  # the fastest index into tables
+            self._corrupt(ids, Masked(*(values[block] for values in result)), keys[:, block])
         return result
 
-    def _corrupt(self, rows: Masked, keys: Any) -> None:
-        """Corrupt `rows.input_ids` in place and fill in the rest; keys [3, B, 1]."""
-        xp, like = _library(rows.input_ids)
-        num_rows, length = rows.input_ids.shape
+    def _corrupt(self, ids: Any, rows: Masked, keys: Any) -> None:
+        """Corrupt `rows.input_ids`, which hold `ids`, and fill in the rest; keys [3, B, 1]."""
+        xp, like = _library(ids)
+        num_rows, length = ids.shape
         num_slots = rows.positions.shape[1]
         tables = (self._special, self._ordinary, _EXPONENTIAL)
         special, ordinary, race = (xp.asarray(table, **like) for table in tables)
@@ -101,13 +106,13 @@ class Masking:
         draw = derive(keys[_SELECT], xp.arange(length, dtype=keys.dtype, **like))
         if self.smoothing is not None:  # an exponential race: the smallest E / w win
             chance = xp.asarray(draw >> 16, dtype=xp.int64)
-            draw = race[chance] * xp.asarray(self.smoothing, **like)[rows.input_ids]  # int64
-        selectable = ~special[rows.input_ids]
+            draw = race[chance] * xp.asarray(self.smoothing, **like)[ids]  # int64
+        selectable = ~special[ids]
         slots = _first_slots(draw, selectable, num_slots)
         used = xp.arange(num_slots, **like) < self._num_wanted(selectable.sum(1))[:, None]
 
         flat = slots + xp.arange(0, num_rows * length, length, **like)[:, None]
-        original = rows.input_ids.reshape(-1)[flat]
+        original = ids.reshape(-1)[flat]
         replacement = self._replacements(xp, keys, slots, original, ordinary)
         rows.input_ids.reshape(-1)[flat] = xp.where(used, replacement, original)
         rows.positions[:] = slots

@@ -11,19 +11,28 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.attention import Segments
+from pretrain.attention import IMPLEMENTATION, Segments
 from pretrain.head import Projection
 
 MaskedLM = BertForMaskedLM | DistilBertForMaskedLM
 
 
 def last_hidden_state(model: MaskedLM, input_ids: Tensor, segments: Segments) -> Tensor:
-    """The trunk's output [B, L, D] over packed rows."""
+    """The trunk's output [B, L, D] over packed rows.
+
+    Raises:
+        ValueError: a model with another attention, in which documents would mix.
+    """
+    if model.config._attn_implementation != IMPLEMENTATION:
+        raise ValueError(
+            f"its attention is {model.config._attn_implementation!r}, which knows no segments: "
+            f"load it with attn_implementation={IMPLEMENTATION!r}"
+        )
     trunk = model.bert if isinstance(model, BertForMaskedLM) else model.distilbert
     output = trunk(
         input_ids=input_ids,
-        attention_mask=segments.attention_mask,
         position_ids=segments.position_ids,
+        cu_seqlens=segments.cu_seqlens,
     )
     hidden: Tensor = output.last_hidden_state
     return hidden
@@ -36,3 +45,13 @@ def projection(model: MaskedLM, hidden_ND: Tensor) -> Projection:
         return Projection(head.transform(hidden_ND), head.decoder.weight, head.decoder.bias)
     transformed = model.vocab_layer_norm(model.activation(model.vocab_transform(hidden_ND)))
     return Projection(transformed, model.vocab_projector.weight, model.vocab_projector.bias)
+
+
+def recompute_activations(model: MaskedLM) -> None:
+    """Keep each layer's input alone in a training pass; backward computes the rest once more.
+
+    Random numbers are drawn again as they were, so gradients are the same bit for bit.
+    """
+    # The newer name where there is one: beside it the older warns. No layer does it in evaluation.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})

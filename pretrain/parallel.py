@@ -133,7 +133,9 @@ class Partitioned:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         # One window of accumulation is one step: its end is named in `forward_backward`.
         settings["gradient_accumulation_steps"] = 1
-        settings["train_micro_batch_size_per_gpu"] = config.train.micro_batch_size
+        micro = config.train.micro_batch_size
+        # Only DeepSpeed's own log reads it; what `auto` stands for is found with its engine there.
+        settings["train_micro_batch_size_per_gpu"] = 1 if micro == "auto" else micro
         settings["gradient_clipping"] = config.optimizer.max_grad_norm
         self._half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(config.train.precision)
         exact = {}

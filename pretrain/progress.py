@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from pretrain.build import Run
-from pretrain.metrics import Clock, flops_per_token, peak_flops
+from pretrain.cost import flops_per_token, peak_flops
+from pretrain.metrics import Clock
 
 
 def describe(run: Run) -> None:
@@ -34,10 +35,12 @@ def describe(run: Run) -> None:
     )
     say(
         f"{run.num_steps:,} steps of {config.train.global_batch_size} rows = "
-        f"{config.train.micro_batch_size} rows x {run.accumulation} micro-batches x "
+        f"{run.micro_batch_size} rows x {run.accumulation} micro-batches x "
         f"{accelerator.num_processes} process(es), {config.train.precision} on "
         f"{accelerator.device.type}{run.parallel.name}"
     )
+    if config.train.compile:
+        say("train.compile: the first step compiles, which may take a minute or a few")
     if run.step:
         say(f"continuing after step {run.step:,}")
     for skip in run.dataset.skips:

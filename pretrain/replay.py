@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from data_prep.shards import ShardSet, open_shards
 from pretrain import RunError
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, Train
 from pretrain.masking import IGNORE, Masking
 from pretrain.order import Order
 from pretrain.rows import Skip, StepDataset, build_masking, skipped, with_skip
@@ -107,7 +107,7 @@ class Replay:
             arrays = (fed.rows, fed.input_ids, fed.positions, fed.labels)
             first = dataset.mine.start
             for i, (row, ids, positions, labels) in enumerate(
-                zip(*(tensor.numpy() for tensor in arrays), strict=True)
+                zip(*(tensor.long().numpy() for tensor in arrays), strict=True)
             ):
                 used = labels != IGNORE
                 in_order = np.argsort(positions[used])
@@ -172,7 +172,7 @@ def replay(
     layout = _layout(
         train.global_batch_size,
         (state["num_processes"] if state else 1) if world_size is None else world_size,
-        train.micro_batch_size,
+        _rows_at_a_time(run, train),
         micro_batch_size,
     )
     if state is None:
@@ -210,6 +210,16 @@ def _layout(rows: int, world: int, usual: int, wanted: int | None) -> tuple[int,
             f"process(es) has of train.global_batch_size {rows}"
         )
     return world, micro
+
+
+def _rows_at_a_time(run: Path, train: Train) -> int:
+    """A run's micro-batch size; what stood in the place of `auto` is in the config it wrote."""
+    if train.micro_batch_size == "auto":
+        raise RunError(
+            f"{run}/config.json: train.micro_batch_size is auto, where a run writes the number "
+            "that it found; restore it"
+        )
+    return train.micro_batch_size
 
 
 def _config(run: Path, state: dict[str, Any] | None) -> RunConfig:

@@ -13,7 +13,7 @@ from torch import Tensor
 from data_prep.disk import Busy, Lock, lock
 from data_prep.shards import check
 from pretrain import NumericalError, RunError
-from pretrain.batch import MicroBatch
+from pretrain.batch import MicroBatch, send
 from pretrain.build import Ended, Run, build, save
 from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate
@@ -22,6 +22,7 @@ from pretrain.gather import gather
 from pretrain.hashing import root
 from pretrain.heartbeat import Heartbeat
 from pretrain.metrics import Progress, Silent
+from pretrain.micro_batch import explained, resolve
 from pretrain.processes import (
     jointly,
     patiently,
@@ -67,8 +68,8 @@ def train(
         heartbeat: who is told where this process is; a launcher's by default.
 
     Raises:
-        RunError, CorpusError: a mistake in the inputs, before the first step; or another process
-            is at work on the same output.
+        RunError, CorpusError: a mistake in the inputs, before the first step; another process is at
+            work on the same output; or memory ran out.
         NumericalError: a loss or gradient was not finite, or weights differ between processes; the
             update was not made.
         OSError: a file could not be written; earlier checkpoints are untouched.
@@ -91,11 +92,14 @@ def train(
         run = build(config, accelerator, read, progress=progress, heartbeat=heartbeat, lock=held)
         with _told(run):
             if run.step < run.num_steps:
+                heartbeat.at(run.step, "micro-batch")
+                resolve(run, read.saved.state if read.saved else None)
                 if first:
-                    write_json(config.output / "config.json", config.model_dump(mode="json"))
+                    write_json(config.output / "config.json", run.config.model_dump(mode="json"))
                 describe(run)
                 signals = stack.enter_context(stop_on_signal())
-                loop(run, min(stop_after or run.num_steps, run.num_steps), signals)
+                with explained(run):
+                    loop(run, min(stop_after or run.num_steps, run.num_steps), signals)
     return Outcome(run.step, run.num_steps, run.ended, run.evaluation)
 
 
@@ -147,7 +151,7 @@ def loop(run: Run, last: int, signals: Sequence[int]) -> None:
 def micro_batches(run: Run, rows: StepRows) -> Iterator[MicroBatch]:
     """A step's rows on the device, as many at a time as the config says."""
     special = run.manifest.tokenizer.special_ids
-    for batch in rows.micro_batches(run.config.train.micro_batch_size, special):
+    for batch in rows.micro_batches(run.micro_batch_size, special):
         yield batch.to(run.accelerator.device)
 
 
@@ -181,7 +185,7 @@ def term_coefficients(run: Run, counts: dict[str, int]) -> Tensor:
     values = [
         term.weight * counts["tokens"] / max(counts[term.over], 1) for term in run.module.terms
     ]
-    return torch.tensor(values, device=run.accelerator.device)
+    return send(torch.tensor(values), run.accelerator.device)
 
 
 def hold_out(run: Run) -> None:
@@ -194,6 +198,8 @@ def hold_out(run: Run) -> None:
         run.teacher.model if run.teacher else None,
         run.held_out,
         rows=run.config.evaluation.rows,
+        # Without gradients eight times the rows take less memory than a micro-batch with them.
+        batch_size=min(32, 8 * run.micro_batch_size),
         accelerator=run.accelerator,
         autocast=run.parallel.autocast(),
     )

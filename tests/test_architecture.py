@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("configs", "data_prep", "launch", "pretrain")
+PACKAGES = ("benchmarks", "configs", "data_prep", "launch", "pretrain")
 
 
 def imports(file: Path) -> set[str]:
@@ -31,16 +31,51 @@ def modules(package: str) -> list[Path]:
 
 def test_data_prep_knows_nothing_of_training() -> None:
     for file in modules("data_prep"):
-        assert not {n for n in imports(file) if n.split(".")[0] in ("pretrain", "launch")}, file
+        later = ("pretrain", "benchmarks", "launch")
+        assert not {n for n in imports(file) if n.split(".")[0] in later}, file
 
 
 def test_pretrain_sees_the_corpus_stage_through_shards_and_disk_alone() -> None:
     for file in modules("pretrain"):
         for name in imports(file):
-            assert not name.startswith("launch"), file
+            assert not name.startswith(("launch", "benchmarks")), file
             if name.startswith("data_prep"):
                 seen = name.startswith(("data_prep.shards.", "data_prep.disk."))
                 assert seen, f"{file}: {name}"
+
+
+CORE = [
+    ROOT / "pretrain" / name
+    for name in (
+        *("__init__.py", "batch.py", "compilation.py", "cost.py", "distillation.py"),
+        *("footprint.py", "hashing.py", "losses.py", "masking.py", "models.py"),
+        *("objectives/__init__.py", "objectives/terms.py"),
+    )
+]
+
+
+MEASURING = ("baseline", "environment", "measure", "on_gpu")
+
+
+def test_the_computation_needs_torch_transformers_and_numpy_alone() -> None:
+    """A GPU machine that has no more can measure it; see `benchmarks/on_gpu.sh`."""
+    allowed = {*sys.stdlib_module_names, "accelerate", "numpy", "torch", "transformers", "triton"}
+    measuring = [ROOT / "benchmarks" / f"{name}.py" for name in MEASURING]
+    packages = (*modules("pretrain/attention"), *modules("pretrain/head"))
+    within = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (*CORE, *packages)}
+    within = {name.removesuffix(".__init__") for name in within}
+    for file in (*CORE, *packages, *measuring, *modules("benchmarks/gpu")):
+        for name in imports(file):
+            if name.startswith("benchmarks."):
+                continue
+            ours = name.startswith("pretrain.")
+            known = name in within or name.rpartition(".")[0] in within
+            assert known if ours else name.split(".")[0] in allowed, f"{file}: {name}"
+
+
+def test_launch_sees_benchmarks_and_they_do_not_see_it() -> None:
+    for file in modules("benchmarks"):
+        assert not {n for n in imports(file) if n.split(".")[0] == "launch"}, file
 
 
 def test_shards_need_nothing_else_of_the_corpus_stage_but_disk() -> None:
@@ -56,6 +91,7 @@ def test_only_launch_reads_yaml() -> None:
     readers = [
         file.relative_to(ROOT)
         for package in PACKAGES
+        if package != "benchmarks"  # they write configs, for runs they start
         for file in modules(package)
         if any(name.split(".")[0] == "yaml" for name in imports(file))
     ]
@@ -90,5 +126,6 @@ def test_only_the_listed_packages_are_built(tmp_path: Path) -> None:
         for package in PACKAGES
         for pattern in ("*.py", "*.yaml", "*.json", "*.sbatch")
         for file in (ROOT / package).rglob(pattern)
+        if "results" not in file.parts  # figures
     }
     assert built == expected

@@ -11,3 +11,15 @@ Config = Annotated[Path, typer.Argument(help="A YAML file.", metavar="CONFIG")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="section.key=value ...", metavar="[OVERRIDES]...")
 ]
+
+
+def quiet() -> None:
+    """Keep the libraries' own bars, and words to their developers, from running through ours."""
+    import warnings
+
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=r"(accelerate|deepspeed|torch)\."
+    )

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from launch.commands import Config, Overrides
+from launch.commands import Config, Overrides, quiet
 from launch.hardware import PRESET_NAMES
 
 StopAfter = Annotated[
@@ -38,7 +38,7 @@ def pretrain(
     from pretrain.config import RunConfig
     from pretrain.train import train
 
-    _quiet()
+    quiet()
     settings = load_config(RunConfig, config, overrides or [])
     skipped = [_rows(text) for text in skip_rows or []]
     with Training() as progress:
@@ -137,7 +137,7 @@ def evaluate(
     from launch.tables import show
     from pretrain.evaluate import evaluate_folder
 
-    _quiet()
+    quiet()
     values = evaluate_folder(model, shards, teacher=teacher, rows=rows, warn=_warn)
     show([f"{name:>18}  {value:,.4f}" for name, value in values.items()])
 
@@ -193,7 +193,7 @@ def export(
     from pretrain.export import hub_token
     from pretrain.export import push as upload
 
-    _quiet()
+    quiet()
     token = hub_token() if push else ""
     exported = write(run, folder, _warn)
     show(
@@ -219,7 +219,7 @@ def demo(
     """
     from launch.demo import demo as run
 
-    _quiet()
+    quiet()
     run(output or Path("runs/demo-quick" if quick else "runs/demo"), quick=quick)
 
 
@@ -238,15 +238,3 @@ def _rows(text: str) -> tuple[int, int]:
 
 def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
-
-
-def _quiet() -> None:
-    """Keep the libraries' own bars, and words to their developers, from running through ours."""
-    import warnings
-
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module=r"(accelerate|deepspeed|torch)\."
-    )

@@ -16,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.head import closed_form
+from pretrain.head import closed_form, compiled
+from pretrain.head.backends import use_triton
 from pretrain.head.closed_form import Values, Weights
 from pretrain.objectives.terms import CrossEntropy, KLDivergence, Signals, Term
 
 # Positions at a time: smaller chunks lose the speed of large matrix products.
 CHUNK = {"cpu": 512}
 CHUNK_GPU = 4096
+WORDS = {"cpu": 8192}  # at a time in a product of half precision; elsewhere all
 
 Backend = Literal["auto", "torch", "compiled", "triton"]
 
@@ -105,13 +107,16 @@ class _VocabularyLosses(torch.autograd.Function):
         chunk = CHUNK.get(device, CHUNK_GPU)
         tiles = [_tile(min(chunk, N), V, student.hidden_ND) for _ in range(1 + bool(teacher))]
         sums_T = torch.zeros(len(terms), dtype=wide, device=hidden_ND.device)
+        grad_weight: Tensor | None = None
+        factors = tiles[0][:0], student.hidden_ND[:0]
         if with_grad:
             grad_hidden = torch.empty_like(hidden_ND)
-            grad_weight = torch.zeros_like(weight_VD, dtype=wide)
             grad_bias = torch.zeros_like(bias_V, dtype=wide)
         with torch.autocast(device, enabled=False):
             for start in range(0, N, chunk):
                 rows = slice(start, min(start + chunk, N))
+                if with_grad and start:
+                    grad_weight = _add_product(grad_weight, *factors, wide)
                 student_logits = student.logits(rows, tiles[0])  # after the losses their gradient
                 chunk_T = chunk_losses(
                     student_logits,
@@ -124,24 +129,28 @@ class _VocabularyLosses(torch.autograd.Function):
                 sums_T += chunk_T
                 if with_grad:
                     grad_hidden[rows] = student_logits @ student.weight_VD
-                    _add_product(grad_weight, student_logits.t(), student.hidden_ND[rows])
+                    factors = student_logits, student.hidden_ND[rows]
                     grad_bias += student_logits.sum(0, dtype=wide)
 
         if with_grad:
-            ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+            # The last chunk's product is left to the backward pass: by then the teacher's tile is
+            # gone, and with one chunk there is no gradient of the embedding before it is due.
+            ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, *factors)
             ctx.dtypes = weight_VD.dtype, bias_V.dtype
         ctx.mark_non_differentiable(sums_T)
         return (sums_T * coefficients_T).sum(), sums_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        grad_hidden, grad_weight, grad_bias, grad_logits, hidden = ctx.saved_tensors
         scale = grads[0]
+        # In place, since a second copy is as large as the embedding; a second backward pass through
+        # the same graph is refused by autograd, which sees the change.
+        wide = grad_bias.dtype
+        grad_weight = _add_product(grad_weight, grad_logits, hidden, wide).mul_(scale)
         return (
             (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype),
-            # In place, since a second copy is as large as the embedding; a second backward pass
-            # through the same graph is refused by autograd, which sees the change.
-            grad_weight.mul_(scale).to(ctx.dtypes[0]),
+            grad_weight.to(ctx.dtypes[0]),
             (grad_bias * scale).to(ctx.dtypes[1]),
             *[None] * 6,
         )
@@ -153,12 +162,26 @@ def _tile(rows: int, vocabulary: int, like: Tensor) -> Tensor:
     return torch.empty(rows, stride, dtype=like.dtype, device=like.device)[:, :vocabulary]
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b; the sum is in fp32 where a and b are in half precision."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+def _add_product(
+    total_VD: Tensor | None, grad_logits_nV: Tensor, hidden_nD: Tensor, wide: torch.dtype
+) -> Tensor:
+    """total + grad_logits^T hidden, in place and in fp32, also of factors in half precision."""
+    if hidden_nD.dtype == wide:
+        if total_VD is None:
+            return grad_logits_nV.t() @ hidden_nD
+        return total_VD.addmm_(grad_logits_nV.t(), hidden_nD)
+    vocabulary = grad_logits_nV.shape[1]
+    # The product comes in half precision first; of some words at a time, it takes no memory. A sum
+    # over thousands of positions may pass fp16's 65,504.
+    shrink = 64.0 if hidden_nD.dtype == torch.float16 else 1.0
+    hidden_nD = hidden_nD / shrink
+    if total_VD is None:
+        total_VD = hidden_nD.new_zeros(vocabulary, hidden_nD.shape[1], dtype=wide)
+    step = WORDS.get(hidden_nD.device.type, vocabulary)
+    for start in range(0, vocabulary, step):
+        words = slice(start, start + step)
+        total_VD[words].add_(grad_logits_nV[:, words].t() @ hidden_nD, alpha=shrink)
+    return total_VD
 
 
 ChunkLosses = Callable[[Tensor, "Tensor | None", Tensor, Tensor, Tensor, bool], Tensor]
@@ -203,6 +226,12 @@ def _chunk_losses(terms: Sequence[Term], backend: Backend, like: Tensor) -> Chun
 
 
 def _body(backend: Backend, like: Tensor) -> Callable[..., Values]:
+    if use_triton(backend, like):
+        from pretrain.head import triton_kernel  # needs the package triton
+
+        return triton_kernel.losses_and_gradient
+    if backend == "compiled":
+        return compiled.losses_and_gradient
     return closed_form.losses_and_gradient
 
 

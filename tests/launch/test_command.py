@@ -161,7 +161,7 @@ def test_gpus_that_are_not_there(options: dict[str, object], gpus: int, message:
 
 def test_a_users_override_beats_the_preset(run: Path) -> None:
     preset = hardware("8xv100-16gb")
-    assert preset.overrides([]) == ["train.precision=fp16", "train.micro_batch_size=8"]
+    assert preset.overrides([]) == ["train.precision=fp16", "train.micro_batch_size=auto"]
     assert preset.overrides(["train.micro_batch_size=2"]) == ["train.precision=fp16"]
     given = ["train={precision: bf16, micro_batch_size: 3}"]
     train = load_config(RunConfig, run, [*preset.overrides(given), *given]).train

@@ -18,6 +18,7 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest
+from pretrain.attention import IMPLEMENTATION
 from pretrain.teacher import Teacher
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
@@ -98,7 +99,7 @@ def tiny_bert() -> Callable[..., BertForMaskedLM]:
             "num_attention_heads": 4,
             "intermediate_size": 2 * width,
             "max_position_embeddings": 2 * ROW_LENGTH,
-            "attn_implementation": "sdpa",
+            "attn_implementation": IMPLEMENTATION,
         }
         model = BertForMaskedLM(BertConfig(**values | changes))
         _randomise(model, seed)
@@ -119,7 +120,7 @@ def tiny_distilbert() -> Callable[..., DistilBertForMaskedLM]:
             n_heads=4,
             hidden_dim=2 * width,
             max_position_embeddings=2 * ROW_LENGTH,
-            attn_implementation="sdpa",
+            attn_implementation=IMPLEMENTATION,
         )
         model = DistilBertForMaskedLM(config)
         _randomise(model, seed)

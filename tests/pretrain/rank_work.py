@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import pretrain.parallel
@@ -159,6 +161,14 @@ def answered(settings: list[dict[str, Any]], file: Path, harm: str = "") -> None
     except BaseException as error:
         answer = [type(error).__name__, str(error)]
     file.with_suffix(f".{rank}").write_text(json.dumps(answer), encoding="utf-8")
+
+
+def within(values: dict[str, Any], limits: list[int], file: Path) -> None:
+    """As `answered`, while this rank may reserve only `limits[rank]` MiB more than it has now."""
+    taken = psutil.Process().memory_info().vms
+    limit = taken + limits[int(os.environ["RANK"])] * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    answered([values], file)
 
 
 def do_harm(harm: str, rank: int) -> None:

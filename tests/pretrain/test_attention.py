@@ -1,15 +1,17 @@
 """Packed rows: every document as if it were alone."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.attention import Segments, segments
+from pretrain.attention import IMPLEMENTATION, Segments, block_diagonal_mask, segments
 from pretrain.batch import micro_batch
 from pretrain.models import MaskedLM, last_hidden_state, projection
 
@@ -47,10 +49,11 @@ def test_segments_by_hand() -> None:
     found = packed(ids)
     assert found.token_mask.tolist() == [[True] * 7 + [False] * 2]
     assert found.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 1]]
+    assert found.cu_seqlens.tolist() == [0, 3, 7, 9, 9]  # a power of two of segments
     groups = "aaabbbbcc"
     expected = [[query == key for key in groups] for query in groups]
-    assert found.attention_mask.shape == (1, 1, 9, 9)
-    assert found.attention_mask[0, 0].tolist() == expected
+    mask = block_diagonal_mask(found.cu_seqlens, 1, 9)
+    assert mask.shape == (1, 1, 9, 9) and mask[0, 0].tolist() == expected
     assert ids.tolist() == [[2, 8, 3, 2, 8, 8, 3, 0, 0]]
 
 
@@ -63,18 +66,33 @@ def test_segments_of_random_rows_against_a_loop() -> None:
     for row in range(40):
         ids[row, 24 - row % 25 :] = PAD
     found = packed(ids)
+    mask, begins = block_diagonal_mask(found.cu_seqlens, 40, 24), []
     for row in range(40):
         group, position, padded = -1, 0, False
         groups = []
         for i, token in enumerate(ids[row].tolist()):
-            begins = token == CLS or (token == PAD and not padded)
+            begin = token == CLS or i == 0 or (token == PAD and not padded)
             padded = token == PAD
-            group, position = (group + 1, 0) if begins else (group, position + 1)
+            group, position = (group + 1, 0) if begin else (group, position + 1)
             groups.append(group)
+            begins += [24 * row + i] if begin else []
             assert found.position_ids[row, i] == position
             assert found.token_mask[row, i] == (token != PAD)
         together = torch.tensor(groups)[:, None] == torch.tensor(groups)
-        assert (found.attention_mask[row, 0] == together).all()
+        assert (mask[row, 0] == together).all()
+    bounds = found.cu_seqlens.tolist()
+    assert bounds[: len(begins)] == begins and set(bounds[len(begins) :]) == {40 * 24}
+
+
+@pytest.mark.parametrize(
+    ("num_segments", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16), (16, 16)]
+)
+def test_few_distinct_numbers_of_segments(num_segments: int, padded: int) -> None:
+    ids = torch.full((1, 16), 8)
+    ids[0, :num_segments] = CLS
+    bounds = packed(ids).cu_seqlens
+    assert bounds.dtype == torch.int32
+    assert bounds.tolist() == [*range(num_segments), *[16] * (padded + 1 - num_segments)]
 
 
 def test_a_packed_document_is_the_document_alone(
@@ -110,16 +128,117 @@ def test_documents_do_not_influence_one_another(
 
 
 def test_the_comparison_can_fail(model: Any, packed_ids: Tensor, documents: list[Row]) -> None:
-    """Without the mask, or without restarting positions, the second document comes out wrong."""
+    """With bounds of rows alone, or without restarting positions, document 2 comes out wrong."""
     packing = packed(packed_ids)
     first, second = len(documents[0][0]), len(documents[0][1])
     here = slice(first, first + second)
     right = packed_outputs(model, packed_ids)[0][0, here]
-    counting = torch.arange(packed_ids.shape[1]).expand_as(packed_ids)
+    rows, length = packed_ids.shape
+    counting = torch.arange(length).expand_as(packed_ids)
     for wrong in (
-        packing._replace(attention_mask=torch.ones_like(packing.attention_mask)),
+        packing._replace(cu_seqlens=torch.arange(rows + 1, dtype=torch.int32) * length),
         packing._replace(position_ids=counting),
     ):
         with torch.no_grad():
             found = last_hidden_state(model, packed_ids, wrong)[0, here]
         assert (found - right).abs().max() > 1e-2
+
+
+# Transformers' interface
+
+
+def with_sdpa(model: Any) -> Any:
+    """The same weights under Transformers' own attention."""
+    other = type(model)(type(model.config).from_dict(model.config.to_dict()))
+    other.set_attn_implementation("sdpa")
+    other.load_state_dict(model.state_dict())
+    return other.train(model.training)
+
+
+def test_training_is_that_with_the_mask_under_sdpa(model: Any, packed_ids: Tensor) -> None:
+    """All gradients of a trunk, dropout 0."""
+    packing = packed(packed_ids)
+    mask = block_diagonal_mask(packing.cu_seqlens, *packed_ids.shape)
+    other = with_sdpa(model)
+    hidden = last_hidden_state(model, packed_ids, packing)
+    trunk = other.bert if isinstance(other, BertForMaskedLM) else other.distilbert
+    expected = trunk(packed_ids, attention_mask=mask, position_ids=packing.position_ids)[0]
+    assert (hidden - expected).abs().max() < 1e-5
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+    (hidden * weights).sum().backward(), (expected * weights).sum().backward()
+    compared = 0
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        if theirs.grad is None:  # the head
+            assert ours.grad is None
+        elif not name.endswith(("key.bias", "k_lin.bias")):  # whose true gradient is 0
+            assert ours.grad is not None
+            assert (ours.grad - theirs.grad).norm() < 1e-5 * theirs.grad.norm(), name
+            compared += 1
+    assert compared > 20
+
+
+def test_plain_use_is_sdpa(model: Any, packed_ids: Tensor) -> None:
+    """No mask, padding masks (of which one pads nothing) and a 4-D mask: the same bits."""
+    other, ids = with_sdpa(model), packed_ids.clamp(min=1)
+    padding = torch.ones_like(ids)
+    padding[0, 20:] = padding[2, 5:] = 0
+    four = torch.rand(3, 1, 32, 32, generator=torch.Generator().manual_seed(0)) < 0.5
+    outputs = []
+    for mask in (None, padding, torch.ones_like(ids), four):
+        with torch.no_grad():
+            ours, theirs = (m(input_ids=ids, attention_mask=mask).logits for m in (model, other))
+        assert torch.equal(ours, theirs)
+        outputs.append(ours)
+    assert not torch.equal(outputs[0], outputs[1])  # the mask was heeded
+
+
+def test_a_mask_beside_the_bounds_is_refused(model: Any, packed_ids: Tensor) -> None:
+    bounds = packed(packed_ids).cu_seqlens
+    with pytest.raises(ValueError, match="not both"):
+        model(packed_ids, attention_mask=packed_ids > 0, cu_seqlens=bounds)
+
+
+def test_a_model_with_another_attention_is_refused(model: Any, packed_ids: Tensor) -> None:
+    with pytest.raises(ValueError, match="attn_implementation='packed'"):
+        last_hidden_state(with_sdpa(model), packed_ids, packed(packed_ids))
+
+
+def test_nothing_of_it_is_saved(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "ours")
+    with_sdpa(model).save_pretrained(tmp_path / "theirs")
+    ours = (tmp_path / "ours" / "config.json").read_text(encoding="utf-8")
+    assert ours == (tmp_path / "theirs" / "config.json").read_text(encoding="utf-8")
+    assert IMPLEMENTATION not in ours
+
+
+class Watch(TorchDispatchMode):
+    """Notes what makes a tensor of `shape`, and what reads values back to the host."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.ops, self.found = shape, set[str](), set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        self.ops.add(name)
+        if isinstance(result, Tensor) and result.shape == self.shape:
+            self.found.add(name)
+        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal"):
+            self.found.add(name)
+        return result
+
+
+def test_no_mask_and_no_wait_on_a_gpu(model: Any, packed_ids: Tensor) -> None:
+    """On the meta device, which goes a GPU's way and refuses to be read back."""
+    packing = Segments(*(t.to("meta") for t in packed(packed_ids)))
+    on_meta, ids = model.to("meta").bfloat16().train(), packed_ids.to("meta")
+    with Watch((3, 1, 32, 32)) as watch:
+        last_hidden_state(on_meta, ids, packing).sum().backward()
+    assert watch.found == set()
+    assert {"_flash_attention_forward", "_flash_attention_backward"} <= watch.ops
+    with torch.inference_mode(), Watch((3, 1, 32, 32)) as watch:
+        last_hidden_state(on_meta.float(), ids, packing)
+    assert watch.found == set() and "_efficient_attention_forward" in watch.ops
+    with Watch((3, 1, 32, 32)) as watch:  # it sees one that is there
+        block_diagonal_mask(packing.cu_seqlens, 3, 32)
+    assert watch.found

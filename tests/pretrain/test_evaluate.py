@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from data_prep.shards import open_shards
-from pretrain.attention import segments
+from pretrain.attention import block_diagonal_mask, segments
 from pretrain.batch import micro_batch
 from pretrain.evaluate import evaluate, evaluation_masking
 
@@ -35,9 +35,9 @@ def test_the_figures_are_those_of_a_plain_loop(
         masked = masking(ids, torch.zeros(1, dtype=torch.long), torch.tensor([row]))
         assert ((masked.input_ids == 4) | (masked.input_ids == ids)).all()
         batch = micro_batch(*masked, cls_id=2, pad_id=0)
-        packed = segments(batch.input_ids, batch.cu_seqlens, pad_id=0)
         with torch.no_grad():
-            arguments = {"attention_mask": packed.attention_mask}
+            packed = segments(batch.input_ids, batch.cu_seqlens, pad_id=0)
+            arguments = {"attention_mask": block_diagonal_mask(batch.cu_seqlens, *ids.shape)}
             arguments["position_ids"] = packed.position_ids
             student_logits = student(masked.input_ids, **arguments).logits[0].double()
             teacher_logits = teacher(masked.input_ids, **arguments).logits[0].double()

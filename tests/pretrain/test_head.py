@@ -166,6 +166,23 @@ def test_autocast_rounds_neither_the_loss_nor_its_scale(dtype: torch.dtype) -> N
         assert whole is not None and third is not None and close(3 * third, whole, 1e-6)
 
 
+def test_a_gradient_beyond_the_range_of_fp16() -> None:
+    """A frequent word's sum over a chunk: 3,000 positions that all miss the same label."""
+    labels = torch.full((3000,), 7)
+    gradients = []
+    for dtype in (torch.float64, torch.float16):
+        draws = draw(0, 3000, D).abs() + 2, draw(1, V, D) / 8, draw(2, V)
+        student = Projection(*(tensor.to(dtype).requires_grad_() for tensor in draws))
+        loss, _ = vocabulary_losses(
+            student, None, labels, logit_terms(kl=0), torch.tensor([13.0], dtype=torch.float64)
+        )
+        (loss / 3000).backward()
+        assert student.weight_VD.grad is not None
+        gradients.append(student.weight_VD.grad)
+    assert (3000 * gradients[0]).abs().max() > 65_504
+    assert close(gradients[1], gradients[0], 2e-2)
+
+
 def test_no_gradient_under_no_grad() -> None:
     terms = logit_terms()
     labels = some_labels()

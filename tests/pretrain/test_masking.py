@@ -207,8 +207,10 @@ def test_ids_are_masked_alike_in_the_shards_integers(
 ) -> None:
     arguments = np.zeros(len(ids), np.int64), np.arange(len(ids))
     expected = masking(ids, *arguments)
-    for one, other in zip(masking(ids.astype(kind), *arguments), expected, strict=True):
-        assert one.dtype == np.int64 and (one == other).all()
+    narrow = masking(ids.astype(kind), *arguments)
+    assert [array.dtype for array in narrow] == [kind, np.int64, np.int64]
+    for one, other in zip(narrow, expected, strict=True):
+        assert (one == other).all()
     for one, other in zip(masking(np.asfortranarray(ids), *arguments), expected, strict=True):
         assert (one == other).all()  # whatever lies where in memory
 

@@ -161,7 +161,7 @@ def split(masked: Masked) -> list[MicroBatch]:
 
 
 def fed(step: StepRows) -> list[MicroBatch]:
-    return list(step.micro_batches(MICRO, SPECIAL))
+    return [batch.to(torch.device("cpu")) for batch in step.micro_batches(MICRO, SPECIAL)]
 
 
 STEP = 6

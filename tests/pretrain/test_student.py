@@ -24,6 +24,7 @@ from transformers import (
 from data_prep.shards import Manifest
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sha256
 from pretrain import RunError
+from pretrain.attention import IMPLEMENTATION
 from pretrain.config import Model, Student
 from pretrain.loading import load_model
 from pretrain.student import build_bert, build_student, default_layers
@@ -272,7 +273,7 @@ def test_load_teacher(
     teacher = load_teacher(str(tmp_path), manifest)
     assert not teacher.model.training and teacher.model.dtype == torch.float32
     assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
-    assert teacher.model.config._attn_implementation == "sdpa"
+    assert teacher.model.config._attn_implementation == IMPLEMENTATION
     assert (teacher.name, teacher.revision) == (str(tmp_path), None)
     with torch.no_grad():
         assert torch.equal(teacher.model(input_ids=ids).logits, saved(input_ids=ids).logits)

@@ -1,0 +1,71 @@
+"""Where the Triton kernel can run. Importing this does not need it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import sysconfig
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pretrain import RunError
+
+
+def use_triton(backend: str, hidden: Tensor) -> bool:
+    """Whether "auto" or "triton" means the Triton kernel for a tensor's device and precision.
+
+    "auto" takes it on GPUs of compute capability 8.0 or more, and warns where such a GPU has to do
+    without. Set TRITON_INTERPRET=1 before triton is imported, and "triton" runs on CPU tensors,
+    slowly: for tests.
+
+    Raises:
+        RunError: "triton" was asked for and cannot run.
+    """
+    unfit = _unfit(hidden)
+    if backend == "triton":
+        if obstacle := unfit or _missing():
+            raise RunError(f'the head\'s backend "triton" cannot run: {obstacle}, or take "auto"')
+        return True
+    if backend != "auto" or unfit or not hidden.is_cuda:
+        return False
+    if obstacle := _missing():
+        warnings.warn(f"the vocabulary head runs in plain torch: {obstacle}", stacklevel=2)
+        return False
+    return True
+
+
+def _unfit(hidden: Tensor) -> str | None:
+    """What keeps a tensor from the kernel."""
+    if hidden.dtype == torch.float64:
+        return "it computes in fp32, and the tensors are fp64; give fp32, bf16 or fp16"
+    if _interpreted():
+        return None
+    if not hidden.is_cuda:
+        return f"the tensors are on {hidden.device.type}; use a GPU of compute capability 8.0"
+    major, minor = torch.cuda.get_device_capability(hidden.device)
+    if major < 8:
+        return f"the GPU's compute capability is {major}.{minor}; use one of 8.0 or more"
+    return None
+
+
+@functools.cache
+def _missing() -> str | None:
+    """What keeps Triton from this machine; it compiles a small C module before the first kernel."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed; pip install triton"
+    if _interpreted():
+        return None
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton finds no C compiler; install gcc, or set CC"
+    if not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists():
+        return "Triton finds no Python.h; install Python's headers (python3-dev)"
+    return None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,157 @@
+"""Layers that are computed twice: the same gradients bit for bit, in less memory."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_work
+import ranks
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import BertForMaskedLM, DistilBertForMaskedLM
+
+from pretrain import metrics
+from pretrain.batch import MicroBatch, micro_batch
+from pretrain.config import RunConfig
+from pretrain.distillation import Distillation
+from pretrain.masking import Masking
+from pretrain.models import MaskedLM, recompute_activations
+from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.mlm import MaskedLanguageModel
+from pretrain.train import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RATES = ("tokens_per_second", "data_wait", "mfu")  # the only figures that time may change
+
+
+@pytest.fixture
+def batch(packed_ids: Tensor) -> MicroBatch:
+    masking = Masking(0.2, (0, 1, 2, 3, 4), mask_id=4, vocab_size=200, seed=3)
+    masked = masking(packed_ids, torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    return micro_batch(*masked, cls_id=2, pad_id=0)
+
+
+def with_dropout(model: MaskedLM) -> MaskedLM:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    return model.train()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["distilbert", "bert"])
+def test_gradients_are_the_same_bits_and_layers_keep_little(
+    kind: str,
+    precision: str,
+    tiny_bert: Callable[..., BertForMaskedLM],
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+    batch: MicroBatch,
+) -> None:
+    teacher = tiny_bert(seed=5).requires_grad_(False) if kind == "distilbert" else None
+    terms = DistilBert().terms() if teacher else MaskedLanguageModel().terms()
+
+    def step(recomputes: bool) -> tuple[Tensor, list[Tensor], int]:
+        student = with_dropout(tiny_distilbert(6) if teacher else tiny_bert(6))
+        if recomputes:
+            recompute_activations(student)
+        module = Distillation(student, teacher, terms, pad_id=0)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        parameters = {p.data_ptr() for p in student.parameters()}
+        torch.manual_seed(7)
+        autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
+        with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss, _ = module(*batch, torch.ones(len(terms)))
+        kept_bytes = sum(size for where, size in kept.items() if where not in parameters)
+        torch.manual_seed(8)  # what was drawn in between is none of the backward pass's business
+        loss.backward()
+        gradients = [p.grad for p in student.parameters() if p.grad is not None]
+        return loss.detach(), gradients, kept_bytes
+
+    loss, gradients, kept = step(False)
+    same, found, less = step(True)
+    assert torch.equal(loss, same)
+    assert len(gradients) == len(found) > 50
+    assert all(torch.equal(one, other) for one, other in zip(gradients, found, strict=True))
+    # Without: 6 layers of attention and feed-forward; with it: 6 inputs [3, 32, 32] and the head.
+    assert less < 0.6 * kept
+
+
+def test_dropout_is_on(
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM], batch: MicroBatch
+) -> None:
+    """Else the test above would not see whether it is drawn again alike."""
+    student = with_dropout(tiny_distilbert())
+    module = Distillation(student, None, MaskedLanguageModel().terms(), pad_id=0)
+    losses = {module(*batch, torch.ones(1))[0].item() for _ in range(2)}
+    assert len(losses) == 2
+
+
+@pytest.fixture
+def settings(
+    tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]
+) -> Callable[..., dict[str, Any]]:
+    save_teacher(tmp_path / "teacher")
+
+    def make(name: str, **train: Any) -> dict[str, Any]:
+        return {
+            "output": str(tmp_path / name),
+            "shards": str(corpus),
+            "teacher": str(tmp_path / "teacher"),
+            "student": {"num_layers": 2},
+            "train": {
+                "max_steps": 4,
+                "global_batch_size": 8,
+                "micro_batch_size": 2,
+                "num_workers": 0,
+                **train,
+            },
+            "evaluation": {"every": 2, "rows": 8},
+            "checkpoint": {"every": 2},
+            "logging": {"every": 1},
+        }
+
+    return make
+
+
+def outcome(values: dict[str, Any]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    folder = Path(values["output"])
+    history = [
+        {key: value for key, value in entry.items() if key not in RATES}
+        for entry in metrics.read(folder / "metrics.jsonl")
+    ]
+    return load_file(folder / "checkpoints/step-00000004/student/model.safetensors"), history
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    (ours, history), (theirs, their_history) = outcome(one), outcome(other)
+    assert ours.keys() == theirs.keys() and history == their_history
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_is_the_same_and_may_change_it_on_the_way(
+    settings: Callable[..., dict[str, Any]],
+) -> None:
+    usual, changed = settings("usual"), settings("changed", activation_checkpointing=True)
+    train(RunConfig.model_validate(usual))
+    train(RunConfig.model_validate(changed), stop_after=2)
+    changed["train"]["activation_checkpointing"] = False
+    train(RunConfig.model_validate(changed), stop_after=3)
+    changed["train"]["activation_checkpointing"] = True
+    train(RunConfig.model_validate(changed))
+    assert_same(usual, changed)
+
+
+def test_two_processes_train_the_same_with_it(settings: Callable[..., dict[str, Any]]) -> None:
+    usual, less = settings("usual"), settings("less", activation_checkpointing=True)
+    for values in (usual, less):
+        ranks.run(2, rank_work.once, values)
+    assert_same(usual, less)

@@ -1,0 +1,313 @@
+"""Attention within segments against plain formulas, gradients and dropout included."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.attention import _attention, cpu
+from pretrain.attention.backends import backends, by_segment, flash, masked, memory_efficient
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BOUNDS = [0, 7, 8, 13, 24, 24, 48, 48, 48]  # in two rows of 24; some of no length
+SCALE = 0.4
+
+
+def inputs(*, heads: int = 3, width: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Query, key, value and the output's gradient, [B, L, H, D] seen as [B, H, L, D]."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(2, 24, heads, width, generator=generator) for _ in range(4)]
+    q, k, v, grad = (t.to(dtype) for t in drawn)
+    return [*(t.transpose(1, 2).requires_grad_() for t in (q, k, v)), grad]
+
+
+def bounds(device: str = "cpu") -> Tensor:
+    return torch.tensor(BOUNDS, dtype=torch.int32, device=device)
+
+
+def with_gradients(output: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """The output [B, L, H, D] and the gradients of query, key and value."""
+    *leaves, grad = tensors
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
+
+
+def naive(tensors: list[Tensor], kept: list[Tensor] | None = None, keep: float = 1.0) -> Tensor:
+    """A document after the other, by the formula; `kept` [H, n, n] of each."""
+    q, k, v = (t.transpose(1, 2).flatten(0, 1).transpose(0, 1) for t in tensors[:3])  # [H, N, D]
+    outputs = []
+    spans = [(a, b) for a, b in pairwise(BOUNDS) if b > a]
+    for number, (a, b) in enumerate(spans):
+        weights = (q[:, a:b] @ k[:, a:b].transpose(1, 2) * SCALE).softmax(-1)
+        if kept is not None:
+            weights = weights * kept[number] / keep
+        outputs.append(weights @ v[:, a:b])
+    return torch.cat(outputs, dim=1).transpose(0, 1).unflatten(0, (2, 24))
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("attend", [by_segment, masked])
+def test_output_and_gradients_are_those_of_the_formula(
+    attend: Any, dtype: torch.dtype, bound: float
+) -> None:
+    tensors = inputs(dtype=dtype)
+    found = with_gradients(attend(*tensors[:3], bounds(), 0.0, SCALE), tensors)
+    assert {t.dtype for t in found} == {dtype}
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    for ours, theirs in zip(found, with_gradients(naive(exact), exact), strict=True):
+        assert relative(ours, theirs) < bound
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+def test_with_dropout_as_well_given_what_was_dropped(dtype: torch.dtype, bound: float) -> None:
+    """The same numbers drawn again say what was kept."""
+    tensors, levels = inputs(dtype=dtype), cpu.drop_levels(0.3)
+    torch.manual_seed(3)
+    found = with_gradients(by_segment(*tensors[:3], bounds(), 0.3, SCALE), tensors)
+    torch.manual_seed(3)
+    kept = [cpu.draw(3, b - a, levels) >= 0 for a, b in pairwise(BOUNDS) if b > a]
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    expected = naive(exact, kept, 1 - levels / 2**15)
+    for ours, theirs in zip(found, with_gradients(expected, exact), strict=True):
+        assert relative(ours, theirs) < bound
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradcheck(dropout: float) -> None:
+    q, k, v, _ = inputs(heads=2, width=2)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return by_segment(*leaves, bounds(), dropout, SCALE)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
+
+
+def test_half_precision_is_not_lost_on_what_all_keys_share() -> None:
+    """Probabilities are the same whatever is added to all keys; large scores in bf16 are not."""
+    tensors = inputs(heads=2, width=16, dtype=torch.bfloat16)
+    tensors[1] = (tensors[1] + 16).detach()
+    tensors[0] = (tensors[0] + 1).detach()
+    exact = naive([t.detach().double() for t in tensors])
+    found = by_segment(*tensors[:3], bounds(), 0.0, SCALE)
+    assert relative(found.detach(), exact) < 2e-2
+    q, k, v = (t[0, 0, 13:].detach() for t in tensors[:3])
+    plain = (q @ k.T * SCALE).softmax(-1) @ v
+    assert relative(plain, exact[0, 13:, 0]) > 5e-2
+
+
+# Dropout
+
+
+def test_the_same_state_of_the_generator_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many heads are done at a time, which is the number of threads' to say."""
+    tensors = inputs()
+    torch.manual_seed(1)
+    found = with_gradients(by_segment(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    after = torch.get_rng_state()
+    other = with_gradients(by_segment(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    torch.manual_seed(1)
+    again = with_gradients(by_segment(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    assert not torch.equal(found[0], other[0])
+    monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1)
+    torch.manual_seed(1)
+    apart = with_gradients(by_segment(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert all(relative(a, b) < 1e-12 for a, b in zip(apart, found, strict=True))
+
+
+def test_without_dropout_nothing_is_drawn() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        before = torch.get_rng_state()
+        by_segment(*inputs(dtype=dtype)[:3], bounds(), 0.0, SCALE)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dropout", [0.05, 0.1, 0.5, 0.9])
+def test_the_rate_of_dropping(dropout: float) -> None:
+    """To 1e-4 of the one asked for, and drawn as often: in each of the four numbers of a word."""
+    levels = cpu.drop_levels(dropout)
+    rate = levels / 2**15
+    assert abs(rate - dropout) < 2e-5
+    torch.manual_seed(0)
+    dropped = (cpu.draw(4, 512, levels) < 0).flatten()
+    for lane in range(4):
+        here = dropped[lane::4].double()
+        assert abs(float(here.mean()) - rate) < 5 * (rate * (1 - rate) / len(here)) ** 0.5
+    # Neighbours know nothing of one another.
+    both = (dropped[1:] & dropped[:-1]).double()
+    assert abs(float(both.mean()) - rate**2) < 5 * (rate**2 * (1 - rate**2) / len(both)) ** 0.5
+
+
+def test_all_numbers_are_equally_likely() -> None:
+    """Chi-squared over 64 bins, each of the four numbers of a word for itself."""
+    torch.manual_seed(0)
+    numbers = cpu.draw(1, 512, 0).flatten().long()
+    assert int(numbers.min()) >= 0 and int(numbers.max()) < 2**15
+    for lane in range(4):
+        counts = torch.bincount(numbers[lane::4] >> 9, minlength=64).double()
+        expected = counts.sum() / 64
+        assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 5 * (2 * 63) ** 0.5
+
+
+def test_the_mean_over_draws_is_the_output_without() -> None:
+    q, k, v, _ = (t.detach() for t in inputs(heads=2, width=4, dtype=torch.float32))
+    torch.manual_seed(0)
+    drawn = torch.stack([by_segment(q, k, v, bounds(), 0.1, SCALE) for _ in range(500)]).double()
+    exact = by_segment(q, k, v, bounds(), 0.0, SCALE)
+    error = (drawn.mean(0) - exact) / (drawn.std(0) / 500**0.5)
+    assert error.abs().max() < 5
+    assert 0.8 < float(error.std()) < 1.2  # the bound is not a loose one
+
+
+@pytest.mark.parametrize("dropout", [1e-7, 0.9999999])
+def test_rates_at_the_ends(dropout: float) -> None:
+    tensors = inputs()
+    assert all(
+        t.isfinite().all()
+        for t in with_gradients(by_segment(*tensors[:3], bounds(), dropout, SCALE), tensors)
+    )
+
+
+def test_what_is_not_a_number_is_not_hidden() -> None:
+    """A run must see it, dropped or not."""
+    tensors = inputs()
+    with torch.no_grad():
+        tensors[0][0, 1, 10] = float("nan")
+    torch.manual_seed(0)
+    output, *grads = with_gradients(by_segment(*tensors[:3], bounds(), 0.5, SCALE), tensors)
+    expected = torch.zeros(2, 24, 3, dtype=torch.bool)
+    expected[0, 10, 1] = True
+    assert (output.isnan().all(-1) == expected).all() and not output[~expected].isnan().any()
+    assert all(grad.isnan().any() for grad in grads)
+
+
+# Precision
+
+
+def test_autocast_computes_in_half_precision_as_sdpa_does() -> None:
+    tensors = inputs(dtype=torch.float32)
+    module, arguments = torch.nn.Module(), {"scaling": SCALE, "cu_seqlens": bounds()}
+    with torch.autocast("cpu", torch.bfloat16):
+        half, _ = _attention(module, *tensors[:3], None, **arguments)
+        dropped, _ = _attention(module, *tensors[:3], None, dropout=0.5, **arguments)
+        plain = masked(*tensors[:3], bounds(), 0.0, SCALE)
+    assert half.dtype == dropped.dtype == plain.dtype == torch.bfloat16
+    found = with_gradients(half, tensors)
+    assert {t.dtype for t in found[1:]} == {torch.float32}
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = with_gradients(dropped, tensors)  # backward in an autocast region, too
+    assert all(t.isfinite().all() for t in inside)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    for ours, theirs in zip(found, with_gradients(naive(exact), exact), strict=True):
+        assert relative(ours, theirs) < 2e-2
+
+
+def test_compiling_goes_around_it() -> None:
+    """Graphs before and after, which hold for segments of any lengths."""
+    graphs, counts = [], []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return by_segment(2 * q, k, v, cu_seqlens, 0.0, SCALE).exp()
+
+    q, k, v, _ = (t.detach() for t in inputs())
+    compiled = torch.compile(layer, backend=backend)
+    for seams in (BOUNDS, [0, 24, 30, 48, 48, 48, 48, 48, 48]):
+        cu_seqlens = torch.tensor(seams, dtype=torch.int32)
+        found, expected = compiled(q, k, v, cu_seqlens), layer(q, k, v, cu_seqlens)
+        assert torch.equal(found, expected)
+        counts.append(len(graphs))
+    assert counts[0] == counts[1] > 1
+    torch.compiler.reset()
+
+
+# Kernels of GPUs
+
+
+def test_which_kernel_is_used_where() -> None:
+    def names(device: str, dtype: torch.dtype, width: int = 64) -> list[str]:
+        return [b.__name__ for b in backends(torch.device(device), dtype, width)]
+
+    assert names("cpu", torch.bfloat16) == names("cpu", torch.float32) == ["by_segment", "masked"]
+    assert names("meta", torch.bfloat16) == ["flash", "memory_efficient", "masked"]
+    assert names("meta", torch.float32) == ["memory_efficient", "masked"]
+    assert names("meta", torch.float64) == ["masked"]
+    assert names("meta", torch.bfloat16, 20) == ["masked"]
+    assert names("mps", torch.float16) == ["masked"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "first"),
+    [
+        ((9, 0), torch.bfloat16, flash),
+        ((8, 0), torch.float16, flash),
+        ((8, 0), torch.float32, memory_efficient),
+        ((7, 0), torch.float16, memory_efficient),
+        ((7, 0), torch.float32, memory_efficient),
+        ((7, 0), torch.bfloat16, masked),
+    ],
+)
+def test_which_kernel_is_used_on_which_gpu(
+    capability: tuple[int, int], dtype: torch.dtype, first: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert backends(torch.device("cuda"), dtype, 64)[0] is first
+
+
+def test_the_operators_take_these_arguments() -> None:
+    """On the meta device: shapes and dtypes of what comes back, forward and backward."""
+    tensors = [t.detach().to("meta").requires_grad_() for t in inputs(dtype=torch.bfloat16)]
+    for attend in (flash, memory_efficient):
+        output = attend(*tensors[:3], bounds("meta"), 0.1, SCALE)
+        assert output.shape == (2, 24, 3, 8) and output.dtype == torch.bfloat16
+        assert output.requires_grad
+    output = flash(*tensors[:3], bounds("meta"), 0.1, SCALE)
+    for grad in with_gradients(output, tensors)[1:]:
+        assert grad.shape == (2, 3, 24, 8) and grad.dtype == torch.bfloat16
+
+
+def on_this_gpu() -> Iterator[Any]:
+    if torch.cuda.is_available():
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for attend in backends(torch.device("cuda"), dtype, 8):
+                yield pytest.param(attend, dtype, id=f"{attend.__name__}-{dtype}")
+
+
+@pytest.mark.parametrize(("attend", "dtype"), on_this_gpu())
+def test_a_gpus_kernels(attend: Any, dtype: torch.dtype) -> None:
+    """Against the formula; with dropout, whether backward dropped what forward did.
+
+    For a given draw the output is linear in the values, so <d values, values> = <d out, out>.
+    """
+    exact = inputs()
+    tensors = [t.detach().to("cuda", dtype).requires_grad_() for t in exact]
+    found = with_gradients(attend(*tensors[:3], bounds("cuda"), 0.0, SCALE), tensors)
+    for ours, theirs in zip(found, with_gradients(naive(exact), exact), strict=True):
+        assert relative(ours.cpu(), theirs) < (1e-5 if dtype == torch.float32 else 2e-2)
+    output, _, _, grad_value = with_gradients(
+        attend(*tensors[:3], bounds("cuda"), 0.5, SCALE), tensors
+    )
+    one = (grad_value.double() * tensors[2].double()).sum()
+    other = (tensors[3].double() * output.double()).sum()
+    size = (tensors[3].double() * output.double()).abs().sum()
+    assert abs(one - other) < 1e-2 * size
+    assert relative(output.cpu(), found[0].cpu().double()) > 0.1  # something was dropped

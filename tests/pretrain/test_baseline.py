@@ -1,0 +1,233 @@
+"""The usual step against the formulas, ours against it, and how the two are measured."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import BertForMaskedLM, DistilBertForMaskedLM
+
+from benchmarks import cells, measure
+from benchmarks.baseline import Padded, UsualStep, padded, twin
+from benchmarks.documents import LAYOUTS, drawn, packed, typical
+from benchmarks.documents import SpecialIds as Special
+from pretrain import NumericalError
+from pretrain.attention import IMPLEMENTATION
+from pretrain.batch import MicroBatch, micro_batch
+from pretrain.objectives.distilbert import DistilBert
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def batch() -> MicroBatch:
+    """Three rows of one document each, of 32, 20 and 9 tokens; a seventh of them is predicted."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(5, 200, (3, 32), generator=generator)
+    ids[:, 0] = 2
+    for row, length in enumerate((32, 20, 9)):
+        ids[row, length - 1], ids[row, length:] = 3, 0
+    positions = torch.tensor([[1, 7, 22, 30], [3, 5, 18, 25], [2, 4, 25, 27]])
+    labels = ids.gather(1, positions)
+    labels[1:][positions[1:] >= 20] = -100
+    labels[labels == 0] = -100
+    used = labels != -100
+    ids = ids.scatter(1, positions, torch.where(used, 4, ids.gather(1, positions)))
+    found = micro_batch(ids, positions, labels, cls_id=2, pad_id=0)
+    assert (found.num_tokens, found.num_masked) == (61, 9)
+    return found
+
+
+@pytest.fixture
+def pair(
+    tiny_bert: Callable[..., BertForMaskedLM],
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+) -> cells.Pair:
+    """Tiny models in both steps, the student in training mode."""
+    teacher, student = tiny_bert().requires_grad_(False), tiny_distilbert().train()
+    for model in (teacher, student):
+        model.set_attn_implementation(IMPLEMENTATION)
+    return cells.Pair.of(student, teacher, CPU, ["fp32", "bf16"], pad_id=0)
+
+
+def formulas(student: Any, teacher: Any, batch: Padded, masked: bool) -> dict[str, float]:
+    """The means of the three terms, position by position."""
+    kl, mlm, cosine = [], [], []
+    for ids, mask, labels in zip(*batch, strict=True):
+        n = int(mask.sum())  # the document alone, without its padding
+        ours, theirs = (
+            model(input_ids=ids[None, :n], output_hidden_states=True)
+            for model in (student, teacher)
+        )
+        for i in range(n):
+            q, p = ((o.logits[0, i] / 2).softmax(0) for o in (ours, theirs))
+            if not masked or labels[i] >= 0:
+                kl.append(4 * float(sum(p * (p / q).log())))
+            if labels[i] >= 0:
+                mlm.append(-float(ours.logits[0, i].softmax(0)[labels[i]].log()))
+            a, b = ours.hidden_states[-1][0, i], theirs.hidden_states[-1][0, i]
+            cosine.append(1 - float((a @ b) / math.sqrt(a @ a) / math.sqrt(b @ b)))
+    return {name: sum(v) / len(v) for name, v in (("kl", kl), ("mlm", mlm), ("cosine", cosine))}
+
+
+@pytest.mark.parametrize("positions", ["all", "masked"])
+def test_the_usual_step_is_the_formulas(
+    pair: cells.Pair, batch: MicroBatch, positions: str
+) -> None:
+    student, teacher = twin(pair.student).double().eval(), twin(pair.usual_teacher).double()
+    sequences = padded(batch, pad_id=0)
+    step = UsualStep(student, teacher, sequences, kl_positions=positions)
+    step()
+    with torch.no_grad():
+        expected = formulas(student, teacher, sequences, positions == "masked")
+    assert step.terms == pytest.approx(expected, rel=1e-9)
+    assert min(expected.values()) > 0.01
+
+    weight = student.vocab_projector.weight
+    made, step_size = weight.grad[7, 3].item(), 1e-5
+    losses = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight[7, 3] += sign * step_size
+            means = formulas(student, teacher, sequences, positions == "masked")
+            weight[7, 3] -= sign * step_size
+        losses.append(5 * means["kl"] + 2 * means["mlm"] + means["cosine"])
+    assert made == pytest.approx((losses[0] - losses[1]) / (2 * step_size), rel=1e-5)
+
+
+def test_a_term_without_weight_is_not_computed(pair: cells.Pair, batch: MicroBatch) -> None:
+    step = pair.usual(DistilBert(kl=0, cosine=0).terms(), batch, "fp32")
+    step()
+    assert list(step.terms) == ["mlm"]
+
+
+def test_a_twin_shares_weights_and_nothing_else(pair: cells.Pair) -> None:
+    one, other = pair.student, pair.usual_student
+    pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
+    assert all(a is b and name == same for (name, a), (same, b) in pairs)
+    assert other.config._attn_implementation == "sdpa"
+    assert one.config._attn_implementation == IMPLEMENTATION
+    with measure.without_dropout(other):
+        assert other.distilbert.embeddings.dropout.p == 0
+        assert one.distilbert.embeddings.dropout.p == 0.1
+    assert other.distilbert.embeddings.dropout.p == 0.1
+
+
+@pytest.mark.parametrize("positions", ["all", "masked"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_both_steps_are_the_same_function(
+    pair: cells.Pair, batch: MicroBatch, precision: str, positions: str
+) -> None:
+    terms = DistilBert(kl_positions=positions).terms()
+    ours, usual = pair.ours(terms, batch, precision), pair.usual(terms, batch, precision)
+    found = measure.check(ours, usual, precision)
+    assert found.gradient > 0
+    assert ours.terms == pytest.approx(usual.terms, rel=1e-5 if precision == "fp32" else 2e-2)
+    assert pair.student.distilbert.embeddings.dropout.p == 0.1
+    assert all(parameter.grad is None for parameter in pair.student.parameters())
+
+
+def shifted(batch: MicroBatch) -> MicroBatch:
+    return batch._replace(labels=torch.where(batch.labels >= 5, batch.labels - 1, batch.labels))
+
+
+def packed_rows(batch: MicroBatch) -> MicroBatch:
+    """The last row becomes two documents."""
+    ids = batch.input_ids.clone()
+    ids[2, 5] = 2
+    return micro_batch(ids, batch.positions, batch.labels, cls_id=2, pad_id=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("objective", "change"),
+    [
+        (DistilBert(temperature=3), None),
+        (DistilBert(kl_positions="masked"), None),
+        (DistilBert(mlm=2.2), None),
+        (DistilBert(), shifted),
+        (DistilBert(), packed_rows),
+    ],
+)
+def test_another_function_is_refused(
+    pair: cells.Pair,
+    batch: MicroBatch,
+    precision: str,
+    objective: DistilBert,
+    change: Callable[[MicroBatch], MicroBatch] | None,
+) -> None:
+    ours = pair.ours(objective.terms(), change(batch) if change else batch, precision)
+    usual = pair.usual(DistilBert().terms(), batch, precision)
+    with pytest.raises(NumericalError, match=r"differ: a (term|gradient)"):
+        measure.check(ours, usual, precision)
+
+
+def test_peak_memory_is_what_the_allocator_says(pair: cells.Pair, batch: MicroBatch) -> None:
+    terms = DistilBert().terms()
+    models = (pair.student, pair.usual_teacher)
+    weights = sum(p.numel() * 4 for model in models for p in model.parameters())
+    weights += sum(b.numel() * b.element_size() for model in models for b in model.buffers())
+    for step in (pair.ours(terms, batch, "fp32"), pair.usual(terms, batch, "fp32")):
+        found = measure.memory(step, CPU)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step()
+        step.student.zero_grad(set_to_none=True)
+        events = profiler.profiler.kineto_results.events()
+        sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+        live = peak = 0
+        for _, size in sorted(sizes):
+            live += size
+            peak = max(peak, live)
+        assert found.peak - weights == pytest.approx(peak, rel=0.1)
+        assert 0 < found.above_trunk < found.peak - weights
+
+
+def test_ratios_are_medians_of_neighbours() -> None:
+    assert measure.ratio([4.0, 9.0, 8.0], [2.0, 3.0, 1.0]) == 3
+    assert measure.timing([4.0, 9.0, 8.0]) == (8.0, 4.0, 9.0)
+
+
+def test_documents_have_the_stated_fill() -> None:
+    for name, fill in (("article", 0.92), ("paragraph", 0.15)):
+        lengths = LAYOUTS[name].lengths(4000, 512, seed=1)
+        assert max(lengths) <= 512
+        assert sum(lengths) / len(lengths) / 512 == pytest.approx(fill, abs=0.01)
+    documents = drawn(lengths, 30522, Special(0, 101, 102))
+    rows = packed(documents, 8, 512)
+    chosen = [id(document) for row in rows for document in row]
+    assert len(set(chosen)) == len(chosen)
+    assert all(490 < sum(map(len, row)) <= 512 for row in rows)
+    alone = typical(documents, 8)
+    assert [len(row) for row in alone] == [1] * 8
+    assert sum(len(d) for [d] in alone) / 8 / 512 == pytest.approx(fill, abs=0.02)
+
+
+class Starved(UsualStep):
+    """Wants more than any machine has."""
+
+    def __call__(self) -> None:
+        torch.empty(1 << 55)
+
+
+class Starving(cells.Pair):
+    """Whose usual step is starved."""
+
+    def usual(self, *arguments: Any) -> UsualStep:
+        step = super().usual(*arguments)
+        return Starved(step.student, step.teacher, step.batch)
+
+
+def test_a_step_that_does_not_fit_is_reported(pair: cells.Pair, batch: MicroBatch) -> None:
+    starving = Starving(**vars(pair))
+    terms = DistilBert().terms()
+    found = cells.rows(starving, terms, batch, "fp32", 1)
+    assert found["steps"]["usual"] == {"error": "out of memory"} and found["ratio"] is None
+    assert found["steps"]["ours"]["tokens_per_second"] > 0
+    assert cells.agreement(starving, terms, batch, "fp32") == {"error": "out of memory"}
+    rows = {"packed": batch, "padded": batch, "full": batch}
+    found = cells.documents(starving, terms, rows, "fp32", 1)
+    assert found["steps"]["usual padded"] == {"error": "out of memory"}
+    assert "against ours padded" in found and "against usual padded" not in found

@@ -1,0 +1,153 @@
+"""What `distil bench` measures, prints and writes, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from launch import cli
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(__file__).parents[2]
+TINY = ["--layers", "2", "--width", "32", "--row-length", "16", "--micro-batch", "2"]
+
+
+def assert_whole(step: dict[str, Any], *more: str) -> None:
+    for name in ("milliseconds", "fastest", "slowest", "tokens_per_second", *more):
+        assert step[name] > 0, name
+    assert step["fastest"] <= step["milliseconds"] <= step["slowest"]
+
+
+def test_synthetic_models_are_measured_without_anything_else(tmp_path: Path) -> None:
+    file = tmp_path / "figures" / "bench.json"
+    command = [sys.executable, "-m", "launch", "bench", "--synthetic", *TINY, "--documents"]
+    command += ["--repeats", "1", "--precision", "fp32", "--kl", "masked", "--json", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "fp32 masked 2" in result.stdout and "usual" in result.stdout
+    text = file.read_text(encoding="utf-8")
+    assert str(ROOT) not in text and str(tmp_path) not in text and os.uname().nodename not in text
+    report = json.loads(text)
+    assert report["hardware"]["device"] == "cpu" and report["versions"]["torch"]
+    [agreement] = report["agreement"]
+    assert 0 <= agreement["term"] < 1e-5 and 0 < agreement["gradient"] < 1e-4
+    [row] = report["rows"]
+    assert (row["precision"], row["kl"], row["micro_batch"], row["tokens"]) == (
+        *("fp32", "masked", 2),
+        32,
+    )
+    for name in ("ours", "usual"):
+        assert_whole(row["steps"][name], "mfu", "peak_bytes", "above_trunk_bytes")
+    assert row["ratio"] > 0 and row["above_trunk_share"] > 0
+    assert [cell["layout"] for cell in report["documents"]] == ["article", "paragraph"]
+    for cell in report["documents"]:
+        assert cell["promised"] == cell["fills"]["packed"] / cell["fills"]["padded"]
+        for name in ("ours packed", "ours padded", "ours full", "usual padded"):
+            assert_whole(cell["steps"][name])
+            if name != "ours packed":
+                assert cell[f"against {name}"]["kept"] > 0
+
+
+@pytest.fixture
+def distil(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`distil` with some arguments, in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["distil", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def config(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> dict[str, Any]:
+    save_teacher(tmp_path / "teacher")
+    return {
+        "output": str(tmp_path / "run"),
+        "shards": str(corpus),
+        "teacher": str(tmp_path / "teacher"),
+        "objective": {"temperature": 3.0, "kl_positions": "masked"},
+        "train": {"precision": "bf16", "micro_batch_size": 4, "global_batch_size": 8},
+    }
+
+
+def test_a_config_is_measured_as_it_trains(
+    tmp_path: Path, config: dict[str, Any], distil: Callable[..., tuple[int, str, str]]
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    file = tmp_path / "bench.json"
+    code, out, err = distil(
+        *("bench", tmp_path / "run.yaml", "student.num_layers=1", "--documents"),
+        *("--repeats", 1, "--json", file),
+    )
+    assert code == 0, out + err
+    report = json.loads(file.read_text(encoding="utf-8"))
+    [row], [documents] = report["rows"], report["documents"]
+    assert (row["precision"], row["kl"], row["micro_batch"]) == ("bf16", "masked", 4)
+    assert "4 -> 1 layers" in report["what"]
+    assert documents["layout"] == "these shards"
+    assert 0 < documents["fills"]["padded"] < documents["fills"]["packed"] <= 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--precision", "fp16"], ["--precision fp16", "GPU"]),
+        (["--precision", "int8"], ["--precision int8", "bf16"]),
+        (["--kl", "some"], ["--kl some", "masked"]),
+        (["--micro-batch", "0"], ["--micro-batch 0"]),
+        (["--width", "100000", "--layers", "2"], ["--width 100000", "multiple of 64"]),
+        (["nowhere.yaml"], ["nowhere.yaml", "no such file"]),
+        (["nowhere.yaml", "--synthetic"], ["--synthetic", "nowhere.yaml"]),
+    ],
+)
+def test_mistakes_are_one_line(
+    distil: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    parts: list[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = distil("bench", *arguments)
+    assert code == 2 and len(err.strip().splitlines()) == 1, err
+    assert all(part in err for part in parts), err
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"shards": "nowhere"}, ["nowhere"]),
+        (
+            {"objective": {"name": "mlm"}, "model": {"hidden_size": 12}, "teacher": None},
+            ["objective mlm", "--synthetic"],
+        ),
+        ({"train": {"micro_batch_size": 10**6}}, ["1000000", "rows"]),
+    ],
+)
+def test_a_config_that_cannot_be_measured_is_one_line(
+    tmp_path: Path,
+    config: dict[str, Any],
+    distil: Callable[..., tuple[int, str, str]],
+    change: dict[str, Any],
+    parts: list[str],
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config | change), encoding="utf-8")
+    code, _, err = distil("bench", tmp_path / "run.yaml")
+    assert code == 2 and len(err.strip().splitlines()) == 1, err
+    assert all(part in err for part in parts), err

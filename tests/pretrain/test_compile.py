@@ -1,0 +1,251 @@
+"""Compiled trunks and a compiled head: the same run, few compilations, nothing new in files."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_work
+import ranks
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from pretrain import RunError, metrics
+from pretrain.compilation import check_compiler
+from pretrain.config import RunConfig
+from pretrain.head import Projection, compiled, vocabulary, vocabulary_losses
+from pretrain.objectives import Term
+from pretrain.objectives.distilbert import DistilBert
+from pretrain.train import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RATES = ("tokens_per_second", "data_wait", "mfu")  # the only figures that time may change
+N, D, V = 61, 16, 53
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.fixture(autouse=True)
+def compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache of the tests' own, and a process that has compiled nothing yet."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    torch._dynamo.reset()
+    counters.clear()
+    import torch._inductor.config as settings
+
+    with settings.patch(compile_threads=1):
+        yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    """How many were compiled since the test began."""
+    return counters["stats"]["unique_graphs"]
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def naive(
+    student: Projection, teacher: Projection, labels: Tensor, terms: list[Term], n: int
+) -> list[Tensor]:
+    """Sums from full logits, written from the formulas."""
+    s = student.hidden_ND[:n] @ student.weight_VD.T + student.bias_V
+    t = teacher.hidden_ND[:n] @ teacher.weight_VD.T + teacher.bias_V
+    p = (t / 2).softmax(-1)
+    kl = 4 * (p * (p.log() - (s / 2).log_softmax(-1))).sum(-1)
+    known = labels >= 0
+    mlm = -s[: len(labels)].log_softmax(-1)[known, labels[known]]
+    sums = {"tokens": kl.sum(), "masked": kl[: len(labels)].sum()}
+    return [sums[term.over] if term.name == "kl" else mlm.sum() for term in terms]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
+)
+def test_the_head_against_full_logits_in_fp64_with_few_compilations(
+    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vocabulary.CHUNK, "cpu", 24)
+    monkeypatch.setitem(compiled.ROWS, "cpu", 8)
+    seen = 0
+    # Chunks of any size, the border of labels anywhere, no label, and a term alone.
+    for n, m, changes in [
+        (61, 9, {}),
+        (61, 30, {}),
+        (40, 40, {"kl_positions": "masked"}),
+        (23, 1, {}),
+        (48, 24, {}),
+        (7, 3, {}),
+        (61, 0, {"mlm": 0}),
+        (33, 33, {"kl": 0}),
+    ]:
+        objective = DistilBert.model_validate(changes)
+        terms = [term for term in objective.terms() if term.signal == "logits"]
+        labels = torch.arange(m) * 7 % V
+        labels[2:3] = -100
+        exact = Projection(draw(0, N, D)[:n], draw(1, V, D), draw(2, V))
+        teacher = Projection(draw(3, N, D)[:n], draw(4, V, D), draw(5, V))
+        ours = Projection(*(tensor.to(dtype).requires_grad_() for tensor in exact))
+        theirs = Projection(*(tensor.to(dtype) for tensor in teacher))
+        factors = torch.tensor([0.7, 1.3][: len(terms)])
+        loss, sums = vocabulary_losses(ours, theirs, labels, terms, factors, backend="compiled")
+        loss.backward()
+        for tensor in exact:
+            tensor.requires_grad_()
+        expected = torch.stack(naive(exact, teacher, labels, terms, n))
+        gradients = torch.autograd.grad(expected @ factors.double(), list(exact))
+        pairs = [(sums, expected.detach()), *zip([x.grad for x in ours], gradients, strict=True)]
+        for found, true in pairs:
+            assert found is not None and torch.isfinite(found).all()
+            assert (found.double() - true).abs().max() <= tolerance * true.abs().max()
+        seen += n
+    # KL with labels, KL alone, labels alone; all of one shape.
+    assert seen > 300 and graphs() == 3
+
+
+@pytest.fixture
+def settings(
+    tmp_path: Path,
+    corpus: Path,
+    save_teacher: Callable[..., Any],
+    tiny_bert: Callable[..., Any],
+) -> Callable[..., dict[str, Any]]:
+    save_teacher(tmp_path / "teacher", tiny_bert(2))
+
+    def make(name: str, dropout: float = 0.0, **train: Any) -> dict[str, Any]:
+        return {
+            "output": str(tmp_path / name),
+            "shards": str(corpus),
+            "teacher": str(tmp_path / "teacher"),
+            "student": {"num_layers": 1, "dropout": dropout, "attention_dropout": dropout},
+            "optimizer": {"learning_rate": 1e-3},
+            "train": {
+                "max_steps": 4,
+                "global_batch_size": 8,
+                "micro_batch_size": 4,
+                "num_workers": 0,
+                **train,
+            },
+            "evaluation": {"every": 1, "rows": 8},
+            "checkpoint": {"every": 1, "keep": 10},
+            "logging": {"every": 1},
+        }
+
+    return make
+
+
+class Listener(metrics.Silent):
+    """Keeps what is said, and after each step how many graphs were compiled."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.graphs: list[int] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def step(self, step: int, num_steps: int, values: Any) -> None:
+        self.graphs.append(graphs())
+
+
+def run(values: dict[str, Any], **arguments: Any) -> Listener:
+    listener = Listener()
+    train(RunConfig.model_validate(values), progress=listener, **arguments)
+    return listener
+
+
+def weights(values: dict[str, Any], step: int = 4) -> dict[str, Tensor]:
+    folder = Path(values["output"]) / "checkpoints" / f"step-{step:08d}"
+    student = load_file(folder / "student" / "model.safetensors")
+    return student | load_file(folder / "optimizer.safetensors")
+
+
+def history(values: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in entry.items() if key not in RATES}
+        for entry in metrics.read(Path(values["output"]) / "metrics.jsonl")
+    ]
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest of the students' weights; key biases have a true gradient of zero."""
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    return max(
+        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-3))
+        for name in ours
+        if "/" not in name and "k_lin.bias" not in name
+    )
+
+
+def test_a_compiled_run_is_the_usual_one_and_compiles_at_its_first_step_alone(
+    settings: Callable[..., dict[str, Any]],
+) -> None:
+    usual, fast = settings("usual"), settings("fast", compile=True)
+    quiet = run(usual)
+    assert graphs() == 0 and not any("train.compile" in line for line in quiet.said)
+    listener = run(fast)
+    assert any("train.compile: the first step compiles" in line for line in listener.said)
+    assert listener.graphs[0] < listener.graphs[1] == listener.graphs[-1]
+    assert difference(usual, fast) < 1e-5
+    for one, other in zip(history(usual), history(fast), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_an_interrupted_compiled_run_is_bitwise_the_undisturbed_one(
+    settings: Callable[..., dict[str, Any]],
+) -> None:
+    """With dropout, other rows at the first compilation, and evaluations in between."""
+    whole, parts = (settings(name, 0.1, compile=True) for name in ("whole", "parts"))
+    run(whole)
+    run(parts, stop_after=1)
+    torch._dynamo.reset()
+    run(parts, stop_after=3)
+    torch._dynamo.reset()
+    run(parts)
+    ours, theirs = weights(whole), weights(parts)
+    assert ours.keys() == theirs.keys() and history(whole) == history(parts)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    plain = {**settings("parts", 0.1), "train": {**parts["train"], "max_steps": 4}}
+    plain["train"]["compile"] = False
+    run(plain)  # which continues, having nothing left to do: the key shapes nothing
+
+
+def test_two_processes_compile_and_agree(
+    settings: Callable[..., dict[str, Any]], cache: Path
+) -> None:
+    usual = settings("usual", micro_batch_size=2)
+    fast = settings("fast", micro_batch_size=2, compile=True, activation_checkpointing=True)
+    run(usual)
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    ranks.run(2, rank_work.once, fast, environment=variables)
+    assert difference(usual, fast) < 1e-5
+
+
+def test_without_a_compiler_one_line_names_the_fix(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._inductor.config as compiler
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "nothing compiled"))
+    values = settings("run", compile=True)
+    with (
+        compiler.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(
+            RunError, match=r"no-such-compiler.*install .*or set train\.compile=false"
+        ) as e,
+    ):
+        run(values)
+    assert "\n" not in str(e.value)
+    assert not (Path(values["output"]) / "metrics.jsonl").exists()
+    torch._dynamo.reset()
+    check_compiler(torch.device("cpu"))

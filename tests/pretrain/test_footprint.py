@@ -1,0 +1,340 @@
+"""Counts of a step against numbers made by hand, against torch's allocator, and against themselves.
+
+The last is `tests/golden/footprint.json`, BERT-base with DistilBERT. To move it on purpose:
+`python -m tests.pretrain.test_footprint`, and say why in docs/LOG.md.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
+
+from pretrain import attention
+from pretrain.attention import IMPLEMENTATION, segments
+from pretrain.attention.backends import flash
+from pretrain.batch import MicroBatch
+from pretrain.distillation import Distillation
+from pretrain.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
+from pretrain.head import closed_form, vocabulary
+from pretrain.models import last_hidden_state
+from pretrain.objectives.distilbert import DistilBert
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "footprint.json"
+RENEW = "if that is meant: python -m tests.pretrain.test_footprint, and say why in docs/LOG.md"
+B, L, D, V = 64, 512, 768, 30522
+K = 77  # 15 % of 512
+CASES = [(where, precision) for where in ("all", "masked") for precision in ("fp32", "bf16")]
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+def base(kl_positions: Any, precision: str) -> Distillation:
+    """A DistilBERT of half BERT-base's layers with it, in half precision as in a run, as shapes."""
+    with torch.device("meta"):
+        teacher = (
+            BertForMaskedLM(BertConfig(attn_implementation=IMPLEMENTATION))
+            .requires_grad_(False)
+            .eval()
+        )
+        teacher.to(DTYPES[precision] or torch.float32)
+        student = DistilBertForMaskedLM(DistilBertConfig(attn_implementation=IMPLEMENTATION))
+    terms = DistilBert(kl_positions=kl_positions).terms()
+    return Distillation(student, teacher, terms, pad_id=0)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's chunks and attention, which are also far fewer operators to count."""
+    _as_on_a_gpu(monkeypatch)
+
+
+def _as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(vocabulary, "CHUNK", {})
+    patch.setattr(closed_form, "_BLOCK", {})
+    # In fp32, too, where a GPU's is memory-efficient attention: torch 2.13 has no backward pass of
+    # that on shapes, and the counts are the same.
+    patch.setattr(attention, "backends", lambda *_: [flash])
+
+
+# By hand
+
+
+def test_flops_of_products_are_two_for_a_multiplication_and_an_addition() -> None:
+    a, b, c = torch.ones(3, 5), torch.ones(5, 7), torch.zeros(3, 7)
+    batch = torch.ones(2, 3, 5)
+    for work, expected in (
+        (lambda: a @ b, 2 * 3 * 5 * 7),
+        (lambda: torch.addmm(c, a, b), 2 * 3 * 5 * 7),
+        (lambda: torch.addmm(c, a, b, out=torch.empty(3, 7)), 2 * 3 * 5 * 7),
+        (lambda: c.addmm_(a, b), 2 * 3 * 5 * 7),
+        (lambda: batch @ b.expand(2, 5, 7), 2 * 2 * 3 * 5 * 7),
+        (lambda: torch.baddbmm(c, batch, b.expand(2, 5, 7)), 2 * 2 * 3 * 5 * 7),
+        (lambda: F.linear(batch, b.t(), c[0]), 2 * 2 * 3 * 5 * 7),
+    ):
+        for context in (torch.enable_grad(), torch.inference_mode()):
+            with context, Counter() as counter:
+                work()
+            assert counter.flops == expected
+
+
+def test_a_backward_pass_of_a_chain_doubles_and_leaves_out_what_needs_no_gradient() -> None:
+    x, w1, w2 = torch.ones(3, 5), torch.ones(5, 7), torch.ones(7, 2)
+    w1.requires_grad_(), w2.requires_grad_()
+    with Counter() as counter:
+        y = ((x @ w1) @ w2).sum()
+        assert counter.flops == 2 * 3 * 5 * 7 + 2 * 3 * 7 * 2
+        y.backward()
+    # Both weights' gradients and that of the middle, not that of x.
+    assert counter.flops == 2 * (2 * 3 * 5 * 7) + 3 * (2 * 3 * 7 * 2)
+
+
+def test_attention_is_counted_as_its_two_products_and_five_of_the_backward_pass() -> None:
+    q, k, v = (torch.ones(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+    product = 2 * 2 * 4 * 16 * 16 * 8
+    with Counter() as counter:
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert counter.flops == 2 * product
+    with counter:
+        out.sum().backward()
+    assert counter.flops in (2 * product + 4 * product, 2 * product + 5 * product)
+    with torch.inference_mode(), Counter() as counter:
+        F.scaled_dot_product_attention(q, k, v)
+    assert counter.flops == 2 * product
+
+
+def test_bytes_are_every_input_once_and_every_output_once() -> None:
+    x, index = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int64)
+    row = torch.ones(1, 8)
+    tile, gathered, indices = 4 * 8 * 4, 4 * 4, 4 * 8
+    for work, expected in (
+        (lambda: x.t().reshape(32, 1)[:3].unsqueeze(0), 2 * tile),  # one copy, by reshape
+        (lambda: x.t()[2:].unsqueeze(0).expand(5, 6, 4).detach(), 0),
+        (lambda: torch.empty(4, 8), 0),
+        (lambda: torch.zeros(4, 8), tile),
+        (lambda: x + 1, 2 * tile),
+        (lambda: x + x[:1], 2 * tile + tile // 4),
+        (lambda: x.add_(x[:1].expand(4, 8)), 2 * tile + tile // 4),
+        (lambda: x.mul_(2), 2 * tile),
+        (lambda: x.copy_(row), tile + tile // 4),
+        (lambda: torch.add(x, 1, out=torch.empty(4, 8)), 2 * tile),
+        (lambda: x.gather(1, index), 2 * gathered + indices),
+        (lambda: x.index_select(0, index[:1, 0]), 2 * tile // 4 + 8),
+        (lambda: x.scatter_add_(1, index, x[:, :1]), 3 * gathered + indices),
+    ):
+        with Counter() as counter:
+            work()
+        assert counter.bytes == expected
+        assert counter.flops == 0
+
+
+def test_the_peak_is_of_memory_that_is_alive_together() -> None:
+    x = torch.ones(1000)
+    with Counter() as counter:
+        a = x + 1
+        b = a * 2
+        assert (counter.live, counter.peak) == (8000, 8000)
+        view = a[1:]
+        del a
+        assert counter.live == 8000  # the view holds it
+        del view
+        assert counter.live == 4000
+        c = b[:10] + 1
+        b.add_(1)
+        assert (counter.live, counter.peak) == (4040, 8000)
+        del b, c
+        d = torch.empty(500, dtype=torch.float64)
+        assert (counter.live, counter.peak, counter.largest) == (4000, 8000, 4000)
+    del d
+    assert counter.live == 0
+
+
+def test_the_peak_sees_what_autograd_keeps() -> None:
+    x = torch.ones(1000, requires_grad=True)
+    with Counter() as counter:
+        y = (x * 2).exp().exp().sum()
+        assert counter.live == 2 * 4000 + 4  # results of both exp; x * 2 is not kept
+        y.backward()
+        del y
+    assert counter.live == 4000  # the gradient
+
+
+# BERT-base against the cost model
+
+
+def test_a_layer_of_bert_base_takes_24_d_squared_and_4_s_d() -> None:
+    counts = []
+    for layers in (1, 2):
+        with torch.device("meta"):
+            config = BertConfig(num_hidden_layers=layers, attn_implementation=IMPLEMENTATION)
+            model = BertForMaskedLM(config).eval()
+        cu_seqlens = torch.arange(0, 3 * L, L, dtype=torch.int32)
+        with shapes_only(model) as shapes, torch.inference_mode(), Counter() as counter:
+            ids = torch.zeros(2, L, dtype=torch.int64)
+            last_hidden_state(shapes, ids, segments(ids, cu_seqlens, pad_id=1))
+        counts.append(counter.flops)
+    assert counts[1] - counts[0] == 2 * L * (24 * D**2 + 4 * L * D)
+
+
+@pytest.mark.parametrize(("where", "precision"), CASES)
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_step_takes_what_the_cost_model_says(where: str, precision: str) -> None:
+    """30 L + 4 k H a token; attention that computes its scores again in backward adds up to 2 %."""
+    layer, head = 24 * D**2 + 4 * L * D, 2 * D**2 + 2 * D * V
+    share = 1 if where == "all" else K / L
+    expected = 2 * L * (30 * layer + 4 * share * head)
+    ours = of_micro_step(base(where, precision), 2, L, autocast=DTYPES[precision])
+    assert expected <= ours.flops <= 1.02 * expected
+    ours = of_head(base(where, precision), 2, L, autocast=DTYPES[precision])
+    assert ours.flops == pytest.approx(2 * L * share * 4 * 2 * D * V, rel=1e-3)
+
+
+# Shapes against what is really done
+
+
+@pytest.fixture
+def small(
+    tiny_bert: Callable[..., BertForMaskedLM], tiny_distilbert: Callable[..., DistilBertForMaskedLM]
+) -> Distillation:
+    teacher = tiny_bert(width=64).requires_grad_(False)
+    return Distillation(tiny_distilbert(width=64).train(), teacher, DistilBert().terms(), pad_id=0)
+
+
+def really(module: Distillation, dtype: torch.dtype | None) -> None:
+    """The micro-step of 4 rows of two documents with 5 predicted tokens each, on numbers."""
+    ids = torch.ones(4, 32, dtype=torch.int64)
+    slots = torch.arange(5).repeat(4, 1)
+    batch = MicroBatch(ids, slots, slots + 5, torch.arange(0, 129, 16).int(), 128, 20)
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        loss, _ = module(*batch, torch.ones(3))
+    (loss / 128).backward()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shapes_give_the_counts_of_numbers(small: Distillation, precision: str) -> None:
+    dtype = DTYPES[precision]
+    shapes = of_micro_step(small, 4, 32, autocast=dtype, segments=2, masked=0.15)
+    assert all(p.grad is None and type(p) is nn.Parameter for p in small.parameters())
+    with Counter() as counter:
+        really(small, dtype)
+    assert shapes.flops == counter.flops
+    assert shapes.bytes == pytest.approx(counter.bytes, rel=2e-3)
+    assert shapes.peak == pytest.approx(counter.peak, rel=2e-3)
+
+
+def test_compiled_code_is_counted_as_it_is_written(small: Distillation) -> None:
+    options: dict[str, Any] = {"backend": "compiled", "compiled": True, "pad_id": 0}
+    compiled = Distillation(small.student, small.teacher, small.terms, **options)
+    assert of_micro_step(compiled, 4, 32).flops == of_micro_step(small, 4, 32).flops
+
+
+def test_shapes_take_no_memory_and_leave_values_from_outside_alone() -> None:
+    host = torch.tensor([0, 3, 7])
+    with shapes_only(nn.Linear(10**6, 10**6, device="meta")) as shapes:
+        assert shapes(torch.zeros(10**6, 10**6)).shape == (10**6, 10**6)
+        assert host.diff().tolist() == [3, 4] and int(host.max()) == 7
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_peak_is_that_of_torchs_allocator(
+    small: Distillation, precision: str, tmp_path: Path
+) -> None:
+    """Kernels' own scratch memory, the smallest part, is what the counter does not see."""
+    dtype = DTYPES[precision]
+    really(small, dtype)  # what is allocated once
+    small.zero_grad(set_to_none=True)
+    with Counter() as counter:
+        really(small, dtype)
+    small.zero_grad(set_to_none=True)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        really(small, dtype)
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    alive = peak = 0
+    for _, change in changes:
+        alive += change
+        peak = max(peak, alive)
+    assert counter.peak == pytest.approx(peak, rel=0.1)
+
+
+# The head
+
+
+def usual_head(rows: int, slots: int, dtype: torch.dtype | None, *, masked: bool) -> Footprint:
+    """The formulas on whole logits: KLDivLoss and CrossEntropyLoss, `masked_select` before KL.
+
+    A selection by index stands for `masked_select`, whose result has no shape without numbers.
+    """
+    with shapes_only(nn.Linear(D, V, device="meta")) as student:
+        teacher = torch.empty(V, D), torch.empty(V)
+        hidden = torch.zeros(rows, D, requires_grad=True)
+        teacher_hidden, labels = torch.zeros(rows, D), torch.zeros(rows, dtype=torch.int64)
+        index = torch.zeros(slots if masked else rows, dtype=torch.int64)
+        with Counter() as counter:
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                s = student(hidden)
+                with torch.no_grad():
+                    t = F.linear(teacher_hidden, *teacher)
+                chosen_s, chosen_t = s.index_select(0, index), t.index_select(0, index)
+                log_q = F.log_softmax(chosen_s / 2, dim=-1)
+                p = F.softmax(chosen_t / 2, dim=-1)
+                kl = nn.KLDivLoss(reduction="batchmean")(log_q, p) * 4
+                loss = 5 * kl + 2 * nn.CrossEntropyLoss()(s, labels)
+            loss.backward()
+    return counter.footprint
+
+
+@pytest.mark.parametrize(("where", "precision"), CASES)
+def test_the_head_takes_less_than_a_quarter_of_the_usual_memory(
+    where: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = DTYPES[precision]
+    for batch_size in (2, B):  # with a processor's chunks, then a GPU's
+        if batch_size == B:
+            _as_on_a_gpu(monkeypatch)
+        ours = of_head(base(where, precision), batch_size, L, autocast=dtype)
+        usual = usual_head(batch_size * L, batch_size * K, dtype, masked=where == "masked")
+        # At 154 positions the gradient of the embedding, in fp32 and bf16, is most of it.
+        few = batch_size == 2 and (where, precision) == ("masked", "bf16")
+        assert ours.peak < usual.peak * (0.36 if few else 0.25)
+        rows = vocabulary.CHUNK.get("cpu", vocabulary.CHUNK_GPU)
+        assert ours.largest <= 4 * max(rows * V, V * D)
+        assert usual.largest >= batch_size * L * V * 2
+
+
+# The regression
+
+
+def counts(where: str, precision: str) -> Iterator[tuple[str, int]]:
+    """(name, count) of the step at 1 x 512 on a CPU, of step and head at 64 x 512 as on a GPU."""
+    module, dtype, found = base(where, precision), DTYPES[precision], {}
+    if (where, precision) in (("all", "fp32"), ("masked", "bf16")):  # it takes seconds
+        found["1 x 512, CPU: step"] = of_micro_step(module, 1, L, autocast=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        _as_on_a_gpu(patch)
+        found["64 x 512: step"] = of_micro_step(module, B, L, autocast=dtype)
+        found["64 x 512: head"] = of_head(module, B, L, autocast=dtype)
+    for part, footprint in found.items():
+        for field in ("flops", "bytes", "peak"):
+            yield f"{part}, {precision}, kl over {where}: {field}", getattr(footprint, field)
+
+
+@pytest.mark.usefixtures("one_thread")  # on a CPU they decide on the size of blocks
+@pytest.mark.parametrize(("where", "precision"), CASES)
+def test_a_step_costs_what_it_did(where: str, precision: str) -> None:
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    for name, count in counts(where, precision):
+        change = f"{name} was {golden[name]:,} and is {count:,}"
+        assert count <= 1.01 * golden[name], f"{change}, which is more; {RENEW}"
+        assert count >= 0.9 * golden[name], f"{change}: better, so hold it; {RENEW}"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    entries = dict(pair for case in CASES for pair in counts(*case))
+    GOLDEN.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")

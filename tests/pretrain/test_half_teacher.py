@@ -1,0 +1,178 @@
+"""A half-precision run keeps its frozen teacher in half precision, and nothing else changes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertForMaskedLM, DistilBertForMaskedLM
+
+import pretrain.evaluate
+import pretrain.train
+from pretrain.batch import MicroBatch, micro_batch
+from pretrain.build import Run, build
+from pretrain.config import RunConfig
+from pretrain.distillation import Distillation
+from pretrain.masking import Masking
+from pretrain.objectives.distilbert import DistilBert
+from pretrain.teacher import parameters_sha256
+from pretrain.train import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def settings(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> dict[str, Any]:
+    save_teacher(tmp_path / "teacher")
+    return {
+        "output": str(tmp_path / "run"),
+        "shards": str(corpus),
+        "teacher": str(tmp_path / "teacher"),
+        "student": {"num_layers": 2},
+        "train": {
+            "max_steps": 2,
+            "global_batch_size": 4,
+            "micro_batch_size": 4,
+            "num_workers": 0,
+            "precision": "bf16",
+        },
+        "evaluation": {"every": 1, "rows": 8},
+    }
+
+
+@pytest.fixture
+def batch(packed_ids: Tensor) -> MicroBatch:
+    masking = Masking(0.2, (0, 1, 2, 3, 4), mask_id=4, vocab_size=200, seed=3)
+    masked = masking(packed_ids, torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    return micro_batch(*masked, cls_id=2, pad_id=0)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """The runs that `train` built."""
+    found: list[Run] = []
+
+    def keeping(*arguments: Any, **keywords: Any) -> Run:
+        found.append(build(*arguments, **keywords))
+        return found[-1]
+
+    monkeypatch.setattr(pretrain.train, "build", keeping)
+    return found
+
+
+def state(values: dict[str, Any], step: int) -> dict[str, Any]:
+    file = Path(values["output"]) / "checkpoints" / f"step-{step:08d}" / "state.json"
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
+)
+def test_its_dtype_is_the_runs_and_its_digest_the_folders(
+    precision: str,
+    dtype: torch.dtype,
+    settings: dict[str, Any],
+    runs: list[Run],
+    tmp_path: Path,
+) -> None:
+    settings["train"]["precision"] = precision
+    config = RunConfig.model_validate(settings)
+    train(config, stop_after=1)
+    train(config)  # which refuses another teacher than the checkpoint's
+    assert len(runs) == 2
+    exact = parameters_sha256(BertForMaskedLM.from_pretrained(tmp_path / "teacher"))
+    for step, run in enumerate(runs, 1):
+        teacher = run.teacher
+        assert teacher is not None and teacher.sha256 == exact
+        assert {p.dtype for p in teacher.model.parameters()} == {dtype}
+        assert {p.dtype for p in run.student.parameters()} == {torch.float32}
+        assert teacher.model.cls.predictions.decoder.weight is (
+            teacher.model.bert.embeddings.word_embeddings.weight
+        )
+        assert state(settings, step)["teacher"]["sha256"] == exact
+        assert run.evaluation["kl"] > 0
+
+
+def test_a_step_with_it_is_near_the_exact_one(
+    tiny_bert: Callable[..., BertForMaskedLM],
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+    batch: MicroBatch,
+) -> None:
+    """Loss, terms and gradient within 2e-2 of fp64; most of that is the student's autocast."""
+    objective = DistilBert()
+
+    def step(
+        student: DistilBertForMaskedLM, teacher: BertForMaskedLM, *, autocast: bool
+    ) -> tuple[Tensor, Tensor]:
+        module = Distillation(student, teacher.requires_grad_(False), objective.terms(), pad_id=0)
+        counts = {"tokens": batch.num_tokens, "masked": batch.num_masked}
+        factors = torch.tensor([term.weight / counts[term.over] for term in module.terms])
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss, sums = module(*batch, factors)
+        loss.backward()
+        gradients = [p.grad.double().flatten() for p in student.parameters() if p.grad is not None]
+        return torch.cat([loss.detach()[None], sums]).double(), torch.cat(gradients)
+
+    exact, true = step(tiny_distilbert().double(), tiny_bert().double(), autocast=False)
+    half = tiny_bert().bfloat16()
+    for autocast, tolerance in ((True, 2e-2), (False, 5e-3)):  # without, only the teacher rounds
+        found, gradient = step(tiny_distilbert(), half, autocast=autocast)
+        assert ((found - exact).abs() <= tolerance * exact.abs()).all()
+        assert 0 < (gradient - true).norm() <= tolerance * true.norm()
+
+
+def test_nothing_of_it_is_cast_at_a_step(
+    tiny_bert: Callable[..., BertForMaskedLM],
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+    batch: MicroBatch,
+) -> None:
+    def casts(teacher: BertForMaskedLM | None) -> int:
+        module = Distillation(tiny_distilbert(), teacher, DistilBert().terms(), pad_id=0)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Casts() as counter:
+            module.trunks(batch.input_ids, batch.cu_seqlens)
+        return counter.number
+
+    alone = casts(None)
+    assert 0 < alone == casts(tiny_bert().bfloat16()) < casts(tiny_bert())
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts between precisions."""
+
+    number = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype):
+            floating = args[0].is_floating_point() and result.is_floating_point()
+            self.number += floating and args[0].dtype != result.dtype
+        return result
+
+
+def test_evaluation_alone_stays_in_fp32(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train(RunConfig.model_validate(settings))
+    dtypes: list[torch.dtype] = []
+    inner = pretrain.evaluate.evaluate
+
+    def noting(student: Any, teacher: Any, *arguments: Any, **keywords: Any) -> Any:
+        dtypes.extend((student.dtype, teacher.dtype))
+        return inner(student, teacher, *arguments, **keywords)
+
+    monkeypatch.setattr(pretrain.evaluate, "evaluate", noting)
+    found = pretrain.evaluate.evaluate_folder(
+        Path(settings["output"]),
+        Path(settings["shards"]),
+        teacher=settings["teacher"],
+        rows=8,
+        warn=print,
+    )
+    assert dtypes == [torch.float32, torch.float32]
+    assert found["loss"] == pytest.approx(state(settings, 2)["evaluation"]["loss"], rel=2e-2)
