@@ -15,7 +15,7 @@ from torch import Tensor
 
 # Elements that are worked through at a time: a processor's cache is the fast memory there is.
 _BLOCK = {"cpu": 1 << 18}
-_BLOCK_GPU = 1 << 25
+_BLOCK_GPU = 1 << 23
 
 
 class Weights(NamedTuple):

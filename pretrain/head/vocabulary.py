@@ -23,7 +23,7 @@ from pretrain.objectives.terms import CrossEntropy, KLDivergence, Signals, Term
 
 # Positions at a time: smaller chunks lose the speed of large matrix products.
 CHUNK = {"cpu": 512}
-CHUNK_GPU = 4096
+CHUNK_GPU = 2048
 WORDS = {"cpu": 8192}  # at a time in a product of half precision; elsewhere all
 
 Backend = Literal["auto", "torch", "compiled", "triton"]
