@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from pretrain.attention.backends import backends
+from pretrain.attention.backends import usable
 from pretrain.attention.layout import Segments, block_diagonal_mask, segments
 
 __all__ = ["IMPLEMENTATION", "Segments", "block_diagonal_mask", "segments"]
@@ -45,7 +45,7 @@ def _attention(
         raise ValueError("give cu_seqlens or attention_mask, not both: neither knows of the other")
     query, key, value = _as_autocast_has_it(query, key, value)
     width = query.shape[-1]
-    attend = backends(query.device, query.dtype, width)[0]
+    attend = usable(query.device, query.dtype, width)[0]
     return attend(query, key, value, cu_seqlens, dropout, scaling or width**-0.5), None
 
 

@@ -21,7 +21,7 @@ Backend = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Tensor]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def backends(device: torch.device, dtype: torch.dtype, head_width: int) -> list[Backend]:
+def usable(device: torch.device, dtype: torch.dtype, head_width: int) -> list[Backend]:
     """Those that can be used, the fastest first; the last, `masked`, always can.
 
     The meta device counts as a GPU of today.

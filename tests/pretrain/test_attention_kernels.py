@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pretrain.attention import _attention, cpu
-from pretrain.attention.backends import backends, by_segment, flash, masked, memory_efficient
+from pretrain.attention.backends import by_segment, flash, masked, memory_efficient, usable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOUNDS = [0, 7, 8, 13, 24, 24, 48, 48, 48]  # in two rows of 24; some of no length
@@ -244,7 +244,7 @@ def test_compiling_goes_around_it() -> None:
 
 def test_which_kernel_is_used_where() -> None:
     def names(device: str, dtype: torch.dtype, width: int = 64) -> list[str]:
-        return [b.__name__ for b in backends(torch.device(device), dtype, width)]
+        return [b.__name__ for b in usable(torch.device(device), dtype, width)]
 
     assert names("cpu", torch.bfloat16) == names("cpu", torch.float32) == ["by_segment", "masked"]
     assert names("meta", torch.bfloat16) == ["flash", "memory_efficient", "masked"]
@@ -270,7 +270,7 @@ def test_which_kernel_is_used_on_which_gpu(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert backends(torch.device("cuda"), dtype, 64)[0] is first
+    assert usable(torch.device("cuda"), dtype, 64)[0] is first
 
 
 def test_the_operators_take_these_arguments() -> None:
@@ -288,7 +288,7 @@ def test_the_operators_take_these_arguments() -> None:
 def on_this_gpu() -> Iterator[Any]:
     if torch.cuda.is_available():
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            for attend in backends(torch.device("cuda"), dtype, 8):
+            for attend in usable(torch.device("cuda"), dtype, 8):
                 yield pytest.param(attend, dtype, id=f"{attend.__name__}-{dtype}")
 
 

@@ -58,7 +58,7 @@ def _as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(closed_form, "_BLOCK", {})
     # In fp32, too, where a GPU's is memory-efficient attention: torch 2.13 has no backward pass of
     # that on shapes, and the counts are the same.
-    patch.setattr(attention, "backends", lambda *_: [flash])
+    patch.setattr(attention, "usable", lambda *_: [flash])
 
 
 # By hand
