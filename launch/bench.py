@@ -74,6 +74,8 @@ def sizes_of(layers: int, width: int, row_length: int) -> Sizes:
     Raises:
         RunError: the width does not divide into heads.
     """
+    if layers % 2:
+        raise RunError(f"--layers {layers}: the student has half as many; give an even number")
     heads = max(1, width // 64)
     if width % heads:
         raise RunError(f"--width {width}: {heads} heads do not divide it; take a multiple of 64")
@@ -205,8 +207,9 @@ def _rows_table(found: Sequence[dict[str, Any]]) -> None:
     print_table(("precision KL rows", "step", "ms", "tokens/s", "MB", "above", "MFU", "x"), lines)
     show(
         [
-            "MB: the most at a time, weights and gradients included, no optimizer state; above: of "
-            "it, above the trunks. x: the usual step takes so many times as long"
+            "ms: the median. MB: the most at a time, weights and gradients included, no optimizer "
+            "state; above: of it, above the trunks. x: so many times as long the usual step takes, "
+            "the median of pairs timed one after the other; small models and rows gain nothing"
         ]
     )
 

@@ -15,7 +15,7 @@ from pretrain.attention import Segments, segments
 from pretrain.compilation import compile_static
 from pretrain.head import Backend, Projection, vocabulary_losses
 from pretrain.masking import IGNORE
-from pretrain.models import MaskedLM, last_hidden_state, projection
+from pretrain.models import MaskedLM, keep_embeddings_eager, last_hidden_state, projection
 from pretrain.objectives import Signals, Term
 
 
@@ -47,9 +47,10 @@ class Distillation(nn.Module):
         self.terms = self.logit_terms + self.hidden_terms
         self.pad_id = pad_id
         self.backend, self.compiled = backend, compiled
-        self._trunk = (
-            compile_static(last_hidden_state, whole=False) if compiled else last_hidden_state
-        )
+        self._trunk = last_hidden_state
+        if compiled:
+            self._trunk = compile_static(last_hidden_state, whole=False)
+            keep_embeddings_eager(student)
 
     @property
     def teacher(self) -> MaskedLM | None:

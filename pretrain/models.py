@@ -8,6 +8,9 @@ Shapes: B rows, L row length, N positions, D width.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
@@ -28,8 +31,7 @@ def last_hidden_state(model: MaskedLM, input_ids: Tensor, segments: Segments) ->
             f"its attention is {model.config._attn_implementation!r}, which knows no segments: "
             f"load it with attn_implementation={IMPLEMENTATION!r}"
         )
-    trunk = model.bert if isinstance(model, BertForMaskedLM) else model.distilbert
-    output = trunk(
+    output = _trunk(model)(
         input_ids=input_ids,
         position_ids=segments.position_ids,
         cu_seqlens=segments.cu_seqlens,
@@ -45,6 +47,20 @@ def projection(model: MaskedLM, hidden_ND: Tensor) -> Projection:
         return Projection(head.transform(hidden_ND), head.decoder.weight, head.decoder.bias)
     transformed = model.vocab_layer_norm(model.activation(model.vocab_transform(hidden_ND)))
     return Projection(transformed, model.vocab_projector.weight, model.vocab_projector.bias)
+
+
+def keep_embeddings_eager(model: MaskedLM) -> None:
+    """Leave the embeddings out of compiled graphs.
+
+    The code that the compiler makes for their backward pass adds rows up in whatever order threads
+    come to them (torch 2.13, also with its `deterministic`): no two runs would have the same bits.
+    """
+    embeddings = _trunk(model).embeddings
+    embeddings.forward = torch.compiler.disable(embeddings.forward)
+
+
+def _trunk(model: MaskedLM) -> Any:
+    return model.bert if isinstance(model, BertForMaskedLM) else model.distilbert
 
 
 def recompute_activations(model: MaskedLM) -> None:

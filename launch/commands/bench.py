@@ -64,8 +64,11 @@ def bench(
     from pretrain import RunError
     from pretrain.config import RunConfig
 
-    if synthetic and config is not None:
-        raise RunError(f"--synthetic: needs no {config}: give one of them")
+    if config is not None and (synthetic or (layers, width, row_length) != (12, 768, 512)):
+        raise RunError(
+            f"--synthetic, --layers, --width, --row-length: {config} has its own models and rows: "
+            "leave out one or the other"
+        )
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     on_gpu = device.type == "cuda"
     precisions = precision or (["bf16", "fp16"] if on_gpu else ["fp32", "bf16"])

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements that are worked through at a time: a processor's cache is the fast memory there is.
+# Elements that are worked through at a time. On a processor they stay in its cache (2^16 to 2^19
+# are alike, a whole chunk takes 10 to 25 % longer); on a GPU half a dozen temporaries of 32 MB do.
 _BLOCK = {"cpu": 1 << 18}
 _BLOCK_GPU = 1 << 23
 
@@ -49,11 +50,13 @@ def losses_and_gradient(
         CE  = -log r[label],                d CE / ds = r - onehot(label)
 
     A label below 0 gives the value 0, and no gradient whatever the weight. `teacher_nV` is
-    overwritten, too.
+    overwritten, too. In fp32 a KL below about 0.01 is right to 1e-6 T^2 rather than to 1e-5 of
+    itself: it is the difference of logarithms that are as good as equal.
     """
-    n, vocabulary = student_nV.shape
+    vocabulary = student_nV.shape[1]
     wide = torch.float64 if student_nV.dtype == torch.float64 else torch.float32
     m = 0 if weights.cross_entropy_m is None else labels_m.shape[0]
+    n = m if weights.kl_n is None else len(student_nV)  # behind them there is nothing to do
     kl_n = None if weights.kl_n is None else torch.empty(n, dtype=wide, device=student_nV.device)
     ce_m = torch.empty(m, dtype=wide, device=student_nV.device)
     block = max(1, _BLOCK.get(student_nV.device.type, _BLOCK_GPU) // vocabulary)
@@ -80,8 +83,8 @@ def losses_and_gradient(
         if with_gradient:
             assert gradient is not None
             student_nV[start : start + gradient.shape[0]] = gradient
-    if with_gradient and kl_n is None:
-        student_nV[m:] = 0
+    if with_gradient:
+        student_nV[n:] = 0
     return Values(kl_n, None if weights.cross_entropy_m is None else ce_m)
 
 
@@ -108,8 +111,9 @@ def _kl(
     s, t = s.mul_(1 / temperature), t.mul_(1 / temperature)
     s_max, t_max = s.amax(-1), t.amax(-1)
     q, p = torch.softmax(s, -1), torch.softmax(t, -1)
-    # log p - log q = (t - t_max + log p_max) - (s - s_max + log q_max)
-    shift = p.amax(-1).log() - t_max - q.amax(-1).log() + s_max
+    # log p - log q = t - s + (s_max - t_max) + log(p_max / q_max); of terms that are small where
+    # the two distributions are near.
+    shift = (p.amax(-1) / q.amax(-1)).log() + (s_max - t_max)
     values = torch.linalg.vecdot(p, t.sub_(s)) + shift
     if with_gradient:
         q -= p

@@ -24,7 +24,8 @@ from pretrain.objectives.terms import CrossEntropy, KLDivergence, Signals, Term
 # Positions at a time: smaller chunks lose the speed of large matrix products.
 CHUNK = {"cpu": 512}
 CHUNK_GPU = 2048
-WORDS = {"cpu": 8192}  # at a time in a product of half precision; elsewhere all
+# At a time in a product of half precision, 13 MB of BERT-base's 47; elsewhere all, in one kernel.
+WORDS = {"cpu": 8192}
 
 Backend = Literal["auto", "torch", "compiled", "triton"]
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from pretrain import RunError, metrics
+from pretrain.batch import micro_batch
 from pretrain.compilation import check_compiler
 from pretrain.config import RunConfig
+from pretrain.distillation import Distillation
 from pretrain.head import Projection, compiled, vocabulary, vocabulary_losses
 from pretrain.objectives import Term
 from pretrain.objectives.distilbert import DistilBert
@@ -218,6 +220,30 @@ def test_an_interrupted_compiled_run_is_bitwise_the_undisturbed_one(
     plain = {**settings("parts", 0.1), "train": {**parts["train"], "max_steps": 4}}
     plain["train"]["compile"] = False
     run(plain)  # which continues, having nothing left to do: the key shapes nothing
+
+
+def test_compiled_gradients_have_the_same_bits_every_time_with_several_threads(
+    tiny_distilbert: Callable[..., Any], tiny_bert: Callable[..., Any]
+) -> None:
+    """Many threads, few words: the compiler's own gradient of an embedding is a race."""
+    teacher = tiny_bert().requires_grad_(False)
+    terms = DistilBert(kl=0, mlm=0).terms()
+    student = tiny_distilbert()
+    module = Distillation(student, teacher, terms, pad_id=0, compiled=True)
+    ids = torch.randint(5, 9, (64, 24), generator=torch.Generator().manual_seed(0))
+    ids[:, 0] = 2
+    nothing = torch.zeros(64, 0, dtype=torch.int64)
+    batch = micro_batch(ids, nothing, nothing, cls_id=2, pad_id=0)
+    torch.set_num_threads(2)
+    found = set()
+    for _ in range(30):
+        student.zero_grad()
+        loss, _ = module(*batch, torch.ones(len(terms)))
+        loss.backward()
+        embeddings = student.distilbert.embeddings
+        weights = embeddings.word_embeddings.weight, embeddings.position_embeddings.weight
+        found.add(tuple(weight.grad.numpy().tobytes() for weight in weights))
+    assert len(found) == 1
 
 
 def test_two_processes_compile_and_agree(

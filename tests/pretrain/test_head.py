@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.head import Projection, vocabulary, vocabulary_losses
+from pretrain.head import Projection, closed_form, vocabulary, vocabulary_losses
 from pretrain.objectives import Term
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
@@ -164,6 +164,28 @@ def test_autocast_rounds_neither_the_loss_nor_its_scale(dtype: torch.dtype) -> N
         gradients.append([tensor.grad for tensor in student])
     for whole, third in zip(*gradients, strict=True):
         assert whole is not None and third is not None and close(3 * third, whole, 1e-6)
+
+
+@pytest.mark.parametrize("labelled", [0, 1, 9])
+def test_positions_behind_the_labels_cost_a_cross_entropy_nothing(
+    labelled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(closed_form._BLOCK, "cpu", 4 * V)
+    student, _ = projections()
+    labels = some_labels()[:labelled]
+    expected = 0 * student.bias_V.sum()
+    if labelled:
+        (expected,) = naive_sums(student, student, labels, logit_terms(kl=0))
+    gradients = torch.autograd.grad(expected, list(student), allow_unused=True)
+    loss, _ = vocabulary_losses(
+        student, None, labels, logit_terms(kl=0), torch.ones(1, dtype=torch.float64)
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    for tensor, gradient in zip(student, gradients, strict=True):
+        assert tensor.grad is not None
+        wanted = torch.zeros_like(tensor) if gradient is None else gradient
+        assert torch.allclose(tensor.grad, wanted, rtol=1e-10, atol=1e-13)
 
 
 def test_a_gradient_beyond_the_range_of_fp16() -> None:
