@@ -87,6 +87,8 @@ def _findings(tree: ast.AST, known: dict[str, str]) -> Iterator[tuple[int, str]]
                 prefixes = {".".join(parts[: i + 1]) for i in range(len(parts))}
                 if prefixes & MODULES or name in NAMES or _objects(name):
                     yield node.lineno, name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            pass  # a field or variable of that name
         elif isinstance(node, ast.Name | ast.Attribute):
             name = _dotted(node, known)
             if name in NAMES or ("." in name and name in MODULES) or _objects(name):
@@ -195,6 +197,7 @@ FORBIDDEN = [
 ALLOWED = [
     "model.eval()",
     "import re\npattern = re.compile(text)",
+    "class Train:\n    compile: bool = False",
     "import yaml\nyaml.safe_load(text)",
     "import yaml\nclass _Loader(yaml.SafeLoader): ...\nyaml.load(text, Loader=_Loader)",
     "import numpy as np\nnp.load(path, mmap_mode='r')",
