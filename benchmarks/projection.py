@@ -29,6 +29,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
+from pretrain.attention import IMPLEMENTATION
 from pretrain.batch import MicroBatch, micro_batch
 from pretrain.cost import flops_per_token
 from pretrain.distillation import Distillation
@@ -136,8 +137,9 @@ def table(options: argparse.Namespace) -> str:
 
 def models(layers: int) -> tuple[DistilBertForMaskedLM, BertForMaskedLM]:
     """A student of half the layers and a teacher, of BERT-base's width, with random weights."""
-    teacher = BertForMaskedLM(BertConfig(num_hidden_layers=layers))
-    student = DistilBertForMaskedLM(DistilBertConfig(n_layers=layers // 2))
+    packed: dict[str, Any] = {"attn_implementation": IMPLEMENTATION}
+    teacher = BertForMaskedLM(BertConfig(num_hidden_layers=layers, **packed))
+    student = DistilBertForMaskedLM(DistilBertConfig(n_layers=layers // 2, **packed))
     return student.train(), teacher.eval().requires_grad_(False)
 
 
