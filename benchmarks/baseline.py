@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
 from pretrain.batch import MicroBatch
+from pretrain.cpu_layers import use_torch_layers
 from pretrain.masking import IGNORE
 from pretrain.models import MaskedLM
 
@@ -125,13 +126,14 @@ def selected(values_BLX: Tensor, mask_BL: Tensor) -> Tensor:
 
 
 def twin(model: Model) -> Model:
-    """The same model around the same parameter tensors, with Transformers' own `sdpa` attention.
+    """The same model around the same parameters, with Transformers' attention and torch's layers.
 
     Its configuration and its dropout are its own; weights and their gradients are one.
     """
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     other = copy.deepcopy(model, shared)
     other.set_attn_implementation("sdpa")
+    use_torch_layers(other)
     return other
 
 

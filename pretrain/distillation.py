@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pretrain.attention import Segments, segments
 from pretrain.compilation import compile_static
+from pretrain.cpu_layers import use_cpu_layers
 from pretrain.head import Backend, Projection, vocabulary_losses
 from pretrain.masking import IGNORE
 from pretrain.models import MaskedLM, keep_embeddings_eager, last_hidden_state, projection
@@ -47,6 +48,9 @@ class Distillation(nn.Module):
         self.terms = self.logit_terms + self.hidden_terms
         self.pad_id = pad_id
         self.backend, self.compiled = backend, compiled
+        for model in (student, teacher):
+            if model is not None:
+                use_cpu_layers(model)
         self._trunk = last_hidden_state
         if compiled:
             self._trunk = compile_static(last_hidden_state, whole=False)

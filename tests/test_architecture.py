@@ -47,8 +47,8 @@ def test_pretrain_sees_the_corpus_stage_through_shards_and_disk_alone() -> None:
 CORE = [
     ROOT / "pretrain" / name
     for name in (
-        *("__init__.py", "batch.py", "compilation.py", "cost.py", "distillation.py"),
-        *("footprint.py", "hashing.py", "losses.py", "masking.py", "models.py"),
+        *("__init__.py", "batch.py", "compilation.py", "cost.py", "cpu_layers.py"),
+        *("distillation.py", "footprint.py", "hashing.py", "losses.py", "masking.py", "models.py"),
         *("objectives/__init__.py", "objectives/terms.py"),
     )
 ]

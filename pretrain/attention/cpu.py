@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_LANES, _LEVELS = 4, 2**15  # int16 numbers to one draw of 64 bits, and how many they tell apart
+from pretrain.cpu_layers import LEVELS, draw, drop_levels
+
 _BYTES_PER_THREAD = 2**20  # of scores: what is done to them one after the other finds them cached
 
 
@@ -40,24 +41,6 @@ def attend(
     return output.transpose(0, 1)
 
 
-def drop_levels(dropout: float) -> int:
-    """Of 32,768 equally likely numbers, how many drop a probability: within 1.6e-5 of `dropout`."""
-    assert 0 <= dropout < 1
-    return min(round(dropout * _LEVELS), _LEVELS - 1)
-
-
-def draw(num_heads: int, length: int, levels: int) -> Tensor:
-    """int16 [h, n, n] from torch's generator, negative with probability levels / 32,768.
-
-    Each head begins a new 64-bit number: heads drawn apart or together get the same.
-    """
-    num_words = -(-(length**2) // _LANES)
-    words = torch.empty(num_heads, num_words, dtype=torch.int64).random_()
-    # Without the uppermost bits: random_() leaves one at 0, and no difference overflows.
-    numbers = words.view(torch.int16).bitwise_and_(_LEVELS - 1)
-    return numbers.sub_(levels)[:, : length**2].unflatten(1, (length, length))
-
-
 def _fused(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
     # The gradients of a split are put together; slices would have one of full size each.
     parts = zip(*(t[None].split(lengths, dim=2) for t in (q, k, v)), strict=True)
@@ -79,7 +62,7 @@ class _Attention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         levels = drop_levels(dropout)
-        keep = 1 - levels / _LEVELS
+        keep = 1 - levels / LEVELS
         query, key = (query * scale).contiguous(), _centred(key, lengths)
         output, saved = torch.empty_like(value), []
         blocks = list(_blocks(query, lengths))
@@ -87,7 +70,7 @@ class _Attention(torch.autograd.Function):
             scores = torch.bmm(query[at], key[at].mT)
             probabilities = kept = torch.softmax(scores, -1)
             if levels:
-                noise = draw(len(scores), scores.shape[1], levels)
+                noise = draw(len(scores), scores[0].numel(), levels).view(scores.shape)
                 kept = probabilities.copysign_(noise.to(scores.dtype)).relu()
             torch.bmm(kept, value[at], out=output[at])
             if any(ctx.needs_input_grad):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain.cpu_layers import have_product, product
 from pretrain.head import closed_form, compiled
 from pretrain.head.backends import use_triton
 from pretrain.head.closed_form import Values, Weights
@@ -37,9 +38,11 @@ class Projection(NamedTuple):
     weight_VD: Tensor
     bias_V: Tensor
 
-    def logits(self, rows: slice, tile_nV: Tensor) -> Tensor:
-        """Logits [n, V] of some positions, written over the first rows of a tile."""
+    def logits(self, rows: slice, tile_nV: Tensor | None) -> Tensor:
+        """Logits [n, V] of some positions, over the first rows of a tile where there is one."""
         hidden = self.hidden_ND[rows]
+        if tile_nV is None:
+            return product(hidden, self.weight_VD, self.bias_V)
         out = tile_nV[: hidden.shape[0]]
         return torch.addmm(self.bias_V, hidden, self.weight_VD.t(), out=out)
 
@@ -106,10 +109,10 @@ class _VocabularyLosses(torch.autograd.Function):
             [labelled if term.over == "masked" else torch.ones_like(labelled) for term in terms]
         ).to(wide)
         chunk = CHUNK.get(device, CHUNK_GPU)
-        tiles = [_tile(min(chunk, N), V, student.hidden_ND) for _ in range(1 + bool(teacher))]
+        tiles = [_tile(min(chunk, N), model) for model in (student, teacher) if model]
         sums_T = torch.zeros(len(terms), dtype=wide, device=hidden_ND.device)
         grad_weight: Tensor | None = None
-        factors = tiles[0][:0], student.hidden_ND[:0]
+        logits, hidden = student.hidden_ND.new_empty(0, V), student.hidden_ND[:0]
         if with_grad:
             grad_hidden = torch.empty_like(hidden_ND)
             grad_bias = torch.zeros_like(bias_V, dtype=wide)
@@ -117,10 +120,12 @@ class _VocabularyLosses(torch.autograd.Function):
             for start in range(0, N, chunk):
                 rows = slice(start, min(start + chunk, N))
                 if with_grad and start:
-                    grad_weight = _add_product(grad_weight, *factors, wide)
-                student_logits = student.logits(rows, tiles[0])  # after the losses their gradient
+                    grad_weight = _add_product(grad_weight, logits, hidden, wide)
+                del logits  # where chunks share no tile, two would be alive
+                hidden = student.hidden_ND[rows]
+                logits = student.logits(rows, tiles[0])  # after the losses their gradient
                 chunk_T = chunk_losses(
-                    student_logits,
+                    logits,
                     teacher.logits(rows, tiles[1]) if teacher else None,
                     labels_M[rows],
                     masks_TN[:, rows],
@@ -129,14 +134,13 @@ class _VocabularyLosses(torch.autograd.Function):
                 )
                 sums_T += chunk_T
                 if with_grad:
-                    grad_hidden[rows] = student_logits @ student.weight_VD
-                    factors = student_logits, student.hidden_ND[rows]
-                    grad_bias += student_logits.sum(0, dtype=wide)
+                    grad_hidden[rows] = logits @ student.weight_VD
+                    grad_bias += logits.sum(0, dtype=wide)
 
         if with_grad:
             # The last chunk's product is left to the backward pass: by then the teacher's tile is
             # gone, and with one chunk there is no gradient of the embedding before it is due.
-            ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, *factors)
+            ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, logits, hidden)
             ctx.dtypes = weight_VD.dtype, bias_V.dtype
         ctx.mark_non_differentiable(sums_T)
         return (sums_T * coefficients_T).sum(), sums_T
@@ -157,8 +161,14 @@ class _VocabularyLosses(torch.autograd.Function):
         )
 
 
-def _tile(rows: int, vocabulary: int, like: Tensor) -> Tensor:
-    """Room for logits [rows, V]; on a GPU each row begins where tensor cores like it to."""
+def _tile(rows: int, model: Projection) -> Tensor | None:
+    """Room for logits [rows, V], or None where the product is faster that brings its own.
+
+    On a GPU each row begins where tensor cores like it to.
+    """
+    if have_product(model.hidden_ND, model.weight_VD):
+        return None
+    vocabulary, like = len(model.weight_VD), model.hidden_ND
     stride = vocabulary if like.device.type == "cpu" else -(-vocabulary // 64) * 64
     return torch.empty(rows, stride, dtype=like.dtype, device=like.device)[:, :vocabulary]
 

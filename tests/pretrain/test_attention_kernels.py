@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pretrain.attention import _attention, cpu
 from pretrain.attention.backends import by_segment, flash, masked, memory_efficient, usable
+from pretrain.cpu_layers import draw, drop_levels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOUNDS = [0, 7, 8, 13, 24, 24, 48, 48, 48]  # in two rows of 24; some of no length
@@ -71,11 +72,12 @@ def test_output_and_gradients_are_those_of_the_formula(
 )
 def test_with_dropout_as_well_given_what_was_dropped(dtype: torch.dtype, bound: float) -> None:
     """The same numbers drawn again say what was kept."""
-    tensors, levels = inputs(dtype=dtype), cpu.drop_levels(0.3)
+    tensors, levels = inputs(dtype=dtype), drop_levels(0.3)
     torch.manual_seed(3)
     found = with_gradients(by_segment(*tensors[:3], bounds(), 0.3, SCALE), tensors)
     torch.manual_seed(3)
-    kept = [cpu.draw(3, b - a, levels) >= 0 for a, b in pairwise(BOUNDS) if b > a]
+    lengths = [b - a for a, b in pairwise(BOUNDS) if b > a]
+    kept = [draw(3, n * n, levels).view(3, n, n) >= 0 for n in lengths]
     exact = [t.detach().double().requires_grad_() for t in tensors]
     expected = naive(exact, kept, 1 - levels / 2**15)
     for ours, theirs in zip(found, with_gradients(expected, exact), strict=True):
@@ -135,33 +137,6 @@ def test_without_dropout_nothing_is_drawn() -> None:
         before = torch.get_rng_state()
         by_segment(*inputs(dtype=dtype)[:3], bounds(), 0.0, SCALE)
         assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("dropout", [0.05, 0.1, 0.5, 0.9])
-def test_the_rate_of_dropping(dropout: float) -> None:
-    """To 1e-4 of the one asked for, and drawn as often: in each of the four numbers of a word."""
-    levels = cpu.drop_levels(dropout)
-    rate = levels / 2**15
-    assert abs(rate - dropout) < 2e-5
-    torch.manual_seed(0)
-    dropped = (cpu.draw(4, 512, levels) < 0).flatten()
-    for lane in range(4):
-        here = dropped[lane::4].double()
-        assert abs(float(here.mean()) - rate) < 5 * (rate * (1 - rate) / len(here)) ** 0.5
-    # Neighbours know nothing of one another.
-    both = (dropped[1:] & dropped[:-1]).double()
-    assert abs(float(both.mean()) - rate**2) < 5 * (rate**2 * (1 - rate**2) / len(both)) ** 0.5
-
-
-def test_all_numbers_are_equally_likely() -> None:
-    """Chi-squared over 64 bins, each of the four numbers of a word for itself."""
-    torch.manual_seed(0)
-    numbers = cpu.draw(1, 512, 0).flatten().long()
-    assert int(numbers.min()) >= 0 and int(numbers.max()) < 2**15
-    for lane in range(4):
-        counts = torch.bincount(numbers[lane::4] >> 9, minlength=64).double()
-        expected = counts.sum() / 64
-        assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 5 * (2 * 63) ** 0.5
 
 
 def test_the_mean_over_draws_is_the_output_without() -> None:

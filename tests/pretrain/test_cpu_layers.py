@@ -1,0 +1,233 @@
+"""Layers on the CPU: against fp64, against torch's own, and the numbers dropout draws."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertForMaskedLM, DistilBertForMaskedLM
+
+from benchmarks.baseline import twin
+from pretrain.cpu_layers import (
+    Dropout,
+    Linear,
+    draw,
+    drop_levels,
+    have_product,
+    use_cpu_layers,
+    use_torch_layers,
+)
+from pretrain.distillation import Distillation
+from pretrain.objectives.distilbert import DistilBert
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_onednn = pytest.mark.skipif(
+    not have_product(torch.zeros(1, 1), torch.zeros(1, 1)), reason="oneDNN's products are for x86"
+)
+
+
+class Called(TorchDispatchMode):
+    """The operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def layers(*, width: int = 48, out: int = 80, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
+    """torch's and ours, of the same weights."""
+    torch.manual_seed(0)
+    theirs = nn.Linear(width, out, bias=bias)
+    ours = copy.deepcopy(theirs)
+    use_cpu_layers(ours)
+    assert type(ours) is Linear
+    return theirs, ours
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().double() - expected).abs().max() / expected.abs().max())
+
+
+# Linear
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 48), (2, 5, 48), (1, 48), (48,), (2, 0, 48)])
+def test_a_linear_layer_in_fp64(shape: tuple[int, ...], bias: bool) -> None:
+    """Output and all gradients, relative to the largest entry, no further away than torch's own."""
+    theirs, ours = layers(bias=bias)
+    torch.manual_seed(1)
+    input, grad = torch.randn(shape), torch.randn(*shape[:-1], 80)
+
+    def made(layer: nn.Linear, dtype: torch.dtype) -> list[Tensor]:
+        x = input.to(dtype).requires_grad_()
+        y = layer(x)
+        assert y.shape == grad.shape and y.dtype == dtype
+        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], grad.to(dtype))]
+
+    found, expected = made(ours, torch.float32), made(copy.deepcopy(theirs).double(), torch.float64)
+    assert len(found) == 3 + bias
+    for mine, exact in zip(found, expected, strict=True):
+        assert mine.shape == exact.shape
+        assert not exact.numel() or relative(mine, exact) < 1e-6 or not exact.any()
+
+
+@needs_onednn
+def test_inputs_and_gradients_need_not_be_contiguous() -> None:
+    theirs, ours = layers()
+    x = torch.randn(48, 6).t()  # transposed
+    results = []
+    for layer in (theirs, ours):
+        leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        assert not leaf.is_contiguous()
+        layer(leaf).sum().backward()  # a gradient of one number, expanded
+        results.append([leaf.grad, layer.weight.grad, layer.bias.grad])
+    for mine, exact in zip(*reversed(results), strict=True):
+        assert relative(mine, exact.double()) < 1e-6
+
+
+@needs_onednn
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch's, on setting any flag of oneDNN
+def test_who_makes_the_product() -> None:
+    """oneDNN in fp32, forward and back, with a gradient and without; torch in anything else."""
+    _, layer = layers()
+    x = torch.randn(3, 48, requires_grad=True)
+    name = "mkldnn._linear_pointwise.default"
+    with Called() as called:
+        layer(x).sum().backward()
+    assert called.names.count(name) == 2
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with Called() as called, context:
+            layer(x)
+        assert called.names == [name]
+    with Called() as called, torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    assert name not in called.names
+    with Called() as called, torch.backends.mkldnn.flags(enabled=False):
+        layer(x)
+    assert name not in called.names
+    layer.double()
+    with Called() as called:
+        layer(x.double())
+    assert name not in called.names
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    _, layer = layers()
+    layer.requires_grad_(False)
+    x = torch.randn(3, 48, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None and x.grad is not None
+    assert relative(x.grad, layer.weight.double().sum(0).expand(3, 48)) < 1e-6
+
+
+def test_models_keep_parameters_names_and_results(
+    tiny_bert: Callable[..., BertForMaskedLM],
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+) -> None:
+    """And the twin of the usual step has torch's layers around the same parameters."""
+    student, teacher = tiny_distilbert(), tiny_bert()
+    before = {name: id(tensor) for name, tensor in student.named_parameters()}
+    plain = copy.deepcopy(student)
+    Distillation(student, teacher, DistilBert().terms(), pad_id=0)
+    assert {name: id(tensor) for name, tensor in student.named_parameters()} == before
+    for model in (student, teacher):
+        types = [type(module) for module in model.modules()]
+        assert Linear in types and Dropout in types
+        assert nn.Linear not in types and nn.Dropout not in types
+    ids = torch.randint(5, 200, (2, 9))
+    assert relative(student(ids).logits, plain(ids).logits.double()) < 1e-6
+    other = twin(student)
+    types = [type(module) for module in other.modules()]
+    assert nn.Linear in types and Linear not in types and Dropout not in types
+    assert {name: id(tensor) for name, tensor in other.named_parameters()} == before
+    assert Linear in [type(module) for module in student.modules()]
+    use_torch_layers(student)
+    assert [type(m) for m in student.modules()] == [type(m) for m in plain.modules()]
+
+
+# Dropout
+
+
+def test_dropout_is_torch_s_in_law() -> None:
+    """0 or x / (1 - p), the mean the input; the gradient what was kept; nothing in evaluation."""
+    layer = nn.Dropout(0.1)
+    use_cpu_layers(layer)
+    assert type(layer) is Dropout
+    torch.manual_seed(0)
+    x = torch.randn(300, 1001).requires_grad_()  # an odd number, no multiple of four
+    y = layer(x)
+    kept = y != 0
+    scale = 1 / (1 - drop_levels(0.1) / 2**15)
+    assert torch.equal(y, torch.where(kept, x * scale, 0))
+    share = float(kept.double().mean())
+    assert abs(share - 0.9) < 5 * (0.09 / x.numel()) ** 0.5
+    for axis in (0, 1):  # no row and no column is different
+        n = x.shape[axis]
+        errors = (kept.double().mean(axis) - 0.9) / (0.09 / n) ** 0.5
+        assert errors.abs().max() < 5.5
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.where(kept, scale, 0.0))
+    assert torch.equal(layer.eval()(x), x)
+
+
+def test_dropout_follows_torch_s_generator() -> None:
+    layer, x = Dropout(0.5), torch.ones(1000)
+    torch.manual_seed(4)
+    first, second = layer(x), layer(x)
+    torch.manual_seed(4)
+    assert torch.equal(layer(x), first)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("p", "value"), [(0.0, 1.0), (1.0, 0.0)])
+def test_all_or_nothing_draws_nothing(p: float, value: float) -> None:
+    before = torch.get_rng_state()
+    assert torch.equal(Dropout(p)(torch.ones(5)), torch.full((5,), value))
+    assert p == 1 or torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_elsewhere_is_torch_s_own() -> None:
+    x = torch.ones(1000, device="meta")
+    with Called() as called:
+        assert Dropout(0.5)(x).device.type == "meta"
+    expected = Called()
+    with expected:
+        F.dropout(x, 0.5)
+    assert called.names == expected.names
+
+
+@pytest.mark.parametrize("dropout", [0.05, 0.1, 0.5, 0.9])
+def test_the_rate_of_dropping(dropout: float) -> None:
+    """To 1e-4 of the one asked for, and drawn as often: in each of the four numbers of a word."""
+    levels = drop_levels(dropout)
+    rate = levels / 2**15
+    assert abs(rate - dropout) < 2e-5
+    torch.manual_seed(0)
+    dropped = (draw(4, 512 * 512, levels) < 0).flatten()
+    for lane in range(4):
+        here = dropped[lane::4].double()
+        assert abs(float(here.mean()) - rate) < 5 * (rate * (1 - rate) / len(here)) ** 0.5
+    # Neighbours know nothing of one another.
+    both = (dropped[1:] & dropped[:-1]).double()
+    assert abs(float(both.mean()) - rate**2) < 5 * (rate**2 * (1 - rate**2) / len(both)) ** 0.5
+
+
+def test_all_numbers_are_equally_likely() -> None:
+    """Chi-squared over 64 bins, each of the four numbers of a word for itself."""
+    torch.manual_seed(0)
+    numbers = draw(1, 512 * 512, 0).flatten().long()
+    assert int(numbers.min()) >= 0 and int(numbers.max()) < 2**15
+    for lane in range(4):
+        counts = torch.bincount(numbers[lane::4] >> 9, minlength=64).double()
+        expected = counts.sum() / 64
+        assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 5 * (2 * 63) ** 0.5
