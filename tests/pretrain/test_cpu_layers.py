@@ -53,7 +53,8 @@ def layers(*, width: int = 48, out: int = 80, bias: bool = True) -> tuple[nn.Lin
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach().double() - expected).abs().max() / expected.abs().max())
+    found, expected = found.detach().double(), expected.detach()
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 # Linear
