@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch import Tensor
 
+from pretrain.cpu_layers import have_product, product
 from pretrain.models import MaskedLM
 
 # Dense half-precision peak in FLOP/s, from the vendors' data sheets.
@@ -62,7 +65,14 @@ def peak_flops(device: torch.device, precision: str) -> float:
         a = torch.ones(size, inner, device=device, dtype=dtype)
         b = torch.ones(inner, size, device=device, dtype=dtype)
         for _ in range(5):
-            start = time.perf_counter()
-            (a @ b)[0, 0].item()
-            best = max(best, 2 * size * size * inner / (time.perf_counter() - start))
+            for multiply in _products(a, b):
+                start = time.perf_counter()
+                multiply()[0, 0].item()
+                best = max(best, 2 * size * size * inner / (time.perf_counter() - start))
     return best
+
+
+def _products(a: Tensor, b: Tensor) -> list[Callable[[], Tensor]]:
+    """`a b`, by each library that our layers use."""
+    ours = [lambda: product(a, b.t(), None)] if have_product(a, b) else []
+    return [lambda: a @ b, *ours]

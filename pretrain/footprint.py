@@ -42,6 +42,10 @@ _LIKE = {
     ),
 }
 _FLOPS: dict[Any, Any] = flop_registry | {op: flop_registry[like] for op, like in _LIKE.items()}
+if torch.backends.mkldnn.is_available():
+    _FLOPS[torch.ops.mkldnn._linear_pointwise] = lambda input, weight, *_, **__: (
+        2 * input.numel() * weight.shape[0]
+    )
 _DEVICE = torch.ops.prim.device.default  # what shapes are asked every second time
 _WHOLE: set[Any] = set()  # operators known to be no composition of others
 _ALLOCATE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
-from pretrain import attention
+from pretrain import attention, cpu_layers
 from pretrain.attention import IMPLEMENTATION, segments
 from pretrain.attention.backends import flash
 from pretrain.batch import MicroBatch
@@ -49,7 +49,7 @@ def base(kl_positions: Any, precision: str) -> Distillation:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's chunks and attention, which are also far fewer operators to count."""
+    """A GPU's chunks, attention and layers, which are also far fewer operators to count."""
     _as_on_a_gpu(monkeypatch)
 
 
@@ -59,6 +59,9 @@ def _as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     # In fp32, too, where a GPU's is memory-efficient attention: torch 2.13 has no backward pass of
     # that on shapes, and the counts are the same.
     patch.setattr(attention, "usable", lambda *_: [flash])
+    patch.setattr(vocabulary, "have_product", lambda *_: False)
+    patch.setattr(cpu_layers.Linear, "forward", nn.Linear.forward)
+    patch.setattr(cpu_layers.Dropout, "forward", nn.Dropout.forward)
 
 
 # By hand
@@ -75,6 +78,7 @@ def test_flops_of_products_are_two_for_a_multiplication_and_an_addition() -> Non
         (lambda: batch @ b.expand(2, 5, 7), 2 * 2 * 3 * 5 * 7),
         (lambda: torch.baddbmm(c, batch, b.expand(2, 5, 7)), 2 * 2 * 3 * 5 * 7),
         (lambda: F.linear(batch, b.t(), c[0]), 2 * 2 * 3 * 5 * 7),
+        (lambda: cpu_layers.Linear(5, 7)(batch), 2 * 2 * 3 * 5 * 7),
     ):
         for context in (torch.enable_grad(), torch.inference_mode()):
             with context, Counter() as counter:
