@@ -77,6 +77,7 @@ setup(
             "nanotoken>=0.1,<0.2",
             "pre-commit>=4",
             "pytest>=8",
+            "pytest-xdist>=3.5",
             "ray>=2.30,<3",
             "ruff>=0.9",
             "setuptools>=68",

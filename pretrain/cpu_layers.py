@@ -3,7 +3,7 @@
 Linear layers in fp32 are made by oneDNN where it is there: on x86, torch gives fp32 products to MKL
 and only half-precision ones to oneDNN, which it ships as well. On an EPYC with AVX-512 oneDNN makes
 `x W^T` of a trunk 3 to 20 % faster and logits, few rows by many words, 1.5 to 2.4 times as fast. A
-weight's own gradient stays with MKL, which is no slower there.
+weight's own gradient stays with MKL, which is no slower there. Other processors: not measured.
 
 Dropout gets its random numbers four to a draw, where torch makes a draw for each: 1 ms for 1,024
 positions of width 768 instead of 8.
