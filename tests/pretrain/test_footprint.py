@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
+from benchmarks import baseline
+from benchmarks.baseline import Padded, UsualStep, twin
 from pretrain import attention, cpu_layers
 from pretrain.attention import IMPLEMENTATION, segments
 from pretrain.attention.backends import flash
@@ -22,7 +24,7 @@ from pretrain.batch import MicroBatch
 from pretrain.distillation import Distillation
 from pretrain.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
 from pretrain.head import closed_form, vocabulary
-from pretrain.models import last_hidden_state
+from pretrain.models import last_hidden_state, recompute_activations
 from pretrain.objectives.distilbert import DistilBert
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "footprint.json"
@@ -307,6 +309,79 @@ def test_the_head_takes_less_than_a_quarter_of_the_usual_memory(
         rows = vocabulary.CHUNK.get("cpu", vocabulary.CHUNK_GPU)
         assert ours.largest <= 4 * max(rows * V, V * D)
         assert usual.largest >= batch_size * L * V * 2
+
+
+# A V100's 16 GB
+
+
+class UsualPair(nn.Module):
+    """Both models as the usual step has them, in fp32."""
+
+    def __init__(self, module: Distillation) -> None:
+        super().__init__()
+        self.student, self.frozen = twin(module.student).train(), twin(module.teacher)
+
+
+def of_usual_step(pair: UsualPair, batch_size: int, where: str, patch: pytest.MonkeyPatch) -> int:
+    """Bytes at most; a selection by index stands for `masked_select`, as above."""
+    slots = {"all": L, "masked": K}
+
+    def selected(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        every = batch_size * slots[where if values.shape[-1] == V else "all"]
+        index = torch.zeros(every, dtype=torch.int64)
+        return values.flatten(0, 1).index_select(0, index)
+
+    patch.setattr(baseline, "selected", selected)
+    with shapes_only(pair) as shapes:
+        ids = torch.zeros(batch_size, L, dtype=torch.int64)
+        batch = Padded(ids, torch.ones_like(ids), ids.clone())
+        step = UsualStep(shapes.student, shapes.frozen, batch, where, torch.float16)
+        with Counter() as counter:
+            with step.autocast():
+                loss = torch.stack([*step.losses().values()]).sum()
+            loss.backward()
+    return counter.peak
+
+
+def rows_that_fit(peak: Callable[[int], int], weights: int, few: int) -> int:
+    """In 16 GB, by the straight line through `few` rows and twice as many."""
+    first, second = peak(few), peak(2 * few)
+    slope = (second - first) / few
+    return int((16e9 - weights - (first - few * slope)) / slope)
+
+
+@pytest.mark.parametrize(
+    ("where", "checkpointing", "ours", "usual"),
+    [
+        ("all", False, 128, 16),
+        ("masked", False, 133, 24),
+        ("all", True, 498, 16),
+        ("masked", True, 432, 24),
+    ],
+)
+def test_rows_that_16_gb_take_by_shapes(
+    where: str, checkpointing: bool, ours: int, usual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp16 with AdamW's moments; docs/performance.md has these numbers."""
+    _as_on_a_gpu(monkeypatch)
+    module = base(where, "bf16")  # of fp16's size
+    if checkpointing:
+        recompute_activations(module.student.train())
+    parameters = sum(p.numel() for p in module.student.parameters())
+    frozen = sum(p.numel() for p in module.teacher.parameters())
+    found = rows_that_fit(
+        lambda rows: of_micro_step(module, rows, L, autocast=torch.float16).peak,
+        12 * parameters + 2 * frozen,
+        32,
+    )
+    pair = UsualPair(base(where, "fp32"))
+    assert found == pytest.approx(ours, rel=0.05)
+    found = rows_that_fit(
+        lambda rows: of_usual_step(pair, rows, where, monkeypatch),
+        12 * parameters + 4 * frozen,
+        4,
+    )
+    assert found == pytest.approx(usual, rel=0.05)
 
 
 # The regression
