@@ -90,6 +90,9 @@ def bench(subject: Subject, settings: Settings, file: Path | None) -> None:
         OSError: `file` cannot be written; found out before anything is measured.
     """
     device = subject.pair.device
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "what": subject.what,
@@ -104,9 +107,6 @@ def bench(subject: Subject, settings: Settings, file: Path | None) -> None:
         "rows": [],
         "documents": [],
     }
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
     _introduce(report, subject, settings)
     for precision, positions in product(settings.precisions, settings.kl):
         report["agreement"].append(_agreement(subject, precision, positions, settings))

@@ -129,6 +129,15 @@ def test_mistakes_are_one_line(
     assert all(part in err for part in parts), err
 
 
+def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_measured(
+    tmp_path: Path, distil: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = distil("bench", "--synthetic", *TINY, "--json", tmp_path)
+    assert code == 2 and len(err.strip().splitlines()) == 1, err
+    assert str(tmp_path) in err and "directory" in err
+    assert "measuring" not in out and "the same function" not in out
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [

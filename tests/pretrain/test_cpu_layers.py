@@ -122,6 +122,25 @@ def test_who_makes_the_product() -> None:
     assert name not in called.names
 
 
+def test_errors_are_torch_s_own() -> None:
+    """Which name shapes and dtypes."""
+    for theirs, input in (
+        (nn.Linear(8, 3), torch.ones(2, 9)),
+        (nn.Linear(8, 3), torch.ones(2, 8, dtype=torch.float64)),
+        (nn.Linear(8, 3), torch.ones(())),
+    ):
+        messages = []
+        for layer in (theirs, copy.deepcopy(theirs)):
+            if messages:
+                use_cpu_layers(layer)
+            with pytest.raises(RuntimeError) as raised:
+                layer(input)
+            messages.append(str(raised.value))
+        assert messages[0] == messages[1]
+    empty = Linear(0, 3)
+    assert torch.equal(empty(torch.ones(2, 0)), empty.bias.expand(2, 3))
+
+
 def test_frozen_weights_get_no_gradient() -> None:
     _, layer = layers()
     layer.requires_grad_(False)
