@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Half of the tests wait for processes of their own; each takes all cores when it computes.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo demo-quick test checks torture clean
+.PHONY: install demo demo-quick test test-slow checks torture clean
 
 install: .venv/.installed
 
@@ -24,6 +24,10 @@ demo-quick: install
 
 test: install
 	$(PYTEST)
+
+# Tests that take minutes, start many processes or need an environment of their own.
+test-slow: install
+	$(PYTEST) -m slow
 
 checks: install
 	$(BIN)/ruff check .
