@@ -6,6 +6,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in eve
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Name bytes by their parameter: their content may differ between two workers."""
+    return argname if isinstance(val, bytes) else None

@@ -24,7 +24,6 @@ def collected(hash_seed: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="item 1a: a parameter holds the time of its collection")
 def test_two_workers_collect_the_same_names() -> None:
     # Importing torch alone takes longer than the second that separates two gzip headers.
     first, second = collected("1"), collected("2")
