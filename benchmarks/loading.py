@@ -171,8 +171,9 @@ def loading(folder: Path, mode: str, num_rows: int, repeats: int) -> dict[str, A
     ids = [shards.rows(rows) for _, rows in at]
 
     def load(dataset: StepDataset) -> None:
-        for _ in loader(dataset, 0, len(steps), 0):
-            pass
+        with loader(dataset, 0, len(steps), 0) as batches:
+            for _ in batches:
+                pass
 
     ways: dict[str, Callable[[], object]] = {
         "rate": lambda: load(ours),
@@ -203,12 +204,13 @@ def receiving(folder: Path, repeats: int) -> dict[str, float]:
     dataset = StepDataset(shards, Order(len(shards), 4096, 0), masking)
     received, made = [], []
     start = time.process_time()
-    for item in loader(dataset, 0, repeats + 2, 1):
-        received.append(time.process_time() - start)
-        start = time.process_time()
-        number = len(list(item.micro_batches(64, SPECIAL)))
-        made.append((time.process_time() - start) / number)
-        start = time.process_time()
+    with loader(dataset, 0, repeats + 2, 1) as batches:
+        for item in batches:
+            received.append(time.process_time() - start)
+            start = time.process_time()
+            number = len(list(item.micro_batches(64, SPECIAL)))
+            made.append((time.process_time() - start) / number)
+            start = time.process_time()
     tensors = [value for value in item if isinstance(value, torch.Tensor)]
     return {
         "mb": sum(tensor.nbytes for tensor in tensors) / 1e6,
@@ -225,11 +227,10 @@ def resuming(folder: Path, step: int, workers: int, repeats: int) -> dict[str, A
         masking = build_masking(MaskingConfig(), folder, shards.manifest, 0)
         dataset = StepDataset(shards, Order(len(shards), 4096, 0), masking, rank=3, world=8)
         start = time.perf_counter()
-        batches = loader(dataset, step, step + 1000, workers)
-        first = next(batches)
-        seconds.append(time.perf_counter() - start)
+        with loader(dataset, step, step + 1000, workers) as batches:
+            first = next(batches)
+            seconds.append(time.perf_counter() - start)
         assert len(first.rows) == 512
-        del batches
     return {
         "step": step,
         "workers": workers,

@@ -80,10 +80,7 @@ def explained(run: Run) -> Iterator[None]:
     except Exception as error:
         if not out_of_memory(error):
             raise
-        cause = error
-    else:
-        return
-    raise RunError(_advice(run)) from cause
+        raise RunError(_advice(run)) from error
 
 
 def _find(run: Run, share: int) -> tuple[Found, str]:

@@ -143,7 +143,10 @@ def jointly(
             error = caught
     failed = any_process(accelerator, error is not None)
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            error = None  # its traceback holds this frame, and would keep all that it refers to
     if failed:
         raise SystemExit(2)
     return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from data_prep.shards import Manifest, ShardSet
 from data_prep.shards.manifest import SpecialIds
@@ -129,14 +131,21 @@ def with_skip(skips: Sequence[Skip], skip: Skip) -> tuple[Skip, ...]:
     return (*skips, skip)
 
 
-def loader(dataset: StepDataset, first: int, last: int, num_workers: int) -> Iterator[StepRows]:
-    """Steps `first` to `last` - 1 in order, made ahead by `num_workers` processes.
+@contextmanager
+def loader(
+    dataset: StepDataset, first: int, last: int, num_workers: int
+) -> Iterator[Iterator[StepRows]]:
+    """Yield steps `first` to `last` - 1 in order, made ahead by `num_workers` processes.
+
+    The processes end with the block. A worker ignores the SIGTERM with which Python ends its
+    children, so one that outlived the block would be waited for without end, and the block may be
+    left by an error whose traceback keeps the loader alive.
 
     The generator of its own keeps `iter(DataLoader)` from drawing its base seed from the global
     stream, where it would shift every later dropout mask of a resumed run.
     """
     generator = torch.Generator().manual_seed(0)
-    return iter(
+    batches = iter(
         DataLoader(
             dataset,
             batch_size=None,
@@ -146,6 +155,13 @@ def loader(dataset: StepDataset, first: int, last: int, num_workers: int) -> Ite
             worker_init_fn=_ignore_signals if num_workers else None,
         )
     )
+    try:
+        yield batches
+    finally:
+        if isinstance(batches, _MultiProcessingDataLoaderIter):
+            batches._shutdown_workers()
+            for worker in batches._workers:
+                worker.kill()  # if it is still there: it was stopped, or hangs
 
 
 def build_masking(config: MaskingConfig, folder: Path, manifest: Manifest, seed: int) -> Masking:

@@ -98,15 +98,16 @@ def train(
                     write_json(config.output / "config.json", run.config.model_dump(mode="json"))
                 describe(run)
                 signals = stack.enter_context(stop_on_signal())
-                with explained(run):
-                    loop(run, min(stop_after or run.num_steps, run.num_steps), signals)
+                last = min(stop_after or run.num_steps, run.num_steps)
+                rows = loader(run.dataset, run.step, last, run.config.train.num_workers)
+                with explained(run), rows as batches:
+                    loop(run, batches, last, signals)
     return Outcome(run.step, run.num_steps, run.ended, run.evaluation)
 
 
-def loop(run: Run, last: int, signals: Sequence[int]) -> None:
+def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Sequence[int]) -> None:
     """Optimizer steps from `run.step` to `last`, or until a signal came."""
     config, accelerator, heartbeat = run.config, run.accelerator, run.heartbeat
-    batches = loader(run.dataset, run.step, last, config.train.num_workers)
     warm_up(run)
     clock = start_clock(run)
     if run.step == 0:

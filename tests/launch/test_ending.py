@@ -92,7 +92,6 @@ def start(run: Path) -> Iterator[Callable[..., Training]]:
         training.process.wait()
 
 
-@pytest.mark.xfail(strict=True, reason="item 19: the error is printed and the process never ends")
 def test_a_full_disk_at_the_last_save_ends_the_process(start: Callable[..., Training]) -> None:
     training = start(MANY, "--stop-after", "4", file_size=24)
     training.until("error: ")
@@ -101,7 +100,6 @@ def test_a_full_disk_at_the_last_save_ends_the_process(start: Callable[..., Trai
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="item 19: the error is printed and the process never ends")
 def test_want_of_memory_ends_the_process(start: Callable[..., Training]) -> None:
     training = start(MANY, code=NO_MEMORY)
     training.until("error: ")
@@ -110,7 +108,6 @@ def test_want_of_memory_ends_the_process(start: Callable[..., Training]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="item 19: the error is printed and the process never ends")
 def test_sigterm_on_a_full_disk_ends_the_process(start: Callable[..., Training]) -> None:
     training = start(MANY, file_size=24)
     training.until("step 4/")
@@ -128,7 +125,6 @@ def test_a_killed_worker_ends_the_process(start: Callable[..., Training]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="item 19: a stopped worker is waited for without end")
 def test_a_second_ctrl_c_ends_the_process_beside_a_stopped_worker(
     start: Callable[..., Training],
 ) -> None:

@@ -104,10 +104,11 @@ def test_loader_workers_leave_out_the_same(
     shards: ShardSet, order: Order, masking: Masking, num_workers: int
 ) -> None:
     dataset = StepDataset(shards, order, masking, skips=SKIPS)
-    for step, loaded in enumerate(loader(dataset, 2, 8, num_workers), start=2):
-        expected = dataset[step]
-        assert all(map(torch.equal, loaded[:4], expected[:4]))
-        assert (loaded.num_tokens, loaded.num_masked) == expected[4:]
+    with loader(dataset, 2, 8, num_workers) as batches:
+        for step, loaded in enumerate(batches, start=2):
+            expected = dataset[step]
+            assert all(map(torch.equal, loaded[:4], expected[:4]))
+            assert (loaded.num_tokens, loaded.num_masked) == expected[4:]
 
 
 def by_hand(
