@@ -1,4 +1,4 @@
-"""A `distil pretrain` process that fails is gone, with its loader workers, whatever it failed of."""
+"""A `distil pretrain` that fails is gone, with its loader workers, whatever it failed of."""
 
 import os
 import signal

@@ -1,6 +1,8 @@
 """One result, however a run is laid out, and whatever layout continues it."""
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ from data_prep.shards import open_shards
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.gather import accumulation_steps
+from pretrain.heartbeat import Heartbeat
 from pretrain.order import Order
 from pretrain.rows import StepDataset, masking_over
+from pretrain.train import train
 
 
 @pytest.fixture
@@ -146,6 +150,29 @@ def test_a_run_changes_its_layout_four_times_and_sees_each_row_once(
         found += seen(values, world, {"stop_after": stop}, stage)
     assert found == wanted(values)
     assert difference(values, alone) < 1e-5
+
+
+class Interrupted(Heartbeat):
+    """Tells its process to stop when it waits for the first step's rows."""
+
+    def at(self, step: int, phase: str) -> None:
+        if phase == "data":
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().at(step, phase)
+
+
+@ranks.needs_deepspeed
+@pytest.mark.xfail(strict=True, reason="item 18: IndexError, there are no moments")
+def test_zero_goes_on_from_a_checkpoint_of_step_0(
+    settings: Callable[..., dict[str, Any]],
+) -> None:
+    values = settings("stopped", 6, max_steps=2)
+    assert train(RunConfig.model_validate(values), heartbeat=Interrupted(0, None)).step == 0
+    undisturbed = settings("undisturbed", 6, max_steps=2)
+    for continued in (values, undisturbed):
+        ranks.run(2, rank_work.once, continued, environment=ranks.zero(1))
+    found = [ranks.digests(Path(one["output"]), 2) for one in (values, undisturbed)]
+    assert found[0] == found[1]
 
 
 @ranks.needs_deepspeed
