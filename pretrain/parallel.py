@@ -232,8 +232,9 @@ class Partitioned:
                 if f"{name}/{key}" in tensors:
                     value = tensors[f"{name}/{key}"].to(parameter.device)
                     safe_set_full_optimizer_state(parameter, value, key)
+        # None before the first step: AdamW makes its state there.
         steps = [value for name, value in tensors.items() if name.endswith("/step")]
-        for group in range(len(self.zero.optimizer.param_groups)):
+        for group in range(len(self.zero.optimizer.param_groups) if steps else 0):
             self._state(group)["step"].copy_(steps[0])
 
     def _state(self, group: int) -> dict[str, Tensor]:

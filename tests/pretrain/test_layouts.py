@@ -162,7 +162,6 @@ class Interrupted(Heartbeat):
 
 
 @ranks.needs_deepspeed
-@pytest.mark.xfail(strict=True, reason="item 18: IndexError, there are no moments")
 def test_zero_goes_on_from_a_checkpoint_of_step_0(
     settings: Callable[..., dict[str, Any]],
 ) -> None:
