@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,39 @@ def test_a_reader_beside_a_run_that_removes_its_checkpoints_always_finds_one(
         steps.append(saved.step)
     thread.join()
     assert steps == sorted(steps) and len(set(steps)) > 3
+
+
+@pytest.mark.parametrize("moment", ["while listing", "after listing"])
+@pytest.mark.parametrize("damaged", [False, True], ids=["alone", "beside a damaged one"])
+@pytest.mark.xfail(strict=True, reason="item 1: no checkpoint where there always was one")
+def test_a_listing_that_a_save_overtakes_is_taken_again(
+    moment: str, damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that shows neither the checkpoint that came nor the one that went, as POSIX allows."""
+    root = tmp_path / "checkpoints"
+    to = tiny_run.writer(root, keep=1)
+    if damaged:
+        tiny_run.save(to, 1)
+        (root / "step-00000001" / "state.json").write_bytes(b"{}")
+    tiny_run.save(to, 2)
+    listed = os.scandir
+    saves = [3, 4]
+
+    def scandir(path: Any) -> Any:
+        with listed(path) as entries:
+            found = list(entries)
+        if Path(path) == root and saves and threading.current_thread() is threading.main_thread():
+            monkeypatch.setattr(os, "scandir", listed)
+            step = saves.pop(0)
+            tiny_run.save(to, step)
+            monkeypatch.setattr(os, "scandir", scandir)
+            if moment == "while listing":
+                found = [entry for entry in found if (root / entry.name).exists()]
+        return nullcontext(iter(found))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    step, said = newest(root)
+    assert (step, said) == (4, [])
 
 
 def test_an_optimizers_state_fits_its_student() -> None:
