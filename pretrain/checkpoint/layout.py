@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ STUDENT = "student"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
+LATEST = "latest"  # the newest checkpoint's name; replaced before an older one is removed
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, behind the parameter's name and a slash
 
 
@@ -22,13 +25,32 @@ def folder_name(step: int) -> str:
 
 
 def checkpoints(root: Path) -> dict[int, Path]:
-    """The committed folders by step, newest first: by number, for modification times lie."""
-    found = {
-        int(match[1]): path
-        for path in root.glob("step-*")
-        if (match := re.fullmatch(r"step-(\d{8,})", path.name)) and path.is_dir()
-    }
-    return dict(sorted(found.items(), reverse=True))
+    """Return the committed folders by step, newest first: by number, for modification times lie.
+
+    A listing that a save overtakes may show neither the folder that came nor the one that went. The
+    writer replaces the pointer between the two, so a listing is complete if the pointer is the same
+    before and after it; else it is taken again.
+    """
+    while True:
+        before = _pointer(root)
+        found = {}
+        with suppress(FileNotFoundError), os.scandir(root) as entries:
+            for entry in entries:
+                match = re.fullmatch(r"step-(\d{8,})", entry.name)
+                if match and entry.is_dir():
+                    found[int(match[1])] = root / entry.name
+        if _pointer(root) == before:
+            return dict(sorted(found.items(), reverse=True))
+
+
+def _pointer(root: Path) -> tuple[int, int, bytes] | None:
+    """Return what changes whenever the pointer is replaced, even by the same text."""
+    try:
+        with (root / LATEST).open("rb") as file:
+            status = os.fstat(file.fileno())
+            return status.st_ino, status.st_mtime_ns, file.read()
+    except OSError:
+        return None
 
 
 def manifest_bytes(values: dict[str, Any]) -> bytes:

@@ -19,6 +19,7 @@ from data_prep.disk import hash_file, sync
 from pretrain import RunError
 from pretrain.checkpoint.layout import (
     FORMAT,
+    LATEST,
     MANIFEST,
     OPTIMIZER,
     STATE,
@@ -143,7 +144,7 @@ def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> N
     if best is not None and losses[best] == math.inf:
         best = None
     try:
-        replace_text(root / "latest", f"{folder_name(step)}\n")
+        replace_text(root / LATEST, f"{folder_name(step)}\n")
         if best is not None:
             replace_text(root / "best", f"{best.name}\n")
     finally:  # a disk too full for a pointer needs this all the more

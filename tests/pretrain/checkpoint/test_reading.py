@@ -230,7 +230,6 @@ def test_a_reader_beside_a_run_that_removes_its_checkpoints_always_finds_one(
 
 @pytest.mark.parametrize("moment", ["while listing", "after listing"])
 @pytest.mark.parametrize("damaged", [False, True], ids=["alone", "beside a damaged one"])
-@pytest.mark.xfail(strict=True, reason="item 1: no checkpoint where there always was one")
 def test_a_listing_that_a_save_overtakes_is_taken_again(
     moment: str, damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
