@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -52,5 +53,9 @@ class Watchdog:
 
 def last_seen(home: Path, since: float = 0) -> list[str]:
     """The last document of each worker that died in a stage's folder after `since` (time.time)."""
-    files = [file for file in sorted(home.glob(f".*/{FILE}")) if file.stat().st_mtime >= since - 2]
-    return [file.read_text(encoding="utf-8") for file in files]
+    documents = []
+    for file in sorted(home.glob(f".*/{FILE}")):
+        with suppress(FileNotFoundError):  # of a worker that has finished meanwhile
+            if file.stat().st_mtime >= since - 2:
+                documents.append(file.read_text(encoding="utf-8"))
+    return documents

@@ -45,3 +45,20 @@ def test_a_pool_says_that_a_worker_died(tmp_path: Path) -> None:
         run(hang, [tmp_path / "good", tmp_path / ".bad"])
     assert last_seen(tmp_path) == ["page 12"]
     assert not (tmp_path / "good" / FILE).exists()
+
+
+def test_a_worker_that_finishes_while_the_others_are_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (".bad", ".good"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FILE).write_text(name, encoding="utf-8")
+    listed = Path.glob
+
+    def glob(path: Path, pattern: str) -> list[Path]:
+        found = list(listed(path, pattern))
+        (tmp_path / ".good" / FILE).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert last_seen(tmp_path) == [".bad"]
