@@ -131,10 +131,16 @@ def evaluate_folder(
         RunError, CorpusError: one of them cannot be used, or does not fit the others.
     """
     manifest = check(shards)
-    saved = checkpoint.newest(model / "checkpoints", warn)
-    folder = saved.folder / "student" if saved else model
-    student = load_model(folder)
-    check_vocabulary(str(model), folder, student.config, manifest)
+
+    def read(folder: Path) -> MaskedLM:
+        student = load_model(folder)
+        check_vocabulary(str(model), folder, student.config, manifest)
+        return student
+
+    found = checkpoint.read_newest(
+        model / "checkpoints", lambda folder: read(folder / "student"), warn
+    )
+    student = found[1] if found else read(model)
     check_row_length(str(model), student.config.max_position_embeddings, manifest)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     loaded = load_teacher(teacher, manifest).model.to(accelerator.device) if teacher else None

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForMaskedLM
 
+from data_prep.disk import hash_file
 from pretrain import RunError, checkpoint
 from pretrain.card import model_card
 from pretrain.files import writing_to
 from pretrain.loading import load_model
+from pretrain.model_files import first_line
 from pretrain.models import MaskedLM
 
 _TOLERANCE = 1e-5
@@ -33,37 +35,57 @@ class Exported:
     difference: float
 
 
-def export(run: Path, folder: Path, warn: Callable[[str], None]) -> Exported:
+def export(
+    run: Path, folder: Path, warn: Callable[[str], None], *, again: bool = False
+) -> Exported:
     """Write the newest checkpoint's student to `folder`, and read it back before saying so.
 
     The layout is that of `distilbert-base-uncased` (or a BERT's, for objective mlm). Everything is
-    made in a folder beside the target and renamed, so the target is whole or not there. `warn` is
-    told of newer checkpoints that do not verify.
+    made in a folder beside the target and renamed, so the target is whole or not there.
+
+    Args:
+        run: the output folder of a run, which may go on meanwhile.
+        folder: the target; missing or empty.
+        warn: is told of newer checkpoints that do not verify or were removed by the run.
+        again: accept a target that holds exactly what would be written.
 
     Raises:
         RunError: there is no checkpoint, the folder is taken, or what was read back differs.
         OSError: the disk is full or read-only.
     """
-    saved = checkpoint.newest(run / "checkpoints", warn)
-    if saved is None:
-        raise RunError(f"{run}: no checkpoint to export; run `distil pretrain` first")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder}: already there; export to another folder, or remove it first")
-    student = load_model(saved.folder / "student").eval()
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    target = folder.resolve()
+    taken = f"{folder}: already there; export to another folder, or remove it first"
+    if not again and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RunError(taken)
+    # A name of its own: another export may be at work on the same target.
+    temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
+
+    def read(saved: Path) -> MaskedLM:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a checkpoint that was removed
         with writing_to(folder):
             temporary.mkdir(parents=True)
-            _copy_tokenizer(saved.folder / "student", temporary)
+            _copy_tokenizer(saved / "student", temporary)
+        return load_model(saved / "student").eval()
+
+    try:
+        found = checkpoint.read_newest(run / "checkpoints", read, warn)
+        if found is None:
+            raise RunError(f"{run}: no checkpoint to export; run `distil pretrain` first")
+        saved, student = found
+        with writing_to(folder):
             student.save_pretrained(temporary)
             # safetensors writes for the owner alone; an export is for all who may read its folder.
             shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
             model_card(student, saved.state).save(temporary / "README.md")
         difference = _read_back(student, temporary)
-        if folder.exists():
-            folder.rmdir()  # empty, as checked above
-        temporary.rename(folder)
+        if not (again and target.is_dir() and _hashes(target) == _hashes(temporary)):
+            try:
+                temporary.rename(target)  # an empty folder is replaced, any other is an error
+            except OSError as error:
+                if not target.exists():
+                    raise
+                hint = ", or upload it as it is with `hf upload`" if again else ""
+                raise RunError(taken + hint) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(
@@ -100,9 +122,12 @@ def push(folder: Path, repository: str, token: str) -> str:
     try:
         api.create_repo(repository, exist_ok=True)
         commit = api.upload_folder(repo_id=repository, folder_path=folder)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].replace(token, "***")
-        raise RunError(f"{folder} is written, but not uploaded to {repository}: {reason}") from None
+    except Exception as error:  # of the HTTP library, the hub or its transfer library
+        reason = first_line(error).replace(token, "***")
+        raise RunError(
+            f"{folder} is written, but not uploaded to {repository}: {reason}; the same command "
+            "tries again"
+        ) from None
     return f"uploaded to {repository} ({commit.oid[:12]})"
 
 
@@ -122,6 +147,11 @@ def _read_back(student: MaskedLM, folder: Path) -> float:
             "was exported. Check the disk and the transformers version"
         )
     return difference
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): hash_file(path)[0] for path in files}
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

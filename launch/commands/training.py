@@ -195,7 +195,7 @@ def export(
 
     quiet()
     token = hub_token() if push else ""
-    exported = write(run, folder, _warn)
+    exported = write(run, folder, _warn, again=bool(push))
     show(
         [
             f"{folder}: {exported.architecture}, {exported.num_parameters:,} parameters, "

@@ -12,7 +12,7 @@ Written in the background to a temporary folder, flushed, hashed, renamed; only 
 removed. Whoever writes holds the lock of the run's folder.
 """
 
-from pretrain.checkpoint.reading import Saved, check_optimizer, newest, verify
+from pretrain.checkpoint.reading import Saved, check_optimizer, newest, read_newest, verify
 from pretrain.checkpoint.writer import Writer
 
-__all__ = ["Saved", "Writer", "check_optimizer", "newest", "verify"]
+__all__ = ["Saved", "Writer", "check_optimizer", "newest", "read_newest", "verify"]

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +25,9 @@ from pretrain.checkpoint.layout import (
     folder_name,
     manifest_bytes,
 )
+
+Result = TypeVar("Result")
+_ATTEMPTS = 20  # to read a checkpoint before its run removes it
 
 
 class Saved(NamedTuple):
@@ -70,6 +73,35 @@ def newest(root: Path, warn: Callable[[str], None]) -> Saved | None:
             f"{root}: no checkpoint verifies; restore one, or remove the folder to start again"
         )
     return None
+
+
+def read_newest(
+    root: Path, read: Callable[[Path], Result], warn: Callable[[str], None]
+) -> tuple[Saved, Result] | None:
+    """Return the newest checkpoint that verifies and what `read` makes of its folder.
+
+    A run removes old checkpoints while others read them: then the newest is read in its place, and
+    `warn` is told.
+
+    Raises:
+        RunError: as `newest`, or the run removes checkpoints faster than they are read.
+    """
+    for _ in range(_ATTEMPTS):
+        saved = newest(root, warn)
+        if saved is None:
+            return None
+        try:
+            result = read(saved.folder)
+            if saved.folder.exists():  # else part of it may have been missing
+                return saved, result
+        except Exception:
+            if saved.folder.exists():
+                raise
+        warn(f"{saved.folder}: its run removed it while it was read; reading the newest again")
+    raise RunError(
+        f"{root}: the run removes its checkpoints faster than they can be read: set "
+        "checkpoint.keep or checkpoint.every higher, or wait for its end"
+    )
 
 
 def verify(folder: Path) -> str | None:

@@ -123,7 +123,6 @@ def rotating(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-@pytest.mark.xfail(strict=True, reason="item 27: a checkpoint rotated away is a missing file")
 def test_an_export_of_a_running_run_takes_the_next_checkpoint(
     rotating: Path, tmp_path: Path
 ) -> None:
@@ -134,7 +133,6 @@ def test_an_export_of_a_running_run_takes_the_next_checkpoint(
     assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
 
 
-@pytest.mark.xfail(strict=True, reason="item 27: a checkpoint rotated away is a missing file")
 def test_an_evaluation_of_a_running_run_takes_the_next_checkpoint(
     rotating: Path, corpus: Path
 ) -> None:
@@ -143,7 +141,6 @@ def test_an_evaluation_of_a_running_run_takes_the_next_checkpoint(
     assert len(said) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="item 27: two exports destroy each other")
 def test_of_two_exports_to_one_folder_the_first_to_finish_stays(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +163,6 @@ def test_of_two_exports_to_one_folder_the_first_to_finish_stays(
     assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-exported", "exported"]
 
 
-@pytest.mark.xfail(strict=True, reason="item 27: --push cannot be repeated")
 def test_a_push_without_a_network_is_one_line_and_can_be_repeated(
     finished: Path,
     tmp_path: Path,
