@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from data_prep.shards import load_manifest
 from launch.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -53,3 +55,94 @@ def test_a_launch_stops_and_the_command_it_shows_goes_on(
     )
     assert shell.returncode == 0, shell.stdout + shell.stderr
     assert steps(run) == [1, 2, 3, 4]
+
+
+@pytest.fixture
+def trap(tmp_path: Path) -> Path:
+    """A folder whose modules write their names to `executed` and fail."""
+    folder = tmp_path / "trap"
+    folder.mkdir()
+    names = ("launch", "pretrain", "data_prep", "yaml", "torch", "socket", "signal", "selectors")
+    for name in names:
+        path = folder / f"{name}.py"
+        if name == "pretrain":
+            path = folder / name / "__init__.py"
+            path.parent.mkdir()
+        path.write_text(
+            f"open({str(tmp_path / 'executed')!r}, 'a').write(__name__ + '\\n')\n"
+            "raise ImportError('of the working directory')\n"
+        )
+    return folder
+
+
+def distil(trap: Path, *arguments: object, **environment: str) -> str:
+    """Run the installed command in the trap; returns what it said."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("distil")), *map(str, arguments)],
+        cwd=trap,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    executed = trap.parent / "executed"
+    assert not executed.exists(), executed.read_text()
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.xfail(strict=True, reason="item 24: modules of the working directory are executed")
+def test_a_launch_executes_nothing_of_its_working_directory(run: Path, trap: Path) -> None:
+    """Not in torchrun, the ranks or their loader workers; and PYTHONPATH works as ever."""
+    library = trap.parent / "library"
+    library.mkdir()
+    (library / "sitecustomize.py").write_text(
+        "import os\n"
+        f"open({str(trap.parent / 'seen')!r}, 'a').write(os.environ.get('RANK', '-') + ' ')\n"
+    )
+    said = distil(
+        trap,
+        *("launch", run, "--hardware", "cpu", "--gpus", "2", "train.micro_batch_size=2"),
+        *("train.num_workers=1", "--stop-after", "1"),
+        PYTHONPATH=str(library),
+    )
+    assert "2 process(es), fp32" in said and steps(run) == [1]
+    assert {"0", "1"} <= set((trap.parent / "seen").read_text().split())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="multiprocessing itself does, up to 3.10")
+@pytest.mark.xfail(strict=True, reason="item 24: modules of the working directory are executed")
+def test_workers_of_prepare_execute_nothing_of_the_working_directory(
+    shards: Path, trap: Path, tmp_path: Path
+) -> None:
+    assert prepared(shards, trap, tmp_path) == shards_digest(shards)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="item 24: modules of the working directory are executed")
+def test_ray_workers_execute_nothing_of_the_working_directory(
+    shards: Path, trap: Path, tmp_path: Path
+) -> None:
+    assert prepared(shards, trap, tmp_path, "--engine", "ray") == shards_digest(shards)
+
+
+def prepared(shards: Path, trap: Path, output: Path, *options: str) -> str:
+    """Prepare the fixture's letters once more in the trap; returns the digest."""
+    letters = str(shards.parent / "letters.txt")
+    values = {
+        "output": str(output / "again"),
+        "tokenizer": str(shards.parent / "vocab.txt"),
+        "row_length": 16,
+        "sources": [{"kind": "text", "path": letters, "document": "paragraph"}],
+        "validation": 0.1,
+        "min_characters": 1,
+        "workers": 2,
+    }
+    (output / "corpus.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    distil(trap, "prepare", output / "corpus.yaml", *options)
+    return shards_digest(output / "again")
+
+
+def shards_digest(folder: Path) -> str:
+    return load_manifest(folder).digest

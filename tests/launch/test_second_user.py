@@ -1,0 +1,97 @@
+"""What another user of the machine can reach while a run on one node is under way."""
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65534
+START = 240  # seconds for processes to start on a busy machine
+context = get_context("fork")  # as root, so that the libraries need not be readable for others
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs two users"),
+]
+
+
+def answers(port: int) -> bool:
+    """Whether another user can read and write a torch store at this port."""
+    return as_nobody(_write, port)
+
+
+def as_nobody(action, *arguments) -> bool:  # type: ignore[no-untyped-def]
+    """Whether an action succeeds in a process of another user; one that takes 20 s does not."""
+    process = context.Process(target=_other_user, args=(action, *arguments))
+    process.start()
+    process.join(20)
+    process.kill()
+    process.join()
+    return process.exitcode == 0
+
+
+def _other_user(action, *arguments) -> None:  # type: ignore[no-untyped-def]
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    try:
+        action(*arguments)
+    except (OSError, RuntimeError):  # torch's own derive from the latter
+        os._exit(1)
+    os._exit(0)
+
+
+def _write(port: int) -> None:
+    store = TCPStore(
+        "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
+    )
+    store.set("planted", "a pickle")
+    assert store.get("planted") == b"a pickle"
+
+
+def _open(path: str) -> None:
+    os.close(os.open(path, os.O_RDONLY))
+
+
+def test_a_store_on_tcp_would_be_found() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert answers(store.port)
+    assert not answers(1)
+
+
+@pytest.mark.xfail(strict=True, reason="item 20: another user can write to the rendezvous")
+def test_another_user_reaches_no_store_of_a_launch(run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "launch", "launch", str(run), "--hardware", "cpu"]
+    command += ["--gpus", "2", "train.micro_batch_size=2", "train.max_steps=1000000"]
+    screen = tmp_path / "screen"
+    with screen.open("wb") as file:
+        launch = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+    try:
+        end = time.monotonic() + START
+        while "step 3/" not in screen.read_text():
+            assert launch.poll() is None and time.monotonic() < end, screen.read_text()
+            time.sleep(0.2)
+        family = [psutil.Process(launch.pid), *psutil.Process(launch.pid).children(recursive=True)]
+        ranks = [process.environ() for process in family if "RANK" in process.environ()]
+        assert {rank["RANK"] for rank in ranks} == {"0", "1"}
+        connections = [c for process in family for c in process.net_connections("inet")]
+        ports = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+        assert len(ports) >= 2  # gloo's, one of each rank
+        assert [port for port in ports if answers(port)] == []
+        folder = Path(ranks[0]["DISTIL_HEARTBEATS"])
+        stores = [path for path in folder.iterdir() if path.name in ("rendezvous", "store")]
+        assert len(stores) == 2
+        for path in [folder, folder.parent, *stores]:
+            assert not as_nobody(_open, str(path)), path
+        launch.terminate()
+        assert launch.wait(START) == 75
+    finally:
+        launch.kill()
