@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ def steps(run: Path) -> list[int]:
     return [record["step"] for record in records if "grad_norm" in record]
 
 
+@pytest.mark.xfail(strict=True, reason="item 1: 300,000 spins at each barrier")
 def test_a_launch_stops_and_the_command_it_shows_goes_on(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,6 +46,7 @@ def test_a_launch_stops_and_the_command_it_shows_goes_on(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
     assert line in done.stdout.replace(" --stop-after 2", "")
     plain = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONPATH": str(ROOT)}
+    plain["OMP_DISPLAY_ENV"] = "verbose"  # libgomp says what it was given, in agent and ranks
     shell = subprocess.run(
         ["bash", "-c", line],
         cwd=run.parent,
@@ -55,6 +58,8 @@ def test_a_launch_stops_and_the_command_it_shows_goes_on(
     )
     assert shell.returncode == 0, shell.stdout + shell.stderr
     assert steps(run) == [1, 2, 3, 4]
+    spins = [int(n) for n in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", shell.stderr)]
+    assert sum(n <= 10_000 for n in spins) == 2, spins
 
 
 @pytest.fixture
