@@ -79,7 +79,8 @@ def test_a_careless_extraction_escapes(tmp_path: Path, sprung: Path) -> None:
     escaping_tar(tmp_path / "a.tar")
     (tmp_path / "inside").mkdir()
     with tarfile.open(tmp_path / "a.tar") as archive:
-        archive.extractall(tmp_path / "inside", filter="fully_trusted")
+        archive.extraction_filter = lambda member, path: member  # 3.14 would refuse by itself
+        archive.extractall(tmp_path / "inside")
     assert sprung.exists()
 
 

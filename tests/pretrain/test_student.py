@@ -554,7 +554,8 @@ def real_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rxn")
     with tarfile.open(REAL) as archive:
         members = [m for m in archive.getmembers() if m.name.startswith("models/")]
-        archive.extractall(folder, members, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder, members)
     (found,) = folder.glob("models/*")
     return found
 
