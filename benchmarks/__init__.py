@@ -3,3 +3,5 @@
 These two need nothing but torch, transformers, numpy and the compute core of `pretrain`; the
 scripts beside them measure other stages and say at the top what they do.
 """
+
+import pretrain  # noqa: F401  bounds the spinning of OpenMP's threads before torch is imported

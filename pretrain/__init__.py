@@ -1,5 +1,12 @@
 """Shards -> student: the distillation itself, usable from Python without the command line."""
 
+import os
+
+# torch's libgomp reads this when it is loaded, so it is set before any module imports torch; child
+# processes inherit it. docs/performance.md has the measurement behind the number.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
 
 class RunError(ValueError):
     """A mistake in a run's inputs or environment; one line with the culprit and the fix."""

@@ -3,6 +3,7 @@
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in every child process
+os.environ["GOMP_SPINCOUNT"] = "0"  # the few tests of several threads wait without spinning
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 

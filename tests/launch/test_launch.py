@@ -22,7 +22,6 @@ def steps(run: Path) -> list[int]:
     return [record["step"] for record in records if "grad_norm" in record]
 
 
-@pytest.mark.xfail(strict=True, reason="item 1: 300,000 spins at each barrier")
 def test_a_launch_stops_and_the_command_it_shows_goes_on(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,6 @@ def spin_count(package: str, **given: str) -> int:
 
 
 @pytest.mark.parametrize("package", ["benchmarks", "launch", "pretrain"])
-@pytest.mark.xfail(strict=True, reason="item 1: 300,000 spins at each barrier")
 def test_spinning_is_bounded_before_torch_is_imported(package: str) -> None:
     assert spin_count(package) <= 10_000
 
