@@ -1,6 +1,10 @@
 """One thread a process: tiny models gain nothing from more, and processes side by side lose."""
 
+import hashlib
 import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in every child process
 os.environ["GOMP_SPINCOUNT"] = "0"  # the few tests of several threads wait without spinning
@@ -16,3 +20,21 @@ torch.set_num_threads(1)
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """Name bytes by their parameter: their content may differ between two workers."""
     return argname if isinstance(val, bytes) else None
+
+
+@pytest.fixture(scope="session")
+def seal() -> Callable[[Path, Mapping[str, Any]], Path]:
+    """A function that writes a checkpoint which holds a state and nothing else; returns it."""
+    from pretrain.checkpoint.layout import FORMAT, as_json, folder_name, manifest_bytes
+
+    def write(run: Path, state: Mapping[str, Any]) -> Path:
+        folder = run / "checkpoints" / folder_name(state["step"])
+        folder.mkdir(parents=True)
+        data = as_json(state)
+        (folder / "state.json").write_bytes(data)
+        file = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        values = {"format": FORMAT, "step": state["step"], "files": {"state.json": file}}
+        (folder / "manifest.json").write_bytes(manifest_bytes(values))
+        return folder
+
+    return write

@@ -2,15 +2,20 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data_prep import CorpusError
 from data_prep.audit import documents_of_row, rows_of_document
+from data_prep.inspect import leftovers, summary
 from data_prep.prepare import prepare
+from data_prep.publish import to_parquet
 from data_prep.shards import load_manifest, open_shards
 from data_prep.tokens import load
 
@@ -189,3 +194,41 @@ def test_a_damaged_side_table_is_named(folder: Path) -> None:
     path.unlink()
     with pytest.raises(CorpusError, match=r"train-00000\.parquet: missing"):
         rows_of_document(folder, "doc 0")
+
+
+@pytest.mark.xfail(strict=True, reason="item 26: an edited side table is believed")
+def test_an_edited_side_table_is_refused(folder: Path) -> None:
+    path = folder / "segments" / "train-00000.parquet"
+    table = pq.read_table(path)
+    titles = pa.array(["Another title"] * len(table), table.schema.field("title").type)
+    number = table.schema.get_field_index("title")
+    pq.write_table(table.set_column(number, table.schema.field(number), titles), path)
+    for question in (
+        lambda: documents_of_row(folder, 0),
+        lambda: rows_of_document(folder, "Another title"),
+        lambda: summary(folder),
+        lambda: to_parquet(folder, folder.parent / "published"),
+    ):
+        with pytest.raises(CorpusError, match=r"train-00000\.parquet.*the manifest"):
+            question()
+
+
+@pytest.mark.xfail(strict=True, reason="item 26: an edited file is believed")
+@pytest.mark.parametrize(
+    ("name", "question"),
+    [
+        ("tokenizer/tokenizer.json", lambda folder: documents_of_row(folder, 0)),
+        ("tokenizer/tokenizer.json", summary),
+        ("token_counts.json", summary),
+        ("leftovers.jsonl", leftovers),
+        ("token_counts.json", lambda folder: to_parquet(folder, folder.parent / "published")),
+    ],
+    ids=["audit", "inspect-tokenizer", "inspect-counts", "leftovers", "parquet"],
+)
+def test_an_edited_file_is_refused(
+    folder: Path, name: str, question: Callable[[Path], object]
+) -> None:
+    with (folder / name).open("ab") as file:
+        file.write(b"\n")
+    with pytest.raises(CorpusError, match=rf"{name}.*the manifest"):
+        question(folder)

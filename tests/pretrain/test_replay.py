@@ -52,6 +52,72 @@ def make_run(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture
+def sealed_run(make_run: Callable[..., Path], seal: Callable[..., Path], corpus: Path) -> Path:
+    """A run of which a checkpoint of step 6 was written."""
+    run = make_run()
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    digest = open_shards(corpus).manifest.digest
+    state = {"step": 6, "config": config, "shards": digest, "num_processes": 1, "skip_rows": []}
+    seal(run, state)
+    return run
+
+
+@pytest.mark.xfail(strict=True, reason="item 26: an edited config.json is believed")
+def test_an_edited_config_is_not_believed(sealed_run: Path) -> None:
+    before = list(replay(sealed_run, 5).rows())
+    path = sealed_run / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["train"]["seed"] += 1
+    path.write_text(json.dumps(config), encoding="utf-8")
+    assert all(map(same, before, replay(sealed_run, 5).rows()))
+    path.write_text("no config", encoding="utf-8")
+    assert all(map(same, before, replay(sealed_run, 5).rows()))
+
+
+@pytest.mark.xfail(strict=True, reason="item 26: an edited state.json is believed")
+def test_an_edited_state_is_refused(sealed_run: Path) -> None:
+    path = sealed_run / "checkpoints" / "step-00000006" / "state.json"
+    state = json.loads(path.read_text(encoding="utf-8"))
+    state["skip_rows"] = [[0, 90, 0]]
+    path.write_text(json.dumps(state, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    with pytest.raises(RunError, match="no checkpoint verifies"):
+        replay(sealed_run, 5)
+
+
+@pytest.mark.xfail(strict=True, reason="item 26: a run without a checkpoint is replayed")
+def test_a_run_without_a_checkpoint_is_refused(make_run: Callable[..., Path]) -> None:
+    with pytest.raises(RunError, match="no checkpoint"):
+        replay(make_run(), 1)
+
+
+@pytest.mark.xfail(strict=True, reason="item 26: an edited token_counts.json is believed")
+def test_edited_token_counts_are_refused(
+    tmp_path: Path, corpus: Path, sealed_run: Path, seal: Callable[..., Path]
+) -> None:
+    shards = tmp_path / "shards"
+    shutil.copytree(corpus, shards)
+    state = json.loads((sealed_run / "checkpoints/step-00000006/state.json").read_bytes())
+    state["config"]["masking"]["mode"] = "smoothed"
+    seal(sealed_run, {**state, "step": 7})
+    replay(sealed_run, 5, shards=shards)
+    table = json.loads((shards / "token_counts.json").read_bytes())
+    table["smoothing"] = table["smoothing"][::-1]
+    (shards / "token_counts.json").write_text(json.dumps(table), encoding="utf-8")
+    with pytest.raises(CorpusError, match=r"token_counts\.json.*the manifest"):
+        replay(sealed_run, 5, shards=shards)
+
+
+@pytest.mark.xfail(strict=True, reason="item 26: what no checkpoint seals is shown as if it did")
+def test_steps_after_the_newest_checkpoint_are_said_not_to_be_sealed(sealed_run: Path) -> None:
+    replay(sealed_run, 6, warn=pytest.fail)
+    log_says(sealed_run, Skip(0, 90, 2))  # of a step that the checkpoint covers
+    assert left_out(sealed_run, 5) == set()
+    said: list[str] = []
+    replay(sealed_run, 7, warn=said.append)
+    assert len(said) == 1 and "newest checkpoint is of step 6" in said[0]
+
+
 def same(one: ReplayedRow, other: ReplayedRow) -> bool:
     """Alike in all but who holds it."""
     numbers = [(r.index, r.epoch, r.row) for r in (one, other)]
