@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep import CorpusError
-from data_prep.shards import Manifest, ShardSet, load_manifest, open_shards
+from data_prep.shards import Manifest, ShardSet, check_files, load_manifest, open_shards
 from data_prep.shards.manifest import AGAIN
 from data_prep.shards.reading import Split
 from data_prep.tokens import Tokens, load
@@ -82,7 +82,13 @@ def documents_of_row(folder: Path | str, row: int, split: Split = "train") -> li
     shards = open_shards(folder, split)
     if not 0 <= row < len(shards):
         raise CorpusError(f"{folder}: {split} has rows 0 to {len(shards) - 1}, not {row}")
-    return segments_of(shards, load(shards.folder / "tokenizer"), row)
+    return segments_of(shards, checked_tokens(shards), row)
+
+
+def checked_tokens(shards: ShardSet) -> Tokens:
+    """The tokenizer of shards, which must be what their manifest says."""
+    check_files(shards.folder, shards.manifest, "tokenizer")
+    return load(shards.folder / "tokenizer")
 
 
 def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
@@ -90,7 +96,7 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
     split = shards.manifest.splits[shards.split]
     starts = np.cumsum([0] + [shard.rows for shard in split.shards])
     shard = int(np.searchsorted(starts, row, side="right")) - 1
-    path = _side_table(shards.folder, split.shards[shard].file)
+    path = side_table(shards.folder, shards.manifest, split.shards[shard].file)
     ids = shards.rows([row])[0]
     special = shards.manifest.tokenizer.special_ids
     found: list[Segment] = []
@@ -155,7 +161,7 @@ def _places(folder: Path, manifest: Manifest, wanted: pc.Expression) -> Iterator
     for split, record in manifest.splits.items():
         first = 0
         for shard in record.shards:
-            for batch in _batches(_side_table(folder, shard.file), wanted):
+            for batch in _batches(side_table(folder, manifest, shard.file), wanted):
                 for entry in batch.to_pylist():
                     source = manifest.sources[entry["source"]]
                     yield Place(
@@ -173,22 +179,19 @@ def _places(folder: Path, manifest: Manifest, wanted: pc.Expression) -> Iterator
             first += shard.rows
 
 
-def _side_table(folder: Path, shard: str) -> Path:
-    return (folder / "segments" / shard).with_suffix(".parquet")
+def side_table(folder: Path, manifest: Manifest, shard: str) -> Path:
+    """The file that names a shard's segments, compared with the manifest."""
+    name = Path("segments", shard).with_suffix(".parquet").as_posix()
+    check_files(folder, manifest, name)
+    return folder / name
 
 
 def _batches(path: Path, wanted: pc.Expression | None = None) -> Iterator[pa.Table]:
-    """The rows of a side table that are wanted, in order; CorpusError if it does not decode."""
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                table = pa.Table.from_batches([batch])
-                yield table if wanted is None else table.filter(wanted)
-    except FileNotFoundError:
-        raise CorpusError(f"{path}: missing: {AGAIN}") from None
-    except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CorpusError(f"{path}: does not decode ({reason}): {AGAIN}") from None
+    """The rows of a side table that are wanted, in order."""
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            table = pa.Table.from_batches([batch])
+            yield table if wanted is None else table.filter(wanted)
 
 
 def _sources_named(folder: Path, manifest: Manifest, name: str | None) -> list[int]:
@@ -221,7 +224,7 @@ def _nearest(folder: Path, manifest: Manifest, value: str, sources: Sequence[int
     def ids(containing: str | None) -> Iterator[str]:
         for record in manifest.splits.values():
             for shard in record.shards:
-                for batch in _batches(_side_table(folder, shard.file)):
+                for batch in _batches(side_table(folder, manifest, shard.file)):
                     column = batch["document"]
                     keep = pc.is_in(batch["source"].cast(pa.int64()), numbers)
                     if containing is not None:

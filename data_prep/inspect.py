@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.audit import segments_of
-from data_prep.shards import load_manifest, open_shards
+from data_prep.audit import checked_tokens, segments_of
+from data_prep.shards import check_files, load_manifest, open_shards
 from data_prep.shards.manifest import TOKEN_COUNTS
 from data_prep.shards.reading import Split
-from data_prep.tokens import load
 
 
 def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
@@ -22,6 +21,7 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
     """
     folder = Path(folder)
     manifest = load_manifest(folder)
+    check_files(folder, manifest, TOKEN_COUNTS)
     unknown = json.loads((folder / TOKEN_COUNTS).read_bytes())["counts"][
         manifest.tokenizer.special_ids.unk
     ]
@@ -52,7 +52,7 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
 def _decoded(folder: Path, split: Split, num: int) -> list[dict[str, Any]]:
     """Rows spread evenly over the split, each with its segments."""
     shards = open_shards(folder, split)
-    tokens = load(folder / "tokenizer")
+    tokens = checked_tokens(shards)
     numbers = np.unique(np.linspace(0, len(shards) - 1, num, dtype=np.int64)).tolist()
     return [
         {"row": row, "segments": [asdict(s) for s in segments_of(shards, tokens, row)]}
@@ -67,6 +67,7 @@ def leftovers(folder: Path | str, examples: int = 20) -> dict[str, Any]:
     """
     folder = Path(folder)
     manifest = load_manifest(folder)
+    check_files(folder, manifest, "leftovers.jsonl")
     with (folder / "leftovers.jsonl").open(encoding="ascii") as lines:
         return {
             "sources": {source.name: source.leftovers for source in manifest.sources},

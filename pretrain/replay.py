@@ -1,31 +1,35 @@
-"""What an optimizer step was fed: rows, masks, and which rank held them; from config and shards.
+"""What an optimizer step was fed: rows, masks, and which rank held them.
 
-Goes through the same `StepDataset`, `Order` and `Masking` as training, and needs neither teacher
-nor GPU nor checkpoint. Steps count from 1, as the training log and `metrics.jsonl` do: step K is
-the update after which the log says "step K".
+Reads the newest checkpoint that verifies, never OUTPUT/config.json, which nothing seals; and goes
+through the same `StepDataset`, `Order` and `Masking` as training. Needs neither teacher nor GPU.
+Steps count from 1, as the training log and `metrics.jsonl` do: step K is the update after which
+the log says "step K".
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from data_prep.shards import ShardSet, open_shards
+from data_prep.shards import ShardSet, check_files, open_shards
+from data_prep.shards.manifest import TOKEN_COUNTS
 from pretrain import RunError
-from pretrain.config import RunConfig, Train
+from pretrain.config import RunConfig
 from pretrain.masking import IGNORE, Masking
 from pretrain.order import Order
 from pretrain.rows import Skip, StepDataset, build_masking, skipped, with_skip
+
+if TYPE_CHECKING:
+    from pretrain.checkpoint import Saved
 
 
 @dataclass(frozen=True)
@@ -146,52 +150,76 @@ def replay(
     Args:
         run: the output folder of a run.
         step: from 1, as the training log counts.
-        world_size: processes; the last checkpoint's number by default, 1 if there is none. It
-            decides who holds a row, never which rows and masks there are.
+        world_size: processes; the newest checkpoint's number by default. It decides who holds a
+            row, never which rows and masks there are.
         micro_batch_size: rows; by default the run's, or what of it divides a rank's share.
-        shards: where the shards lie now, if not where the run's config says.
-        warn: is told when no checkpoint says which shards the run read.
+        shards: where the shards lie now, if not where the run read them.
+        warn: is told of checkpoints that do not verify, and when none covers the step.
 
     Raises:
-        RunError: no run, no such step, batches that do not divide, or shards of another corpus.
-        CorpusError: the shards cannot be opened.
+        RunError: no checkpoint that verifies, no such step, batches that do not divide, or shards
+            of another corpus.
+        CorpusError: the shards cannot be opened, or are not what their manifest says.
     """
-    state = _newest_state(run)
-    config = _config(run, state)
-    opened = open_shards(shards or config.shards)
-    if state is not None and state["shards"] != opened.manifest.digest:
+    from pretrain import checkpoint  # imports accelerate and transformers: seconds
+
+    saved = checkpoint.newest(run / "checkpoints", warn)
+    if saved is None:
+        raise RunError(f"{run}: no checkpoint, so nothing says what was trained here")
+    state = saved.state
+    try:
+        config = RunConfig.model_validate(state["config"])
+        digest, processes = str(state["shards"]), int(state["num_processes"])
+    except (KeyError, TypeError, ValidationError) as error:
         raise RunError(
-            f"{opened.folder}: holds other shards (digest {opened.manifest.digest[:16]}) than "
-            f"{run} read ({state['shards'][:16]}); name the folder that it read with --shards"
+            f"{saved.folder}: state.json is not as this version writes it "
+            f"({' '.join(str(error).split())[:200]}); replay it with the version that did"
+        ) from None
+    opened = open_shards(shards or config.shards)
+    manifest = opened.manifest
+    if digest != manifest.digest:
+        raise RunError(
+            f"{opened.folder}: holds other shards (digest {manifest.digest[:16]}) than "
+            f"{run} read ({digest[:16]}); name the folder that it read with --shards"
         )
+    check_files(opened.folder, manifest, "tokenizer", TOKEN_COUNTS)
     train = config.train
+    assert train.micro_batch_size != "auto"  # a checkpoint has the number that was found
     order = Order(len(opened), train.global_batch_size, train.seed)
     num_steps = train.max_steps or order.steps_for(train.epochs)
     if not 1 <= step <= num_steps:
         raise RunError(f"{run}: has steps 1 to {num_steps}, as its log counts them, not {step}")
     layout = _layout(
         train.global_batch_size,
-        (state["num_processes"] if state else 1) if world_size is None else world_size,
-        _rows_at_a_time(run, train),
+        processes if world_size is None else world_size,
+        train.micro_batch_size,
         micro_batch_size,
     )
-    if state is None:
-        warn(f"{run}: no checkpoint names its shards; {opened.folder} is taken to be what it read")
-    masking = build_masking(config.masking, opened.folder, opened.manifest, train.seed)
-    return Replay(step, num_steps, *layout, opened, order, masking, recorded_skips(run, state))
+    if step > saved.step:
+        warn(
+            f"{run}: its newest checkpoint is of step {saved.step}: step {step} is shown as that "
+            "config, and the skipped rows in metrics.jsonl, would train it"
+        )
+    masking = build_masking(config.masking, opened.folder, manifest, train.seed)
+    skips = recorded_skips(run, saved)
+    return Replay(step, num_steps, *layout, opened, order, masking, skips)
 
 
-def recorded_skips(run: Path, state: Mapping[str, Any] | None) -> tuple[Skip, ...]:
+def recorded_skips(run: Path, saved: Saved) -> tuple[Skip, ...]:
     """The rows a run left out: what its checkpoint says, and metrics.jsonl of the time since.
 
     A run dropped the entries of metrics.jsonl that its checkpoint did not cover when it continued.
     """
-    from pretrain import metrics  # imports accelerate and transformers: seconds
+    from pretrain import metrics
 
-    skips = tuple(Skip(*values) for values in (state or {}).get("skip_rows", ()))
-    for entry in metrics.read(run / "metrics.jsonl"):
-        if entry["kind"] == "skip_rows":
-            skips = with_skip(skips, Skip(entry["first"], entry["last"], entry["step"]))
+    skips = tuple(Skip(*values) for values in saved.state.get("skip_rows", ()))
+    path = run / "metrics.jsonl"
+    try:
+        for entry in metrics.read(path):
+            if entry["kind"] == "skip_rows" and entry["step"] >= saved.step:
+                skips = with_skip(skips, Skip(entry["first"], entry["last"], entry["step"]))
+    except (KeyError, TypeError, ValueError):
+        raise RunError(f"{path}: not as a run writes it; restore it, or move it away") from None
     return skips
 
 
@@ -210,39 +238,3 @@ def _layout(rows: int, world: int, usual: int, wanted: int | None) -> tuple[int,
             f"process(es) has of train.global_batch_size {rows}"
         )
     return world, micro
-
-
-def _rows_at_a_time(run: Path, train: Train) -> int:
-    """A run's micro-batch size; what stood in the place of `auto` is in the config it wrote."""
-    if train.micro_batch_size == "auto":
-        raise RunError(
-            f"{run}/config.json: train.micro_batch_size is auto, where a run writes the number "
-            "that it found; restore it"
-        )
-    return train.micro_batch_size
-
-
-def _config(run: Path, state: dict[str, Any] | None) -> RunConfig:
-    path = run / "config.json"
-    try:
-        return RunConfig.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        if state is not None:
-            return RunConfig.model_validate(state["config"])
-        raise RunError(f"{run}: not the output of a run: it holds no config.json") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise RunError(f"{path}: {where}: {first['msg']}; restore it") from None
-
-
-def _newest_state(run: Path) -> dict[str, Any] | None:
-    """What the newest checkpoint says of its run; its weights are not looked at."""
-    for path in sorted((run / "checkpoints").glob("step-*/state.json"), reverse=True):
-        try:
-            state: dict[str, Any] = json.loads(path.read_bytes())
-            if state.keys() >= {"shards", "config", "num_processes"}:
-                return state
-        except (OSError, ValueError, AttributeError):
-            continue  # a damaged one; training would skip it, too
-    return None

@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep import CorpusError
+from data_prep.audit import side_table
 from data_prep.disk import sync
 from data_prep.publish.card import dataset_card
-from data_prep.shards import Manifest, ShardSet, load_manifest, open_shards
+from data_prep.shards import Manifest, ShardSet, check_files, load_manifest, open_shards
 from data_prep.shards.manifest import MANIFEST, TOKEN_COUNTS
 from data_prep.shards.reading import Split
 from data_prep.shards.writing import file_record
@@ -104,7 +105,7 @@ def _write(
     file_bytes: int,
 ) -> None:
     report = progress or (lambda stage, done, total: None)
-    for part in ("data", "segments", PROVENANCE):
+    for part in ("data", "segments", "tokenizer", PROVENANCE):
         (target / part).mkdir()
     groups = {split: _groups(manifest, split, file_bytes) for split in manifest.splits}
     total, done = sum(map(len, groups.values())), 0
@@ -117,10 +118,12 @@ def _write(
             _write_segments(shards, group, target / "segments" / file)
             done += 1
             report("write parquet", done, total)
-    shutil.copytree(folder / "tokenizer", target / "tokenizer")
+    check_files(folder, manifest, "tokenizer", TOKEN_COUNTS, CHAIN)
+    for record in manifest.files:  # and nothing else that lies there
+        if record.file.startswith("tokenizer/"):
+            shutil.copy(folder / record.file, target / record.file)
     for provenance in (MANIFEST, TOKEN_COUNTS, CHAIN):
-        if (folder / provenance).is_file():
-            shutil.copy(folder / provenance, target / PROVENANCE / provenance)
+        shutil.copy(folder / provenance, target / PROVENANCE / provenance)
     dataset_card(name, manifest).save(target / "README.md")
     paths = sorted(path for path in target.rglob("*") if path.is_file())
     names = [path.relative_to(target).as_posix() for path in paths]
@@ -174,7 +177,7 @@ def _write_segments(shards: ShardSet, group: range, path: Path) -> None:
     first = sum(record.rows for record in records[: group.start])
     with _writer(path, schema) as writer:
         for number in group:
-            side = (shards.folder / "segments" / records[number].file).with_suffix(".parquet")
+            side = side_table(shards.folder, manifest, records[number].file)
             table = pq.read_table(side, page_checksum_verification=True)
             columns = {
                 "row": pa.array(table["row"].to_numpy().astype(np.int64) + first),

@@ -6,7 +6,7 @@ A shard is an Arrow IPC stream with one column, `input_ids`: rows of whole segme
 
 from data_prep.shards.manifest import Manifest, canonical_json, load_manifest, vocabulary_sha256
 from data_prep.shards.reading import ShardSet, open_shards
-from data_prep.shards.verifying import check, verify
+from data_prep.shards.verifying import check, check_files, verify
 from data_prep.shards.writing import write_shard
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "ShardSet",
     "canonical_json",
     "check",
+    "check_files",
     "load_manifest",
     "open_shards",
     "verify",

@@ -43,6 +43,21 @@ def check(folder: Path | str) -> Manifest:
     return manifest
 
 
+def check_files(folder: Path, manifest: Manifest, *names: str) -> None:
+    """Compare files, or all files in the folders, of these names with the manifest.
+
+    For what is read of finished shards beside their rows. Raises CorpusError at a difference.
+    """
+    listed = {file.file: file for file in manifest.files}
+    for name in names:
+        if name not in listed and not any(file.startswith(f"{name}/") for file in listed):
+            raise CorpusError(f"{folder / name}: not in the manifest: {AGAIN}")
+    for file, record in listed.items():
+        if any(file == name or file.startswith(f"{name}/") for name in names):
+            for problem in _file_bytes(folder, record, full=True):
+                raise CorpusError(problem)
+
+
 def verify(folder: Path | str, full: bool = True) -> list[str]:
     """Return every problem found, one line each; `full=False` looks at sizes only."""
     folder = Path(folder)

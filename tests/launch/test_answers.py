@@ -10,6 +10,7 @@ import pytest
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
+from data_prep.shards import load_manifest
 from launch.answers import printable
 from launch.cli import main
 
@@ -65,15 +66,16 @@ def shards(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path, shards: Path) -> Path:
+def run(tmp_path: Path, shards: Path, seal: Callable[..., Path]) -> Path:
+    """A run with a checkpoint of its first step."""
     values = {
         "output": str(tmp_path / "run"),
         "shards": str(shards),
         "teacher": "nobody",
         "train": {"max_steps": 5, "global_batch_size": 4, "micro_batch_size": 1},
     }
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    digest = load_manifest(shards).digest
+    seal(tmp_path / "run", {"step": 1, "config": values, "shards": digest, "num_processes": 1})
     return tmp_path / "run"
 
 
@@ -112,7 +114,7 @@ def test_a_mistake_in_the_question_is_one_line_and_exit_code_2(
         (("audit", shards, "--document", "id9"), "near it: 'id"),
         (("replay", run, "--step", 6), "steps 1 to 5"),
         (("replay", run, "--step", 1, "--world-size", 3), "world size 3 does not divide"),
-        (("replay", shards, "--step", 1), "config.json"),
+        (("replay", shards, "--step", 1), "no checkpoint"),
     ):
         code, _, error = distil(*arguments)
         assert code == 2 and part in error and len(error.splitlines()) == 1, error
@@ -126,7 +128,7 @@ def test_a_step_is_answered_with_rows_and_masks(
     assert code == 0 and [row["position"] for row in rows] == [0, 1, 2, 3]
     assert [(row["rank"], row["micro_batch"]) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     code, out, error = distil("replay", run, "--step", 2, "--world-size", 2, "--rows", 3)
-    assert code == 0 and "no checkpoint names its shards" in error
+    assert code == 0 and "its newest checkpoint is of step 1" in error
     header, *shown = [line.split() for line in out.splitlines()[1:5]]
     assert header == ["position", "rank", "micro-batch", "epoch", "row", "masked", "masks"]
     for row, fields in zip(rows, shown, strict=False):

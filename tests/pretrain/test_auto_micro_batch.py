@@ -275,13 +275,6 @@ def test_replay_knows_the_micro_batches_of_such_a_run(
     found = replay(output, 2)
     assert found.micro_batch_size == 24
     assert {row.micro_batch for row in found.rows()} == {0}
-    text = (output / "config.json").read_text(encoding="utf-8")
-    (output / "config.json").write_text(text.replace('"micro_batch_size": 24', MEDDLED))
-    with pytest.raises(RunError, match="micro_batch_size is auto, where a run writes the number"):
-        replay(output, 2)
-
-
-MEDDLED = '"micro_batch_size": "auto"'
 
 
 def test_nothing_of_the_run_moves(

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,13 @@ ROWS, SEED, STEPS = 48, 7, 12  # more than two epochs of the tiny corpus
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
-    """A function that writes a run's folder as `train` begins one, without training."""
+def make_run(tmp_path: Path, corpus: Path, seal: Callable[..., Path]) -> Callable[..., Path]:
+    """A function that writes a run's folder with a checkpoint of `step`, without training.
 
-    def make(**changes: Any) -> Path:
+    `state` is of the checkpoint, all else of the config.
+    """
+
+    def make(*, step: int = STEPS, state: Mapping[str, Any] | None = None, **changes: Any) -> Path:
         values = {
             "output": str(tmp_path / "run"),
             "shards": str(corpus),
@@ -44,78 +47,97 @@ def make_run(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
             **changes,
         }
         config = RunConfig.model_validate(values)
-        config.output.mkdir(exist_ok=True)
-        text = json.dumps(config.model_dump(mode="json"))
-        (config.output / "config.json").write_text(text, encoding="utf-8")
+        shutil.rmtree(config.output, ignore_errors=True)
+        digest = open_shards(corpus).manifest.digest
+        sealed = {"step": step, "shards": digest, "num_processes": 1, "skip_rows": []}
+        seal(config.output, {**sealed, "config": config.model_dump(mode="json"), **(state or {})})
         return config.output
 
     return make
 
 
-@pytest.fixture
-def sealed_run(make_run: Callable[..., Path], seal: Callable[..., Path], corpus: Path) -> Path:
-    """A run of which a checkpoint of step 6 was written."""
+def test_an_edited_config_is_not_believed(make_run: Callable[..., Path]) -> None:
     run = make_run()
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    digest = open_shards(corpus).manifest.digest
-    state = {"step": 6, "config": config, "shards": digest, "num_processes": 1, "skip_rows": []}
-    seal(run, state)
-    return run
-
-
-@pytest.mark.xfail(strict=True, reason="item 26: an edited config.json is believed")
-def test_an_edited_config_is_not_believed(sealed_run: Path) -> None:
-    before = list(replay(sealed_run, 5).rows())
-    path = sealed_run / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    before = list(replay(run, 5).rows())
+    config = json.loads((run / "checkpoints/step-00000012/state.json").read_bytes())["config"]
     config["train"]["seed"] += 1
-    path.write_text(json.dumps(config), encoding="utf-8")
-    assert all(map(same, before, replay(sealed_run, 5).rows()))
-    path.write_text("no config", encoding="utf-8")
-    assert all(map(same, before, replay(sealed_run, 5).rows()))
+    (run / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert all(map(same, before, replay(run, 5).rows()))
+    (run / "config.json").write_text("no config", encoding="utf-8")
+    assert all(map(same, before, replay(run, 5).rows()))
 
 
-@pytest.mark.xfail(strict=True, reason="item 26: an edited state.json is believed")
-def test_an_edited_state_is_refused(sealed_run: Path) -> None:
-    path = sealed_run / "checkpoints" / "step-00000006" / "state.json"
-    state = json.loads(path.read_text(encoding="utf-8"))
+def test_an_edited_state_is_refused(make_run: Callable[..., Path]) -> None:
+    run = make_run()
+    path = run / "checkpoints" / "step-00000012" / "state.json"
+    state = json.loads(path.read_bytes())
     state["skip_rows"] = [[0, 90, 0]]
     path.write_text(json.dumps(state, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     with pytest.raises(RunError, match="no checkpoint verifies"):
-        replay(sealed_run, 5)
+        replay(run, 5)
 
 
-@pytest.mark.xfail(strict=True, reason="item 26: a run without a checkpoint is replayed")
-def test_a_run_without_a_checkpoint_is_refused(make_run: Callable[..., Path]) -> None:
-    with pytest.raises(RunError, match="no checkpoint"):
-        replay(make_run(), 1)
+def test_a_folder_without_a_checkpoint_is_refused(
+    tmp_path: Path, make_run: Callable[..., Path]
+) -> None:
+    run = make_run()
+    state = json.loads((run / "checkpoints/step-00000012/state.json").read_bytes())
+    shutil.rmtree(run / "checkpoints")
+    (run / "config.json").write_text(json.dumps(state["config"]), encoding="utf-8")
+    for folder in (run, tmp_path):
+        with pytest.raises(RunError, match="no checkpoint, so nothing says what was trained"):
+            replay(folder, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="item 26: an edited token_counts.json is believed")
+@pytest.mark.parametrize(
+    "state",
+    [{"config": {"output": 3}}, {"config": None}, {"num_processes": None}],
+    ids=["config-keys", "no-config", "no-processes"],
+)
+def test_the_state_of_another_version_is_refused_in_a_line(
+    make_run: Callable[..., Path], state: Mapping[str, Any]
+) -> None:
+    with pytest.raises(RunError, match=r"state\.json is not as this version writes it.*") as error:
+        replay(make_run(state=state), 1)
+    assert "\n" not in str(error.value)
+
+
 def test_edited_token_counts_are_refused(
-    tmp_path: Path, corpus: Path, sealed_run: Path, seal: Callable[..., Path]
+    tmp_path: Path, corpus: Path, make_run: Callable[..., Path]
 ) -> None:
     shards = tmp_path / "shards"
     shutil.copytree(corpus, shards)
-    state = json.loads((sealed_run / "checkpoints/step-00000006/state.json").read_bytes())
-    state["config"]["masking"]["mode"] = "smoothed"
-    seal(sealed_run, {**state, "step": 7})
-    replay(sealed_run, 5, shards=shards)
+    run = make_run(masking={"mode": "smoothed"})
+    replay(run, 5, shards=shards)
     table = json.loads((shards / "token_counts.json").read_bytes())
     table["smoothing"] = table["smoothing"][::-1]
     (shards / "token_counts.json").write_text(json.dumps(table), encoding="utf-8")
     with pytest.raises(CorpusError, match=r"token_counts\.json.*the manifest"):
-        replay(sealed_run, 5, shards=shards)
+        replay(run, 5, shards=shards)
 
 
-@pytest.mark.xfail(strict=True, reason="item 26: what no checkpoint seals is shown as if it did")
-def test_steps_after_the_newest_checkpoint_are_said_not_to_be_sealed(sealed_run: Path) -> None:
-    replay(sealed_run, 6, warn=pytest.fail)
-    log_says(sealed_run, Skip(0, 90, 2))  # of a step that the checkpoint covers
-    assert left_out(sealed_run, 5) == set()
+def test_steps_after_the_newest_checkpoint_are_said_not_to_be_sealed(
+    make_run: Callable[..., Path],
+) -> None:
+    run = make_run(step=6)
+    replay(run, 6, warn=pytest.fail)
+    log_says(run, Skip(0, 90, 2))  # of a step that the checkpoint covers
+    assert left_out(run, 5) == set()
     said: list[str] = []
-    replay(sealed_run, 7, warn=said.append)
+    replay(run, 7, warn=said.append)
     assert len(said) == 1 and "newest checkpoint is of step 6" in said[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"kind": "skip_rows"}', "[]", '{"kind": "skip_rows", "step": "x"}'],
+    ids=["keys", "list", "types"],
+)
+def test_a_log_that_no_run_wrote_is_refused(make_run: Callable[..., Path], line: str) -> None:
+    run = make_run()
+    (run / "metrics.jsonl").write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(RunError, match=r"metrics\.jsonl: not as a run writes it"):
+        replay(run, 1)
 
 
 def same(one: ReplayedRow, other: ReplayedRow) -> bool:
@@ -267,28 +289,11 @@ def test_a_rank_outside_the_layout_is_refused(make_run: Callable[..., Path]) -> 
         replay(make_run(), 1, world_size=2).rows(2)
 
 
-def checkpoint_says(run: Path, digest: str, num_processes: int = 2, **more: Any) -> None:
-    folder = run / "checkpoints" / "step-00000002"
-    folder.mkdir(parents=True)
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    state = {"shards": digest, "config": config, "num_processes": num_processes, **more}
-    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-
-
-def test_shards_that_the_run_did_not_read_are_refused(
-    make_run: Callable[..., Path], corpus: Path
-) -> None:
-    run = make_run()
-    said: list[str] = []
-    replay(run, 1, warn=said.append)
-    assert len(said) == 1 and "no checkpoint names its shards" in said[0]
-    checkpoint_says(run, open_shards(corpus).manifest.digest)
-    found = replay(run, 1, warn=pytest.fail)
+def test_shards_that_the_run_did_not_read_are_refused(make_run: Callable[..., Path]) -> None:
+    found = replay(make_run(state={"num_processes": 2}), 1, warn=pytest.fail)
     assert found.world_size == 2  # as many processes as the run had
-    shutil.rmtree(run / "checkpoints")
-    checkpoint_says(run, "0" * 64)
     with pytest.raises(RunError, match=r"holds other shards .* \(0{16}\)"):
-        replay(run, 1)
+        replay(make_run(state={"shards": "0" * 64}), 1)
 
 
 def test_shards_may_have_moved(make_run: Callable[..., Path], corpus: Path, tmp_path: Path) -> None:
@@ -296,14 +301,6 @@ def test_shards_may_have_moved(make_run: Callable[..., Path], corpus: Path, tmp_
     with pytest.raises(CorpusError, match="gone"):
         replay(run, 1)
     assert len(list(replay(run, 1, shards=corpus).rows())) == ROWS
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"not the output of a run: it holds no config\.json"):
-        replay(tmp_path, 1)
-    (tmp_path / "config.json").write_text('{"output": 3', encoding="utf-8")
-    with pytest.raises(RunError, match=r"config\.json: .*restore it"):
-        replay(tmp_path, 1)
 
 
 def test_json_and_tokens_say_the_same_as_the_arrays(
@@ -339,13 +336,12 @@ def left_out(run: Path, step: int) -> set[int]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_rows_left_out_are_shown_as_training_fed_them(
-    make_run: Callable[..., Path], corpus: Path, world: int
+    make_run: Callable[..., Path], world: int
 ) -> None:
-    run = make_run()
     skips = [Skip(20, 60, 4), Skip(100, 101, 0)]
+    run = make_run()
     plain = {step: list(replay(run, step).rows()) for step in (4, 5)}
-    digest = open_shards(corpus).manifest.digest
-    checkpoint_says(run, digest, skip_rows=[[20, 60, 4], [100, 101, 0]])
+    run = make_run(state={"skip_rows": [[20, 60, 4], [100, 101, 0]]})
     for step in (4, 5):  # as the log counts; the first range begins with the second of them
         found = replay(run, step, world_size=world)
         datasets = [
@@ -370,18 +366,18 @@ def test_rows_left_out_are_shown_as_training_fed_them(
 
 
 def test_what_is_left_out_is_read_from_the_checkpoint_and_from_the_log(
-    make_run: Callable[..., Path], corpus: Path
+    make_run: Callable[..., Path],
 ) -> None:
     """A range given after the newest checkpoint is in the log alone; one before it, in both."""
-    run = make_run()
+    run = make_run(step=2)
     rows = [{row.row for row in replay(run, step).rows()} for step in (3, 9)]
     assert left_out(run, 3) == set()
     log_says(run, Skip(0, 90, 2))
     assert left_out(run, 2) == set()
     assert left_out(run, 3) == {row for row in rows[0] if row < 90} != set()
-    checkpoint_says(run, open_shards(corpus).manifest.digest, skip_rows=[[0, 90, 2]])
-    assert replay(run, 3).skips == (Skip(0, 90, 2),)
+    run = make_run(step=4, state={"skip_rows": [[0, 90, 2]]})
     log_says(run, Skip(0, 90, 2), Skip(200, 220, 8))
+    assert replay(run, 3).skips == (Skip(0, 90, 2), Skip(200, 220, 8))
     assert left_out(run, 8) == {row for row in left_out(run, 8) if row < 90}
     assert left_out(run, 9) == {row for row in rows[1] if row < 90 or 200 <= row < 220}
     (run / "metrics.jsonl").unlink()
