@@ -1,0 +1,50 @@
+"""What goes wrong in a loader's worker is said for what it is."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data_prep import CorpusError
+from data_prep.shards import open_shards
+from pretrain.config import MaskingConfig
+from pretrain.order import Order
+from pretrain.rows import StepDataset, build_masking, loader
+
+STEPS = 400
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, corpus: Path) -> StepDataset:
+    shutil.copytree(corpus, tmp_path / "shards")
+    shards = open_shards(tmp_path / "shards")
+    masking = build_masking(MaskingConfig(), tmp_path / "shards", shards.manifest, 0)
+    return StepDataset(shards, Order(len(shards), 8, 0), masking)
+
+
+@pytest.mark.xfail(strict=True, reason="item 28: 'out of shared memory' for a truncated shard")
+def test_a_shard_that_is_cut_off_while_it_is_read_is_named(
+    dataset: StepDataset, capfd: pytest.CaptureFixture[str]
+) -> None:
+    batches = loader(dataset, 0, STEPS, 1)
+    next(batches)
+    (record,) = dataset.shards.manifest.splits["train"].shards
+    os.truncate(dataset.shards.folder / record.file, 0)
+    with pytest.raises(CorpusError, match=r"train-00000\.arrow: 0 bytes, the manifest says") as cut:
+        for _ in batches:
+            pass
+    assert "\n" not in str(cut.value)
+    assert "shared memory" not in capfd.readouterr().err
+
+
+@pytest.mark.xfail(strict=True, reason="item 28: a worker's traceback in place of its error")
+def test_a_damaged_block_is_one_line_from_a_worker_too(dataset: StepDataset) -> None:
+    (record,) = dataset.shards.manifest.splits["train"].shards
+    path = dataset.shards.folder / record.file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorpusError, match="block 0 differs from the manifest") as damaged:
+        next(loader(dataset, 0, STEPS, 1))
+    assert "\n" not in str(damaged.value)

@@ -1,0 +1,107 @@
+"""What exit_status.json says of an end is what the screen and the exit code say."""
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import pretrain.train
+from data_prep import CorpusError
+from launch import failures
+from launch.cli import main
+from pretrain import NonFiniteError, RunError
+
+ENDS: list[tuple[BaseException, int, str]] = [
+    (ValueError("a bug of ours"), 1, "ValueError: a bug of ours"),
+    (AssertionError(), 1, "AssertionError"),
+    (KeyError("rows"), 1, "KeyError: 'rows'"),
+    (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
+    (SystemExit(2), 2, "another process"),
+    (CorpusError("a damaged block"), 2, "a damaged block"),
+    (RunError("a mistake"), 2, "a mistake"),
+    (MemoryError(), 2, "out of memory with micro_batch_size 4"),
+    (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device"),
+    (NonFiniteError("a loss"), 3, "a loss"),
+]
+
+
+@pytest.mark.xfail(strict=True, reason="item 28: the file says another code, or no error")
+@pytest.mark.parametrize(("error", "code", "text"), ENDS, ids=lambda value: type(value).__name__)
+def test_the_file_says_what_the_exit_code_says(
+    tmp_path: Path,
+    corpus: Path,
+    save_teacher: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    text: str,
+) -> None:
+    save_teacher(tmp_path / "teacher")
+    values = {
+        "output": str(tmp_path / "run"),
+        "shards": str(corpus),
+        "teacher": str(tmp_path / "teacher"),
+        "student": {"num_layers": 1},
+        "train": {"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4, "num_workers": 0},
+        "evaluation": {"rows": 4},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pretrain.train, "update", fail)
+    monkeypatch.setattr(sys, "argv", ["distil", "pretrain", str(tmp_path / "run.yaml")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    status = json.loads((tmp_path / "run" / "exit_status.json").read_text(encoding="utf-8"))
+    assert (ended.value.code, status["exit_code"]) == (code, code)
+    assert text in status["error"] and status["ended"] == "failed"
+    said = capsys.readouterr().err
+    assert (
+        f"error: {status['error']}" in said or code not in (2, 3) or isinstance(error, SystemExit)
+    )
+
+
+@pytest.mark.xfail(strict=True, reason="item 28: a bug without a message is recorded as none")
+def test_a_bug_without_a_message_is_recorded_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no consequence of another rank's failure, and its traceback is shown."""
+    monkeypatch.setenv("DISTIL_HEARTBEATS", str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+
+    def fail() -> None:
+        assert os.environ.get("never set")
+
+    monkeypatch.setattr("launch.cli.app", fail)
+    monkeypatch.setattr(sys, "argv", ["distil"])
+    with pytest.raises(SystemExit):
+        main()
+    failure = failures.read(tmp_path)[0]
+    assert failure.message == "AssertionError" and not failure.follows
+
+
+@pytest.mark.xfail(strict=True, reason="item 28: the traceback's words are taken for the cause")
+def test_a_hint_comes_from_the_error_alone() -> None:
+    """An error on the way, which was dealt with, is no cause."""
+    try:
+        try:
+            open("/there/is/no/such/file")
+        except OSError:
+            {}["key"]
+    except KeyError as error:
+        import traceback
+
+        text = "".join(traceback.format_exception(error))
+    assert "No such file" in text
+    values = {"rank": 0, "host": "here", "pid": 1, "time": 0.0, "exit_code": 1, "log_size": 0}
+    failure = failures.Failure(type="KeyError", message="KeyError: 'key'", traceback=text, **values)
+    assert failure.hint == ""
