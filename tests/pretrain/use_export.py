@@ -1,0 +1,40 @@
+"""Use an export as its card says. Imports nothing of this project: other environments run it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+TEXTS = (
+    "Das Caf\u00e9 einf\u00fcgen, Na\u00efve Z\u00fcrich!",
+    "a cafe\u0301 with a combining accent",
+    "HELLO World hello WORLD",
+    "\u4e2d\u6587ab \u4e2d hello",
+    "unknown \u2603 and a literal , . ( )",
+)
+
+
+def answers(folder: str) -> dict[str, Any]:
+    """Ids of texts, logits of the plain call on each, and the answer of the pipeline."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = [model(**tokenizer(text, return_tensors="pt")).logits[0] for text in TEXTS]
+    fill = transformers.pipeline("fill-mask", model=folder, device="cpu")
+    return {
+        "version": transformers.__version__,
+        "ids": [tokenizer(text)["input_ids"] for text in TEXTS],
+        "pair": tokenizer("hello", "world")["input_ids"],
+        "inputs": list(tokenizer("hello", "world")),
+        "max_length": tokenizer.model_max_length,
+        "logits": [one.tolist() for one in logits],
+        "fill": fill(f"hello {tokenizer.mask_token} world"),
+    }
+
+
+if __name__ == "__main__":
+    json.dump([answers(folder) for folder in sys.argv[1:]], sys.stdout)
