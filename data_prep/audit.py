@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep import CorpusError
-from data_prep.shards import Manifest, ShardSet, check_files, load_manifest, open_shards
+from data_prep.shards import Manifest, ShardSet, check_file, load_manifest, open_shards
 from data_prep.shards.manifest import AGAIN
 from data_prep.shards.reading import Split
-from data_prep.tokens import Tokens, load
+from data_prep.tokens import Tokens, of_shards
 
 Field = Literal["document", "url", "title"]
 
@@ -82,13 +82,7 @@ def documents_of_row(folder: Path | str, row: int, split: Split = "train") -> li
     shards = open_shards(folder, split)
     if not 0 <= row < len(shards):
         raise CorpusError(f"{folder}: {split} has rows 0 to {len(shards) - 1}, not {row}")
-    return segments_of(shards, checked_tokens(shards), row)
-
-
-def checked_tokens(shards: ShardSet) -> Tokens:
-    """The tokenizer of shards, which must be what their manifest says."""
-    check_files(shards.folder, shards.manifest, "tokenizer")
-    return load(shards.folder / "tokenizer")
+    return segments_of(shards, of_shards(shards.folder, shards.manifest), row)
 
 
 def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
@@ -182,8 +176,7 @@ def _places(folder: Path, manifest: Manifest, wanted: pc.Expression) -> Iterator
 def side_table(folder: Path, manifest: Manifest, shard: str) -> Path:
     """The file that names a shard's segments, compared with the manifest."""
     name = Path("segments", shard).with_suffix(".parquet").as_posix()
-    check_files(folder, manifest, name)
-    return folder / name
+    return check_file(folder, manifest, name)
 
 
 def _batches(path: Path, wanted: pc.Expression | None = None) -> Iterator[pa.Table]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.audit import checked_tokens, segments_of
-from data_prep.shards import check_files, load_manifest, open_shards
+from data_prep.audit import segments_of
+from data_prep.shards import check_file, load_manifest, open_shards, read_listed
 from data_prep.shards.manifest import TOKEN_COUNTS
 from data_prep.shards.reading import Split
+from data_prep.tokens import of_shards
 
 
 def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
@@ -21,8 +22,7 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
     """
     folder = Path(folder)
     manifest = load_manifest(folder)
-    check_files(folder, manifest, TOKEN_COUNTS)
-    unknown = json.loads((folder / TOKEN_COUNTS).read_bytes())["counts"][
+    unknown = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))["counts"][
         manifest.tokenizer.special_ids.unk
     ]
     kept = sum(source.documents_kept for source in manifest.sources)
@@ -52,7 +52,7 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
 def _decoded(folder: Path, split: Split, num: int) -> list[dict[str, Any]]:
     """Rows spread evenly over the split, each with its segments."""
     shards = open_shards(folder, split)
-    tokens = checked_tokens(shards)
+    tokens = of_shards(folder, shards.manifest)
     numbers = np.unique(np.linspace(0, len(shards) - 1, num, dtype=np.int64)).tolist()
     return [
         {"row": row, "segments": [asdict(s) for s in segments_of(shards, tokens, row)]}
@@ -67,8 +67,7 @@ def leftovers(folder: Path | str, examples: int = 20) -> dict[str, Any]:
     """
     folder = Path(folder)
     manifest = load_manifest(folder)
-    check_files(folder, manifest, "leftovers.jsonl")
-    with (folder / "leftovers.jsonl").open(encoding="ascii") as lines:
+    with check_file(folder, manifest, "leftovers.jsonl").open(encoding="ascii") as lines:
         return {
             "sources": {source.name: source.leftovers for source in manifest.sources},
             "examples": [json.loads(line) for line in islice(lines, examples)],

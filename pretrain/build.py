@@ -146,7 +146,7 @@ def build(
         metrics=Metrics(config.output / "metrics.jsonl", step, accelerator, fence),
         writer=Writer(
             config.output / "checkpoints",
-            tokenizer=config.shards / "tokenizer",
+            tokenizer=read.tokenizer,
             keep=config.checkpoint.keep,
             phase=heartbeat.saving,
             fence=fence,

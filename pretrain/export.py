@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from transformers import AutoModelForMaskedLM
 
 from data_prep.disk import hash_file
-from pretrain import RunError, checkpoint
+from pretrain import RunError, checkpoint, tokenizer_files
 from pretrain.card import model_card
 from pretrain.files import writing_to
 from pretrain.loading import load_model
@@ -60,19 +60,20 @@ def export(
     # A name of its own: another export may be at work on the same target.
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
 
-    def read(saved: Path) -> MaskedLM:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a checkpoint that was removed
-        with writing_to(folder):
-            temporary.mkdir(parents=True)
-            _copy_tokenizer(saved / "student", temporary)
-        return load_model(saved / "student").eval()
+    def read(saved: Path) -> tuple[MaskedLM, dict[str, bytes]]:
+        model = load_model(saved / "student").eval()
+        positions = model.config.max_position_embeddings
+        return model, tokenizer_files.of_checkpoint(saved / "student", positions)
 
     try:
         found = checkpoint.read_newest(run / "checkpoints", read, warn)
         if found is None:
             raise RunError(f"{run}: no checkpoint to export; run `distil pretrain` first")
-        saved, student = found
+        saved, (student, tokenizer) = found
         with writing_to(folder):
+            temporary.mkdir(parents=True)
+            for name, data in tokenizer.items():
+                (temporary / name).write_bytes(data)
             student.save_pretrained(temporary)
             # safetensors writes for the owner alone; an export is for all who may read its folder.
             shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
@@ -152,9 +153,3 @@ def _read_back(student: MaskedLM, folder: Path) -> float:
 def _hashes(folder: Path) -> dict[str, str]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): hash_file(path)[0] for path in files}
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    for path in source.iterdir():
-        if path.name not in ("config.json", "model.safetensors"):
-            shutil.copy2(path, target / path.name)

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from data_prep.shards import Manifest, load_manifest, open_shards
-from pretrain import RunError, checkpoint
+from pretrain import RunError, checkpoint, tokenizer_files
 from pretrain.checkpoint import Saved, check_optimizer
 from pretrain.config import RunConfig
 from pretrain.loading import check_row_length, load_model
@@ -35,6 +35,7 @@ class Ingredients:
     student: MaskedLM
     moments: dict[str, Tensor]
     dataset: StepDataset
+    tokenizer: dict[str, bytes]  # its files, by name
 
     def names(self, config: RunConfig, stop_after: int | None) -> dict[str, str]:
         """What all processes of a run must have read alike; paths may differ, what is there not."""
@@ -93,7 +94,9 @@ def gather(
         world=accelerator.num_processes,
         skips=skips,
     )
-    return Ingredients(manifest, teacher, saved, student, moments, dataset)
+    positions = student.config.max_position_embeddings
+    tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
+    return Ingredients(manifest, teacher, saved, student, moments, dataset, tokenizer)
 
 
 def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:

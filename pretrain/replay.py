@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from data_prep.shards import ShardSet, check_files, open_shards
-from data_prep.shards.manifest import TOKEN_COUNTS
+from data_prep.shards import ShardSet, open_shards, read_listed
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.masking import IGNORE, Masking
@@ -133,7 +132,10 @@ class Replay:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self.shards.folder / "tokenizer" / "tokenizer.json"))
+        folder, manifest = self.shards.folder, self.shards.manifest
+        return Tokenizer.from_str(
+            read_listed(folder, manifest, "tokenizer/tokenizer.json").decode()
+        )
 
 
 def replay(
@@ -182,7 +184,6 @@ def replay(
             f"{opened.folder}: holds other shards (digest {manifest.digest[:16]}) than "
             f"{run} read ({digest[:16]}); name the folder that it read with --shards"
         )
-    check_files(opened.folder, manifest, "tokenizer", TOKEN_COUNTS)
     train = config.train
     assert train.micro_batch_size != "auto"  # a checkpoint has the number that was found
     order = Order(len(opened), train.global_batch_size, train.seed)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from data_prep.shards import Manifest, ShardSet
-from data_prep.shards.manifest import SpecialIds
+from data_prep.shards import Manifest, ShardSet, read_listed
+from data_prep.shards.manifest import TOKEN_COUNTS, SpecialIds
 from pretrain import RunError
 from pretrain.batch import MicroBatch, micro_batch
 from pretrain.config import MaskingConfig
@@ -168,7 +168,7 @@ def build_masking(config: MaskingConfig, folder: Path, manifest: Manifest, seed:
     """The training masks a config asks for, over the shards' vocabulary."""
     smoothing = None
     if config.mode == "smoothed":
-        table = json.loads((folder / "token_counts.json").read_text(encoding="utf-8"))
+        table = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))
         smoothing = np.asarray(table["smoothing"], dtype=np.int64)
     return replace(masking_over(manifest, config.probability, seed), smoothing=smoothing)
 

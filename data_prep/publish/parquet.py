@@ -17,7 +17,14 @@ from data_prep import CorpusError
 from data_prep.audit import side_table
 from data_prep.disk import sync
 from data_prep.publish.card import dataset_card
-from data_prep.shards import Manifest, ShardSet, check_files, load_manifest, open_shards
+from data_prep.shards import (
+    Manifest,
+    ShardSet,
+    check_file,
+    load_manifest,
+    open_shards,
+    read_listed,
+)
 from data_prep.shards.manifest import MANIFEST, TOKEN_COUNTS
 from data_prep.shards.reading import Split
 from data_prep.shards.writing import file_record
@@ -118,11 +125,13 @@ def _write(
             _write_segments(shards, group, target / "segments" / file)
             done += 1
             report("write parquet", done, total)
-    check_files(folder, manifest, "tokenizer", TOKEN_COUNTS, CHAIN)
-    for record in manifest.files:  # and nothing else that lies there
-        if record.file.startswith("tokenizer/"):
-            shutil.copy(folder / record.file, target / record.file)
+    (target / "tokenizer").mkdir()
+    for listed in manifest.files:
+        if listed.file.startswith("tokenizer/"):
+            (target / listed.file).write_bytes(read_listed(folder, manifest, listed.file))
     for provenance in (MANIFEST, TOKEN_COUNTS, CHAIN):
+        if provenance != MANIFEST:
+            check_file(folder, manifest, provenance)
         shutil.copy(folder / provenance, target / PROVENANCE / provenance)
     dataset_card(name, manifest).save(target / "README.md")
     paths = sorted(path for path in target.rglob("*") if path.is_file())

@@ -6,7 +6,7 @@ A shard is an Arrow IPC stream with one column, `input_ids`: rows of whole segme
 
 from data_prep.shards.manifest import Manifest, canonical_json, load_manifest, vocabulary_sha256
 from data_prep.shards.reading import ShardSet, open_shards
-from data_prep.shards.verifying import check, check_files, verify
+from data_prep.shards.verifying import check, check_file, read_listed, verify
 from data_prep.shards.writing import write_shard
 
 __all__ = [
@@ -14,9 +14,10 @@ __all__ = [
     "ShardSet",
     "canonical_json",
     "check",
-    "check_files",
+    "check_file",
     "load_manifest",
     "open_shards",
+    "read_listed",
     "verify",
     "vocabulary_sha256",
     "write_shard",

@@ -1,5 +1,6 @@
 """Does a folder of shards still hold what its manifest says?"""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +28,15 @@ from data_prep.shards.writing import hash_blocks
 
 
 def check(folder: Path | str) -> Manifest:
-    """Compare every shard with its sha256 before training, and its ids with the vocabulary's size.
+    """Compare every file that training reads with its sha256, and ids with the vocabulary's size.
 
     Raises CorpusError at a difference.
     """
     folder = Path(folder)
     manifest = load_manifest(folder)
+    for file in manifest.files:
+        if file.file == TOKEN_COUNTS or file.file.startswith("tokenizer/"):
+            read_listed(folder, manifest, file.file)
     for split in manifest.splits.values():
         for shard in split.shards:
             for problem in _shard_bytes(folder, shard):
@@ -43,19 +47,31 @@ def check(folder: Path | str) -> Manifest:
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest, *names: str) -> None:
-    """Compare files, or all files in the folders, of these names with the manifest.
+def check_file(folder: Path, manifest: Manifest, name: str) -> Path:
+    """Return the path of a file of the folder; CorpusError unless it is the one that is listed."""
+    path = folder / name
+    record = next((file for file in manifest.files if file.file == name), None)
+    if record is None:
+        raise CorpusError(f"{path}: not in the manifest: {AGAIN}")
+    for problem in _file_bytes(folder, record, full=True):
+        raise CorpusError(problem)
+    return path
 
-    For what is read of finished shards beside their rows. Raises CorpusError at a difference.
-    """
-    listed = {file.file: file for file in manifest.files}
-    for name in names:
-        if name not in listed and not any(file.startswith(f"{name}/") for file in listed):
-            raise CorpusError(f"{folder / name}: not in the manifest: {AGAIN}")
-    for file, record in listed.items():
-        if any(file == name or file.startswith(f"{name}/") for name in names):
-            for problem in _file_bytes(folder, record, full=True):
-                raise CorpusError(problem)
+
+def read_listed(folder: Path, manifest: Manifest, name: str) -> bytes:
+    """Read a small file of the folder; CorpusError unless it is the one that the manifest lists."""
+    record = next((file for file in manifest.files if file.file == name), None)
+    if record is None:
+        raise CorpusError(f"{folder / MANIFEST}: does not list {name}: {AGAIN}")
+    for problem in _file_bytes(folder, record, full=False):
+        raise CorpusError(problem)
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        raise CorpusError(f"{folder / name}: cannot be read ({error.strerror}): {AGAIN}") from None
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        raise CorpusError(f"{folder / name}: differs from the manifest: {AGAIN}")
+    return data
 
 
 def verify(folder: Path | str, full: bool = True) -> list[str]:

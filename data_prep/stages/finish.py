@@ -54,7 +54,11 @@ def _finish(plan: Plan, row_length: int) -> Manifest:
     (final / "segments").mkdir(parents=True)
     (tokenizer,) = plan.records("vocabulary")
     record = TokenizerRecord.model_validate(tokenizer.result["tokenizer"])
-    shutil.copytree(plan.folders("vocabulary")[0], final / "tokenizer")
+    (final / "tokenizer").mkdir()
+    for output in tokenizer.outputs:  # and nothing else that lies there
+        shutil.copyfile(
+            plan.folders("vocabulary")[0] / output.file, final / "tokenizer" / output.file
+        )
     splits, counts = _shards(plan, row_length, final)
     _write_json(
         final / TOKEN_COUNTS,

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from data_prep import CorpusError
 from data_prep.config import VocabularyTokenizer
 from data_prep.disk import write_file
-from data_prep.shards import canonical_json, vocabulary_sha256
+from data_prep.shards import Manifest, canonical_json, read_listed, vocabulary_sha256
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord
 from data_prep.tokens.fast import PROBE, Encoder, fast_encoder
 from data_prep.tokens.long_texts import calls
@@ -113,11 +113,11 @@ class Tokens:
         normalizer = state["normalizer"] or {}
         bert = state["model"]["type"] == "WordPiece" and normalizer.get("type") == "BertNormalizer"
         settings: dict[str, Any] = {
-            "tokenizer_class": "BertTokenizer" if bert else "PreTrainedTokenizerFast",
+            "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": row_length,
             **{f"{key}_token": self.names[key] for key in NAMES},
         }
-        if bert:
+        if bert:  # for BertTokenizer, where a user asks for it by name
             settings["do_lower_case"] = normalizer["lowercase"]
             settings["strip_accents"] = normalizer["strip_accents"]
             settings["tokenize_chinese_chars"] = normalizer["handle_chinese_chars"]
@@ -151,6 +151,19 @@ def load(spec: str | Path | VocabularyTokenizer) -> Tokens:
     if path.suffix in (".txt", ".json") or str(spec).startswith((".", "/", "~")):
         raise CorpusError(f"{spec}: no such tokenizer file or folder: check `tokenizer`")
     return _from_hub(str(spec))
+
+
+def of_shards(folder: Path, manifest: Manifest) -> Tokens:
+    """Load the tokenizer of finished shards; CorpusError unless it is the one they were made with.
+
+    What else lies beside it is not looked at.
+    """
+    data = read_listed(folder, manifest, "tokenizer/tokenizer.json")
+    path = folder / "tokenizer" / "tokenizer.json"
+    backend = _parse(path, data)
+    ids = manifest.tokenizer.special_ids.model_dump()
+    names = {role: backend.id_to_token(id) or "" for role, id in ids.items()}
+    return Tokens(backend, names, str(path))
 
 
 def read_vocabulary(path: Path) -> list[str]:
@@ -219,10 +232,17 @@ def _finish(backend: Tokenizer, origin: str) -> Tokens:
 
 def _from_json(path: Path, names: dict[str, str]) -> Tokens:
     try:
-        backend = Tokenizer.from_file(str(path))
+        data = path.read_bytes()
+    except OSError as error:
+        raise CorpusError(f"{path}: cannot be read: {error.strerror}") from None
+    return Tokens(_parse(path, data), names, str(path))
+
+
+def _parse(path: Path, data: bytes) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(data.decode())
     except Exception as error:  # tokenizers raises bare Exception
         raise CorpusError(f"{path}: not a tokenizer.json ({str(error)[:200]})") from None
-    return Tokens(backend, names, str(path))
 
 
 def _names(folder: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ class Writer:
 
     Args:
         root: the folder of checkpoints, made by the first save.
-        tokenizer: the folder whose files go beside the student's weights; read here and now.
+        tokenizer: the files that go beside the student's weights, by name.
         keep: how many of the newest stay, beside the best.
         phase: is told what the writer is at, from its thread.
         fence: called just before a checkpoint takes its name; raises if the run was taken over.
@@ -34,7 +34,7 @@ class Writer:
         self,
         root: Path,
         *,
-        tokenizer: Path,
+        tokenizer: Mapping[str, bytes],
         keep: int,
         phase: Callable[[str], None],
         fence: Callable[[], None],
@@ -43,7 +43,7 @@ class Writer:
         assert keep >= 1
         self._root, self._keep = root, keep
         self._phase, self._fence, self._warn = phase, fence, warn
-        self._tokenizer = {path.name: path.read_bytes() for path in sorted(tokenizer.iterdir())}
+        self._tokenizer = tokenizer
         self._weights, self._moments = Snapshot(), Snapshot()
         self._model: PreTrainedModel | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

@@ -93,11 +93,12 @@ def _fill(folder: Path, contents: Contents, phase: Callable[[str], None]) -> Non
     phase("save:weights")
     with writing_to(student):
         student.mkdir(parents=True)
+        for name, data in contents.tokenizer.items():
+            (student / name).write_bytes(data)
+        # After the tokenizer, none of whose files can then replace a weight.
         contents.model.save_pretrained(student, state_dict=dict(contents.weights))
         for path in student.iterdir():
             sync(path)
-    for name, data in contents.tokenizer.items():
-        _put(student / name, data)
     phase("save:optimizer")
     with writing_to(folder / OPTIMIZER):
         save_file(dict(contents.optimizer), folder / OPTIMIZER, metadata={"format": "pt"})

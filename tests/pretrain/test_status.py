@@ -79,7 +79,7 @@ def test_a_bug_without_a_message_is_recorded_by_its_name(
     monkeypatch.setenv("RANK", "0")
 
     def fail() -> None:
-        assert os.environ.get("never set")
+        assert os.environ.get("NEVER_SET")
 
     monkeypatch.setattr("launch.cli.app", fail)
     monkeypatch.setattr(sys, "argv", ["distil"])

@@ -65,7 +65,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return DistilBertForMaskedLM.from_pretrained(folder).state_dict()
 
 
-@pytest.mark.xfail(strict=True, reason="item 10: BertTokenizer, token_type_ids, the row length")
 def test_the_settings_are_those_that_every_transformers_reads(
     values: Values, tmp_path: Path
 ) -> None:
@@ -80,7 +79,6 @@ def test_the_settings_are_those_that_every_transformers_reads(
         assert set(AutoTokenizer.from_pretrained(folder)("a")) == {"input_ids", "attention_mask"}
 
 
-@pytest.mark.xfail(strict=True, reason="item 10: an older checkpoint's settings are copied")
 def test_an_export_of_an_older_checkpoint_has_these_settings(
     values: Values, tmp_path: Path
 ) -> None:
@@ -113,7 +111,6 @@ def planted(values: Values, tmp_path: Path, tiny_distilbert: Any) -> Path:
     return tmp_path
 
 
-@pytest.mark.xfail(strict=True, reason="item 23: all files beside the tokenizer are copied")
 def test_files_beside_the_shards_tokenizer_stay_there(values: Values, planted: Path) -> None:
     values["output"] = str(planted / "clean")
     values["shards"], shards = str(planted / "whole"), values["shards"]
@@ -137,7 +134,6 @@ def test_files_beside_the_shards_tokenizer_stay_there(values: Values, planted: P
         assert all(torch.equal(tensor, found[name]) for name, tensor in clean.items())
 
 
-@pytest.mark.xfail(strict=True, reason="item 23: export copies whatever a checkpoint holds")
 def test_files_in_a_checkpoint_are_not_exported(
     values: Values, tmp_path: Path, tiny_distilbert: Any
 ) -> None:
@@ -204,7 +200,6 @@ ALTERATIONS = (
 )
 
 
-@pytest.mark.xfail(strict=True, reason="item 23: not noticed before training")
 @pytest.mark.parametrize("alter", ALTERATIONS, ids=lambda alter: alter.__name__)
 def test_altered_files_are_noticed_before_training(
     alter: Callable[[Path], Path], values: Values, tmp_path: Path
@@ -216,17 +211,15 @@ def test_altered_files_are_noticed_before_training(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="item 23: read without a look at the manifest")
 def test_an_altered_tokenizer_is_not_shown(values: Values, tmp_path: Path) -> None:
     start(values)
     altered_vocabulary(tmp_path / "shards")
-    with pytest.raises(CorpusError, match=r"tokenizer\.json: differs from the manifest"):
+    with pytest.raises(CorpusError, match=r"tokenizer\.json: .* manifest"):
         replay(tmp_path / "run", 1).token(10)
-    with pytest.raises(CorpusError, match=r"tokenizer\.json: differs from the manifest"):
+    with pytest.raises(CorpusError, match=r"tokenizer\.json: .* manifest"):
         summary(tmp_path / "shards")
 
 
-@pytest.mark.xfail(strict=True, reason="item 23: the folder for the hub gets every file")
 def test_files_beside_the_tokenizer_are_not_published(planted: Path) -> None:
     to_parquet(planted / "shards", planted / "hub")
     found = {path.name for path in (planted / "hub" / "tokenizer").iterdir()}

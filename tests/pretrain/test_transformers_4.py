@@ -125,7 +125,6 @@ def in_4(python: Path, *folders: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.xfail(strict=True, reason="item 10: TypeError about token_type_ids in 4.57")
 @pytest.mark.parametrize("model", ["teacher", "student"])
 def test_an_export_is_the_same_in_4_and_5(
     exports: dict[str, Path], python_4: Path, model: str
@@ -148,7 +147,6 @@ def test_an_export_is_the_same_in_4_and_5(
             assert theirs["score"] == pytest.approx(ours["score"], rel=1e-4)
 
 
-@pytest.mark.xfail(strict=True, reason="item 10: 4.57 is told token_type_ids")
 def test_a_checkpoint_is_the_same_in_4_and_5(exports: dict[str, Path], python_4: Path) -> None:
     folders = [folder / "student/checkpoints/step-00000002/student" for folder in exports.values()]
     for old, folder in zip(in_4(python_4, *folders), folders, strict=True):

@@ -1,0 +1,64 @@
+"""The tokenizer beside a model's weights: the files named here and no others, as bytes.
+
+No link, no code and no weights come along, whatever else lies in the folder they are read from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from data_prep.shards import Manifest, read_listed
+from pretrain import RunError
+
+_WORDS, _SETTINGS, _LIST = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
+# Of the settings: the special tokens, and what BertTokenizer asks for where a user names that.
+_KEPT = (
+    *("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"),
+    *("do_lower_case", "strip_accents", "tokenize_chinese_chars"),
+)
+
+
+def of_shards(folder: Path, manifest: Manifest, max_positions: int) -> dict[str, bytes]:
+    """Read the tokenizer of finished shards for a model of `max_positions`; name -> content.
+
+    Raises:
+        CorpusError: a file is not the one that the manifest lists.
+    """
+    listed = {file.file for file in manifest.files}
+    names = [_WORDS, _SETTINGS] + ([_LIST] if f"tokenizer/{_LIST}" in listed else [])
+    found = {name: read_listed(folder, manifest, f"tokenizer/{name}") for name in names}
+    return _for_model(folder / "tokenizer", found, max_positions)
+
+
+def of_checkpoint(student: Path, max_positions: int) -> dict[str, bytes]:
+    """Read the tokenizer beside a checkpoint's weights, of whatever release wrote it.
+
+    Raises:
+        RunError: there is none.
+    """
+    names = [_WORDS, _SETTINGS] + ([_LIST] if (student / _LIST).is_file() else [])
+    try:
+        found = {name: (student / name).read_bytes() for name in names}
+    except OSError as error:
+        raise RunError(
+            f"{error.filename}: cannot be read ({error.strerror}); export another checkpoint"
+        ) from error
+    return _for_model(student, found, max_positions)
+
+
+def _for_model(folder: Path, found: Mapping[str, bytes], max_positions: int) -> dict[str, bytes]:
+    try:
+        settings = json.loads(found[_SETTINGS])
+        kept = {key: settings[key] for key in _KEPT if key in settings}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RunError(f"{folder / _SETTINGS}: not a JSON object; restore it") from error
+    # The class that a release would choose for BERT or DistilBERT may replace the normaliser of
+    # tokenizer.json. DistilBERT has no token types, and a BERT trained here has only seen type 0.
+    kept |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": max_positions,
+    }
+    return {**found, _SETTINGS: (json.dumps(kept, indent=2) + "\n").encode()}
