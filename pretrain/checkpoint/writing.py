@@ -98,10 +98,13 @@ def _fill(folder: Path, contents: Contents, phase: Callable[[str], None]) -> Non
         # After the tokenizer, none of whose files can then replace a weight.
         contents.model.save_pretrained(student, state_dict=dict(contents.weights))
         for path in student.iterdir():
+            # safetensors writes for the owner alone; a checkpoint is for all who may read the run.
+            shutil.copymode(student / "config.json", path)
             sync(path)
     phase("save:optimizer")
     with writing_to(folder / OPTIMIZER):
         save_file(dict(contents.optimizer), folder / OPTIMIZER, metadata={"format": "pt"})
+        shutil.copymode(student / "config.json", folder / OPTIMIZER)
         sync(folder / OPTIMIZER)
     phase("save:state")
     _put(folder / STATE, contents.state)

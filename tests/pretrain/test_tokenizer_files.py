@@ -234,7 +234,6 @@ def private() -> Iterator[None]:
     os.umask(before)
 
 
-@pytest.mark.xfail(strict=True, reason="item 12: weights have mode 0600")
 def test_all_files_have_the_mode_that_the_user_asked_for(
     values: Values, tmp_path: Path, corpus: Path, private: None
 ) -> None:
