@@ -30,6 +30,18 @@ def once(values: dict[str, Any], arguments: dict[str, Any] | None = None) -> Non
     train(RunConfig.model_validate(values), **(arguments or {}))
 
 
+def on_machines(values: dict[str, Any], cpuinfo: Path, file: Path) -> None:
+    """As `once`, each rank with a /proc/cpuinfo of its own; notes the error that it ends with."""
+    rank = os.environ["RANK"]
+    pretrain.precision.CPUINFO = cpuinfo.with_suffix(f".{rank}")
+    try:
+        once(values)
+        answer = ["", ""]
+    except Exception as error:
+        answer = [type(error).__name__, str(error)]
+    file.with_suffix(f".{rank}").write_text(json.dumps(answer), encoding="utf-8")
+
+
 def seen(values: dict[str, Any], arguments: dict[str, Any] | None, file: Path) -> None:
     """As `once`; every rank notes the rows and masks of each step it is given."""
     given = pretrain.rows.StepDataset.__getitem__

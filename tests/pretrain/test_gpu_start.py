@@ -1,0 +1,125 @@
+"""First contact with a GPU, without one: only the driver's calls are stubbed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
+
+from pretrain import RunError
+from pretrain.config import RunConfig
+from pretrain.memory import Memory
+from pretrain.processes import build_accelerator
+from pretrain.trial import gpu_memory
+
+GB = 2**30
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # of PyPI, torch 2.11 and later
+CUDA_126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One GPU of 80 GB, of which 79 are free, in an unlaunched process."""
+
+    class Runtime:
+        cudaMemGetInfo = staticmethod(lambda device: (79 * GB, 80 * GB))  # noqa: N815
+
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    for name, answer in (
+        ("_cuda_getDevice", lambda: 0),
+        ("_cuda_getMemoryFraction", lambda index: 0.5),
+    ):
+        monkeypatch.setattr(torch._C, name, answer, raising=False)
+    stub_kernels(monkeypatch, "NVIDIA A100-SXM4-80GB", (8, 0), WHEEL)
+    reset()
+    yield
+    reset()
+
+
+def reset() -> None:
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+
+
+def stub_kernels(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], archs: list[str]
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: archs)
+
+
+def config(tmp_path: Path, **train: Any) -> RunConfig:
+    values = {"output": tmp_path / "out", "shards": tmp_path, "teacher": "t", "train": train}
+    return RunConfig.model_validate(values)
+
+
+@pytest.mark.xfail(strict=True, reason="item 13: the device of an unlaunched process has no index")
+def test_an_unlaunched_process_knows_which_gpu_it_has(gpu: None, tmp_path: Path) -> None:
+    device = build_accelerator(config(tmp_path)).device
+    assert device == torch.device("cuda", 0)
+    assert gpu_memory(device) == Memory(80 * GB, 40 * GB)
+
+
+@pytest.mark.xfail(strict=True, reason="item 14: the wheel's kernels are not compared")
+@pytest.mark.parametrize(
+    ("name", "capability", "archs"),
+    [
+        ("Tesla V100-SXM2-16GB", (7, 0), WHEEL),
+        ("Tesla P100-PCIE-16GB", (6, 0), WHEEL),
+        ("NVIDIA A100", (8, 0), ["sm_86", "sm_90"]),  # a later minor version's kernels
+        ("NVIDIA B200", (10, 0), CUDA_126),
+        ("NVIDIA GB10", (12, 1), ["sm_90a", "compute_90a"]),  # "a": for that capability alone
+    ],
+    ids=["V100", "P100", "A100", "B200", "GB10"],
+)
+def test_a_gpu_without_kernels_is_refused_at_the_start(
+    name: str,
+    capability: tuple[int, int],
+    archs: list[str],
+    gpu: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stub_kernels(monkeypatch, name, capability, archs)
+    with pytest.raises(RunError) as refused:
+        build_accelerator(config(tmp_path))
+    text = str(refused.value)
+    assert "\n" not in text
+    number = f"{capability[0]}.{capability[1]}"
+    for part in (name, f"compute capability {number}", " ".join(archs), "pip install", "/whl/cu"):
+        assert part in text
+    assert ("cu126" in text) == (capability < (7, 5))
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs"),
+    [
+        ((7, 0), CUDA_126),
+        ((8, 6), ["sm_80"]),  # the same major version, a later minor one
+        ((8, 9), WHEEL),
+        ((12, 1), WHEEL),
+        ((12, 0), ["sm_90", "compute_90"]),  # PTX is compiled for what comes later
+        ((9, 0), ["sm_90a"]),
+        ((10, 3), ["sm_100f"]),  # "f": for the family
+        ((8, 0), []),  # it does not say
+    ],
+    ids=str,
+)
+def test_a_gpu_with_kernels_is_taken(
+    capability: tuple[int, int],
+    archs: list[str],
+    gpu: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stub_kernels(monkeypatch, "a GPU", capability, archs)
+    build_accelerator(config(tmp_path))

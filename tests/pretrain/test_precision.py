@@ -1,0 +1,190 @@
+"""`precision: auto` and the default of `micro_batch_size`: chosen by the hardware, then kept."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_work
+import ranks
+import torch
+
+from pretrain import RunError
+from pretrain.config import RunConfig
+from pretrain.metrics import Silent
+from pretrain.train import train
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+AMX = "vendor_id : GenuineIntel\nflags : fpu avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile\n"
+OLD = "vendor_id : GenuineIntel\nflags : fpu avx512f avx512_bf16\n"
+CPUS = {
+    "Intel with AMX": (AMX, "bf16"),
+    "Intel with AVX512-BF16 alone": (OLD, "fp32"),
+    "AMD with AVX512-BF16": ("vendor_id : AuthenticAMD\nflags : avx512f avx512_bf16\n", "bf16"),
+    "AMD without": ("vendor_id : AuthenticAMD\nflags : avx2 avx512f avx512_vnni\n", "fp32"),
+    "ARM": ("processor : 0\nFeatures : fp asimd bf16 sve\n", "fp32"),
+    "unreadable": (None, "fp32"),
+}
+
+
+class Said(Silent):
+    """What a run says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    @property
+    def precision(self) -> list[str]:
+        return [line for line in self.lines if line.startswith("precision auto: ")]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """A function that makes this process read another /proc/cpuinfo, or none."""
+
+    def set_cpuinfo(text: str | None) -> None:
+        file = tmp_path / "cpuinfo"
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text, encoding="utf-8")
+        monkeypatch.setattr("pretrain.precision.CPUINFO", file)
+
+    return set_cpuinfo
+
+
+@pytest.fixture
+def settings(tmp_path: Path, corpus: Path) -> Callable[..., dict[str, Any]]:
+    """4 steps of 8 rows, without the keys `precision` and `micro_batch_size`."""
+
+    def make(name: str = "run", **train: Any) -> dict[str, Any]:
+        return {
+            "output": str(tmp_path / name),
+            "shards": str(corpus),
+            "objective": {"name": "mlm"},
+            "model": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1},
+            "train": {"max_steps": 4, "global_batch_size": 8, "num_workers": 0, **train},
+            "evaluation": {"every": 0, "rows": 4},
+            "logging": {"every": 1},
+        }
+
+    return make
+
+
+def run(values: dict[str, Any], **arguments: Any) -> Said:
+    said = Said()
+    train(RunConfig.model_validate(values), progress=said, **arguments)
+    return said
+
+
+def recorded(output: str | Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((Path(output) / "config.json").read_text(encoding="utf-8"))
+    return values["train"]
+
+
+@pytest.mark.xfail(strict=True, reason="item 15: there is no `precision: auto`")
+@pytest.mark.parametrize(("cpuinfo", "expected"), CPUS.values(), ids=CPUS)
+def test_a_cpu_is_judged_by_its_flags(
+    cpuinfo: str | None, expected: str, machine: Callable[[str | None], None]
+) -> None:
+    from pretrain.precision import choose
+
+    machine(cpuinfo)
+    assert choose(CPU)[0] == expected
+
+
+@pytest.mark.xfail(strict=True, reason="item 15: there is no `precision: auto`")
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((6, 1), "fp32"),
+        ((7, 0), "fp16"),
+        ((7, 5), "fp16"),
+        ((8, 0), "bf16"),
+        ((8, 9), "bf16"),
+        ((9, 0), "bf16"),
+        ((12, 0), "bf16"),
+    ],
+    ids=str,
+)
+def test_a_gpu_is_judged_by_its_capability(
+    capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pretrain.precision import choose
+
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    assert choose(GPU)[0] == expected
+    assert f"a GPU, compute capability {capability[0]}.{capability[1]}" == choose(GPU)[1]
+
+
+@pytest.mark.xfail(strict=True, reason="item 15: there is no `precision: auto`")
+def test_the_choice_is_recorded_and_kept_by_a_resume_that_says_so(
+    settings: Callable[..., dict[str, Any]], machine: Callable[[str | None], None], one_thread: None
+) -> None:
+    whole, halves = settings("whole"), settings("halves")
+    machine(AMX)
+    assert run(whole).precision == ["precision auto: bf16 (Intel CPU with AMX)"]
+    assert recorded(whole["output"])["precision"] == "bf16"
+    run(halves, stop_after=2)
+    machine(OLD)
+    said = run(halves)
+    assert said.precision == [
+        "precision auto: bf16, as in the checkpoint; this machine would choose fp32 (CPU without "
+        "fast bf16)"
+    ]
+    assert any("4 steps" in line and ", bf16 on cpu" in line for line in said.lines)
+    assert recorded(halves["output"])["precision"] == "bf16"
+    assert ranks.digests(Path(halves["output"]), 4) == ranks.digests(Path(whole["output"]), 4)
+
+
+@pytest.mark.xfail(strict=True, reason="item 15: there is no `precision: auto`")
+def test_auto_goes_on_with_what_was_given_and_another_one_is_refused(
+    settings: Callable[..., dict[str, Any]], machine: Callable[[str | None], None], one_thread: None
+) -> None:
+    machine(AMX)
+    run(settings(precision="fp32"), stop_after=2)
+    with pytest.raises(RunError, match=r"train\.precision was fp32 and is now bf16"):
+        run(settings(precision="bf16"), stop_after=3)
+    assert run(settings(precision="auto")).precision == [
+        "precision auto: fp32, as in the checkpoint; this machine would choose bf16 (Intel CPU "
+        "with AMX)"
+    ]
+
+
+@pytest.mark.xfail(strict=True, reason="item 15: there is no `precision: auto`")
+def test_processes_of_unlike_machines_are_refused_and_told_what_to_set(
+    settings: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    for rank, text in enumerate((AMX, OLD)):
+        (tmp_path / f"cpuinfo.{rank}").write_text(text, encoding="utf-8")
+    values = settings(global_batch_size=16)
+    ranks.run(2, rank_work.on_machines, values, tmp_path / "cpuinfo", tmp_path / "answer")
+    for rank in range(2):
+        kind, message = json.loads((tmp_path / f"answer.{rank}").read_text())
+        assert kind == "RunError"
+        assert message == (
+            "process 1 has another choice for train.precision auto than process 0: the machines "
+            "differ: set train.precision, to fp32 for instance"
+        )
+
+
+@pytest.mark.xfail(strict=True, reason="item 15: the default is 8 rows everywhere")
+def test_the_default_micro_batch_is_auto_on_a_gpu_and_eight_rows_elsewhere(
+    settings: Callable[..., dict[str, Any]], one_thread: None
+) -> None:
+    from pretrain.precision import with_defaults
+
+    config = RunConfig.model_validate(settings())
+    assert config.train.precision == "auto"
+    assert with_defaults(config, "cuda").train.micro_batch_size == "auto"
+    assert with_defaults(config, "cpu").train.micro_batch_size == 8
+    own = RunConfig.model_validate(settings(micro_batch_size=2))
+    assert with_defaults(own, "cuda").train.micro_batch_size == 2
+    run(settings(), stop_after=1)
+    assert recorded(settings()["output"])["micro_batch_size"] == 8
