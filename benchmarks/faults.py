@@ -89,6 +89,7 @@ def prepare(folder: Path, processes: int) -> Path:
         "train": {
             "max_steps": 1_000_000,
             "global_batch_size": 2 * processes,
+            "precision": "fp32",
             "micro_batch_size": 2,
             "num_workers": 0,
         },

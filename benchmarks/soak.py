@@ -127,6 +127,7 @@ def soak(folder: Path, steps: int, every: int, ancestor: int, ranks: int) -> Non
         "train": {
             "max_steps": steps,
             "global_batch_size": 4 * ranks,
+            "precision": "fp32",
             "micro_batch_size": 2,
             "num_workers": 1,
         },

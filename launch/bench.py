@@ -18,6 +18,7 @@ from pretrain import RunError
 from pretrain.batch import MicroBatch
 from pretrain.cost import flops_per_token, peak_flops
 from pretrain.objectives import Term
+from pretrain.precision import allow_tf32
 
 SCHEMA = 1
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -110,6 +111,7 @@ def bench(subject: Subject, settings: Settings, file: Path | None) -> None:
     _introduce(report, subject, settings)
     for precision, positions in product(settings.precisions, settings.kl):
         report["agreement"].append(_agreement(subject, precision, positions, settings))
+    allow_tf32(device)  # as a run in fp32 does; only now, since rounding would hide an error
     for precision, positions, size in _cells(settings):
         name = {"precision": precision, "kl": positions, "micro_batch": size}
         show([f"measuring {precision}, KL over {positions}, {size} rows"])

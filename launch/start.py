@@ -22,6 +22,7 @@ from launch.supervise import supervise
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.gather import accumulation_steps
+from pretrain.precision import with_defaults
 from pretrain.processes import timeout
 
 
@@ -146,6 +147,7 @@ def describe(
     asked: Launch, preset: Hardware | None, added: list[str], layout: Layout, config: RunConfig
 ) -> Iterator[str]:
     """What will run, in lines; RunError where it could not."""
+    config = with_defaults(config, layout.device)
     world = layout.nodes * layout.processes
     accumulation = accumulation_steps(config, world)
     train = config.train
@@ -161,7 +163,8 @@ def describe(
         rows = f"{train.global_batch_size // world} rows (micro_batch_size auto)"
     yield (
         f"{layout.nodes} node(s) x {layout.processes} process(es) on {layout.device}; a step of "
-        f"{train.global_batch_size} rows = {rows} x {world} process(es), {train.precision}"
+        f"{train.global_batch_size} rows = {rows} x {world} process(es), "
+        f"precision {train.precision}"
     )
 
 

@@ -76,7 +76,7 @@ class Run:
     def micro_batch_size(self) -> int:
         """Rows at a time."""
         rows = self.config.train.micro_batch_size
-        assert rows != "auto"
+        assert isinstance(rows, int)
         return rows
 
     @property

@@ -57,7 +57,8 @@ def peak_flops(device: torch.device, precision: str) -> float:
         name = torch.cuda.get_device_name(device)
         for model, peak in sorted(_PEAK.items(), key=lambda item: -len(item[0])):
             if model in name:
-                return peak if precision != "fp32" else peak / 8
+                tf32 = torch.cuda.get_device_capability(device) >= (8, 0)
+                return peak if precision != "fp32" else peak / (2 if tf32 else 8)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     size = 1024 if device.type == "cpu" else 4096
     best = 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,4 +150,5 @@ def evaluate_folder(
         open_shards(shards, "validation"),
         rows=rows,
         accelerator=accelerator,
+        autocast=nullcontext(),  # not of a run that this process made before
     )

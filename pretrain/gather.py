@@ -17,6 +17,7 @@ from pretrain.loading import check_row_length, load_model
 from pretrain.metrics import Progress
 from pretrain.models import MaskedLM
 from pretrain.order import Order
+from pretrain.precision import resolve, with_defaults
 from pretrain.rows import Skip, StepDataset, build_masking, with_skip
 from pretrain.student import build_bert, build_student
 from pretrain.teacher import Teacher, load_teacher
@@ -29,6 +30,7 @@ _STATE = "evaluation evaluation_step scaler shaping shards skip_rows skipped_ste
 class Ingredients:
     """What a process reads before it meets the others."""
 
+    config: RunConfig  # without `precision: auto`
     manifest: Manifest
     teacher: Teacher | None
     saved: Saved | None
@@ -37,9 +39,9 @@ class Ingredients:
     dataset: StepDataset
     tokenizer: dict[str, bytes]  # its files, by name
 
-    def names(self, config: RunConfig, stop_after: int | None) -> dict[str, str]:
+    def names(self, stop_after: int | None) -> dict[str, str]:
         """What all processes of a run must have read alike; paths may differ, what is there not."""
-        told = config.model_dump(mode="json", exclude={"output", "shards", "teacher"})
+        told = self.config.model_dump(mode="json", exclude={"output", "shards", "teacher"})
         return {
             "configuration": repr((told, stop_after, self.dataset.skips)),
             "corpus": self.manifest.digest,
@@ -61,8 +63,10 @@ def gather(
             run, or rows that are not there.
     """
     manifest = load_manifest(config.shards)
+    config = with_defaults(config, accelerator.device.type)
     accumulation_steps(config, accelerator.num_processes)  # or it refuses
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
+    config = resolve(config, accelerator.device, saved and saved.state, progress.say)
     teacher = load_teacher(config.teacher, manifest) if config.teacher is not None else None
     student: MaskedLM
     moments: dict[str, Tensor] = {}
@@ -96,7 +100,9 @@ def gather(
     )
     positions = student.config.max_position_embeddings
     tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
-    return Ingredients(manifest, teacher, saved, student, moments, dataset, tokenizer)
+    return Ingredients(
+        config, manifest, teacher, saved, student, moments, dataset, tokenizer
+    )
 
 
 def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:

@@ -15,17 +15,23 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    parse_flag_from_env,
+)
 
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.hashing import root
 from pretrain.parallel import uses_deepspeed
+from pretrain.precision import allow_tf32
 
 Result = TypeVar("Result")
 
 TIMEOUT = 300.0  # seconds that a process waits for the others in a collective operation
-_MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+# "auto" is decided after the checkpoint was read, by processes that communicate by then.
+_MIXED = {"auto": "no", "fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 # Process groups that have ended, kept until the interpreter does: else DDP's reducer is the last to
 # own one, and torch 2.13 frees it there without letting go of the GIL, for which a thread of gloo
 # that the group waits for may wait in turn.
@@ -48,8 +54,6 @@ def processes(config: RunConfig) -> Iterator[Accelerator]:
         yield accelerator
         ended = True
     finally:
-        for tracker in accelerator.trackers:
-            tracker.finish()
         ours = accelerator.num_processes > 1 and not there
         if ours and (ended or torch.distributed.get_backend() == "gloo"):
             # A gloo group that is alive when the interpreter ends aborts the process.
@@ -66,6 +70,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
             package that is not installed.
     """
     gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    gpu = gpu and not parse_flag_from_env("ACCELERATE_USE_CPU")
     deepspeed = uses_deepspeed()
     if not gpu:  # Accelerate imports DeepSpeed where it is installed, which then warns of this
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -82,10 +87,12 @@ def build_accelerator(config: RunConfig) -> Accelerator:
             )
     # Without `cpu=True` Accelerate runs one process where several were started on CPUs.
     cpu = not gpu and not deepspeed
-    device = PartialState(cpu=cpu, **settings).device
+    device, precision = PartialState(cpu=cpu, **settings).device, config.train.precision
+    if precision == "fp32":
+        allow_tf32(device)
     if config.logging.tensorboard:
         _need("tensorboard", "logging.tensorboard", "tensorboard")
-    if config.train.precision == "fp16" and device.type != "cuda":
+    if precision == "fp16" and device.type != "cuda":
         raise RunError(
             f"train.precision fp16 needs a CUDA GPU, this is {device.type}; use bf16 or fp32"
         )
@@ -93,7 +100,6 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     AcceleratorState._reset_state()
     # The head's parameters get no gradient when no term looks at logits.
     unused = all(term.signal != "logits" for term in config.objective.terms())
-    precision = config.train.precision
     return Accelerator(
         cpu=cpu,
         # DeepSpeed would round the weights to bf16; autocast keeps them in fp32, as DDP does.
@@ -184,11 +190,15 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
     return bool(flags.item())
 
 
-def same_everywhere(accelerator: Accelerator, values: Mapping[str, str]) -> None:
+def same_everywhere(
+    accelerator: Accelerator,
+    values: Mapping[str, str],
+    fix: str = "start all nodes with the same command, on files that all of them share",
+) -> None:
     """Hold what the processes have read against one another.
 
     Raises:
-        RunError: in every process, naming the value and who differs.
+        RunError: in every process, naming the value, who differs and the `fix`.
     """
     if accelerator.num_processes == 1:
         return
@@ -197,10 +207,7 @@ def same_everywhere(accelerator: Accelerator, values: Mapping[str, str]) -> None
     for name, column in zip(values, zip(*gathered, strict=True), strict=True):
         odd = [rank for rank, key in enumerate(column) if key != column[0]]
         if odd:
-            raise RunError(
-                f"process {odd[0]} has another {name} than process 0: start all nodes with the "
-                "same command, on files that all of them share"
-            )
+            raise RunError(f"process {odd[0]} has another {name} than process 0: {fix}")
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from pretrain.heartbeat import Heartbeat
 from pretrain.metrics import Progress, Silent
 from pretrain.micro_batch import explained, resolve
 from pretrain.processes import (
+    build_accelerator,
     jointly,
     patiently,
     processes,
@@ -76,6 +77,7 @@ def train(
     """
     with ExitStack() as stack:
         accelerator = stack.enter_context(processes(config))
+        stack.callback(lambda: [tracker.finish() for tracker in accelerator.trackers])
         first, rank = accelerator.is_main_process, accelerator.process_index
         heartbeat = heartbeat or stack.enter_context(Heartbeat.from_environment(rank))
         progress = progress if progress and first else Silent()
@@ -87,7 +89,15 @@ def train(
         patiently(accelerator, lambda: check(config.shards), here=verifies)
         read = patiently(accelerator, lambda: gather(config, accelerator, progress, skip_rows))
         assert read is not None
-        same_everywhere(accelerator, read.names(config, stop_after))
+        if config.train.precision == "auto":
+            same_everywhere(
+                accelerator,
+                {"choice for train.precision auto": read.config.train.precision},
+                "the machines differ: set train.precision, to fp32 for instance",
+            )
+        config = read.config
+        same_everywhere(accelerator, read.names(stop_after))
+        accelerator = build_accelerator(config)  # again, of the precision that is known by now
         heartbeat.at(0, "build")
         run = build(config, accelerator, read, progress=progress, heartbeat=heartbeat, lock=held)
         with _told(run):

@@ -63,6 +63,7 @@ def bench(
     from launch.config import load_config
     from pretrain import RunError
     from pretrain.config import RunConfig
+    from pretrain.precision import choose
 
     if config is not None and (synthetic or (layers, width, row_length) != (12, 768, 512)):
         raise RunError(
@@ -77,8 +78,9 @@ def bench(
     settings = None
     if config is not None:
         settings = load_config(RunConfig, config, overrides or [])
-        precisions = precision or [settings.train.precision]
-        if settings.train.micro_batch_size != "auto":
+        configured = settings.train.precision
+        precisions = precision or [choose(device)[0] if configured == "auto" else configured]
+        if isinstance(settings.train.micro_batch_size, int):
             rows = micro_batch or [settings.train.micro_batch_size]
         kl_positions = kl or [getattr(settings.objective, "kl_positions", "all")]
         compiled |= settings.train.compile

@@ -51,6 +51,7 @@ def run(tmp_path: Path, shards: Path) -> Path:
         "train": {
             "max_steps": 4,
             "global_batch_size": 8,
+            "precision": "fp32",
             "micro_batch_size": 2,
             "num_workers": 0,
         },

@@ -72,7 +72,12 @@ def run(tmp_path: Path, shards: Path, seal: Callable[..., Path]) -> Path:
         "output": str(tmp_path / "run"),
         "shards": str(shards),
         "teacher": "nobody",
-        "train": {"max_steps": 5, "global_batch_size": 4, "micro_batch_size": 1},
+        "train": {
+            "max_steps": 5,
+            "global_batch_size": 4,
+            "precision": "fp32",
+            "micro_batch_size": 1,
+        },
     }
     digest = load_manifest(shards).digest
     seal(tmp_path / "run", {"step": 1, "config": values, "shards": digest, "num_processes": 1})

@@ -89,7 +89,12 @@ def run_file(tmp_path: Path, shards: Path, teacher: object) -> Path:
         "output": str(tmp_path / "run"),
         "shards": str(shards),
         "teacher": str(teacher),
-        "train": {"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4},
+        "train": {
+            "max_steps": 2,
+            "global_batch_size": 4,
+            "precision": "fp32",
+            "micro_batch_size": 4,
+        },
     }
     return write(tmp_path / "run.yaml", values)
 

@@ -209,6 +209,20 @@ def test_a_dry_run_of_several_nodes_shows_each(
     assert one[1].splitlines() == [*out.splitlines()[:-2], out.splitlines()[-1]]
 
 
+def test_keys_that_a_config_leaves_out_are_shown_as_the_device_decides(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(*options: str) -> str:
+        code, out, err = distil(capsys, monkeypatch, "launch", run, *options, "--dry-run")
+        assert code == 0, err
+        (line,) = (line for line in out.splitlines() if "a step of" in line)
+        return line.partition("a step of ")[2]
+
+    cpu, gpu = shown("--gpus", "2"), shown("--gpus", "2", "--slurm")
+    assert cpu == "32 rows = 8 rows x 2 micro-batches x 2 process(es), precision auto"
+    assert gpu == "32 rows = 16 rows (micro_batch_size auto) x 2 process(es), precision auto"
+
+
 def test_slurm_names_the_node_the_head_and_the_launch(
     run: Path,
     tmp_path: Path,

@@ -187,6 +187,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
         "train": {
             "max_steps": STEPS,
             "global_batch_size": 8,
+            "precision": "fp32",
             "micro_batch_size": 2,
             "num_workers": 0,
         },

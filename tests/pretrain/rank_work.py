@@ -17,6 +17,7 @@ import psutil
 import torch
 
 import pretrain.parallel
+import pretrain.precision
 import pretrain.rows
 import pretrain.train
 from pretrain.config import RunConfig

@@ -110,6 +110,7 @@ def settings(
             "train": {
                 "max_steps": 4,
                 "global_batch_size": 8,
+                "precision": "fp32",
                 "micro_batch_size": 2,
                 "num_workers": 0,
                 **train,

@@ -54,6 +54,7 @@ def settings(tmp_path: Path, corpus: Path) -> Callable[..., dict[str, Any]]:
             "train": {
                 "max_steps": 4,
                 "global_batch_size": 24,
+                "precision": "fp32",
                 "micro_batch_size": "auto",
                 "num_workers": 0,
                 **train,

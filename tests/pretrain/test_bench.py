@@ -86,9 +86,17 @@ def config(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> di
     }
 
 
+@pytest.mark.parametrize("precision", ["bf16", "auto"])
 def test_a_config_is_measured_as_it_trains(
-    tmp_path: Path, config: dict[str, Any], distil: Callable[..., tuple[int, str, str]]
+    precision: str,
+    tmp_path: Path,
+    config: dict[str, Any],
+    distil: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (tmp_path / "cpuinfo").write_text("flags : amx_bf16 amx_tile\n", encoding="utf-8")
+    monkeypatch.setattr("pretrain.precision.CPUINFO", tmp_path / "cpuinfo")
+    config["train"]["precision"] = precision
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     file = tmp_path / "bench.json"
     code, out, err = distil(

@@ -24,7 +24,7 @@ def settings(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> 
         "teacher": str(tmp_path / "teacher"),
         "student": {"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
         "optimizer": {"learning_rate": 1e-3},
-        "train": {"max_steps": 21, "global_batch_size": 24, "num_workers": 0},
+        "train": {"max_steps": 21, "global_batch_size": 24, "precision": "fp32", "num_workers": 0},
         "evaluation": {"every": 0, "rows": 8},
         "checkpoint": {"every": 1, "keep": 100},
         "logging": {"every": 1},

@@ -42,6 +42,7 @@ def finished(
         "train": {
             "max_steps": 3,
             "global_batch_size": 4,
+            "precision": "fp32",
             "micro_batch_size": 4,
             "num_workers": 0,
         },

@@ -60,6 +60,7 @@ def curve(folder: Path) -> list[tuple[int, float]]:
         "train": {
             "max_steps": 20,
             "global_batch_size": 8,
+            "precision": "fp32",
             "micro_batch_size": 4,
             "num_workers": 0,
         },

@@ -38,6 +38,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_undisturbed_one(
             "train": {
                 "max_steps": STEPS,
                 "global_batch_size": 24,
+                "precision": "fp32",
                 "micro_batch_size": 3,
                 "num_workers": 0,
             },

@@ -41,6 +41,7 @@ def settings(
             "train": {
                 "max_steps": 20,
                 "global_batch_size": 24,
+                "precision": "fp32",
                 "num_workers": 0,
                 "micro_batch_size": micro,
                 **train,

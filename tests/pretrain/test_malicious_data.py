@@ -88,6 +88,7 @@ def run_values(folder: Path, corpus: Path) -> Values:
         "train": {
             "max_steps": 3,
             "global_batch_size": 4,
+            "precision": "fp32",
             "micro_batch_size": 4,
             "num_workers": 0,
         },

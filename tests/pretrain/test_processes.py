@@ -35,6 +35,7 @@ def settings(
             "train": {
                 "max_steps": 6,
                 "global_batch_size": 12,
+                "precision": "fp32",
                 "micro_batch_size": 4,
                 "num_workers": 0,
                 **train,

@@ -121,6 +121,7 @@ def run_values(output: Path, shards: Path, teacher: Path) -> Values:
         "train": {
             "max_steps": 4,
             "global_batch_size": 4,
+            "precision": "fp32",
             "micro_batch_size": 4,
             "num_workers": 0,
         },

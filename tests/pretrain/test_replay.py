@@ -41,6 +41,7 @@ def make_run(tmp_path: Path, corpus: Path, seal: Callable[..., Path]) -> Callabl
             "train": {
                 "max_steps": STEPS,
                 "global_batch_size": ROWS,
+                "precision": "fp32",
                 "micro_batch_size": 3,
                 "seed": SEED,
             },
@@ -173,6 +174,7 @@ def test_it_is_what_a_real_run_was_fed(
             "train": {
                 "max_steps": 3,
                 "global_batch_size": 8,
+                "precision": "fp32",
                 "micro_batch_size": 4,
                 "num_workers": 0,
                 "seed": SEED,

@@ -107,6 +107,7 @@ def folder(
             "train": {
                 "max_steps": 2,
                 "global_batch_size": 4,
+                "precision": "fp32",
                 "micro_batch_size": 4,
                 "num_workers": 0,
             },

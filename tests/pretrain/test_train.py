@@ -49,6 +49,7 @@ def settings(tmp_path: Path, corpus: Path, teacher: Path) -> Settings:
             "train": {
                 "max_steps": 10,
                 "global_batch_size": 8,
+                "precision": "fp32",
                 "micro_batch_size": 4,
                 "num_workers": 0,
             },
