@@ -24,7 +24,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One GPU of 80 GB, of which 79 are free, in an unlaunched process."""
 
     class Runtime:
-        cudaMemGetInfo = staticmethod(lambda device: (79 * GB, 80 * GB))  # noqa: N815
+        cudaMemGetInfo = staticmethod(lambda device: (79 * GB, 80 * GB))
 
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -62,7 +62,6 @@ def config(tmp_path: Path, **train: Any) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-@pytest.mark.xfail(strict=True, reason="item 13: the device of an unlaunched process has no index")
 def test_an_unlaunched_process_knows_which_gpu_it_has(gpu: None, tmp_path: Path) -> None:
     device = build_accelerator(config(tmp_path)).device
     assert device == torch.device("cuda", 0)
