@@ -23,6 +23,7 @@ from accelerate.utils import (
 
 from pretrain import RunError
 from pretrain.config import RunConfig
+from pretrain.gpu import check_kernels
 from pretrain.hashing import root
 from pretrain.parallel import uses_deepspeed
 from pretrain.precision import allow_tf32
@@ -91,6 +92,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     if state.device == torch.device("cuda"):  # of an unlaunched process: some calls need an index
         state.device = torch.device("cuda", torch.cuda.current_device())
     device, precision = state.device, config.train.precision
+    check_kernels(device)
     if precision == "fp32":
         allow_tf32(device)
     if config.logging.tensorboard:

@@ -63,6 +63,7 @@ def bench(
     from launch.config import load_config
     from pretrain import RunError
     from pretrain.config import RunConfig
+    from pretrain.gpu import check_kernels
     from pretrain.precision import choose
 
     if config is not None and (synthetic or (layers, width, row_length) != (12, 768, 512)):
@@ -72,6 +73,7 @@ def bench(
         )
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     on_gpu = device.type == "cuda"
+    check_kernels(device)
     precisions = precision or (["bf16", "fp16"] if on_gpu else ["fp32", "bf16"])
     kl_positions = kl or ["all", "masked"]
     rows = micro_batch or ([8, 32, 64] if on_gpu else [2, 8])

@@ -68,7 +68,6 @@ def test_an_unlaunched_process_knows_which_gpu_it_has(gpu: None, tmp_path: Path)
     assert gpu_memory(device) == Memory(80 * GB, 40 * GB)
 
 
-@pytest.mark.xfail(strict=True, reason="item 14: the wheel's kernels are not compared")
 @pytest.mark.parametrize(
     ("name", "capability", "archs"),
     [

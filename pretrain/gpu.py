@@ -1,0 +1,46 @@
+"""Whether the installed torch has kernels for this machine's GPU."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from pretrain import RunError
+
+
+def check_kernels(device: torch.device) -> None:
+    """Refuse a GPU for which torch was not built, before the first operation fails on it.
+
+    Kernels of a capability (sm_80) run on GPUs of the same major version and an equal or later
+    minor one (8.6); PTX (compute_80) is compiled by the driver for every later GPU. Architectures
+    with the suffix "a" run on that capability alone, with "f" as those without.
+
+    Raises:
+        RunError: naming the GPU, what the build has, and a build that has it.
+    """
+    archs = torch.cuda.get_arch_list() if device.type == "cuda" and torch.version.cuda else []
+    capability = torch.cuda.get_device_capability(device) if archs else (0, 0)
+    if not archs or any(_runs(arch, capability) for arch in archs):
+        return
+    # torch's builds for CUDA 12.6 go from 5.0 to 9.0, those for 13.0 from 7.5 on.
+    build = "cu126" if capability < (7, 5) else "cu130"
+    release = torch.__version__.partition("+")[0]
+    raise RunError(
+        f"{torch.cuda.get_device_name(device)} has compute capability "
+        f"{capability[0]}.{capability[1]}, for which torch {torch.__version__} has no kernels (it "
+        f"has {' '.join(archs)}); pip install --force-reinstall torch=={release} --index-url "
+        f"https://download.pytorch.org/whl/{build}"
+    )
+
+
+def _runs(arch: str, capability: tuple[int, int]) -> bool:
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+    if not found:
+        return True  # a name of a later torch, which is left to say so itself
+    built = int(found[2]), int(found[3])
+    if found[4] == "a":
+        return capability == built
+    if found[1] == "compute":
+        return capability >= built
+    return capability[0] == built[0] and capability >= built
