@@ -96,7 +96,8 @@ class Train(BaseModel):
     hardware is faster in it, else fp32. `max_steps` wins over `epochs`. `skip_non_finite` is how
     many steps may be left out because their loss or gradient was not finite before the run stops.
     Every `compare_every` steps, and before a checkpoint, the processes compare their weights (0:
-    never). `compile` makes steps faster and the first one slower; `activation_checkpointing` saves memory for time.
+    never). `compile` makes steps faster and the first one slower; `activation_checkpointing` saves
+    memory for time.
     """
 
     model_config = _FROZEN

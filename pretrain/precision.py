@@ -1,7 +1,7 @@
 """`precision: auto` and the default of `micro_batch_size`: chosen by the hardware's kind.
 
-No clock is asked: the same machine chooses the same at every start. What was chosen is part of the run: it stands in `config.json` and in every checkpoint, and a run
-that continues keeps it on any hardware.
+No clock is asked: a machine chooses the same at every start. What was chosen is part of the run: it
+stands in `config.json` and in every checkpoint, and a run that continues keeps it on any hardware.
 """
 
 from __future__ import annotations
