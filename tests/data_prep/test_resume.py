@@ -356,3 +356,55 @@ def test_tasks_beside_a_whole_run_change_no_byte(
     fresh = make_config(output=tmp_path / "fresh")
     prepare(fresh, **SMALL)
     assert shards(config.output) == shards(fresh.output)
+
+
+@pytest.mark.xfail(strict=True, reason="item 2: what a node cannot see counts as empty")
+@pytest.mark.parametrize(
+    ("engine", "stage", "file"),
+    [
+        pytest.param("plain", "extract", "documents-texts-00000.npy", id="texts"),
+        pytest.param("plain", "extract", "documents-bands-00000.npy", id="bands"),
+        pytest.param("plain", "extract", "paragraphs-places-00000.npy", id="places"),
+        pytest.param("plain", "vocabulary", "vocab.txt", id="tokenizer"),
+        pytest.param("pool", "extract", "documents-texts-00000.npy", id="pool"),
+        pytest.param(
+            "ray", "extract", "documents-texts-00000.npy", id="ray", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_file_that_is_gone_is_an_error_in_every_engine(
+    make_config: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    stage: str,
+    file: str,
+) -> None:
+    if engine == "ray":
+        pytest.importorskip("ray", reason="Ray is an extra: pip install 'distil-pretraining[ray]'")
+        path = os.pathsep.join((str(Path(__file__).parents[2]), *sys.path[1:]))
+        monkeypatch.setenv("PYTHONPATH", path)
+    line = "the same long line of words that stands in each document, so that it is repeated " * 2
+    texts = tmp_path / "lines"
+    texts.mkdir()
+    for number in range(4):
+        documents = [f"{line}\n{number % 2} {i}" for i in range(5)]
+        (texts / f"{number}.txt").write_text("\n\n".join(documents))
+    changes: dict[str, Any] = {
+        "sources": [{"kind": "text", "path": str(texts), "document": "paragraph"}],
+        "deduplicate": {"documents": "near", "paragraphs": "exact"},
+    }
+    config = make_config(workers=1 if engine == "plain" else 2, **changes)
+    hidden = config.output / ".work" / stage / "000000" / file
+
+    def hide(name: str, done: int, total: int) -> None:
+        if (name, done) == (stage, total):
+            hidden.unlink()
+
+    runner: Any = "ray" if engine == "ray" else "processes"
+    with pytest.raises((CorpusError, OSError), match=hidden.name):
+        prepare(config, hide, engine=runner, **SMALL)
+    assert not (config.output / "manifest.json").exists()
+    fresh = make_config(output=tmp_path / "fresh", **changes)
+    assert prepare(config, **SMALL).digest == prepare(fresh, **SMALL).digest
+    assert shards(config.output) == shards(fresh.output)
