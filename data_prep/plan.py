@@ -195,7 +195,7 @@ class Plan:
                 units.append(unit)
         return units
 
-    def _starts(self, level: str) -> tuple[tuple[int, ...], int]:
+    def _bounds(self, level: str) -> tuple[int, ...]:
         """The number of each extracted unit's first item, and of all items."""
         counts = [
             sum(part["documents"] for part in record.result["parts"])
@@ -203,8 +203,7 @@ class Plan:
             else record.result["paragraphs"]
             for record in self.records("extract")
         ]
-        ends = np.cumsum([0, *counts]).tolist()
-        return tuple(ends[:-1]), ends[-1]
+        return tuple(np.cumsum([0, *counts]).tolist())
 
     def _levels(self) -> list[str]:
         settings = self.config.deduplicate
@@ -217,8 +216,8 @@ class Plan:
         folders, upstream = self.folders("extract"), (self._digest("extract"),)
         for level in self._levels():
             how = getattr(self.config.deduplicate, level)
-            starts, total = self._starts(level)
-            hashes = total * (minhash.NUM_BANDS if how == "near" else 1)
+            bounds = self._bounds(level)
+            hashes = bounds[-1] * (minhash.NUM_BANDS if how == "near" else 1)
             slices = max(1, -(-hashes // HASHES_AT_ONCE))
             for number in range(slices):
                 task = MatchTask(
@@ -226,7 +225,7 @@ class Plan:
                     how=how,
                     threshold=self.config.deduplicate.threshold,
                     folders=folders,
-                    starts=starts,
+                    bounds=bounds,
                     slice_number=number,
                     slices=slices,
                 )
@@ -250,10 +249,10 @@ class Plan:
         }
         task = DeduplicateTask(
             extracted=self.folders("extract"),
-            starts=self._starts("documents")[0],
+            bounds=self._bounds("documents"),
             documents=of_level["documents"],
             paragraphs=of_level["paragraphs"],
-            paragraph_starts=self._starts("paragraphs")[0],
+            paragraph_bounds=self._bounds("paragraphs"),
             validation=self.config.validation,
             seed=self.config.seed,
         )

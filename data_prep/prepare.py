@@ -52,7 +52,9 @@ def prepare(
     open_work(plan)
     with _held(plan, "prepare") as held, started(config.workers, engine) as run:
         for stage in STAGES:
-            _run(plan, stage, plan.units(stage), held, progress, warn, run)
+            units = plan.units(stage)
+            _check_what_is_read(plan, stage, units)
+            _run(plan, stage, units, held, progress, warn, run)
             _require_rows(plan, stage)
         return _finish(plan)
 
@@ -103,14 +105,16 @@ def finalise(
     for stage in STAGES:
         plan.records(stage)
         _require_rows(plan, stage)
-    _check_what_is_read(plan, "finish", [])
     return _finish(plan)
 
 
 def _finish(plan: Plan) -> Manifest:
     with _held(plan, "finalise"):
         # Whoever held the lock before may have done it, and `.work` is gone.
-        finished = find_finished(plan, lambda text: None) or finish(plan)
+        finished = find_finished(plan, lambda text: None)
+        if not finished:
+            _check_what_is_read(plan, "finish", [])
+            finished = finish(plan)
         shutil.rmtree(plan.work)
     return finished[0]
 
@@ -129,7 +133,8 @@ def _check_what_is_read(
             if not is_output_whole(unit, output):
                 raise CorpusError(
                     f"{unit.folder / output.file}: missing or altered since it was written: run "
-                    f"`distil prepare CONFIG --stage {earlier}` again"
+                    f"`distil prepare CONFIG --stage {earlier}` or all of `distil prepare CONFIG` "
+                    "again, where `output` is visible to every machine"
                 )
 
 

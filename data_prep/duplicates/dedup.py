@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,25 +109,29 @@ class Items:
         np.save(f"{self._stem}-{kind}-{self._chunk:05d}.npy", values)
 
 
-def chunks(folder: Path, name: str) -> list[Path]:
-    """The files of one unit with this name, such as documents-texts, in order."""
-    return sorted(folder.glob(f"{name}-*.npy"))
+def chunks(folder: Path, name: str, items: int) -> list[Path]:
+    """Name the files, such as documents-texts, that a unit with so many items wrote, in order.
+
+    The names follow from the unit's record. A search of the folder would take a file that this
+    machine cannot see for one that was never written.
+    """
+    return [folder / f"{name}-{number:05d}.npy" for number in range(-(-items // CHUNK))]
 
 
 def pairs(
-    folders: Sequence[Path], starts: Sequence[int], name: str, slice_number: int, slices: int
+    folders: Sequence[Path], bounds: Sequence[int], name: str, slice_number: int, slices: int
 ) -> Pairs:
     """Pairs of items with equal hashes in one slice of the hash space, each with its group's first.
 
-    `folders` are the units' in order, `starts` the number of the first item of each; `name` is the
-    file's, such as documents-texts.
+    `folders` are the units' in order, `bounds` the number of the first item of each and of all
+    items; `name` is the file's, such as documents-texts.
     """
     low = slice_number * 2**64 // slices
     high = (slice_number + 1) * 2**64 // slices
     found = [np.empty((0, 2), dtype="<u8")]
     items = [np.empty(0, dtype=np.int64)]
-    for folder, start in zip(folders, starts, strict=True):
-        for file in chunks(folder, name):
+    for folder, (start, end_of_unit) in zip(folders, pairwise(bounds), strict=True):
+        for file in chunks(folder, name, end_of_unit - start):
             hashes = np.load(file, mmap_mode="r")
             first = np.searchsorted(hashes["high"], np.uint64(low))
             end = hashes["high"].searchsorted(np.uint64(high)) if high < 2**64 else len(hashes)
@@ -145,16 +150,16 @@ def pairs(
 
 
 def similar(
-    folders: Sequence[Path], starts: Sequence[int], level: str, found: Pairs, threshold: float
+    folders: Sequence[Path], bounds: Sequence[int], level: str, found: Pairs, threshold: float
 ) -> Pairs:
     """Of candidate pairs, those whose signatures estimate a Jaccard of at least `threshold`."""
     found = np.unique(found, axis=0)
-    bounds = np.asarray(starts, dtype=np.int64)
+    starts = np.asarray(bounds[:-1], dtype=np.int64)
 
     def signatures(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
         rows = np.empty((len(numbers), minhash.NUM_PERMUTATIONS), dtype=np.uint32)
-        unit_of = np.searchsorted(bounds, numbers, side="right") - 1
-        chunk_of, row_of = np.divmod(numbers - bounds[unit_of], CHUNK)
+        unit_of = np.searchsorted(starts, numbers, side="right") - 1
+        chunk_of, row_of = np.divmod(numbers - starts[unit_of], CHUNK)
         for unit, chunk in set(zip(unit_of.tolist(), chunk_of.tolist(), strict=True)):
             file = folders[unit] / f"{level}-signatures-{chunk:05d}.npy"
             here = (unit_of == unit) & (chunk_of == chunk)

@@ -7,6 +7,7 @@ its texts decides: no duplicate of a training text is held out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,16 @@ FATES = ("train", "validation", "duplicate", "near duplicate")
 
 @dataclass(frozen=True, slots=True)
 class DeduplicateTask:
-    """`extracted` and `starts`: each unit's folder and the number of its first document.
+    """`extracted`: each unit's folder; `bounds`: its first document's number, and that of all.
 
     `documents` and `paragraphs`: the folders of the pairs of each level.
     """
 
     extracted: tuple[Path, ...]
-    starts: tuple[int, ...]
+    bounds: tuple[int, ...]
     documents: tuple[Path, ...]
     paragraphs: tuple[Path, ...]
-    paragraph_starts: tuple[int, ...]
+    paragraph_bounds: tuple[int, ...]
     validation: float
     seed: int
 
@@ -47,7 +48,7 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
     is_duplicate = items != cluster_of
     kept = held_out = 0
     extremes: list[tuple[float, int, int]] = []  # draw, unit, document: smallest and largest
-    for number, (unit, start) in enumerate(zip(task.extracted, task.starts, strict=True)):
+    for number, (unit, start) in enumerate(zip(task.extracted, task.bounds[:-1], strict=True)):
         draws = read_index(unit)["draw"]
         fates = np.full(len(draws), TRAIN, dtype=np.uint8)
         mine = slice(*np.searchsorted(items, [start, start + len(draws)]))
@@ -121,9 +122,7 @@ def _smallest_keys(
 ) -> dict[int, bytes]:
     """The smallest text hash of each cluster."""
     smallest: dict[int, bytes] = {}
-    for unit, start, end in zip(
-        task.extracted, task.starts, (*task.starts[1:], np.inf), strict=True
-    ):
+    for unit, (start, end) in zip(task.extracted, pairwise(task.bounds), strict=True):
         mine = slice(*np.searchsorted(items, [start, end]))
         if mine.start == mine.stop:
             continue
@@ -143,11 +142,10 @@ def _paragraphs(task: DeduplicateTask, folder: Path) -> list[npt.NDArray[np.uint
     items, cluster_of, _ = _clusters(task.paragraphs)
     places: list[npt.NDArray[np.uint32]] = []
     in_kept_document = []
-    for number, unit in enumerate(task.extracted):
-        start = task.paragraph_starts[number]
-        saved = np.concatenate(
-            [np.empty((0, 2), np.uint32), *map(np.load, chunks(unit, "paragraphs-places"))]
-        )
+    units = zip(task.extracted, pairwise(task.paragraph_bounds), strict=True)
+    for number, (unit, (start, end)) in enumerate(units):
+        files = chunks(unit, "paragraphs-places", end - start)
+        saved = np.concatenate([np.empty((0, 2), np.uint32), *map(np.load, files)])
         mine = slice(*np.searchsorted(items, [start, start + len(saved)]))
         places.append(saved[items[mine] - start])
         fates = np.load(_fates(folder, number))

@@ -55,25 +55,27 @@ def _finish(plan: Plan, row_length: int) -> Manifest:
     (tokenizer,) = plan.records("vocabulary")
     record = TokenizerRecord.model_validate(tokenizer.result["tokenizer"])
     (final / "tokenizer").mkdir()
-    for output in tokenizer.outputs:  # and nothing else that lies there
-        shutil.copyfile(
-            plan.folders("vocabulary")[0] / output.file, final / "tokenizer" / output.file
-        )
+    (source,) = plan.folders("vocabulary")
+    for output in tokenizer.outputs:
+        shutil.copyfile(source / output.file, final / "tokenizer" / output.file)
     splits, counts = _shards(plan, row_length, final)
     _write_json(
         final / TOKEN_COUNTS,
         {"counts": counts.tolist(), "smoothing": smoothing(counts, record.special_ids)},
     )
     _write_lines(plan, final)
-    shards = {shard.file for split in splits.values() for shard in split.shards}
-    names = sorted(p.relative_to(final).as_posix() for p in final.rglob("*") if p.is_file())
+    shards = [shard.file for split in splits.values() for shard in split.shards]
+    # By name: a listing may lack a file, and the manifest would then lack it, too.
+    files = [TOKEN_COUNTS, PROVENANCE, *LOGS]
+    files += [f"tokenizer/{output.file}" for output in tokenizer.outputs]
+    files += [f"segments/{shard.removesuffix('.arrow')}.parquet" for shard in shards]
     manifest = seal(
         {
             "tokenizer": record,
             "row_length": row_length,
             "dtype": "uint16" if record.vocab_size <= 2**16 else "uint32",
             "splits": splits,
-            "files": tuple(file_record(final, name) for name in names if name not in shards),
+            "files": tuple(file_record(final, name) for name in sorted(files)),
             "sources": tuple(source_records(plan)),
             "content": config.content(row_length),
             "code_version": installed("distil-pretraining"),
@@ -86,8 +88,8 @@ def _finish(plan: Plan, row_length: int) -> Manifest:
     for entry in sorted(folder.iterdir()):
         if OURS.fullmatch(entry.name):
             remove(entry)
-    for entry in sorted(final.iterdir()):
-        os.replace(entry, folder / entry.name)
+    for name in sorted({name.partition("/")[0] for name in (*files, *shards)}):
+        os.replace(final / name, folder / name)
     sync(folder)
     write_file(folder / MANIFEST, lambda file: file.write(manifest_bytes(manifest)))
     return manifest

@@ -12,14 +12,21 @@ from data_prep.duplicates.dedup import Items, Pairs, clusters, draw, pairs, simi
 
 
 def save(folders: list[Path], texts: list[list[str]], near: bool) -> list[int]:
-    """One unit's items in each folder; the number of the first of each."""
+    """One unit's items in each folder; the number of the first of each, and of all."""
     for folder, of_unit in zip(folders, texts, strict=True):
         folder.mkdir()
         items = Items(folder, "documents", near)
         for text in of_unit:
             items.add(text_hash(text), text)
         items.save()
-    return [0, *itertools.accumulate(len(of_unit) for of_unit in texts)][:-1]
+    return [0, *itertools.accumulate(len(of_unit) for of_unit in texts)]
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    bounds = save([tmp_path / "a", tmp_path / "b"], [["one", "two"], ["two"]], near=False)
+    (tmp_path / "a" / "documents-texts-00000.npy").unlink()
+    with pytest.raises(FileNotFoundError, match="documents-texts-00000"):
+        pairs([tmp_path / "a", tmp_path / "b"], bounds, "documents-texts", 0, 1)
 
 
 def components(edges: list[tuple[int, int]]) -> dict[int, int]:
@@ -44,9 +51,9 @@ def test_equal_texts_pair_with_the_first_whatever_the_slices(tmp_path: Path, sli
     source = random.Random(0)
     texts = [f"text {source.randint(0, 60)}" for _ in range(200)]
     folders = [tmp_path / name for name in "abcd"]
-    starts = save(folders, [texts[:50], [], texts[50:51], texts[51:]], near=False)
+    bounds = save(folders, [texts[:50], [], texts[50:51], texts[51:]], near=False)
     found = np.concatenate(
-        [pairs(folders, starts, "documents-texts", number, slices) for number in range(slices)]
+        [pairs(folders, bounds, "documents-texts", number, slices) for number in range(slices)]
     )
     expected = {
         (texts.index(text), number)
@@ -75,11 +82,11 @@ def test_near_duplicates_are_those_a_naive_jaccard_finds(
             texts.append(copy)
     joined = [" ".join(text) for text in texts]
     folders = [tmp_path / "a", tmp_path / "b"]
-    starts = save(folders, [joined[:77], joined[77:]], near=True)
+    bounds = save(folders, [joined[:77], joined[77:]], near=True)
     candidates = np.concatenate(
-        [pairs(folders, starts, "documents-bands", number, 5) for number in range(5)]
+        [pairs(folders, bounds, "documents-bands", number, 5) for number in range(5)]
     )
-    found = similar(folders, starts, "documents", candidates, 0.7)
+    found = similar(folders, bounds, "documents", candidates, 0.7)
     shingles = [{tuple(text[i : i + 5]) for i in range(len(text) - 4)} for text in texts]
     naive = {
         (a, b)
@@ -91,8 +98,8 @@ def test_near_duplicates_are_those_a_naive_jaccard_finds(
 
 
 def test_texts_too_short_for_a_shingle_are_near_nothing(tmp_path: Path) -> None:
-    starts = save([tmp_path / "a"], [["two words", "two words!", "", "so few again"]], near=True)
-    assert len(pairs([tmp_path / "a"], starts, "documents-bands", 0, 1)) == 0
+    bounds = save([tmp_path / "a"], [["two words", "two words!", "", "so few again"]], near=True)
+    assert len(pairs([tmp_path / "a"], bounds, "documents-bands", 0, 1)) == 0
 
 
 @pytest.mark.parametrize("edges", [0, 1, 30, 300])

@@ -358,7 +358,6 @@ def test_tasks_beside_a_whole_run_change_no_byte(
     assert shards(config.output) == shards(fresh.output)
 
 
-@pytest.mark.xfail(strict=True, reason="item 2: what a node cannot see counts as empty")
 @pytest.mark.parametrize(
     ("engine", "stage", "file"),
     [
