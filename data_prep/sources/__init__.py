@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from data_prep.sources import books, mediawiki, python_docs, tables, text, wikiextractor
+from data_prep.sources import books, files, mediawiki, python_docs, tables, text, wikiextractor
 from data_prep.sources.books import Books
 from data_prep.sources.document import Document, Piece, Rejected
 from data_prep.sources.files import relative_name
@@ -34,6 +34,8 @@ __all__ = [
     "name_of",
     "pieces",
     "read",
+    "sha256",
+    "version",
 ]
 
 Source = Annotated[
@@ -77,10 +79,30 @@ def pieces(source: Source, limit: int) -> list[Piece]:
 
 
 def name_of(source: Source, piece: Piece) -> str:
-    """What records call an input: its name within the source, or a package and its version."""
+    """What records call an input: its name within the source or on the hub, or a package's."""
     if isinstance(source, PythonDocs):
         return python_docs.versioned(piece.path)
+    if isinstance(source, HuggingFace):
+        return tables.dataset_name(piece)
     return relative_name(source.path, piece.path)
+
+
+def version(piece: Piece) -> str:
+    """Tell quickly in which state an input is; "" if its content alone can tell."""
+    return _state(piece, files.version) if piece.kind != "file" else files.version(piece.path)
+
+
+def sha256(piece: Piece) -> str:
+    """Tell surely in which state an input is; "" if it is not there, or known by its commit."""
+    if piece.kind != "file":
+        return "" if piece.commit else _state(piece, lambda path: files.sha256(Piece(path)))
+    return files.sha256(piece)
+
+
+def _state(piece: Piece, of: Callable[[str], str]) -> str:
+    if piece.kind == "package":
+        return python_docs.state(piece.path, of)
+    return piece.commit or files.state_of_folder(piece.path, tables.dataset_files(piece), of)
 
 
 def read(source: Source, piece: Piece) -> Iterator[Document | Rejected]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -29,13 +30,16 @@ class Document:
 class Piece:
     """An input or a part of one, read on its own: bytes `start` to `end` as stored (None: the end).
 
-    Of a parquet file, the row groups `start` to `end`. `size` is its bytes, for planning.
+    Of a parquet file, the row groups `start` to `end`. `size` is its bytes, for planning. An
+    installed package is a whole piece, and so is a dataset; `commit` is that of one of the hub.
     """
 
     path: str
     start: int = 0
     end: int | None = None
     size: int = 0
+    kind: Literal["file", "package", "dataset"] = "file"
+    commit: str = ""
 
 
 @dataclass(frozen=True, slots=True)

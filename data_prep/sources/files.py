@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import pairwise
@@ -75,9 +75,9 @@ def relative_name(path: str, input: str) -> str:
 
 
 def version(path: str) -> str:
-    """What tells quickly that a file has not changed: time and size, or what a store says of it.
+    """Return time and size of a file, or what a store says of its state; "" if it says nothing.
 
-    "" of what is no file: the name of a package or a dataset.
+    Equal versions mean that a file has not changed, but "" means nothing: compare `sha256`.
     """
     if remote.is_remote(path):
         return remote.version(path)
@@ -88,7 +88,7 @@ def version(path: str) -> str:
 
 
 def sha256(piece: Piece) -> str:
-    """The hash of a piece's bytes as stored; "" of what is no file.
+    """The hash of a piece's bytes as stored; "" of what is not there.
 
     Of the row groups of a parquet file: of its footer, and of the columns of these row groups.
     """
@@ -99,6 +99,12 @@ def sha256(piece: Piece) -> str:
         for block in _stored(piece.path, start, end):
             digest.update(block)
     return digest.hexdigest()
+
+
+def state_of_folder(folder: str, paths: Iterable[str], state: Callable[[str], str]) -> str:
+    """Hash the names of a folder's files together with the `state` of each."""
+    states = sorted((os.path.relpath(path, folder), state(path)) for path in paths)
+    return hashlib.sha256(repr(states).encode()).hexdigest() if states else ""
 
 
 def opened(path: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:

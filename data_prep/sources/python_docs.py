@@ -10,7 +10,7 @@ import platform
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,7 @@ from pydantic import Field
 
 from data_prep import CorpusError
 from data_prep.sources.document import Document, Piece, Rejected, SourceKeys
+from data_prep.sources.files import state_of_folder
 
 _STDLIB = "python"
 _MIN_PROSE = 200  # characters below which a module's documentation is no document
@@ -63,7 +64,8 @@ def pieces(source: PythonDocs, limit: int) -> list[Piece]:
     found = [name for name in sorted(set(source.packages)) if _folder(name) is not None]
     if not found:
         raise CorpusError(f"packages: none of {', '.join(source.packages)} is installed")
-    return [Piece(name, size=int(source.max_megabytes * 1e6)) for name in found]
+    size = int(source.max_megabytes * 1e6)
+    return [Piece(name, size=size, kind="package") for name in found]
 
 
 def read(source: PythonDocs, piece: Piece) -> Iterator[Document | Rejected]:
@@ -95,6 +97,12 @@ def versioned(package: str) -> str:
         return f"{package} {platform.python_version()}"
     names = packages_distributions().get(package, [])
     return " ".join([package, *(version(name) for name in names)])
+
+
+def state(package: str, of: Callable[[str], str]) -> str:
+    """Hash the state of a package's modules; "" if it is not installed."""
+    folder = _folder(package)
+    return "" if folder is None else state_of_folder(str(folder), map(str, _modules(folder)), of)
 
 
 def _folder(package: str) -> Path | None:

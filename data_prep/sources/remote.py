@@ -27,7 +27,7 @@ _QUERY = re.compile(r"(https?://[^\s?#]*)[?#][^\s)'\"]*")  # a signed URL's sign
 # What a store says of a file's state, by the names that file systems give it.
 _STATES = (
     *("etag", "md5", "md5hash", "content-md5", "crc32c", "digest", "generation", "blob_id"),
-    *("lastmodified", "last-modified", "last_modified", "mtime", "modified", "updated", "created"),
+    *("lastmodified", "last-modified", "last_modified", "mtime", "modified", "updated"),
 )
 _CACHE = {"block_size": 1 << 22, "cache_type": "blockcache", "cache_options": {"maxblocks": 8}}
 _STALL = 120  # seconds without a byte
@@ -115,12 +115,17 @@ def takes_ranges(url: str) -> bool:
 
 
 def version(url: str) -> str:
-    """A hash of the size and of what the store says of the file's state (etag, times)."""
+    """A hash of the size and of what the store says of the file's state (etag, time of change).
+
+    "" if it says nothing of the kind: a size alone tells no two states apart.
+    """
     with _reaching(url):
         files, path = _filesystem(url)
         files.invalidate_cache(path)
         info = files.info(path)
     state = sorted((k.lower(), str(v)) for k, v in info.items() if k.lower() in _STATES)
+    if not state:
+        return ""
     return hashlib.sha256(repr((info.get("size"), state)).encode()).hexdigest()[:32]
 
 

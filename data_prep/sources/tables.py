@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
@@ -198,47 +199,86 @@ def _numbered(records: Iterator[Record], path: str, before: int) -> Iterator[tup
 
 
 def huggingface_pieces(source: HuggingFace, limit: int) -> list[Piece]:
-    """The dataset itself, as one piece."""
-    return [Piece(source.path)]
+    """The dataset itself, as one piece: a local folder, or a commit of a dataset of the hub."""
+    local = os.path.exists(source.path)
+    return [Piece(source.path, kind="dataset", commit="" if local else _commit(source))]
+
+
+def _commit(source: HuggingFace) -> str:
+    import datasets
+    import huggingface_hub
+
+    if re.fullmatch("[0-9a-f]{40}", source.revision or ""):
+        return str(source.revision)
+    try:
+        if datasets.config.HF_HUB_OFFLINE:
+            name, revision = source.path, source.revision
+            commit = datasets.load_dataset_builder(name, source.config, revision=revision).hash
+        else:
+            api = huggingface_hub.HfApi()
+            commit = api.dataset_info(source.path, revision=source.revision, timeout=10).sha
+        return str(commit)
+    except Exception as error:
+        raise CorpusError(
+            f"{source.path}: cannot load this dataset ({_line(error)}); check path and network, "
+            "or set `revision` to a commit, which needs no network to be compared"
+        ) from error
+
+
+def dataset_name(piece: Piece) -> str:
+    """The name of a dataset of the hub, or of the folder of a local one: the stem of ids."""
+    return piece.path if piece.commit else PurePath(piece.path).name
+
+
+def dataset_files(piece: Piece) -> Iterator[str]:
+    """All files of a local dataset, behind links, too, but for what git and the hub keep there."""
+    seen = set()
+    for folder, folders, names in os.walk(piece.path, followlinks=True):
+        seen.add(os.path.realpath(folder))
+        folders[:] = [
+            name
+            for name in folders
+            if name not in (".git", ".cache")
+            and os.path.realpath(os.path.join(folder, name)) not in seen  # a link that leads back
+        ]
+        yield from (os.path.join(folder, name) for name in names)
 
 
 def read_huggingface(source: HuggingFace, piece: Piece) -> Iterator[Document | Rejected]:
     """The records of one split, streamed; CorpusError if it cannot be had."""
-    path = piece.path
-    stem = PurePath(path).name if os.path.exists(path) else path
-    for number, record in _numbered(_dataset(source, path), path, 0):
+    path, stem = piece.path, dataset_name(piece)
+    for number, record in _numbered(_dataset(source, piece), path, 0):
         fields = () if isinstance(record, Rejected) else tuple(record)
         if number == 1 and source.text_field not in fields:
             raise CorpusError(f"{path}: no field {source.text_field!r}; it has {', '.join(fields)}")
         yield _record(source, record, f"{stem}#{number}")
 
 
-def _dataset(source: HuggingFace, input: str) -> Iterator[Record]:
+def _dataset(source: HuggingFace, piece: Piece) -> Iterator[Record]:
     import datasets
     import huggingface_hub
 
+    # What is no path to `datasets` may be a name to it: of the hub, or of a format.
+    path = piece.path if piece.commit else os.path.abspath(piece.path)
     try:
-        saved = [os.path.join(input, name) for name in ("dataset_dict.json", "state.json")]
-        if os.path.exists(saved[0]):
-            return iter(datasets.load_from_disk(input)[source.split])
-        if os.path.exists(saved[1]):
-            return iter(datasets.load_from_disk(input))
-        if not os.path.exists(input) and not datasets.config.HF_HUB_OFFLINE:
-            # Without a network load_dataset tries for half a minute, noisily; this fails at once.
-            huggingface_hub.HfApi().dataset_info(input, revision=source.revision, timeout=10)
-        return iter(
-            datasets.load_dataset(
-                input,
-                source.config,
-                split=source.split,
-                revision=source.revision,
-                streaming=True,
-            )
-        )
+        if not piece.commit:
+            if os.path.exists(os.path.join(path, "dataset_dict.json")):
+                return iter(datasets.load_from_disk(path)[source.split])
+            if os.path.exists(os.path.join(path, "state.json")):
+                return iter(datasets.load_from_disk(path))
+        elif not datasets.config.HF_HUB_OFFLINE:
+            # Without a network `datasets` tries for half a minute, noisily; this fails at once.
+            huggingface_hub.HfApi().dataset_info(path, revision=piece.commit, timeout=10)
+        revision = piece.commit or None
+        builder = datasets.load_dataset_builder(path, source.config, revision=revision)
+        # It takes any commit from its cache when it cannot have the one that was named.
+        if piece.commit and builder.hash != piece.commit:
+            raise ValueError(f"got commit {builder.hash} instead of {piece.commit}")
+        return iter(builder.as_streaming_dataset(split=source.split))
     except Exception as error:
         raise CorpusError(
-            f"{input}: cannot load this dataset ({_line(error)}); check path, config, split and "
-            "network"
+            f"{piece.path}: cannot load this dataset ({_line(error)}); check path, config, split "
+            "and network"
         ) from error
 
 

@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from data_prep import CorpusError
+from data_prep import CorpusError, sources
 from data_prep.disk import sync, write_file
 from data_prep.shards import canonical_json
 from data_prep.shards.manifest import FileRecord
 from data_prep.shards.writing import file_record
-from data_prep.sources import files
 from data_prep.sources.document import Piece
 
 Task = TypeVar("Task")
@@ -129,13 +128,13 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
     """The unit's record, after `function(task, folder)` has filled a folder if there was none."""
     if old := _finished(unit):
         return old
-    read = [_input_record(*piece) for piece in unit.pieces]
+    read = [read_record(*piece) for piece in unit.pieces]
     temporary = unit.home / f".{unit.number:06d}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir(parents=True)
     try:
         result = function(unit.task, temporary)
         for (_, name, piece), before in zip(unit.pieces, read, strict=True):
-            if files.version(piece.path) != before.version:
+            if not is_same(piece, before):
                 raise CorpusError(f"{name}: changed while it was read: run the same command again")
         outputs = _flushed(temporary)
         if other := _finished(unit):  # tasks of another division make the same unit
@@ -167,15 +166,16 @@ def bound(function: Callable[[Task, Path], dict[str, Any]]) -> Callable[[Unit], 
     return partial(run_unit, function)
 
 
-def _input_record(source: int, name: str, piece: Piece) -> InputRecord:
+def read_record(source: int, name: str, piece: Piece) -> InputRecord:
+    """Describe an input as it is now."""
     return InputRecord(
         source=source,
         input=name,
         start=piece.start,
         end=piece.end,
         bytes=piece.size,
-        version=files.version(piece.path),
-        sha256=files.sha256(piece),
+        version=sources.version(piece),
+        sha256=sources.sha256(piece),
     )
 
 
@@ -192,8 +192,13 @@ def inputs_are_same(unit: Unit, record: Record) -> bool:
 
 
 def is_same(piece: Piece, read: InputRecord) -> bool:
-    """Whether a piece still holds what was read; a copy's time differs, so then by content."""
-    return files.version(piece.path) == read.version or files.sha256(piece) == read.sha256
+    """Whether a piece still holds what was read; a copy's time differs, so then by content.
+
+    What is empty says nothing, and is never equal.
+    """
+    if (version := sources.version(piece)) and version == read.version:
+        return True
+    return bool(sha256 := sources.sha256(piece)) and sha256 == read.sha256
 
 
 def is_output_whole(unit: Unit, output: FileRecord) -> bool:

@@ -190,7 +190,8 @@ def test_remote_files_give_the_same_documents_as_local_ones(tmp_path: Path, prot
     before = files.version(f"{other}/t.txt")
     assert before == files.version(f"{other}/t.txt")
     write_there(f"{other}/t.txt", b"changed")
-    assert before != files.version(f"{other}/t.txt")
+    assert before != files.version(f"{other}/t.txt") or before == ""  # memory:// tells nothing
+    assert (before == "") == (protocol == "memory")
     for path, problem in [
         ("/none", "no such file"),
         ("/*.none", "no such"),

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,30 +18,42 @@ from fsspec.implementations.memory import MemoryFileSystem
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.prepare import STAGES, prepare, prepare_stage
-from data_prep.sources import HuggingFace, PythonDocs, name_of, pieces
+from data_prep.sources import HuggingFace, Piece, PythonDocs, pieces
 from data_prep.work import units
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"part_bytes": 2_000, "piece_bytes": 500}
 TEXTS = [f"document {number} of a few plain words" for number in range(30)]
-# Runs `prepare`, or a stage's task, with the code that lies in the working directory.
+# `prepare`, or a task of a stage.
 RUN = """
-import json, sys
+import sys
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare, prepare_stage
-if __name__ == "__main__":
-    small = {"part_bytes": 2000, "piece_bytes": 500}
-    config = CorpusConfig.model_validate_json(sys.argv[1])
-    try:
-        if len(sys.argv) == 2:
-            prepare(config, warn=print, **small)
-        else:
-            stage, task, tasks = sys.argv[2:]
-            prepare_stage(config, stage, int(task), int(tasks), warn=print, **small)
-    except CorpusError as error:
-        sys.exit(str(error))
+small = {"part_bytes": 2000, "piece_bytes": 500}
+config = CorpusConfig.model_validate_json(sys.argv[1])
+try:
+    if len(sys.argv) == 2:
+        prepare(config, warn=print, **small)
+    else:
+        stage, task, tasks = sys.argv[2:]
+        prepare_stage(config, stage, int(task), int(tasks), warn=print, **small)
+except CorpusError as error:
+    sys.exit(str(error))
 """
+
+
+def run(root: Path, config: CorpusConfig, *task: object) -> subprocess.CompletedProcess[str]:
+    """Prepare in another process, with the code that lies in `root`."""
+    return subprocess.run(
+        [sys.executable, "-c", RUN, config.model_dump_json(), *map(str, task)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def save_dataset(kind: str, folder: Path, texts: list[str]) -> None:
@@ -55,7 +70,6 @@ def save_dataset(kind: str, folder: Path, texts: list[str]) -> None:
         datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": texts})).save_to_disk(folder)
 
 
-@pytest.mark.xfail(strict=True, reason="item 3: a huggingface source is never read again")
 @pytest.mark.parametrize("kind", ["files", "saved", "dictionary"])
 def test_a_rewritten_dataset_is_noticed(make_config: Any, tmp_path: Path, kind: str) -> None:
     save_dataset(kind, tmp_path / "wiki", TEXTS)
@@ -71,26 +85,84 @@ def test_a_rewritten_dataset_is_noticed(make_config: Any, tmp_path: Path, kind: 
     assert prepare(make_config(sources=moved)) == first
 
 
-@pytest.mark.xfail(strict=True, reason="item 3: neither name nor commit is part of the identity")
-def test_a_dataset_of_the_hub_is_its_name_and_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hugging Face hub as two datasets of one file need."""
 
-    commits = {"alice/wiki": "a" * 40, "bob/wiki": "b" * 40}
+    heads: ClassVar[dict[str, str]] = {}  # dataset -> commit
+    texts: ClassVar[dict[str, list[str]]] = {}  # commit -> documents
 
-    def dataset_info(api: object, name: str, **keys: Any) -> Any:
-        return huggingface_hub.DatasetInfo(id=name, sha=commits[name])
+    def log_message(self, *args: object) -> None:
+        pass
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
-    (alice,), (bob,) = (pieces(HuggingFace(path=name), 1) for name in commits)
-    assert name_of(HuggingFace(path="alice/wiki"), alice) == "alice/wiki"
-    read = units.read_record(0, "alice/wiki", alice)
-    assert units.is_same(alice, read)
-    assert not units.is_same(bob, read)
-    commits["alice/wiki"] = "c" * 40
-    (moved,) = pieces(HuggingFace(path="alice/wiki"), 1)
-    assert not units.is_same(moved, read)
-    (pinned,) = pieces(HuggingFace(path="alice/wiki", revision="a" * 40), 1)
-    assert units.is_same(pinned, read)
+    def _answer(self, code: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def _lines(self, commit: str) -> bytes:
+        return "".join(json.dumps({"text": text}) + "\n" for text in self.texts[commit]).encode()
+
+    def do_GET(self) -> None:
+        if found := re.match(r"/datasets/\w+/\w+/resolve/(\w+)/train\.jsonl", self.path):
+            self._answer(200, self._lines(found[1]), ETag=f'"{found[1]}"', X_Repo_Commit=found[1])
+        elif found := re.match(r"/api/datasets/(\w+/\w+)(?:/(\w+)/(\w+))?", self.path):
+            commit = found[3] if found[3] in self.texts else self.heads[found[1]]
+            file: dict[str, Any] = {"type": "file", "path": "train.jsonl", "oid": commit}
+            file["size"] = len(self._lines(commit))
+            about = {"id": found[1], "sha": commit, "siblings": [{"rfilename": "train.jsonl"}]}
+            body = json.dumps([file] if found[2] == "tree" else about).encode()
+            self._answer(200, body, Content_Type="application/json")
+        else:
+            self._answer(404, X_Error_Code="EntryNotFound")
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_dataset_of_the_hub_is_its_name_and_its_commit(make_config: Any, hub: Any) -> None:
+    hub.heads = {"alice/wiki": "a" * 40, "bob/wiki": "b" * 40}
+    hub.texts = {"a" * 40: TEXTS, "b" * 40: TEXTS, "c" * 40: TEXTS[::-1]}
+    source = {"kind": "huggingface", "name": "wiki"}
+    alice, bob = (make_config(sources=[source | {"path": name}]) for name in hub.heads)
+    assert run(ROOT, alice).returncode == 0
+    before = (alice.output / "manifest.json").read_bytes()
+    assert run(ROOT, alice).returncode == 0
+    done = run(ROOT, bob)
+    assert done.returncode == 1 and "input bob/wiki has changed" in done.stderr, done
+    hub.heads["alice/wiki"] = "c" * 40
+    done = run(ROOT, alice)
+    assert done.returncode == 1 and "input alice/wiki has changed" in done.stderr, done
+    assert (alice.output / "manifest.json").read_bytes() == before
+
+
+def test_a_commit_is_compared_without_a_network() -> None:
+    (piece,) = pieces(HuggingFace(path="alice/wiki", revision="a" * 40), 1)
+    read = units.read_record(0, "alice/wiki", piece)
+    assert units.is_same(piece, read)
+    (other,) = pieces(HuggingFace(path="alice/wiki", revision="b" * 40), 1)
+    assert not units.is_same(other, read)
+    with pytest.raises(CorpusError, match="set `revision` to a commit"):
+        pieces(HuggingFace(path="alice/wiki"), 1)
+
+
+def test_what_is_empty_is_never_equal(tmp_path: Path) -> None:
+    gone = Piece(str(tmp_path / "gone"))
+    assert not units.is_same(gone, units.read_record(0, "gone", gone))
 
 
 class Silent(MemoryFileSystem):  # type: ignore[misc]
@@ -105,7 +177,6 @@ class Silent(MemoryFileSystem):  # type: ignore[misc]
         return {key: known[key] for key in ("name", "size", "type")}
 
 
-@pytest.mark.xfail(strict=True, reason="item 3: without a version only the size is compared")
 def test_an_input_without_a_version_is_compared_by_content(make_config: Any) -> None:
     fsspec.register_implementation("silent", Silent, clobber=True)
     sources = [{"kind": "text", "path": "silent://lines.txt", "document": "line"}]
@@ -122,7 +193,6 @@ def test_an_input_without_a_version_is_compared_by_content(make_config: Any) -> 
         prepare(make_config(sources=sources), **SMALL)
 
 
-@pytest.mark.xfail(strict=True, reason="item 3: a package's version alone is compared")
 def test_an_edited_package_is_another_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +215,6 @@ def copy(tmp_path: Path) -> Any:
         root = tmp_path / name
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "data_prep", root / "data_prep", ignore=ignored)
-        (root / "run.py").write_text(RUN)
         for module, (old, new) in edits.items():
             path = root / "data_prep" / f"{module.replace('__', '/')}.py"
             text = path.read_text()
@@ -154,18 +223,6 @@ def copy(tmp_path: Path) -> Any:
         return root
 
     return make
-
-
-def run(root: Path, config: CorpusConfig, *task: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "run.py", config.model_dump_json(), *map(str, task)],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 # An edit that shapes every text, and one that shapes nothing.
