@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,36 @@ def test_foreign_files_are_not_touched(make_config: Any) -> None:
     with pytest.raises(CorpusError, match=r"holds thesis\.tex"):
         prepare(foreign)
     assert (foreign.output / "thesis.tex").read_text() == "precious"
+
+
+@pytest.mark.xfail(strict=True, reason="item 22: the user's YAML is taken for a foreign file")
+def test_a_folder_with_only_the_user_s_yaml_is_taken(make_config: Any) -> None:
+    config = make_config()
+    config.output.mkdir()
+    (config.output / "corpus.yaml").write_text("# mine")
+    prepare(config)
+    assert (config.output / "corpus.yaml").read_text() == "# mine"
+    assert prepare(config).digest == load_manifest(config.output).digest
+
+
+@pytest.mark.xfail(strict=True, reason="item 22: inputs inside the output are not noticed")
+@pytest.mark.parametrize("which", ["source", "glob", "link", "tokenizer", "evaluation"])
+def test_an_output_that_holds_an_input_is_refused(
+    make_config: Any, tmp_path: Path, which: str
+) -> None:
+    hidden = tmp_path / "out" / ".inputs"  # not seen among the files of the folder
+    shutil.copytree(tmp_path / "texts", hidden / "texts")
+    shutil.copy(tmp_path / "vocab.txt", hidden)
+    (tmp_path / "link").symlink_to(hidden / "texts")
+    places = {"source": hidden / "texts", "glob": hidden / "*" / "*.txt", "link": tmp_path / "link"}
+    changes: dict[str, Any] = {
+        "tokenizer": {"tokenizer": str(hidden / "vocab.txt")},
+        "evaluation": {"decontaminate": {"files": [str(hidden / "texts" / "0.txt")]}},
+    }.get(which) or {"sources": [{"kind": "text", "path": str(places[which])}]}
+    before = tree(tmp_path)
+    with pytest.raises(CorpusError, match=r"out: holds .*\.inputs.*: use another `output`"):
+        prepare(make_config(**changes))
+    assert tree(tmp_path) == before
 
 
 def test_nothing_to_train_on(make_config: Any) -> None:

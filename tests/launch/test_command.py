@@ -287,6 +287,23 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert not (run.parent / "o").exists()
 
 
+@pytest.mark.xfail(strict=True, reason="item 22: launch does not look at the output")
+@pytest.mark.parametrize("more", [[], ["--dry-run"], ["--slurm", "--gpus", "2"]], ids=len)
+def test_an_output_that_holds_something_else_is_refused_before_anything_starts(
+    more: list[str],
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(run.parent)
+    (run.parent / "o").mkdir()
+    (run.parent / "o" / "thesis.tex").write_text("mine", encoding="utf-8")
+    code, _, err = distil(capsys, monkeypatch, "launch", run, "--hardware", "cpu", *more)
+    (line,) = err.splitlines()
+    assert code == 2 and "thesis.tex" in line and "set another `output:`" in line
+    assert [path.name for path in (run.parent / "o").iterdir()] == ["thesis.tex"]
+
+
 def test_rows_that_are_no_range_are_refused_by_pretrain_too(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

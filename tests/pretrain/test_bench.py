@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ def assert_whole(step: dict[str, Any], *more: str) -> None:
     assert step["fastest"] <= step["milliseconds"] <= step["slowest"]
 
 
+@pytest.mark.xfail(strict=True, reason="item 9: MFU of a peak that nobody is told")
 def test_synthetic_models_are_measured_without_anything_else(tmp_path: Path) -> None:
     file = tmp_path / "figures" / "bench.json"
     command = [sys.executable, "-m", "launch", "bench", "--synthetic", *TINY, "--documents"]
@@ -35,12 +37,14 @@ def test_synthetic_models_are_measured_without_anything_else(tmp_path: Path) -> 
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "fp32 masked 2" in result.stdout and "usual" in result.stdout
+    (stated,) = re.findall(r"MFU: .* ([0-9.]+) GFLOP/s \(fp32\)", result.stdout)
     text = file.read_text(encoding="utf-8")
     assert str(ROOT) not in text and str(tmp_path) not in text and os.uname().nodename not in text
     report = json.loads(text)
     assert report["hardware"]["device"] == "cpu" and report["versions"]["torch"]
     [agreement] = report["agreement"]
     assert 0 <= agreement["term"] < 1e-5 and 0 < agreement["gradient"] < 1e-4
+    assert float(stated) == pytest.approx(report["peak_flops"]["fp32"] / 1e9, rel=0.01)
     [row] = report["rows"]
     assert (row["precision"], row["kl"], row["micro_batch"], row["tokens"]) == (
         *("fp32", "masked", 2),
@@ -48,6 +52,7 @@ def test_synthetic_models_are_measured_without_anything_else(tmp_path: Path) -> 
     )
     for name in ("ours", "usual"):
         assert_whole(row["steps"][name], "mfu", "peak_bytes", "above_trunk_bytes")
+        assert row["steps"][name]["mfu"] <= 1
     assert row["ratio"] > 0 and row["above_trunk_share"] > 0
     assert [cell["layout"] for cell in report["documents"]] == ["article", "paragraph"]
     for cell in report["documents"]:

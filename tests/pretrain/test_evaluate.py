@@ -1,6 +1,8 @@
 """Held-out figures against a plain loop: a row at a time, full logits, explicit counting."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from pretrain.batch import micro_batch
 from pretrain.evaluate import evaluate, evaluation_masking
 
 
+@pytest.mark.xfail(strict=True, reason="item 9: the constant is the training rows'")
 def test_the_figures_are_those_of_a_plain_loop(
     corpus: Path,
     tiny_bert: Callable[..., BertForMaskedLM],
@@ -25,11 +28,12 @@ def test_the_figures_are_those_of_a_plain_loop(
     ours = evaluate(student, teacher, shards, rows=rows, batch_size=4, accelerator=Accelerator())
 
     counts = json.loads((corpus / "token_counts.json").read_text(encoding="utf-8"))["counts"]
-    frequent = max(range(5, len(counts)), key=lambda word: counts[word])
+    known = sum(counts[5:]) + len(counts) - 5  # one more for each word but the special ones
     masking = evaluation_masking(shards.manifest, 0.15)
-    sums = dict.fromkeys(("loss", "accuracy", "unigram_accuracy", "kl", "agreement"), 0.0)
+    sums = dict.fromkeys(("loss", "accuracy", "unigram_loss", "kl", "agreement"), 0.0)
     sums["teacher_accuracy"] = 0.0
     number = 0
+    answers: Counter[int] = Counter()
     for row in range(rows):
         ids = torch.from_numpy(shards.rows([row]).astype("int64"))
         masked = masking(ids, torch.zeros(1, dtype=torch.long), torch.tensor([row]))
@@ -48,12 +52,14 @@ def test_the_figures_are_those_of_a_plain_loop(
             sums["accuracy"] += float(q.argmax() == label)
             sums["teacher_accuracy"] += float(p.argmax() == label)
             sums["agreement"] += float(q.argmax() == p.argmax())
-            sums["unigram_accuracy"] += float(label == frequent)
+            sums["unigram_loss"] -= math.log((counts[label] + 1) / known)
+            answers[label] += 1
             sums["kl"] += float((log_p.exp() * (log_p - log_q)).sum())
             number += 1
     assert ours["masked_tokens"] == number > 0
     for name, total in sums.items():
         assert ours[name] == pytest.approx(total / number, rel=1e-4), name
+    assert ours["constant_accuracy"] == pytest.approx(max(answers.values()) / number)
 
 
 def test_the_student_is_left_in_training_mode(

@@ -203,6 +203,15 @@ def teacher_with_more_words(place: Place) -> None:
     place.save_teacher(place.teacher, place.bert(1, vocab_size=201), [*place.words, "more"])
 
 
+def teacher_without_tokenizer(place: Place) -> None:
+    for name in ("vocab.txt", "tokenizer_config.json"):
+        (place.teacher / name).unlink()
+
+
+def student_without_tokenizer(place: Place) -> None:
+    (place.student() / "vocab.txt").unlink()
+
+
 def student_words_swapped(place: Place) -> None:
     place.student(swapped(place.words, 7, 8))
 
@@ -350,6 +359,14 @@ FRESH = [
     (teacher_pads_with_another_id, "its pad token has id 1, the shards' has 0", AGAIN),
     (teacher_with_fewer_words, "knows 199 words, the shards were made with 200", AGAIN),
     (teacher_with_more_words, "knows 201 words, the shards were made with 200", AGAIN),
+    pytest.param(
+        (teacher_without_tokenizer, "teacher", "no vocab.txt", "teacher_vocabulary: same"),
+        marks=pytest.mark.xfail(strict=True, reason="item 7: accepted"),
+    ),
+    pytest.param(
+        (student_without_tokenizer, "student.init", "no vocab.txt or tokenizer.json"),
+        marks=pytest.mark.xfail(strict=True, reason="item 7: accepted"),
+    ),
     (student_words_swapped, "student.init", "other words", AGAIN),
     (student_pads_with_another_id, "student.init", "its pad token has id 1", AGAIN),
     (teacher_with_few_positions, "teacher", "positions", "row_length: 31"),
@@ -379,6 +396,20 @@ def test_a_run_that_cannot_start(place: Place, case: tuple[Any, ...]) -> None:
     spoil(place)
     assert_refused(place, *parts)
     assert not place.files()
+
+
+@pytest.mark.xfail(strict=True, reason="item 7: unknown key")
+def test_a_teacher_without_tokenizer_is_taken_on_the_user_s_word(place: Place) -> None:
+    teacher_without_tokenizer(place)
+    place.values["teacher_vocabulary"] = "same"
+    start(place.values, stop_after=1)
+    place.save_teacher(place.teacher, place.bert(4))  # the files may come later
+    del place.values["teacher_vocabulary"]
+    start(place.values, stop_after=2)
+    assert place.checkpoint(2).is_dir()
+    place.save_teacher(place.teacher, place.bert(4), swapped(place.words, 7, 8))
+    place.values["teacher_vocabulary"] = "same"
+    assert_refused(place, "other words")
 
 
 # --- a run that was begun -------------------------------------------------------------------
