@@ -112,6 +112,7 @@ def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:
         RunError: the batches do not divide.
     """
     rows, micro = config.train.global_batch_size, config.train.micro_batch_size
+    assert micro is not None  # `with_defaults` has filled it in
     at_once = num_processes if micro == "auto" else micro * num_processes
     if rows % at_once == 0:
         return None if micro == "auto" else rows // at_once

@@ -185,7 +185,7 @@ def replay(
             f"{run} read ({digest[:16]}); name the folder that it read with --shards"
         )
     train = config.train
-    assert train.micro_batch_size != "auto"  # a checkpoint has the number that was found
+    assert isinstance(train.micro_batch_size, int)  # a checkpoint has the number that was found
     order = Order(len(opened), train.global_batch_size, train.seed)
     num_steps = train.max_steps or order.steps_for(train.epochs)
     if not 1 <= step <= num_steps:

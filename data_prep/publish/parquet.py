@@ -125,7 +125,6 @@ def _write(
             _write_segments(shards, group, target / "segments" / file)
             done += 1
             report("write parquet", done, total)
-    (target / "tokenizer").mkdir()
     for listed in manifest.files:
         if listed.file.startswith("tokenizer/"):
             (target / listed.file).write_bytes(read_listed(folder, manifest, listed.file))

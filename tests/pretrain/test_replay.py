@@ -279,7 +279,7 @@ def test_steps_of_the_run_alone_can_be_replayed(
     for step in (-1, 0, STEPS + 1):
         with pytest.raises(RunError, match=f"steps 1 to {STEPS}, .* not {step}"):
             replay(run, step)
-    epochs = make_run(train={"epochs": 1.5, "global_batch_size": 10})
+    epochs = make_run(train={"epochs": 1.5, "global_batch_size": 10, "micro_batch_size": 5})
     last = -(-round(len(open_shards(corpus)) * 1.5) // 10)
     assert replay(epochs, last).num_steps == last
     with pytest.raises(RunError, match=f"steps 1 to {last}"):

@@ -94,7 +94,7 @@ def test_a_hint_comes_from_the_error_alone() -> None:
     """An error on the way, which was dealt with, is no cause."""
     try:
         try:
-            open("/there/is/no/such/file")
+            Path("/there/is/no/such/file").read_bytes()
         except OSError:
             {}["key"]
     except KeyError as error:
