@@ -1,16 +1,23 @@
-"""A `distil pretrain` that fails is gone, with its loader workers, whatever it failed of."""
+"""A `distil pretrain` that fails is gone, with its loader workers, whatever it failed of; one that
+is told to stop ends with 75, and one that nobody listens to goes on."""
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from pretrain.status import read_status
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds from the failure to the end
@@ -34,17 +41,22 @@ class Training:
     """A real process, what it has printed, and its loader workers."""
 
     def __init__(
-        self, run: Path, *arguments: str, code: str = "", file_size: int | None = None
+        self,
+        run: Path,
+        *arguments: str,
+        command: str = "pretrain",
+        code: str = "",
+        file_size: int | None = None,
+        **options: Any,
     ) -> None:
         self.screen = run.parent / "screen"
         python = [sys.executable, *(["-c", code] if code else ["-m", "launch"])]
-        command = [*python, "pretrain", str(run), "train.num_workers=1", *arguments]
+        argv = [*python, command, str(run), "train.num_workers=1", *arguments]
         if file_size is not None:
-            command = ["bash", "-c", f'ulimit -f {file_size}; exec "$@"', "-", *command]
+            argv = ["bash", "-c", f'ulimit -f {file_size}; exec "$@"', "-", *argv]
         with self.screen.open("wb") as file:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
-            )
+            options = {"stdout": file, "stderr": file, **options}
+            self.process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, **options)
 
     def until(self, text: str) -> None:
         """Wait for something on the screen."""
@@ -80,8 +92,8 @@ def start(run: Path) -> Iterator[Callable[..., Training]]:
     """A function that starts a training process with one loader worker."""
     started: list[Training] = []
 
-    def begin(*arguments: str, **options: object) -> Training:
-        started.append(Training(run, *arguments, **options))  # type: ignore[arg-type]
+    def begin(*arguments: str, **options: Any) -> Training:
+        started.append(Training(run, *arguments, **options))
         return started[-1]
 
     yield begin
@@ -136,3 +148,89 @@ def test_a_second_ctrl_c_ends_the_process_beside_a_stopped_worker(
         training.process.send_signal(signal.SIGINT)
         time.sleep(1)
     assert training.code() == 130
+
+
+def loads_torch(training: Training) -> None:
+    """Wait until a process has begun to import torch."""
+    end = time.monotonic() + START
+    while "libtorch" not in Path(f"/proc/{training.process.pid}/maps").read_text():
+        assert time.monotonic() < end and training.process.poll() is None
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+@pytest.mark.xfail(strict=True, reason="item 17: 143 or 130 instead of 75")
+@pytest.mark.parametrize("command", ["pretrain", "launch"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+def test_a_signal_while_libraries_are_read_ends_with_75(
+    start: Callable[..., Training], run: Path, command: str, number: signal.Signals
+) -> None:
+    training = start(MANY, command=command)
+    loads_torch(training)
+    training.process.send_signal(number)
+    assert training.code() == 75
+    said = "stopped before training had begun; the same command starts it\n"
+    assert training.screen.read_text().endswith(said)
+    assert not (run.parent / "out").exists()
+
+
+@pytest.mark.xfail(strict=True, reason="item 17: 143 instead of 75")
+def test_a_signal_while_inputs_are_read_ends_with_75(
+    start: Callable[..., Training], run: Path
+) -> None:
+    training = start(MANY)
+    output = run.parent / "out"
+    end = time.monotonic() + START
+    while not output.exists():  # made for the lock
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    training.process.send_signal(signal.SIGTERM)
+    assert training.code() == 75
+    assert not (output / "checkpoints").exists()
+    assert "stopped before training had begun" in training.screen.read_text()
+
+
+@pytest.mark.xfail(strict=True, reason="item 25: a closed pipe ends the run")
+def test_a_closed_pipe_does_not_end_a_run(start: Callable[..., Training], run: Path) -> None:
+    training = start("train.max_steps=40", stdout=subprocess.PIPE)
+    assert training.process.stdout is not None
+    training.process.stdout.readline()
+    training.process.stdout.close()
+    training.process.wait(START)
+    assert training.code() == 0
+    status = read_status(run.parent / "out")
+    assert status is not None and (status["ended"], status["step"]) == ("finished", 40)
+    assert training.screen.read_text() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.xfail(strict=True, reason="item 25: a full log disk ends the run")
+def test_a_full_log_disk_does_not_end_a_run(start: Callable[..., Training], run: Path) -> None:
+    with open("/dev/full", "w") as full:
+        training = start("train.max_steps=40", stdout=full, stderr=full)
+    training.process.wait(START)
+    assert training.code() == 0
+    status = read_status(run.parent / "out")
+    assert status is not None and (status["ended"], status["step"]) == ("finished", 40)
+
+
+@pytest.mark.xfail(strict=True, reason="item 25: a closed terminal ends the run without a save")
+def test_a_closed_terminal_saves_the_run(start: Callable[..., Training], run: Path) -> None:
+    ours, theirs = pty.openpty()
+    training = start(
+        MANY,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    seen = b""
+    while b"step 3/" not in seen:
+        seen += os.read(ours, 65536)
+    os.close(ours)  # the kernel sends SIGHUP to the session, the loader's worker included
+    assert training.code() == 75
+    status = read_status(run.parent / "out")
+    assert status is not None and status["ended"] == "interrupted" and status["step"] >= 3
+    assert (run.parent / f"out/checkpoints/step-{status['step']:08d}").is_dir()

@@ -78,3 +78,28 @@ def test_the_chain_makes_what_one_run_makes(tmp_path: Path) -> None:
     assert len(digests) == 1
     usage = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
     assert usage.returncode == 2 and usage.stderr.startswith("usage: ")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+@pytest.mark.xfail(strict=True, reason="item 17: --task 3/1 is no task")
+def test_one_index_of_an_array_can_be_submitted_alone(tmp_path: Path) -> None:
+    (tmp_path / "distil").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "distil").chmod(0o755)
+    for stage, index, task in (("extract", 3, "3/16"), ("vocabulary", 1, "1/1")):
+        environment = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_ARRAY_TASK_ID": str(index),
+            "SLURM_ARRAY_TASK_COUNT": "1",  # sbatch --array=3
+            "SLURM_ARRAY_TASK_MIN": str(index),
+            "SLURM_ARRAY_TASK_MAX": str(index),
+        }
+        done = subprocess.run(
+            ["bash", ROOT / "launch/slurm/prepare.sbatch", "c.yaml", "16", stage],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.endswith(f"--stage {stage} --task {task}\n")

@@ -52,6 +52,9 @@ def fail(fault: str) -> None:
     if fault == "crash" or (fault == "crash-once" and not marker.exists()):
         marker.touch()
         raise LookupError("row 17 has gone astray")
+    if fault == "evaluate":
+        Heartbeat.from_environment(0).at(20, "evaluation")
+        time.sleep(3 * float(os.environ["DISTIL_TIMEOUT"]) + 6)
     if fault in ("hang", "hang-nccl"):
         print("about to hang")
         hang()
