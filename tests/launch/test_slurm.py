@@ -81,7 +81,6 @@ def test_the_chain_makes_what_one_run_makes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
-@pytest.mark.xfail(strict=True, reason="item 17: --task 3/1 is no task")
 def test_one_index_of_an_array_can_be_submitted_alone(tmp_path: Path) -> None:
     (tmp_path / "distil").write_text('#!/bin/bash\necho "$@"\n')
     (tmp_path / "distil").chmod(0o755)
