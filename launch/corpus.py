@@ -16,12 +16,14 @@ from data_prep.shards import load_manifest
 from data_prep.sources.remote import shown
 from data_prep.work.engines import Engine
 from data_prep.work.memory import return_large_blocks
+from launch.output import keep_going
 from launch.progress import stages
 from launch.tables import corpus_lines, estimated, show
 
 
 def prepare_shown(config: CorpusConfig, engine: Engine = "processes") -> None:
     """Prepare, or find up to date, and say which."""
+    keep_going()
     return_large_blocks()
     before = _is_finished(config)
     remade: list[str] = []
@@ -37,6 +39,7 @@ def prepare_shown(config: CorpusConfig, engine: Engine = "processes") -> None:
 
 def stage_shown(config: CorpusConfig, stage: str, task: str | None, engine: Engine) -> None:
     """Run a part of one stage."""
+    keep_going()
     return_large_blocks()
     chosen = next((name for name in STAGES if name == stage), None)
     if chosen is None:

@@ -8,7 +8,6 @@ runs MODULE as `python -m MODULE` would, with standard output and error in a fil
 from __future__ import annotations
 
 import faulthandler
-import io
 import os
 import runpy
 import signal
@@ -17,6 +16,7 @@ import traceback
 from pathlib import Path
 
 from launch import failures
+from launch.output import tolerant
 from pretrain.heartbeat import FOLDER, Heartbeat
 
 LOGS = "DISTIL_LOGS"  # environment: the folder of this attempt's logs
@@ -62,30 +62,13 @@ def log_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.log"
 
 
-class _Output(io.FileIO):
-    """Output whose loss does not end a run: the disk of the log may be full."""
-
-    def write(self, data: bytes, /) -> int:  # type: ignore[override]
-        try:
-            return super().write(data)
-        except OSError:
-            return len(data)
-
-
 def _redirect(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed since the start
     opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
     for number in (1, 2):  # of the process, for what native libraries write
         os.dup2(opened, number)
     os.close(opened)
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(
-            _Output(number, "w", closefd=False),
-            encoding="utf-8",
-            errors="backslashreplace",
-            write_through=True,
-        )
-        for number in (1, 2)
-    )
+    sys.stdout, sys.stderr = (tolerant(number, "utf-8") for number in (1, 2))
 
 
 if __name__ == "__main__":

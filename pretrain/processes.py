@@ -1,10 +1,8 @@
-"""The processes of a run: how they start, agree, are told to stop, and end together."""
+"""The processes of a run: how they start, agree and end together."""
 
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -213,30 +211,6 @@ def same_everywhere(
         odd = [rank for rank, key in enumerate(column) if key != column[0]]
         if odd:
             raise RunError(f"process {odd[0]} has another {name} than process 0: {fix}")
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[list[int]]:
-    """SIGTERM, SIGINT and SIGUSR1 are noted in the list given; a second SIGINT ends at once."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # only the main thread may set handlers
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
-
-    def note(number: int, frame: object) -> None:
-        received.append(number)
-        if number == signal.SIGINT:  # a scheduler repeats itself, a person means it
-            signal.signal(number, before[number])
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _prepare_deepspeed_for_cpus() -> None:

@@ -27,6 +27,7 @@ from pretrain.batch import MicroBatch, micro_batch
 from pretrain.config import MaskingConfig
 from pretrain.masking import IGNORE, Masking
 from pretrain.order import Order
+from pretrain.signals import stop_signals
 
 
 class StepRows(NamedTuple):
@@ -191,7 +192,8 @@ def special_ids(manifest: Manifest) -> tuple[int, ...]:
 
 
 def _ignore_signals(worker: int) -> None:
-    # Ctrl-C, and what a scheduler or torchrun sends, reach the whole process group; the main
-    # process finishes its step and saves. A worker ends with its queue, or when its parent is gone.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    # Ctrl-C, a closed terminal, and what a scheduler or torchrun sends, reach the whole process
+    # group; the main process finishes its step and saves. A worker ends with its queue, or when its
+    # parent is gone.
+    for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)

@@ -29,10 +29,10 @@ from pretrain.processes import (
     patiently,
     processes,
     same_everywhere,
-    stop_on_signal,
 )
 from pretrain.progress import describe, report, start_clock
 from pretrain.rows import StepRows, loader
+from pretrain.signals import stop_on_signal
 from pretrain.status import clear_status, write_status
 from pretrain.update import compare_processes, learning_rate, update
 
@@ -76,6 +76,7 @@ def train(
         OSError: a file could not be written; earlier checkpoints are untouched.
     """
     with ExitStack() as stack:
+        signals = stack.enter_context(stop_on_signal())
         accelerator = stack.enter_context(processes(config))
         stack.callback(lambda: [tracker.finish() for tracker in accelerator.trackers])
         first, rank = accelerator.is_main_process, accelerator.process_index
@@ -100,6 +101,7 @@ def train(
         accelerator = build_accelerator(config)  # again, of the precision that is known by now
         heartbeat.at(0, "build")
         run = build(config, accelerator, read, progress=progress, heartbeat=heartbeat, lock=held)
+        signals.saves = True
         with _told(run):
             if run.step < run.num_steps:
                 heartbeat.at(run.step, "micro-batch")
@@ -107,7 +109,6 @@ def train(
                 if first:
                     write_json(config.output / "config.json", run.config.model_dump(mode="json"))
                 describe(run)
-                signals = stack.enter_context(stop_on_signal())
                 last = min(stop_after or run.num_steps, run.num_steps)
                 rows = loader(run.dataset, run.step, last, run.config.train.num_workers)
                 with explained(run), rows as batches:

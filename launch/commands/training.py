@@ -12,6 +12,8 @@ import typer
 
 from launch.commands import Config, Overrides, quiet
 from launch.hardware import PRESET_NAMES
+from launch.output import keep_going
+from pretrain.signals import end_on_signal
 
 StopAfter = Annotated[
     int | None, typer.Option(help="Stop after this step; the schedule stays.", min=1)
@@ -32,15 +34,17 @@ def pretrain(
 
     Example: distil pretrain configs/distilbert-base-uncased.yaml train.micro_batch_size=16
     """
-    from launch.config import load_config
-    from launch.progress import Training
-    from launch.tables import show
-    from pretrain.config import RunConfig
-    from pretrain.train import train
+    with end_on_signal():
+        from launch.config import load_config
+        from launch.progress import Training
+        from launch.tables import show
+        from pretrain.config import RunConfig
+        from pretrain.train import train
 
-    quiet()
-    settings = load_config(RunConfig, config, overrides or [])
-    skipped = [_rows(text) for text in skip_rows or []]
+        keep_going()
+        quiet()
+        settings = load_config(RunConfig, config, overrides or [])
+        skipped = [_rows(text) for text in skip_rows or []]
     with Training() as progress:
         outcome = train(settings, progress=progress, stop_after=stop_after, skip_rows=skipped)
     if int(os.environ.get("RANK", 0)) == 0:
@@ -100,27 +104,30 @@ def launch(
     for text in skip_rows or []:
         _rows(text)
 
-    from launch.start import Launch, start
+    with end_on_signal():
+        from launch.start import Launch, start
 
-    code = start(
-        Launch(
-            config=config,
-            overrides=overrides or [],
-            nodes=nodes,
-            gpus=gpus,
-            hardware=hardware,
-            zero=zero,
-            slurm=slurm,
-            dry_run=dry_run,
-            node_rank=node_rank,
-            head=head,
-            timeout=timeout,
-            grace=grace,
-            max_restarts=max_restarts,
-            stop_after=stop_after,
-            skip_rows=tuple(skip_rows or ()),
+        if not dry_run:
+            keep_going()
+        code = start(
+            Launch(
+                config=config,
+                overrides=overrides or [],
+                nodes=nodes,
+                gpus=gpus,
+                hardware=hardware,
+                zero=zero,
+                slurm=slurm,
+                dry_run=dry_run,
+                node_rank=node_rank,
+                head=head,
+                timeout=timeout,
+                grace=grace,
+                max_restarts=max_restarts,
+                stop_after=stop_after,
+                skip_rows=tuple(skip_rows or ()),
+            )
         )
-    )
     raise typer.Exit(code)
 
 
@@ -219,6 +226,7 @@ def demo(
     """
     from launch.demo import demo as run
 
+    keep_going()
     quiet()
     run(output or Path("runs/demo-quick" if quick else "runs/demo"), quick=quick)
 

@@ -159,7 +159,6 @@ def loads_torch(training: Training) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
-@pytest.mark.xfail(strict=True, reason="item 17: 143 or 130 instead of 75")
 @pytest.mark.parametrize("command", ["pretrain", "launch"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
 def test_a_signal_while_libraries_are_read_ends_with_75(
@@ -174,7 +173,6 @@ def test_a_signal_while_libraries_are_read_ends_with_75(
     assert not (run.parent / "out").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="item 17: 143 instead of 75")
 def test_a_signal_while_inputs_are_read_ends_with_75(
     start: Callable[..., Training], run: Path
 ) -> None:
@@ -190,7 +188,6 @@ def test_a_signal_while_inputs_are_read_ends_with_75(
     assert "stopped before training had begun" in training.screen.read_text()
 
 
-@pytest.mark.xfail(strict=True, reason="item 25: a closed pipe ends the run")
 def test_a_closed_pipe_does_not_end_a_run(start: Callable[..., Training], run: Path) -> None:
     training = start("train.max_steps=40", stdout=subprocess.PIPE)
     assert training.process.stdout is not None
@@ -205,7 +202,6 @@ def test_a_closed_pipe_does_not_end_a_run(start: Callable[..., Training], run: P
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.xfail(strict=True, reason="item 25: a full log disk ends the run")
 def test_a_full_log_disk_does_not_end_a_run(start: Callable[..., Training], run: Path) -> None:
     with open("/dev/full", "w") as full:
         training = start("train.max_steps=40", stdout=full, stderr=full)
@@ -215,7 +211,6 @@ def test_a_full_log_disk_does_not_end_a_run(start: Callable[..., Training], run:
     assert status is not None and (status["ended"], status["step"]) == ("finished", 40)
 
 
-@pytest.mark.xfail(strict=True, reason="item 25: a closed terminal ends the run without a save")
 def test_a_closed_terminal_saves_the_run(start: Callable[..., Training], run: Path) -> None:
     ours, theirs = pty.openpty()
     training = start(

@@ -1,0 +1,81 @@
+"""Signals that tell a process to stop: before a run begins, and while its loop runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+STOPPED = 75  # the exit code: the same command starts or continues the run
+_EARLY = b"stopped before training had begun; the same command starts it\n"
+
+
+class Signals(list[int]):
+    """The signals that have come."""
+
+    saves = False  # nothing to save yet: a signal ends the process
+
+
+@contextmanager
+def end_on_signal() -> Iterator[None]:
+    """End this process with 75 when a signal comes, while libraries and configs are read.
+
+    Not by an exception, which an import that is under way may swallow.
+    """
+
+    def end(number: int, frame: object) -> None:
+        _say_early()
+        os._exit(STOPPED)
+
+    with _handled_by(end):
+        yield
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Signals]:
+    """Note signals in the list given; the second SIGINT after `saves` is set ends at once.
+
+    Before, each raises SystemExit(75). A rank among several ends without an exception, which would
+    wait for a thread that reads.
+    """
+    received = Signals()
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        if not received.saves:
+            _say_early()
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                os._exit(STOPPED)
+            raise SystemExit(STOPPED)
+        if number == signal.SIGINT:  # a scheduler repeats itself, a person means it
+            signal.signal(number, signal.default_int_handler)
+
+    with _handled_by(note):
+        yield received
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a run: without SIGHUP where `nohup` lets it be ignored."""
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+    return numbers[:3] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else numbers
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, object], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before: dict[int, Any] = {n: signal.signal(n, handler) for n in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _say_early() -> None:
+    with suppress(OSError):
+        os.write(2, _EARLY)
