@@ -12,16 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from launch import failures
-from launch.rank import LOGS, STACK, STORE, log_file
+from launch.command import ENTRY
+from launch.rank import LOGS, STACK, log_file
 from launch.watch import Beat, Cause, Watch, cause
-from pretrain.heartbeat import FOLDER
+from pretrain.heartbeat import FOLDER, STORE
 
 _POLL = 0.1  # seconds
 _PATIENCE = 5.0  # seconds from the first failure to the end of all
@@ -52,19 +51,19 @@ def attempt(
     """Run torchrun until it and all that it started have ended.
 
     Args:
-        argv: python -m torch.distributed.run OPTIONS -m MODULE ...
+        argv: python ENTRY torch.distributed.run OPTIONS ENTRY MODULE ...
         folder: an empty one, for heartbeats.
         logs: a folder.
         environment: what torchrun and the ranks find beside this process's own.
         timeout: seconds of silence after which a rank is taken for hung.
         grace: seconds from a signal to the end of all.
-        loopback: hold the rendezvous here, on the loopback interface.
+        loopback: let the processes meet in files, and talk on the loopback interface.
         signals: when signals came (monotonic); may grow meanwhile.
     """
-    listening = socket.create_server(("127.0.0.1", 0), backlog=1024) if loopback else None
-    options, here = _rendezvous(listening) if listening is not None else ([], {})
-    at = argv.index("-m", 3)
-    command = [*argv[:3], *options, *argv[3:at], "-m", "launch.rank", *argv[at + 1 :]]
+    options, here = _rendezvous(folder) if loopback else ([], {})
+    options += ["--log-dir", str(folder)]  # else a new folder of TMPDIR, which stays
+    at = argv.index(ENTRY, 3)
+    command = [*argv[:3], *options, *argv[3:at], ENTRY, "launch.rank", *argv[at + 1 :]]
     name = "torchrun.log" if loopback else f"torchrun-{socket.gethostname()}.log"
     with (logs / name).open("wb") as chatter:
         torchrun = subprocess.Popen(
@@ -78,14 +77,12 @@ def attempt(
     watch = Watch(folder, logs)
     tail = Tail(watch)
     try:
-        store = _store(listening) if listening is not None else None  # lives as long as this name
         forced = _until_over(torchrun, watch, tail, timeout, grace, signals)
         hung = watch.silent(0.7 * timeout)  # a rank that only started slowly is not to blame
         _end_ranks(torchrun, folder)
         with suppress(subprocess.TimeoutExpired):
             torchrun.wait(3)  # for what it has to say
         code = torchrun.poll()
-        del store
     finally:
         _end_all(torchrun, folder)
     watch.failed = failures.read(folder)
@@ -94,31 +91,20 @@ def attempt(
     return Ended(code, bool(watch.failed), forced, cause(watch, hung, text, code))
 
 
-def _rendezvous(listening: socket.socket) -> tuple[list[str], dict[str, str]]:
-    """Options and environment with which nothing listens but this socket, and gloo on loopback."""
-    endpoint = f"127.0.0.1:{listening.getsockname()[1]}"
-    options = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf=is_host=0"]
+def _rendezvous(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Options and environment with which no store listens on TCP, and gloo on loopback.
+
+    Any user of the machine could write to a store on loopback, and torchrun keeps a pickle in its
+    own. `folder` is this user's alone.
+    """
     interface = "lo" if sys.platform == "linux" else "lo0"
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     environment = {name: os.environ.get(name, interface) for name in names}
+    environment[STORE] = str(folder / "store")
     # By default torchrun's agent opens a store for the ranks, on all interfaces.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return [*options, "--local-addr=127.0.0.1"], {**environment, STORE: endpoint}
-
-
-def _store(listening: socket.socket) -> Any:
-    """The store through which agent and ranks meet; they wait in the queue until it is there."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    host, port = listening.getsockname()
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=listening.detach(),
-    )
+    options = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1"]
+    return [*options, f"--rdzv-endpoint={folder / 'rendezvous'}"], environment
 
 
 def _until_over(

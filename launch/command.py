@@ -14,6 +14,7 @@ from launch.hardware import Device
 # leave the ranks behind.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 PORT = 29500
+ENTRY = str(Path(__file__).with_name("entry.py"))  # runs the module that follows it
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,13 @@ def torchrun(
 ) -> list[str]:
     """One node's torchrun over `arguments` of `distil`; SIGKILL comes `grace` s after a signal."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, ENTRY, "torch.distributed.run"),
         *rendezvous,
         *("--nproc-per-node", str(layout.processes)),
         *("--max-restarts", "0"),
         *("--signals-to-handle", SIGNALS),
         *("--shutdown-timeout", str(grace)),
-        *("-m", "launch", *arguments),
+        *(ENTRY, "launch", *arguments),
     ]
 
 

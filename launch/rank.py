@@ -1,6 +1,6 @@
 """One rank under the supervisor: its own log, its heartbeat, a record of what it failed of.
 
-    python -m launch.rank MODULE [ARGUMENT ...]
+    python launch/entry.py launch.rank MODULE [ARGUMENT ...]
 
 runs MODULE as `python -m MODULE` would, with standard output and error in a file of this rank.
 """
@@ -17,11 +17,10 @@ from pathlib import Path
 
 from launch import failures
 from launch.output import tolerant
-from pretrain.heartbeat import FOLDER, Heartbeat
+from pretrain.heartbeat import FOLDER, STORE, Heartbeat
 
 LOGS = "DISTIL_LOGS"  # environment: the folder of this attempt's logs
 STACK = signal.SIGUSR2  # a rank that receives it writes its stack to its log
-STORE = "DISTIL_STORE"  # environment: host:port of the store that the supervisor holds, if it does
 SHOWN = "shown"  # in the heartbeats' folder: the rank whose output the supervisor shows
 
 
@@ -30,10 +29,9 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     _redirect(log_file(Path(os.environ[LOGS]), rank))
     if STORE in os.environ:
-        # Else torchrun's agent or rank 0 would open one, which listens on all interfaces.
-        host, _, port = os.environ[STORE].partition(":")
-        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        # With an address rank 0 would open a store on TCP where nothing else is asked for.
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
     if os.environ["LOCAL_RANK"] == "0":
         (Path(os.environ[FOLDER]) / SHOWN).write_text(str(rank))
     faulthandler.enable()  # a crash in native code shows where

@@ -75,7 +75,9 @@ def start(asked: Launch) -> int:
         head, ranks = meeting_point(asked)
         rendezvous = [command.static_rendezvous(layout.nodes, rank, head) for rank in ranks]
     elif not asked.dry_run:
-        print("# under a supervisor, with the rendezvous on loopback in place of --standalone:")
+        print(
+            "# under a supervisor, with the rendezvous in a private folder in place of --standalone:"
+        )
     for options in rendezvous:
         argv = command.torchrun(layout, options, arguments, grace=asked.grace)
         print(command.shell_line(environment, argv), flush=True)

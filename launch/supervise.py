@@ -45,7 +45,7 @@ def supervise(
     written to OUTPUT/logs/LAUNCH_ID/attempt-N. Nothing that it started is left when it returns.
 
     Args:
-        argv: python -m torch.distributed.run OPTIONS -m MODULE ...; if `loopback`, without
+        argv: python ENTRY torch.distributed.run OPTIONS ENTRY MODULE ...; if `loopback`, without
             options of the rendezvous.
         output: the folder of the run, where `exit_status.json` is.
         launch_id: names this launch, the same on all its nodes.
@@ -173,7 +173,7 @@ def _noted() -> Iterator[list[float]]:
     def note(number: int, frame: object) -> None:
         received.append(time.monotonic())
 
-    # Who stops this process would stop the store, for which torchrun waits no more than a minute.
+    # A supervisor that is stopped sees neither failures nor signals, while its ranks go on.
     before = {signal.SIGTSTP: signal.signal(signal.SIGTSTP, signal.SIG_IGN)}
     before |= {number: signal.getsignal(number) for number in _SIGNALS}
     try:

@@ -20,6 +20,7 @@ import psutil
 EVERY = 0.5  # seconds
 FOLDER = "DISTIL_HEARTBEATS"  # environment: where ranks write; unset without a supervisor
 SUPERVISOR = "DISTIL_SUPERVISOR"  # environment: its pid
+STORE = "DISTIL_STORE"  # environment: the file in which a single node's ranks meet
 _RECORD = 1024  # bytes: written at once and in place, so that a reader sees one record
 
 

@@ -23,6 +23,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.gpu import check_kernels
 from pretrain.hashing import root
+from pretrain.heartbeat import STORE
 from pretrain.parallel import uses_deepspeed
 from pretrain.precision import allow_tf32
 
@@ -73,7 +74,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     deepspeed = uses_deepspeed()
     if not gpu:  # Accelerate imports DeepSpeed where it is installed, which then warns of this
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout())}
+    settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout()), **meeting_point()}
     if deepspeed:
         _need("deepspeed", "ACCELERATE_USE_DEEPSPEED", "deepspeed")
         if not gpu:
@@ -119,6 +120,17 @@ def build_accelerator(config: RunConfig) -> Accelerator:
             )
         ],
     )
+
+
+def meeting_point() -> dict[str, Any]:
+    """Return init_process_group's arguments for the supervisor's file; none if there is no file."""
+    if STORE not in os.environ:
+        return {}
+    return {
+        "init_method": f"file://{os.environ[STORE]}",
+        "rank": int(os.environ["RANK"]),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+    }
 
 
 def timeout() -> float:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import site
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from data_prep import CorpusError
@@ -124,6 +126,13 @@ def _set_up() -> None:
     return_large_blocks()
 
 
+class _Fixed(list[str]):
+    """What Ray puts in front of its workers' import path; it would add the working directory."""
+
+    def extend(self, values: Iterable[str]) -> None:
+        pass
+
+
 @contextmanager
 def _ray(workers: int) -> Iterator[Run]:
     """Ray core tasks: on the cluster of RAY_ADDRESS, else on `workers` cores of this machine."""
@@ -136,11 +145,15 @@ def _ray(workers: int) -> Iterator[Run]:
     own = not ray.is_initialized()
     if own:
         cluster = bool(os.environ.get("RAY_ADDRESS"))
+        job = ray.job_config.JobConfig()
+        here = str(Path(__file__).parents[2])
+        job._py_driver_sys_path = _Fixed([here] if here not in site.getsitepackages() else [])
         ray.init(
             num_cpus=None if cluster else workers,
             include_dashboard=None if cluster else False,
             log_to_driver=False,
             configure_logging=False,
+            job_config=job,
         )
     # A task whose worker or node dies runs again: a unit is the same whoever makes it.
     task: Any = ray.remote(max_retries=3, num_cpus=1)(_call)

@@ -25,7 +25,7 @@ from pretrain.config import RunConfig
 ROOT = Path(__file__).parents[2]
 CPU = Layout(nodes=1, processes=2, device="cpu")
 ASKED = Launch(config=Path("run.yaml"), overrides=[])
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = [sys.executable, command.ENTRY, "torch.distributed.run"]
 SIGNALS = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
 
 
@@ -67,7 +67,7 @@ def test_one_node() -> None:
         *TORCHRUN,
         *("--standalone", "--nproc-per-node", "2", "--max-restarts", "0"),
         *SIGNALS,
-        *("--shutdown-timeout", "60", "-m", "launch"),
+        *("--shutdown-timeout", "60", command.ENTRY, "launch"),
         *arguments,
     ]
 
@@ -200,7 +200,7 @@ def test_a_dry_run_of_several_nodes_shows_each(
             *("--nnodes", "2", "--node-rank", rank, "--master-addr", "[::1]"),
             *("--master-port", "4711", "--nproc-per-node", "2", "--max-restarts", "0"),
             *SIGNALS,
-            *("--shutdown-timeout", "60", "-m", "launch", "pretrain", str(run)),
+            *("--shutdown-timeout", "60", command.ENTRY, "launch", "pretrain", str(run)),
             *("train.precision=fp32", "train.micro_batch_size=8"),
         ]
         for rank in ("0", "1")

@@ -98,7 +98,6 @@ def distil(trap: Path, *arguments: object, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.xfail(strict=True, reason="item 24: modules of the working directory are executed")
 def test_a_launch_executes_nothing_of_its_working_directory(run: Path, trap: Path) -> None:
     """Not in torchrun, the ranks or their loader workers; and PYTHONPATH works as ever."""
     library = trap.parent / "library"
@@ -118,7 +117,6 @@ def test_a_launch_executes_nothing_of_its_working_directory(run: Path, trap: Pat
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="multiprocessing itself does, up to 3.10")
-@pytest.mark.xfail(strict=True, reason="item 24: modules of the working directory are executed")
 def test_workers_of_prepare_execute_nothing_of_the_working_directory(
     shards: Path, trap: Path, tmp_path: Path
 ) -> None:
@@ -126,7 +124,6 @@ def test_workers_of_prepare_execute_nothing_of_the_working_directory(
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="item 24: modules of the working directory are executed")
 def test_ray_workers_execute_nothing_of_the_working_directory(
     shards: Path, trap: Path, tmp_path: Path
 ) -> None:

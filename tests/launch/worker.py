@@ -1,6 +1,6 @@
 """A rank for the tests of the supervisor: steps of real collectives, and at most one fault.
 
-python -m worker STEPS [FAULT RANK STEP]
+launch/entry.py worker STEPS [FAULT RANK STEP]
 """
 
 import os
@@ -16,6 +16,7 @@ from torch import distributed
 
 from launch.failures import record
 from pretrain.heartbeat import Heartbeat
+from pretrain.processes import meeting_point
 from pretrain.status import write_status
 
 OUTPUT = Path(os.environ["WORKER_OUTPUT"])
@@ -80,7 +81,7 @@ def main() -> None:
     """Train, and say how it ended."""
     steps, fault, faulty, when = [*sys.argv[1:], "none", "0", "0"][:4]
     seconds = float(os.environ["DISTIL_TIMEOUT"])
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds), **meeting_point())
     rank = distributed.get_rank()
     ended = train(int(steps), fault, int(faulty), int(when))
     code = 75 if ended == "interrupted" else 0

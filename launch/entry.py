@@ -1,0 +1,23 @@
+"""Run a module as `python -m` does, but import nothing from the working directory.
+
+    python .../launch/entry.py MODULE [ARGUMENT ...]
+
+`python -m` puts the working directory first on the import path: a yaml.py there would be executed
+in place of the library. Python's own option against that (-P) is not in 3.10.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    here = os.path.dirname(os.path.abspath(__file__))
+    if (
+        sys.path and os.path.abspath(sys.path[0]) == here
+    ):  # as for any script, unless it is told not to
+        del sys.path[0]
+    if os.path.dirname(here) not in sys.path:  # a checkout that is not installed
+        sys.path.insert(0, os.path.dirname(here))
+    import runpy
+
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
