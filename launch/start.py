@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 
 from data_prep.shards import load_manifest
@@ -37,6 +39,7 @@ class Launch:
     hardware: str | None = None
     zero: int | None = None
     slurm: bool = False
+    public: bool = False
     dry_run: bool = False
     node_rank: int | None = None
     head: str | None = None
@@ -73,11 +76,11 @@ def start(asked: Launch) -> int:
     head, rendezvous = None, [["--standalone"]]
     if layout.nodes > 1:
         head, ranks = meeting_point(asked)
+        if not (asked.dry_run or asked.public):
+            check_private(head.host)
         rendezvous = [command.static_rendezvous(layout.nodes, rank, head) for rank in ranks]
     elif not asked.dry_run:
-        print(
-            "# under a supervisor, with the rendezvous in a private folder in place of --standalone:"
-        )
+        print("# under a supervisor, with a rendezvous in private files in place of --standalone:")
     for options in rendezvous:
         argv = command.torchrun(layout, options, arguments, grace=asked.grace)
         print(command.shell_line(environment, argv), flush=True)
@@ -183,6 +186,7 @@ def submit(asked: Launch, layout: Layout, overrides: list[str], config: RunConfi
     ):
         if value is not None:
             arguments += [option, str(value)]
+    arguments += ["--public"] * asked.public
     argv = command.sbatch(layout, asked.config, arguments)
     print(command.shell_line({}, argv), flush=True)
     if asked.dry_run:
@@ -226,6 +230,21 @@ def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
     if given not in ranks:
         raise RunError(f"--node-rank {given}: of {asked.nodes} nodes the last is {ranks[-1]}")
     return head, [given]
+
+
+def check_private(host: str) -> None:
+    """Refuse a head at which the whole internet could take part in the run."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise RunError(f"--head {host}: no address of it is known ({error})") from None
+    for address in sorted({str(values[4][0]).partition("%")[0] for values in found}):
+        if ip_address(address).is_global:
+            raise RunError(
+                f"--head {host}: {address} is a public address, and anyone who reaches the port "
+                "there can execute code as you: name a private address of that node, or add "
+                "--public if a firewall keeps others out"
+            )
 
 
 def first_host(nodes: str) -> str:

@@ -88,6 +88,9 @@ def launch(
         str | None,
         typer.Option(help="The first node; Slurm knows it.", metavar="HOST[:PORT]"),
     ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let nodes meet at a public address.")
+    ] = False,
     timeout: Annotated[
         int | None,
         typer.Option(help="Seconds after which a silent process ends the run; 300.", min=1),
@@ -118,6 +121,7 @@ def launch(
                 hardware=hardware,
                 zero=zero,
                 slurm=slurm,
+                public=public,
                 dry_run=dry_run,
                 node_rank=node_rank,
                 head=head,

@@ -269,6 +269,26 @@ def test_slurm_names_the_node_the_head_and_the_launch(
         (["--head", "h"], "--head: is for several nodes: add --nodes N"),
         (["--node-rank", "0"], "--node-rank: is for several nodes: add --nodes N"),
         (["--slurm", "--head", "h", "--nodes", "2"], "--head: Slurm knows it"),
+        (
+            ["--nodes", "2", "--head", "8.8.8.8", "--node-rank", "1"],
+            "--head 8.8.8.8: 8.8.8.8 is a public address, and anyone who reaches the port there",
+        ),
+        (
+            ["--nodes", "2", "--head", "[2001:4860:4860::8888]:29500", "--node-rank", "0"],
+            "2001:4860:4860::8888 is a public address",
+        ),
+        (
+            ["--nodes", "2", "--head", "8.8.8.8", "--node-rank", "1", "--public"],
+            "nowhere holds no finished shards",
+        ),
+        (
+            ["--nodes", "2", "--head", "10.1.2.3", "--node-rank", "1"],
+            "nowhere holds no finished shards",
+        ),
+        (
+            ["--nodes", "2", "--head", "no.such.host.invalid", "--node-rank", "1"],
+            "--head no.such.host.invalid: no address of it is known",
+        ),
         ([], "nowhere holds no finished shards; run `distil prepare`"),
     ],
 )

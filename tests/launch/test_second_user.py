@@ -67,7 +67,6 @@ def test_a_store_on_tcp_would_be_found() -> None:
     assert not answers(1)
 
 
-@pytest.mark.xfail(strict=True, reason="item 20: another user can write to the rendezvous")
 def test_another_user_reaches_no_store_of_a_launch(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "launch", "launch", str(run), "--hardware", "cpu"]
     command += ["--gpus", "2", "train.micro_batch_size=2", "train.max_steps=1000000"]
