@@ -6,6 +6,7 @@ for a stopped rank for ever and listens on every network interface.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,12 +14,14 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from getpass import getuser
 from itertools import count
 from pathlib import Path
+from stat import S_IMODE, S_ISDIR
 from tempfile import TemporaryDirectory, gettempdir
 
-import psutil
-
+from data_prep.disk.locks import is_alive, parsed, this_process
 from launch.attempt import Ended, attempt, say
 from launch.watch import Cause
 from pretrain.heartbeat import SUPERVISOR
@@ -26,6 +29,9 @@ from pretrain.status import LAUNCH, read_status
 
 _SAME = 3  # ends at one step that stop a run
 _LONGEST = 60  # seconds between restarts
+_OWNER = "owner.json"  # in the scratch folder: the process that made it
+_SOCKET = len("/torch-shm-dir-123456/manager.sock")  # the longest that a rank makes in TMPDIR
+_LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; 107 on Linux
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -61,11 +67,12 @@ def supervise(
     }
     steps: list[int] = []
     _sweep()
-    with _noted() as signals, TemporaryDirectory(prefix=f"distil-{os.getpid()}-") as scratch:
+    with _noted() as signals, _scratch() as scratch:
+        environment |= _temporary_files(scratch)
         for number in count(1):
             host = "" if loopback else socket.gethostname()
             logs = _new_folder(output / "logs" / launch_id, host)
-            folder = Path(scratch) / str(number)
+            folder = scratch / str(number)
             folder.mkdir()
             before = read_status(output)
             ended = attempt(
@@ -110,12 +117,44 @@ def _new_folder(root: Path, host: str) -> Path:
     raise AssertionError
 
 
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """Make a folder for this user alone, with the name of its owner, removed at the end."""
+    with TemporaryDirectory(prefix="distil-", ignore_cleanup_errors=True) as name:
+        (Path(name) / _OWNER).write_text(json.dumps(asdict(this_process())), encoding="utf-8")
+        yield Path(name)
+
+
 def _sweep() -> None:
-    """Remove what supervisors that were killed have left among the temporary files."""
-    for folder in Path(gettempdir()).glob("distil-*-*"):
-        pid = folder.name.split("-")[1]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove the scratch folders of this user's supervisors that were killed on this machine.
+
+    Only what is provably one: a folder that nobody else can write to, with the name of a process of
+    this boot and pid namespace that has ended. All else that is called distil-* stays.
+    """
+    here = this_process().machine
+    for folder in Path(gettempdir()).glob("distil-*"):
+        with suppress(OSError):  # another user's, or gone
+            status = folder.lstat()
+            if not S_ISDIR(status.st_mode) or S_IMODE(status.st_mode) != 0o700:
+                continue
+            owner = parsed((folder / _OWNER).read_bytes())
+            if owner is None or status.st_uid != os.geteuid() or owner.machine != here:
+                continue
+            if not is_alive(owner):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_files(scratch: Path) -> dict[str, str]:
+    """Return the environment with which what killed ranks leave in TMPDIR goes with `scratch`."""
+    if len(os.fsencode(scratch)) + _SOCKET > _LONGEST_SOCKET:
+        return {}
+    environment = {"TMPDIR": str(scratch)}
+    with suppress(KeyError, OSError):  # a user without a name
+        # Where torch keeps what it compiled, for the next launch.
+        compiled = str(Path(gettempdir()) / f"torchinductor_{getuser()}")
+        name = "TORCHINDUCTOR_CACHE_DIR"
+        environment[name] = os.environ.get(name, compiled)
+    return environment
 
 
 def exit_code(ended: Ended, said: int | None, *, stopped: bool) -> int:

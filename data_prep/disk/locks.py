@@ -75,7 +75,7 @@ class Lock:
         if not self._beat():
             if not self._path.exists():
                 raise Busy(f"{self._about}: the work folder is gone: another process has finished")
-            other = _named(_parsed(_read(self._following)))
+            other = _named(parsed(_read(self._following)))
             raise Busy(
                 f"{self._about}: another `{self._who}` ({other}) took over while this one "
                 "stood still: leave the work to it"
@@ -221,16 +221,16 @@ class _Contender:
         # the holder with it), nobody watched.
         polls = max(10, round(self.patience / _POLL))
         first = _read(self.path(generation))
-        holder = _parsed(first)
+        holder = parsed(first)
         for poll in range(polls + 1):
             data = first if poll == 0 else _read(self.path(generation))
             if data is None or self.path(generation + 1).exists():
                 return False
             if len(data) > RECORD:
                 return True
-            holder = _parsed(data) or holder
+            holder = parsed(data) or holder
             near = holder is not None and holder.machine == self.owner.machine
-            if near and holder is not None and not _is_alive(holder):
+            if near and holder is not None and not is_alive(holder):
                 return True
             if near or data != first:
                 raise Busy(
@@ -260,7 +260,7 @@ def _read(path: Path) -> bytes | None:
         raise
 
 
-def _parsed(data: bytes | None) -> Identity | None:
+def parsed(data: bytes | None) -> Identity | None:
     """Whom a record names; None if it is empty, torn or no record at all."""
     try:
         values = json.loads((data or b"")[:RECORD])
@@ -281,7 +281,7 @@ def _end(path: Path) -> None:
         file.write(_OVER)
 
 
-def _is_alive(process: Identity) -> bool:
+def is_alive(process: Identity) -> bool:
     """Whether a process of this machine still runs, and is not another with its pid."""
     try:
         os.kill(process.pid, 0)

@@ -1,5 +1,6 @@
 """Real torchrun, real ranks, real signals: what is left, what is said, what comes back."""
 
+import json
 import os
 import re
 import shutil
@@ -7,20 +8,24 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import pytest
 
+from data_prep.disk.locks import this_process
 from launch.attempt import Ended, Tail
 from launch.command import ENTRY
 from launch.rank import log_file
-from launch.supervise import exit_code, may_restart, supervise
+from launch.supervise import _sweep, exit_code, may_restart, supervise
 from launch.watch import Beat, Cause, Watch
 from pretrain.status import read_status, write_status
 
@@ -29,6 +34,7 @@ LIMIT = 60  # seconds for what is promised
 START = 240  # seconds for processes to start on a busy machine
 ENDLESS = (ENTRY, "worker", "1000000")
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+OWNER = "owner.json"
 CANARY = "canary-b1946ac92492d234"
 
 # A supervisor is forked from a process that has imported torch.
@@ -42,6 +48,8 @@ def under_supervision(output: Path, ranks: int, command: list[str], options: Any
     os.dup2(screen, 1)
     os.dup2(screen, 2)
     os.environ["WORKER_OUTPUT"] = str(output)
+    if temporary := options.pop("temporary", None):
+        os.environ["TMPDIR"] = tempfile.tempdir = temporary
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     os.environ["HF_TOKEN"] = os.environ["AWS_SECRET_ACCESS_KEY"] = CANARY
     argv = [sys.executable, ENTRY, "torch.distributed.run", f"--nproc-per-node={ranks}", SIGNALS]
@@ -335,6 +343,18 @@ def test_three_ends_at_one_step_stop_the_run(start: Callable[..., Supervised]) -
     ]
 
 
+def test_a_launch_leaves_nothing_among_temporary_files(
+    start: Callable[..., Supervised], tmp_path: Path
+) -> None:
+    with TemporaryDirectory(
+        prefix="t", dir="/tmp"
+    ) as folder:  # short: sockets have their names there
+        run = start(2, ENTRY, "worker", "40", "litter", "0", "5", temporary=folder)
+        assert run.code(START) == 0
+        assert "litter in distil-" in run.screen
+        assert os.listdir(folder) == []
+
+
 def test_nothing_outlives_the_supervisor(start: Callable[..., Supervised]) -> None:
     run = start(2, *ENDLESS)
     run.until("rank 0 is under way")
@@ -384,6 +404,37 @@ def test_a_signal_saves_a_real_run_and_the_same_command_continues(
     assert second.code(START) == 0
     assert f"continuing after step {status['step']:,}" in second.screen
     assert f"stopped at step {status['step'] + 2:,}" in second.screen
+
+
+def test_only_what_a_killed_supervisor_of_this_user_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    me = this_process()
+    dead = replace(me, pid=ended.pid)
+    cases = {
+        "distil-dead": (dead, 0o700),
+        f"distil-{ended.pid}-results": (None, 0o700),  # a user's
+        "distil-shared": (dead, 0o755),  # others may have written to it
+        "distil-alive": (me, 0o700),
+        "distil-rebooted": (replace(dead, boot="another"), 0o700),
+        "distil-container": (replace(dead, namespace="pid:[1]"), 0o700),
+        "distil-odd": (None, 0o700),
+    }
+    for name, (owner, mode) in cases.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("mine")
+        if owner is not None:
+            (tmp_path / name / OWNER).write_text(json.dumps(asdict(owner)))
+        (tmp_path / name).chmod(mode)
+    (tmp_path / "distil-odd" / OWNER).write_text("{}")
+    (tmp_path / "distil-link").symlink_to(tmp_path / "distil-shared")
+    _sweep()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*cases, "distil-link"} - {"distil-dead"}
+    assert (tmp_path / "distil-shared" / "mine.txt").exists()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ launch/entry.py worker STEPS [FAULT RANK STEP]
 import os
 import signal
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -59,6 +60,9 @@ def fail(fault: str) -> None:
     if fault in ("hang", "hang-nccl"):
         print("about to hang")
         hang()
+    if fault == "litter":  # as a loader worker that is killed leaves it
+        made = Path(tempfile.mkdtemp(prefix="pymp-"))
+        print(f"litter in {made.parent.name}")
     if fault == "diverge":
         record(ArithmeticError(), 3, "step 3: the loss is nan")
         sys.exit(3)
