@@ -3,13 +3,14 @@
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from typing import Any
 import pytest
 
 from data_prep import CorpusError
-from data_prep.disk.locks import RECORD, Busy, Identity, lock, this_process
+from data_prep.disk import locks
+from data_prep.disk.locks import RECORD, Busy, Identity, _Contender, lock, this_process
+
+refuse_if_held: Any = getattr(locks, "refuse_if_held", None)
 
 FAST: dict[str, Any] = {"patience": 0.5, "beat": 0.05}
 SLOW: dict[str, Any] = {"patience": 3.0, "beat": 0.1}
@@ -351,6 +355,57 @@ def test_released_by_an_error_too_and_numbers_are_never_used_twice(tmp_path: Pat
             raise ZeroDivisionError
     names = sorted(path.name for path in (tmp_path / "new" / "locks").iterdir())
     assert names == [f"task.{number:06d}.lock" for number in (1, 2, 3)]
+
+
+@pytest.mark.xfail(strict=True, reason="item 32: one more lock file with every start")
+def test_lock_files_are_bounded_and_numbers_still_rise(tmp_path: Path) -> None:
+    for _ in range(30):
+        with lock(tmp_path, "task"), lock(tmp_path, "task.2"):
+            pass
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names[-1] == "task.2.000030.lock" and "task.000030.lock" in names
+    assert len(names) == 2 * 9
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["removed numbers", "removed folder"])
+@pytest.mark.xfail(strict=True, reason="item 32: one more lock file with every start")
+def test_a_contender_that_stands_still_while_its_number_is_removed_gets_nothing(
+    anew: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has seen that generation 1 is over, and creates number 2 when that was long removed."""
+    with lock(tmp_path / "locks", "task"):
+        pass
+    is_over = _Contender._is_over
+    with ExitStack() as stack:
+
+        def stand_still(contender: _Contender, generation: int) -> bool:
+            over = is_over(contender, generation)
+            monkeypatch.setattr(_Contender, "_is_over", is_over)
+            if anew:
+                shutil.rmtree(tmp_path / "locks")
+            for _ in range(0 if anew else 30):
+                with lock(tmp_path / "locks", "task"):
+                    pass
+            stack.enter_context(lock(tmp_path / "locks", "task"))
+            return over
+
+        monkeypatch.setattr(_Contender, "_is_over", stand_still)
+        with pytest.raises(Busy, match=f"pid {os.getpid()}"), lock(tmp_path / "locks", "task"):
+            pass
+        left = {path.name for path in (tmp_path / "locks").iterdir()}
+        assert "task.000002.lock" not in left
+
+
+@pytest.mark.xfail(strict=True, reason="item 32: a launch learns of a lock after 30 s")
+def test_a_living_holder_is_found_without_taking_the_lock(tmp_path: Path) -> None:
+    for name in ("nothing", "over"):
+        refuse_if_held(tmp_path, name)
+        with lock(tmp_path, name):
+            with pytest.raises(Busy, match=f"pid {os.getpid()}"):
+                refuse_if_held(tmp_path, name)
+        refuse_if_held(tmp_path, name)
+    (tmp_path / "far.000001.lock").write_bytes(record(elsewhere(pid=1)))
+    refuse_if_held(tmp_path, "far")  # whether it is alive takes a minute to see
 
 
 @pytest.mark.parametrize("anew", [False, True])
