@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
+from data_prep.disk import refuse_if_held
 from data_prep.shards import load_manifest
 from launch import command
 from launch.command import PORT, Head, Layout
@@ -87,6 +88,8 @@ def start(asked: Launch) -> int:
     if asked.dry_run:
         return 0
     load_manifest(config.shards)
+    # The first rank would say so, too, but half a minute later.
+    refuse_if_held(config.output, "pretrain", who="distil pretrain")
     os.environ.update(environment)
     return supervise(
         command.torchrun(layout, rendezvous[0] if head else [], arguments, grace=asked.grace),

@@ -1,6 +1,6 @@
 """Files written whole and locks on shared folders: what the corpus stage and training both need."""
 
-from data_prep.disk.locks import Busy, Lock, lock
+from data_prep.disk.locks import Busy, Lock, lock, refuse_if_held
 from data_prep.disk.writing import hash_file, sync, write_file
 
-__all__ = ["Busy", "Lock", "hash_file", "lock", "sync", "write_file"]
+__all__ = ["Busy", "Lock", "hash_file", "lock", "refuse_if_held", "sync", "write_file"]

@@ -2,8 +2,9 @@
 
 A lock is a row of files, `NAME.000001.lock`, `NAME.000002.lock`, ...: generations. Creating the
 next one exclusively is the only thing that takes a lock, so each generation has one owner and the
-newest is the holder. Nothing is removed, renamed or listed: a number is never used twice, and
-what a suspended process still writes goes to its own file. The files go with their folder.
+newest is the holder. Nothing is renamed, and what a suspended process still writes goes to its own
+file. A holder removes the generations before the last few. So the newest is always there, and a
+process that creates a number again, after it was removed, finds a higher one and gives way.
 
 A file holds a record of `RECORD` bytes, rewritten with a higher counter every few seconds. Any
 byte after it means that the generation is over: released by its owner, or taken over. No clock is
@@ -16,6 +17,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -29,6 +31,7 @@ from pathlib import Path
 from data_prep import CorpusError
 
 RECORD = 1024  # bytes
+KEPT = 8  # generations before the newest: between two looks of a contender there are never as many
 _OVER = b"over\n"
 _POLL = 1.0  # seconds
 
@@ -160,6 +163,11 @@ def lock(
         held._release()
 
 
+def refuse_if_held(folder: Path, name: str, *, who: str = "distil prepare") -> None:
+    """Raise Busy at once if a living process of this machine holds the lock; take nothing."""
+    _Contender(folder, name, folder, 60.0, None, this_process(), who).refuse_if_held()
+
+
 def this_process() -> Identity:
     """This process, as a lock file names it."""
     host, pid = socket.gethostname(), os.getpid()
@@ -189,15 +197,26 @@ class _Contender:
     def path(self, generation: int) -> Path:
         return self.folder / f"{self.name}.{generation:06d}.lock"
 
+    def generations(self) -> list[int]:
+        """The numbers that a listing shows."""
+        pattern = re.compile(re.escape(self.name) + r"\.(\d{6,})\.lock")
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        return [int(found[1]) for name in names if (found := pattern.fullmatch(name))]
+
     def take(self) -> Lock:
         """Create the generation after the newest, once that is over; Busy if it is not."""
         known = 0  # a generation that exists, whatever a cached folder says
         while True:
+            known = max([known, *self.generations()])
             newest = next(n for n in count(known) if not self.path(n + 1).exists())
             known = 0
+            before = _read(self.path(newest)) if newest else None
             if newest == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            elif not self._is_over(newest):
+            elif before is None or not self._is_over(newest):
                 continue
             try:
                 self.path(newest + 1).open("xb").close()
@@ -206,14 +225,43 @@ class _Contender:
                 continue
             except FileNotFoundError:  # the folder was removed: numbers begin anew
                 continue
+            # This process may have stood still since it looked, and this number was removed, or the
+            # folder was made again. On NFS, too, a listing is fresh after one's own creation.
+            others = self.generations()
+            after = _read(self.path(newest)) if newest else None
+            changed = before is not None and (after is None or after[:RECORD] != before[:RECORD])
+            if changed or max(others, default=0) > newest + 1:
+                self.path(newest + 1).unlink(missing_ok=True)
+                continue
             if newest:
                 _end(self.path(newest))
+            for generation in sorted(others):
+                if generation <= newest - KEPT:
+                    with contextlib.suppress(OSError):  # another user's
+                        self.path(generation).unlink(missing_ok=True)
             # A process that dies here leaves an empty file: one that does not change. If it stands
             # still here until another takes over, its first beat finds that out.
             about = f"{self.output}: {self.name}"
             held = Lock(self.path(newest + 1), self.path(newest + 2), self.owner, about, self.who)
             if held._beat():
                 return held
+
+    def refuse_if_held(self) -> None:
+        """Raise Busy if the newest generation is of a living process of this machine."""
+        newest = max(self.generations(), default=0)
+        data = _read(self.path(newest)) if newest else None
+        holder = parsed(data)
+        if data is None or holder is None or len(data) > RECORD:
+            return
+        if holder.machine == self.owner.machine and is_alive(holder):
+            raise self.busy(holder)
+
+    def busy(self, holder: Identity | None) -> Busy:
+        """The error that names who has the lock."""
+        return Busy(
+            f"{self.output}: another `{self.who}` ({_named(holder)}) is at work on {self.name}: "
+            "wait for it"
+        )
 
     def _is_over(self, generation: int) -> bool:
         """True if it ended or its holder is dead, False if the files have changed; else Busy."""
@@ -233,10 +281,7 @@ class _Contender:
             if near and holder is not None and not is_alive(holder):
                 return True
             if near or data != first:
-                raise Busy(
-                    f"{self.output}: another `{self.who}` ({_named(holder)}) is at work on "
-                    f"{self.name}: wait for it"
-                )
+                raise self.busy(holder)
             if poll < polls:
                 if self.waiting is not None:
                     left = self.patience * (1 - poll / polls)

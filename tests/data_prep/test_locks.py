@@ -18,10 +18,15 @@ from typing import Any
 import pytest
 
 from data_prep import CorpusError
-from data_prep.disk import locks
-from data_prep.disk.locks import RECORD, Busy, Identity, _Contender, lock, this_process
-
-refuse_if_held: Any = getattr(locks, "refuse_if_held", None)
+from data_prep.disk.locks import (
+    RECORD,
+    Busy,
+    Identity,
+    _Contender,
+    lock,
+    refuse_if_held,
+    this_process,
+)
 
 FAST: dict[str, Any] = {"patience": 0.5, "beat": 0.05}
 SLOW: dict[str, Any] = {"patience": 3.0, "beat": 0.1}
@@ -357,7 +362,6 @@ def test_released_by_an_error_too_and_numbers_are_never_used_twice(tmp_path: Pat
     assert names == [f"task.{number:06d}.lock" for number in (1, 2, 3)]
 
 
-@pytest.mark.xfail(strict=True, reason="item 32: one more lock file with every start")
 def test_lock_files_are_bounded_and_numbers_still_rise(tmp_path: Path) -> None:
     for _ in range(30):
         with lock(tmp_path, "task"), lock(tmp_path, "task.2"):
@@ -368,7 +372,6 @@ def test_lock_files_are_bounded_and_numbers_still_rise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["removed numbers", "removed folder"])
-@pytest.mark.xfail(strict=True, reason="item 32: one more lock file with every start")
 def test_a_contender_that_stands_still_while_its_number_is_removed_gets_nothing(
     anew: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,13 +399,11 @@ def test_a_contender_that_stands_still_while_its_number_is_removed_gets_nothing(
         assert "task.000002.lock" not in left
 
 
-@pytest.mark.xfail(strict=True, reason="item 32: a launch learns of a lock after 30 s")
 def test_a_living_holder_is_found_without_taking_the_lock(tmp_path: Path) -> None:
     for name in ("nothing", "over"):
         refuse_if_held(tmp_path, name)
-        with lock(tmp_path, name):
-            with pytest.raises(Busy, match=f"pid {os.getpid()}"):
-                refuse_if_held(tmp_path, name)
+        with lock(tmp_path, name), pytest.raises(Busy, match=f"pid {os.getpid()}"):
+            refuse_if_held(tmp_path, name)
         refuse_if_held(tmp_path, name)
     (tmp_path / "far.000001.lock").write_bytes(record(elsewhere(pid=1)))
     refuse_if_held(tmp_path, "far")  # whether it is alive takes a minute to see

@@ -13,6 +13,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
 
+from data_prep.disk import lock
 from launch import command
 from launch.cli import main
 from launch.command import Head, Layout
@@ -322,6 +323,22 @@ def test_an_output_that_holds_something_else_is_refused_before_anything_starts(
     (line,) = err.splitlines()
     assert code == 2 and "thesis.tex" in line and "set another `output:`" in line
     assert [path.name for path in (run.parent / "o").iterdir()] == ["thesis.tex"]
+
+
+def test_a_launch_beside_a_living_run_is_refused_at_once(
+    run: Path, shards: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.start.supervise", lambda *_, **__: pytest.fail("it was started"))
+    output = run.parent / "out"
+    with lock(output, "pretrain"):
+        code, _, err = distil(
+            capsys,
+            monkeypatch,
+            *("launch", run, f"output={output}", f"shards={shards}", "--hardware", "cpu"),
+        )
+        assert code == 2 and err.count("\n") == 1
+        assert f"pid {os.getpid()}) is at work on pretrain: wait for it" in err
+        assert len(list(output.iterdir())) == 1
 
 
 def test_rows_that_are_no_range_are_refused_by_pretrain_too(
