@@ -8,21 +8,27 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from data_prep import CorpusError
 from data_prep.plan import Plan
 from data_prep.shards import Manifest, load_manifest, verify
 from data_prep.shards.manifest import MANIFEST
-from data_prep.stages.finish import OURS, PROVENANCE
-from data_prep.work.units import Record, is_same
+from data_prep.stages.finish import ACCEPTED, CODE, OURS, PROVENANCE, write_json
+from data_prep.work.code import Code, installed
+from data_prep.work.units import InputRecord, is_same
+
+_ACCEPTED = TypeAdapter(list[Code])
 
 
-def find_finished(plan: Plan, warn: Callable[[str], None]) -> list[Manifest] | None:
+def find_finished(
+    plan: Plan, warn: Callable[[str], None], accept_code: bool = False
+) -> list[Manifest] | None:
     """The manifests of an output that already holds this corpus, None if there is work to do.
 
-    CorpusError if it holds another corpus, wholly or in part. What is damaged is to be made again:
-    `warn` says so. Nothing is changed.
+    CorpusError if it holds another corpus, wholly or in part, or if other code made it, unless
+    `accept_code` (which is recorded) and the behaviour is the same. What is damaged is to be made
+    again: `warn` says so. Nothing else is changed.
     """
     config = plan.config
     whole = []
@@ -36,6 +42,7 @@ def find_finished(plan: Plan, warn: Callable[[str], None]) -> list[Manifest] | N
                 f"{folder}: holds shards of another corpus ({'; '.join(differences)}): "
                 "use another `output`"
             )
+        _compare_code(plan.code["finish"], folder, manifest, accept_code)
         if problems := verify(folder, full=True):
             warn(f"{problems[0].split(': ')[0]} is not whole: making it again")
         else:
@@ -56,11 +63,13 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
         yield "names or licences of sources differ"
     try:
         lines = (folder / PROVENANCE).read_bytes().splitlines()
-        units = [Record.model_validate_json(line) for line in lines]
-    except (OSError, ValidationError):
+        # The inputs alone: other fields are of the release that wrote them.
+        units = [
+            unit for unit in map(json.loads, lines) if unit["stage"] in ("examples", "extract")
+        ]
+        read = [InputRecord.model_validate(values) for unit in units for values in unit["inputs"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return  # `verify` will find it
-    stages = ("examples", "extract")
-    read = [record for unit in units if unit.stage in stages for record in unit.inputs]
     here = [*plan.examples, *chain.from_iterable(plan.pieces)]
     if len(read) != len(here):
         yield f"{len(read)} pieces of input there, {len(here)} here"
@@ -70,6 +79,42 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
         if not named or not is_same(piece, record):
             yield f"input {name} has changed"
             return
+
+
+def _compare_code(here: Code, folder: Path, manifest: Manifest, accept: bool) -> None:
+    """CorpusError if other code made the shards than is `here`, or was accepted for them."""
+    there = None
+    try:
+        if CODE in [file.file for file in manifest.files]:
+            there = Code.model_validate_json((folder / CODE).read_bytes())
+    except (OSError, ValidationError):
+        return  # `verify` will find it
+    try:
+        accepted = _ACCEPTED.validate_json((folder / ACCEPTED).read_bytes())
+    except (OSError, ValidationError):
+        accepted = []
+    if there is not None and there.behaviour != here.behaviour:
+        raise CorpusError(
+            f"{folder}: made by code of another behaviour ({there.differences(here)}): "
+            "use another `output`"
+        )
+    if here in (there, *accepted):
+        return
+    if accept:
+        values = [code.model_dump() for code in (*accepted, here)]
+        write_json(folder / ACCEPTED, values)
+        return
+    versions = (
+        f"distil-pretraining {manifest.code_version} there, {installed('distil-pretraining')} here"
+    )
+    if there is None:
+        difference = "by a release that did not record its code"
+    else:
+        difference = f"by other code of the same behaviour: {there.differences(here)}"
+    raise CorpusError(
+        f"{folder}: made {difference} ({versions}): keep the shards with `distil prepare CONFIG "
+        "--accept-code`, or use another `output`"
+    )
 
 
 def _short(value: object) -> str:

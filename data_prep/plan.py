@@ -22,6 +22,7 @@ from data_prep.stages.match import MatchTask, match
 from data_prep.stages.pack import PackTask, PartSlice, pack_unit
 from data_prep.stages.vocabulary import VocabularyTask, vocabulary
 from data_prep.tokens import load
+from data_prep.work.code import BEHAVIOUR, Code, code_of
 from data_prep.work.units import NamedPiece, Record, Unit, group, make_unit, sha256_of
 
 PART_BYTES = 32 * 2**20  # of text, before it is tokenised into a shard
@@ -64,6 +65,8 @@ class Plan:
             [(number, name_of(source, piece), piece) for piece in pieces(source, self._piece_bytes)]
             for number, source in enumerate(config.sources)
         ]
+        # Now, not stage by stage: files may be edited while this process goes on with what it read.
+        self.code: dict[str, Code] = {stage: code_of(stage) for stage in BEHAVIOUR}
         self._units: dict[StageName, list[Unit]] = {}
         self._records: dict[StageName, list[Record]] = {}
 
@@ -82,6 +85,12 @@ class Plan:
         if stage not in self._records:
             found = [unit.record() for unit in self.units(stage)]
             missing = sum(record is None for record in found)
+            if missing and (others := self.of_other_code(stage)):
+                raise CorpusError(
+                    f"{self.config.output}: {len(others)} of {len(found)} units of stage {stage} "
+                    f"were made by other code ({others[min(others)]}): go on with that code, or "
+                    f"run `distil prepare CONFIG --stage {stage}` again with this"
+                )
             if missing:
                 raise CorpusError(
                     f"{self.config.output}: {missing} of {len(found)} units of stage {stage} are "
@@ -89,6 +98,11 @@ class Plan:
                 )
             self._records[stage] = [record for record in found if record is not None]
         return self._records[stage]
+
+    def of_other_code(self, stage: StageName) -> dict[int, str]:
+        """The numbers of the units that other code left on disk, and how it differs."""
+        found = {unit.number: unit.other_code() for unit in self.units(stage)}
+        return {number: difference for number, difference in found.items() if difference}
 
     def folders(self, stage: StageName) -> tuple[Path, ...]:
         """Where the stage's units wrote."""

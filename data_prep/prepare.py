@@ -35,6 +35,7 @@ def prepare(
     warn: Warn = lambda text: None,
     *,
     engine: Engine = "processes",
+    accept_code: bool = False,
     part_bytes: int = PART_BYTES,
     piece_bytes: int = PIECE_BYTES,
 ) -> Manifest:
@@ -43,10 +44,11 @@ def prepare(
     `progress(stage, done, total)` is called as units of work end; those an earlier run finished
     are checked and skipped. Raises CorpusError for anything the user must mend; OSError (disk full,
     read-only) passes through. Finished shards of another configuration are never overwritten.
+    `accept_code` keeps finished shards that other code of the same behaviour made.
     """
     plan = Plan(config, part_bytes, piece_bytes)
     _ = plan.tokenizer  # one that does not load is found before hours of reading
-    if finished := find_finished(plan, warn):
+    if finished := find_finished(plan, warn, accept_code):
         shutil.rmtree(plan.work, ignore_errors=True)  # killed between the manifest and its removal
         return finished[0]
     open_work(plan)
@@ -163,6 +165,19 @@ def _run(
         return
     home = plan.work / stage
     home.mkdir(exist_ok=True)
+    others = plan.of_other_code(stage)
+    mine = [unit.number for unit in units if unit.number in others]
+    if len(mine) < len(others):  # another task's, and the stage would be made by two versions
+        raise CorpusError(
+            f"{plan.config.output}: {len(others)} of {len(plan.units(stage))} units of stage "
+            f"{stage} were made by other code ({others[min(others)]}): run all its tasks with one "
+            f"version; to make the stage again with this one, delete {home}"
+        )
+    if mine:
+        warn(
+            f"{len(mine)} of {len(units)} units of stage {stage} were made by other code "
+            f"({others[mine[0]]}): making them again"
+        )
 
     def report(done: int, total: int) -> None:
         held.check()

@@ -21,7 +21,9 @@ from launch.progress import stages
 from launch.tables import corpus_lines, estimated, show
 
 
-def prepare_shown(config: CorpusConfig, engine: Engine = "processes") -> None:
+def prepare_shown(
+    config: CorpusConfig, engine: Engine = "processes", accept_code: bool = False
+) -> None:
     """Prepare, or find up to date, and say which."""
     keep_going()
     return_large_blocks()
@@ -33,8 +35,9 @@ def prepare_shown(config: CorpusConfig, engine: Engine = "processes") -> None:
             remade.append(text)
             _warn(text)
 
-        prepare(config, progress, warn, engine=engine)
-    _show(config, "up to date" if before and not remade else "done")
+        prepare(config, progress, warn, engine=engine, accept_code=accept_code)
+    kept = "kept, this code is accepted" if accept_code else "up to date"
+    _show(config, kept if before and not remade else "done")
 
 
 def stage_shown(config: CorpusConfig, stage: str, task: str | None, engine: Engine) -> None:

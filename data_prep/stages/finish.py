@@ -29,13 +29,16 @@ from data_prep.shards.manifest import (
 from data_prep.shards.writing import file_record
 from data_prep.smoothing import smoothing
 from data_prep.stages.deduplicate import FATES, TRAIN, VALIDATION
-from data_prep.work.units import installed, remove
+from data_prep.work.code import installed
+from data_prep.work.units import remove
 
 PROVENANCE = "provenance.jsonl"
+CODE = "code.json"  # what made the shards
+ACCEPTED = "accepted_code.json"  # what a user said would make the same; the manifest has no part
 # What a finished folder holds, and nothing else is ever removed from it.
 OURS = re.compile(
     r"segments|tokenizer|(train|validation)-\d+\.arrow|manifest\.json(\.tmp)?"
-    r"|token_counts\.json|(provenance|quarantine|leftovers|contaminated)\.jsonl"
+    r"|token_counts\.json|(accepted_)?code\.json|(provenance|quarantine|leftovers|contaminated)\.jsonl"
 )
 LOGS = ("quarantine.jsonl", "leftovers.jsonl", "contaminated.jsonl")
 _LIBRARIES = ("mwparserfromhell", "numpy", "pyarrow", "rensa", "tokenizers")
@@ -59,14 +62,15 @@ def _finish(plan: Plan, row_length: int) -> Manifest:
     for output in tokenizer.outputs:
         shutil.copyfile(source / output.file, final / "tokenizer" / output.file)
     splits, counts = _shards(plan, row_length, final)
-    _write_json(
+    write_json(
         final / TOKEN_COUNTS,
         {"counts": counts.tolist(), "smoothing": smoothing(counts, record.special_ids)},
     )
     _write_lines(plan, final)
+    write_json(final / CODE, plan.code["finish"].model_dump())
     shards = [shard.file for split in splits.values() for shard in split.shards]
     # By name: a listing may lack a file, and the manifest would then lack it, too.
-    files = [TOKEN_COUNTS, PROVENANCE, *LOGS]
+    files = [TOKEN_COUNTS, PROVENANCE, CODE, *LOGS]
     files += [f"tokenizer/{output.file}" for output in tokenizer.outputs]
     files += [f"segments/{shard.removesuffix('.arrow')}.parquet" for shard in shards]
     manifest = seal(
@@ -215,6 +219,7 @@ def _counted(counts: Counter[str]) -> dict[str, int]:
     return {reason: count for reason, count in sorted(counts.items()) if count}
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
+    """Write one JSON value, whole or not at all."""
     data = (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
     write_file(path, lambda file: file.write(data))

@@ -1,20 +1,21 @@
 """Units of work: skipped when done, redone when anything they depend on has changed.
 
 A unit's outputs are a folder, and its record says what made them. The record is written last and
-names each output's hash, so that a killed, deleted or altered unit is noticed.
+names each output's hash, so that a killed, deleted or altered unit is noticed. It names the code,
+too: the process that plans a unit and the worker that makes it must have the same.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
-import sys
+import socket
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,13 +27,9 @@ from data_prep.shards import canonical_json
 from data_prep.shards.manifest import FileRecord
 from data_prep.shards.writing import file_record
 from data_prep.sources.document import Piece
+from data_prep.work.code import Code, code_of
 
 Task = TypeVar("Task")
-# What else decides bytes: readers, normal forms of Unicode, hashes and file formats.
-_LIBRARIES = (
-    *("charset-normalizer", "datasets", "mwparserfromhell", "numpy", "py3langid", "pyarrow"),
-    *("rensa", "tokenizers"),
-)
 
 
 class InputRecord(BaseModel):
@@ -55,6 +52,7 @@ class Record(BaseModel):
     stage: str
     unit: int
     identity: str
+    code: Code
     upstream: tuple[str, ...]
     inputs: tuple[InputRecord, ...]
     outputs: tuple[FileRecord, ...]
@@ -79,14 +77,15 @@ NamedPiece = tuple[int, str, Piece]  # (source number, name in records, piece)
 class Unit:
     """One unit of a stage: `task` is what the stage's function takes, `folder` holds its outputs.
 
-    `identity` is the hash of all that decides the outputs, but the content of the `pieces`;
-    `upstream` are the digests of what it reads of earlier stages.
+    `identity` is the hash of all that decides the outputs, but `code` and the content of the
+    `pieces`; `upstream` are the digests of what it reads of earlier stages.
     """
 
     stage: str
     number: int
     task: Any
     identity: str
+    code: Code
     upstream: tuple[str, ...]
     home: Path
     pieces: tuple[NamedPiece, ...]
@@ -97,7 +96,22 @@ class Unit:
         return self.home / f"{self.number:06d}"
 
     def record(self) -> Record | None:
-        """What is on disk of this very unit, None if there is nothing (valid)."""
+        """What this code has left on disk of this very unit, None if there is nothing (valid)."""
+        record = self._written()
+        return record if record is not None and record.code == self.code else None
+
+    def other_code(self) -> str:
+        """How the code differs that left this very unit on disk; "" if none or this one did."""
+        if record := self._written():
+            return record.code.differences(self.code)
+        try:
+            values = json.loads(self._record.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return ""
+        old = isinstance(values, dict) and "identity" in values and "code" not in values
+        return "of a release that did not record it" if old else ""
+
+    def _written(self) -> Record | None:
         try:
             record = Record.model_validate_json(self._record.read_bytes())
         except (OSError, ValidationError):
@@ -120,12 +134,20 @@ def make_unit(
 ) -> Unit:
     """A unit; `keys` are all the settings that shape its outputs."""
     read = [(source, name, piece.start, piece.end, piece.size) for source, name, piece in pieces]
-    identity = sha256_of([stage, code_version(), keys, read, upstream])
-    return Unit(stage, number, task, identity, upstream, home, pieces)
+    identity = sha256_of([stage, keys, read, upstream])
+    return Unit(stage, number, task, identity, code_of(stage), upstream, home, pieces)
 
 
 def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Record:
-    """The unit's record, after `function(task, folder)` has filled a folder if there was none."""
+    """The unit's record, after `function(task, folder)` has filled a folder if there was none.
+
+    CorpusError if this worker would make it with other code than it was planned with.
+    """
+    if difference := unit.code.differences(code_of(unit.stage)):
+        raise CorpusError(
+            f"{socket.gethostname()}: a worker has other code than the process that started it "
+            f"({difference}): install one version of this project and its libraries everywhere"
+        )
     if old := _finished(unit):
         return old
     read = [read_record(*piece) for piece in unit.pieces]
@@ -149,6 +171,7 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
         stage=unit.stage,
         unit=unit.number,
         identity=unit.identity,
+        code=unit.code,
         upstream=unit.upstream,
         inputs=tuple(read),
         outputs=outputs,
@@ -235,26 +258,6 @@ def _flushed(folder: Path) -> tuple[FileRecord, ...]:
 def sha256_of(value: object) -> str:
     """The hash of a value's one JSON spelling."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
-
-
-@cache
-def code_version() -> str:
-    """A hash of this package's source, its libraries' versions and Python's."""
-    root = Path(__file__).parents[1]
-    sources = {
-        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(root.rglob("*.py"))
-    }
-    versions = {name: installed(name) for name in _LIBRARIES}
-    return sha256_of([sources, versions, sys.version_info[:2]])
-
-
-def installed(package: str) -> str:
-    """A package's version, or that it is not there."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def group(sizes: Sequence[int], limit: int) -> list[range]:

@@ -28,6 +28,13 @@ def prepare(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Estimate tokens, rows, disk and time from a sample.")
     ] = False,
+    accept_code: Annotated[
+        bool,
+        typer.Option(
+            "--accept-code",
+            help="Keep finished shards that other code of the same behaviour made, and record it.",
+        ),
+    ] = False,
     parquet: Annotated[
         Path | None, typer.Option(help="Also write a folder for the hub, with a card.")
     ] = None,
@@ -48,6 +55,10 @@ def prepare(
         raise CorpusError("--task: needs --stage")
     if (stage is not None) + finalize + dry_run > 1:
         raise CorpusError("--stage, --finalize and --dry-run: use one of them")
+    if accept_code and (stage is not None or finalize or dry_run):
+        raise CorpusError(
+            "--accept-code: keeps finished shards: use it without --stage, --finalize and --dry-run"
+        )
     if upload == "":
         raise CorpusError("--upload: is empty: give a URL such as s3://bucket/folder")
     if (stage is not None or dry_run) and (parquet or upload):
@@ -63,7 +74,7 @@ def prepare(
     elif finalize:
         corpus.finalise_shown(settings)
     else:
-        corpus.prepare_shown(settings, runner)
+        corpus.prepare_shown(settings, runner, accept_code)
     corpus.publish_shown(settings, parquet, upload)
 
 

@@ -239,7 +239,6 @@ def made(config: CorpusConfig) -> dict[str, int]:
     return {f"{record.parent.name}/{record.stem}": record.stat().st_mtime_ns for record in records}
 
 
-@pytest.mark.xfail(strict=True, reason="item 4: a blank in a docstring throws work away")
 def test_a_docstring_throws_no_work_away_and_other_code_does(make_config: Any, copy: Any) -> None:
     config = make_config()
     prepare_stage(config, "extract", **SMALL)
@@ -254,7 +253,6 @@ def test_a_docstring_throws_no_work_away_and_other_code_does(make_config: Any, c
     assert all(after[name] != moment for name, moment in before.items())
 
 
-@pytest.mark.xfail(strict=True, reason="item 4: workers of one run may have other code")
 @pytest.mark.parametrize("engine", ["pool", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_worker_with_other_code_is_refused(
     make_config: Any, copy: Any, monkeypatch: pytest.MonkeyPatch, engine: str
@@ -273,7 +271,6 @@ def test_a_worker_with_other_code_is_refused(
     assert "\n" not in str(caught.value) and not made(config)
 
 
-@pytest.mark.xfail(strict=True, reason="item 4: a task with other code is not refused")
 def test_a_task_with_other_code_is_refused(make_config: Any, copy: Any) -> None:
     config = make_config()
     prepare_stage(config, "extract", 1, 2, **SMALL)
@@ -288,7 +285,6 @@ def test_a_task_with_other_code_is_refused(make_config: Any, copy: Any) -> None:
         prepare_stage(config, stage, **SMALL)
 
 
-@pytest.mark.xfail(strict=True, reason="item 4: finished shards ignore changed code")
 def test_finished_shards_of_other_code_are_not_up_to_date(make_config: Any, copy: Any) -> None:
     config = make_config()
     prepare(config, **SMALL)

@@ -1,0 +1,141 @@
+"""Two identities of code: the behaviour that each stage promises, and its source.
+
+`behaviour` is an integer that a developer raises when a stage's bytes change; it decides whether
+finished shards may be kept. `source` is a hash of the stage's modules, without docstrings, comments
+and formatting; the workers of one run must share it, and unfinished work is reused under it alone.
+tests/data_prep/test_golden.py fails when bytes change and `behaviour` does not.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from data_prep.shards import canonical_json
+
+# Raise a stage's number with every change of the bytes that it writes.
+BEHAVIOUR = {
+    "examples": 1,
+    "extract": 1,
+    "match": 1,
+    "deduplicate": 1,
+    "vocabulary": 1,
+    "pack": 1,
+    "finish": 1,
+}
+# What else decides the bytes: readers, hashes, file formats. Python brings its tables of Unicode.
+_LIBRARIES = {
+    "examples": ("numpy", "safetensors"),
+    "extract": (
+        *("charset-normalizer", "datasets", "mwparserfromhell", "numpy", "py3langid", "pyarrow"),
+        "rensa",
+    ),
+    "match": ("numpy", "rensa"),
+    "deduplicate": ("numpy", "pyarrow"),
+    "vocabulary": ("numpy", "pyarrow", "tokenizers"),
+    "pack": ("numpy", "pyarrow", "tokenizers"),
+    "finish": ("numpy",),
+}
+_ROOT = Path(__file__).parents[2]
+
+
+class Code(BaseModel):
+    """What made something: the behaviour of its stages, their libraries, and their source."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    behaviour: dict[str, int]
+    libraries: dict[str, str]
+    source: str
+
+    def differences(self, here: Code) -> str:
+        """Name what differs, with both versions; "" if nothing does."""
+        pairs: list[tuple[str, object, object]] = [
+            (f"behaviour of {stage}", self.behaviour.get(stage), here.behaviour.get(stage))
+            for stage in here.behaviour
+        ]
+        pairs += [
+            (name, self.libraries.get(name), here.libraries.get(name))
+            for name in sorted(self.libraries.keys() | here.libraries.keys())
+        ]
+        pairs.append(("source", self.source[:12], here.source[:12]))
+        return ", ".join(f"{name}: {a} there, {b} here" for name, a, b in pairs if a != b)
+
+
+@cache
+def code_of(stage: str) -> Code:
+    """The code of one stage; that of `finish` is that of all, because it makes the shards."""
+    stages = list(BEHAVIOUR) if stage == "finish" else [stage]
+    libraries = {name: installed(name) for stage in stages for name in _LIBRARIES[stage]}
+    python = ".".join(map(str, sys.version_info[:2]))
+    return Code(
+        behaviour={stage: BEHAVIOUR[stage] for stage in stages},
+        libraries={"python": python, **dict(sorted(libraries.items()))},
+        source=source_of(f"data_prep.stages.{stage}"),
+    )
+
+
+def source_of(module: str, root: Path = _ROOT) -> str:
+    """Hash a module of this package in `root`, with all of the package that it imports."""
+    found: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = root.joinpath(*name.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if name in found or name.split(".")[0] != "data_prep" or not path.is_file():
+            continue  # of another package, or what a module defines
+        found[name], imported = _meaning(path)
+        waiting += [name.rpartition(".")[0], *imported]
+    return hashlib.sha256(canonical_json(sorted(found.items()))).hexdigest()
+
+
+@cache
+def _meaning(path: Path) -> tuple[str, tuple[str, ...]]:
+    """(hash of what a file does, the modules it imports)."""
+    tree = _Meaning().visit(ast.parse(path.read_bytes()))
+    imported: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imported += [f"{node.module}.{alias.name}" for alias in node.names]
+            imported.append(str(node.module))
+    return hashlib.sha256(repr(_shape(tree)).encode()).hexdigest(), tuple(imported)
+
+
+class _Meaning(ast.NodeTransformer):
+    """Takes out what is not executed: docstrings, and imports for type checkers."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        constant = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if constant else self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        typing = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        return None if typing and not node.orelse else self.generic_visit(node)
+
+
+def _shape(node: Any) -> Any:
+    """A syntax tree as tuples, the same in each Python: `ast.dump` spells empty fields otherwise,
+    and `repr` knows more printable characters with every Unicode."""
+    if isinstance(node, ast.AST):
+        fields = ((name, _shape(value)) for name, value in ast.iter_fields(node))
+        return (type(node).__name__, *(field for field in fields if field[1] not in (None, ())))
+    if isinstance(node, list):
+        return tuple(_shape(item) for item in node)
+    return node if node is None else ascii(node)
+
+
+def installed(package: str) -> str:
+    """A package's version, or that it is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
