@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,8 +19,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.prepare import STAGES, prepare, prepare_stage
+from data_prep.shards import load_manifest, verify
+from data_prep.shards.manifest import manifest_bytes, seal
+from data_prep.shards.writing import file_record
 from data_prep.sources import HuggingFace, Piece, PythonDocs, pieces
-from data_prep.work import units
+from data_prep.work import code, units
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"part_bytes": 2_000, "piece_bytes": 500}
@@ -211,12 +215,12 @@ def test_an_edited_package_is_another_input(
 def copy(tmp_path: Path) -> Any:
     """A function that copies the package to a folder and replaces text in its files."""
 
-    def make(name: str, **edits: tuple[str, str]) -> Path:
+    def make(name: str, edits: dict[str, tuple[str, str]]) -> Path:
         root = tmp_path / name
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "data_prep", root / "data_prep", ignore=ignored)
-        for module, (old, new) in edits.items():
-            path = root / "data_prep" / f"{module.replace('__', '/')}.py"
+        for file, (old, new) in edits.items():
+            path = root / "data_prep" / file
             text = path.read_text()
             assert old in text
             path.write_text(text.replace(old, new, 1))
@@ -227,10 +231,10 @@ def copy(tmp_path: Path) -> Any:
 
 # An edit that shapes every text, and one that shapes nothing.
 CLEAN = "def clean(text: str) -> str:\n"
-CLEANER = {"cleaning": (CLEAN, f"{CLEAN}    text += ' edited'\n")}
+CLEANER = {"cleaning.py": (CLEAN, f"{CLEAN}    text += ' edited'\n")}
 REWORDED = {
-    "cleaning": ('"""', '"""Reworded. '),
-    "publish__card": ("import json", "import json as json"),
+    "cleaning.py": ('"""', '"""Reworded. '),
+    "publish/card.py": ("import json", "import json as json"),
 }
 
 
@@ -243,10 +247,10 @@ def test_a_docstring_throws_no_work_away_and_other_code_does(make_config: Any, c
     config = make_config()
     prepare_stage(config, "extract", **SMALL)
     before = made(config)
-    reworded = copy("reworded", **REWORDED)
+    reworded = copy("reworded", REWORDED)
     assert run(reworded, config, "extract", 1, 1).returncode == 0
     assert made(config) == before
-    other = run(copy("other", **CLEANER), config, "extract", 1, 1)
+    other = run(copy("other", CLEANER), config, "extract", 1, 1)
     assert other.returncode == 0 and "made by other code" in other.stdout
     after = made(config)
     assert after.keys() == before.keys()
@@ -258,7 +262,7 @@ def test_a_worker_with_other_code_is_refused(
     make_config: Any, copy: Any, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     config = make_config(workers=2)
-    other = str(copy("other", **CLEANER))
+    other = str(copy("other", CLEANER))
     if engine == "ray":
         pytest.importorskip("ray", reason="Ray is an extra: pip install 'distil-pretraining[ray]'")
         path = os.pathsep.join((other, str(Path(__file__).parent), *sys.path[1:]))
@@ -274,7 +278,7 @@ def test_a_worker_with_other_code_is_refused(
 def test_a_task_with_other_code_is_refused(make_config: Any, copy: Any) -> None:
     config = make_config()
     prepare_stage(config, "extract", 1, 2, **SMALL)
-    other = copy("other", **CLEANER)
+    other = copy("other", CLEANER)
     done = run(other, config, "extract", 2, 2)
     assert done.returncode == 1 and "made by other code" in done.stderr, done
     assert len(done.stderr.strip().splitlines()) == 1
@@ -288,6 +292,157 @@ def test_a_task_with_other_code_is_refused(make_config: Any, copy: Any) -> None:
 def test_finished_shards_of_other_code_are_not_up_to_date(make_config: Any, copy: Any) -> None:
     config = make_config()
     prepare(config, **SMALL)
-    assert run(copy("reworded", **REWORDED), config).returncode == 0
-    done = run(copy("other", **CLEANER), config)
+    assert run(copy("reworded", REWORDED), config).returncode == 0
+    done = run(copy("other", CLEANER), config)
     assert done.returncode == 1 and "--accept-code" in done.stderr, done
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "changed"),
+    [
+        pytest.param("cleaning.py", '"""', '"""Reworded. ', set(), id="docstring"),
+        pytest.param("cleaning.py", "import re\n", "import re  # why\n\n", set(), id="comment"),
+        pytest.param("publish/card.py", "import json", "import json as json", set(), id="card"),
+        pytest.param(
+            "sources/tables.py",
+            "    from pyarrow import RecordBatch",
+            "    import pandas",
+            set(),
+            id="type checking",
+        ),
+        pytest.param(
+            "cleaning.py",
+            "0xAD, ",
+            "",
+            {"examples", "extract", "vocabulary", "pack"},
+            id="cleaning",
+        ),
+        pytest.param("packing.py", "import", "import os\nimport", {"pack"}, id="packing"),
+        pytest.param("plan.py", "import", "import os\nimport", set(), id="plan"),
+        pytest.param("__init__.py", "class", "X = 1\n\n\nclass", set(code.BEHAVIOUR), id="all"),
+    ],
+)
+def test_a_stage_is_what_it_imports(
+    copy: Any, file: str, old: str, new: str, changed: set[str]
+) -> None:
+    root = copy("edited", {file: (old, new)})
+    found = {
+        stage
+        for stage in code.BEHAVIOUR
+        if code.source_of(f"data_prep.stages.{stage}", root) != code.code_of(stage).source
+    }
+    shapes = changed | {"finish"} if changed or file == "plan.py" else changed
+    assert found == shapes
+
+
+@pytest.fixture
+def other_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that changes what this process takes for its own code."""
+
+    def change(name: str, value: Any) -> None:
+        monkeypatch.setattr(code, name, value)
+        code.code_of.cache_clear()
+
+    yield change
+    monkeypatch.undo()
+    code.code_of.cache_clear()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("what", ["source", "libraries"])
+def test_shards_of_other_code_can_be_kept(make_config: Any, other_code: Any, what: str) -> None:
+    config = make_config(row_length=[32, 64])
+    first = prepare(config)
+    before = contents(config.output)
+    if what == "source":
+        other_code("source_of", lambda module: "f" * 64)
+        difference = r"source: \w{12} there, ffffffffffff here"
+    else:
+        other_code("installed", lambda package: "99.1")
+        difference = r"numpy: [\d.]+ there, 99\.1 here"
+    for _ in range(2):
+        with pytest.raises(CorpusError, match=f"{difference}.*--accept-code") as caught:
+            prepare(config)
+        assert "\n" not in str(caught.value) and contents(config.output) == before
+    assert prepare(config, accept_code=True) == first
+    assert prepare(config) == first
+    after = contents(config.output)
+    assert before.items() <= after.items()
+    accepted = {str(config.folder(length) / "accepted_code.json") for length in (32, 64)}
+    assert after.keys() - before.keys() == accepted
+    assert not any(verify(config.folder(length)) for length in (32, 64))
+    other_code("installed", lambda package: "99.2")  # what was accepted was one version
+    with pytest.raises(CorpusError, match="--accept-code"):
+        prepare(config)
+
+
+def test_shards_of_another_behaviour_are_refused_in_any_case(
+    make_config: Any, other_code: Any
+) -> None:
+    config = make_config()
+    prepare(config)
+    before = contents(config.output)
+    other_code("BEHAVIOUR", code.BEHAVIOUR | {"match": 7})
+    for accept in (False, True):
+        with pytest.raises(CorpusError, match="behaviour of match: 1 there, 7 here") as caught:
+            prepare(config, accept_code=accept)
+        assert "use another `output`" in str(caught.value)
+        assert "--accept-code" not in str(caught.value)
+    assert contents(config.output) == before
+
+
+def test_what_other_code_made_is_made_again_once_it_is_damaged(
+    make_config: Any, other_code: Any
+) -> None:
+    config = make_config()
+    first = prepare(config)
+    other_code("source_of", lambda module: "f" * 64)
+    prepare(config, accept_code=True)
+    (config.output / "token_counts.json").write_text("{}")
+    warnings: list[str] = []
+    assert prepare(config, warn=warnings.append).digest == first.digest
+    assert len(warnings) == 1 and "making it again" in warnings[0]
+    assert not (config.output / "accepted_code.json").exists()
+    assert prepare(config).digest == first.digest
+
+
+def test_shards_of_a_release_without_this_record_are_one_line(make_config: Any) -> None:
+    config = make_config()
+    digest = prepare(config).digest
+    chain = config.output / "provenance.jsonl"
+    lines = [json.loads(line) for line in chain.read_text().splitlines()]
+    for line in lines:
+        del line["code"]
+    chain.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (config.output / "code.json").unlink()
+    manifest = load_manifest(config.output)
+    files = [f.file for f in manifest.files if f.file != "code.json"]
+    fields = {name: getattr(manifest, name) for name in type(manifest).model_fields}
+    fields |= {"files": tuple(file_record(config.output, name) for name in files)}
+    del fields["digest"], fields["self_sha256"]
+    (config.output / "manifest.json").write_bytes(manifest_bytes(seal(fields)))
+    with pytest.raises(CorpusError, match="by a release that did not record its code") as caught:
+        prepare(config)
+    assert "--accept-code" in str(caught.value) and "\n" not in str(caught.value)
+    for _ in range(2):
+        assert prepare(config, accept_code=True).digest == digest
+    assert prepare(config).digest == digest
+
+
+def test_unfinished_work_of_a_release_without_this_record_is_one_line(make_config: Any) -> None:
+    config = make_config()
+    prepare_stage(config, "extract", **SMALL)
+    for record in (config.output / ".work" / "extract").glob("*.json"):
+        values = json.loads(record.read_text())
+        del values["code"]
+        record.write_text(json.dumps(values))
+    with pytest.raises(CorpusError, match="a release that did not record it"):
+        prepare_stage(config, "match", **SMALL)
+    with pytest.raises(CorpusError, match="run all its tasks with one version"):
+        prepare_stage(config, "extract", 1, 2, **SMALL)
+    warnings: list[str] = []
+    prepare(config, warn=warnings.append, **SMALL)
+    assert len(warnings) == 1 and "making them again" in warnings[0]
