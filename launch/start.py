@@ -25,6 +25,7 @@ from launch.supervise import supervise
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.gather import accumulation_steps
+from pretrain.output import check_output
 from pretrain.precision import with_defaults
 from pretrain.processes import timeout
 
@@ -64,6 +65,7 @@ def start(asked: Launch) -> int:
     added = preset.overrides(asked.overrides) if preset else []
     overrides = [*added, *asked.overrides]
     config = load_config(RunConfig, asked.config, overrides)
+    check_output(config)
     for line in describe(asked, preset, added, layout, config):
         print(f"# {line}")
     if asked.slurm:

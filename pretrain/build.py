@@ -135,15 +135,13 @@ def build(
 
     step = saved.step if saved else 0
     fence = lock.check if lock else lambda: None
-    if config.logging.tensorboard:
-        accelerator.init_trackers("tensorboard")
     epochs = read.dataset.order.steps_for(config.train.epochs)
     return Run(
         config=config,
         accelerator=accelerator,
         progress=progress,
         heartbeat=heartbeat,
-        metrics=Metrics(config.output / "metrics.jsonl", step, accelerator, fence),
+        metrics=Metrics(config.output / "metrics.jsonl", accelerator, fence),
         writer=Writer(
             config.output / "checkpoints",
             tokenizer=read.tokenizer,

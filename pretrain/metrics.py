@@ -42,21 +42,19 @@ class Silent:
 
 
 class Metrics:
-    """Appends to metrics.jsonl; a resumed run first drops what lies after its checkpoint.
+    """Appends to metrics.jsonl.
 
     `fence` is called before each line, and raises if another process took the run over.
     """
 
-    def __init__(
-        self, path: Path, step: int, accelerator: Accelerator, fence: Callable[[], None]
-    ) -> None:
+    def __init__(self, path: Path, accelerator: Accelerator, fence: Callable[[], None]) -> None:
         self.path, self.accelerator, self.fence = path, accelerator, fence
         self.last: dict[str, Any] | None = None
-        if not accelerator.is_main_process:
-            return
-        with writing_to(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.last = _forget(path, step)
+
+    def open(self, step: int) -> None:
+        """Drop what lies after the checkpoint of `step`; the first process calls it."""
+        with writing_to(self.path):
+            self.last = _forget(self.path, step)
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """One line, closed at once, so that `tail -f` and a crash both see it."""

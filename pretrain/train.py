@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from pretrain.hashing import root
 from pretrain.heartbeat import Heartbeat
 from pretrain.metrics import Progress, Silent
 from pretrain.micro_batch import explained, resolve
+from pretrain.output import check_output
 from pretrain.processes import (
     build_accelerator,
     jointly,
@@ -83,7 +83,7 @@ def train(
         heartbeat = heartbeat or stack.enter_context(Heartbeat.from_environment(rank))
         progress = progress if progress and first else Silent()
         heartbeat.at(0, "lock")
-        hold = _hold(config.output, progress)
+        hold = _hold(config, progress)
         held = patiently(accelerator, lambda: stack.enter_context(hold), here=first)
         heartbeat.at(0, "read")
         verifies = accelerator.is_local_main_process
@@ -101,13 +101,16 @@ def train(
         accelerator = build_accelerator(config)  # again, of the precision that is known by now
         heartbeat.at(0, "build")
         run = build(config, accelerator, read, progress=progress, heartbeat=heartbeat, lock=held)
+        if run.step < run.num_steps:
+            heartbeat.at(run.step, "micro-batch")
+            resolve(run, read.saved.state if read.saved else None)
+        # Nothing was refused: only from here on may the folder of the run change.
         signals.saves = True
         with _told(run):
             if run.step < run.num_steps:
-                heartbeat.at(run.step, "micro-batch")
-                resolve(run, read.saved.state if read.saved else None)
-                if first:
-                    write_json(config.output / "config.json", run.config.model_dump(mode="json"))
+                jointly(accelerator, lambda: _open(run), here=first)
+                if config.logging.tensorboard:
+                    accelerator.init_trackers("tensorboard")
                 describe(run)
                 last = min(stop_after or run.num_steps, run.num_steps)
                 rows = loader(run.dataset, run.step, last, run.config.train.num_workers)
@@ -232,9 +235,13 @@ def save_checkpoint(run: Run, *, wait: bool) -> None:
 
 
 @contextmanager
-def _hold(output: Path, progress: Progress) -> Iterator[Lock]:
-    """The right to write to an output folder; Busy, naming host and pid, if another run has it."""
-    told: set[str] = set()
+def _hold(config: RunConfig, progress: Progress) -> Iterator[Lock]:
+    """Hold the output folder; Busy, naming host and pid, if another run has it.
+
+    Raises:
+        RunError: it is an input, or holds what is no run.
+    """
+    output, told = config.output, set[str]()
 
     def waiting(left: float, host: str) -> None:
         if host not in told:
@@ -244,9 +251,17 @@ def _hold(output: Path, progress: Progress) -> Iterator[Lock]:
                 f"over in {left:.0f} s"
             )
 
+    check_output(config)
     with lock(output, "pretrain", who="distil pretrain", output=output, waiting=waiting) as held:
-        clear_status(output)
         yield held
+
+
+def _open(run: Run) -> None:
+    """Make the folder that of a run at work: its config, no end yet, no later metrics."""
+    output = run.config.output
+    write_json(output / "config.json", run.config.model_dump(mode="json"))
+    clear_status(output)
+    run.metrics.open(run.step)
 
 
 @contextmanager

@@ -308,7 +308,6 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert not (run.parent / "o").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="item 22: launch does not look at the output")
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--slurm", "--gpus", "2"]], ids=len)
 def test_an_output_that_holds_something_else_is_refused_before_anything_starts(
     more: list[str],

@@ -232,9 +232,7 @@ def test_it_is_resolved_once_and_a_resumed_run_repeats_it_bitwise(
     assert ranks.digests(Path(halves["output"]), 4) == ranks.digests(Path(whole["output"]), 4)
     with pytest.raises(RunError, match=r"not even 1 row fits into 0\.0 GB of memory: train\."):
         run(settings("new"))
-    assert json.loads((Path(settings("new")["output"]) / "exit_status.json").read_text())[
-        "exit_code"
-    ] == 2  # fmt: skip
+    assert not (Path(settings("new")["output"]) / "exit_status.json").exists()  # as any refusal
 
 
 def test_a_number_of_ones_own_wins_over_the_record(

@@ -533,7 +533,6 @@ RESUMED = [
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="item 5: exit_status.json is removed before the refusal")
 @pytest.mark.parametrize("case", RESUMED, ids=lambda case: case[0].__name__)
 def test_a_run_that_cannot_go_on(place: Place, stopped: Path, case: tuple[Any, ...]) -> None:
     spoil, *parts = case
@@ -542,7 +541,6 @@ def test_a_run_that_cannot_go_on(place: Place, stopped: Path, case: tuple[Any, .
     assert_refused(place, *parts)
 
 
-@pytest.mark.xfail(strict=True, reason="item 5: metrics.jsonl is cut before the refusal")
 def test_a_run_for_which_memory_is_too_small_is_left_as_it_was(
     place: Place, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -640,7 +638,6 @@ def everything(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.xfail(strict=True, reason="item 22: output is not looked at")
 @pytest.mark.parametrize("case", TAKEN, ids=lambda case: case[0].__name__)
 def test_an_output_that_is_something_else_is_not_touched(
     place: Place, case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch

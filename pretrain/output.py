@@ -1,0 +1,69 @@
+"""Which folder a run may write to: a new one, or that of the same kind of run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from pretrain import RunError
+from pretrain.checkpoint.layout import MANIFEST, checkpoints
+from pretrain.config import RunConfig
+
+# What is there before the first step: locks, a launch's logs, hidden files and the user's YAML.
+_BEGUN = re.compile(r"\..*|.*\.ya?ml|logs|pretrain\..*lock|exit_status\.json")
+_KEYS = {"shards", "objective", "train"}  # of a run's config.json
+
+
+def check_output(config: RunConfig) -> None:
+    """Refuse an output that is an input or holds something else; nothing is written.
+
+    Raises:
+        RunError: naming the input, or a file that no run has written.
+    """
+    output, init, teacher = config.output, config.student.init, config.teacher or ""
+    inputs = {"shards": [str(config.shards)]}
+    if teacher:  # an output named as a hub's repository would be the next start's teacher
+        inputs["teacher"] = [teacher, teacher.partition("@")[0]]
+    if isinstance(init, str) and init not in ("teacher", "random"):
+        inputs["student.init"] = [init]
+    here = Path(os.path.realpath(output))
+    for key, names in inputs.items():
+        for name in names:
+            there = Path(os.path.realpath(name))
+            if here == there:
+                problem = f"is {key} {name}"
+            elif here.is_relative_to(there):
+                problem = f"lies in {key} {name}"
+            elif there.exists() and there.is_relative_to(here):
+                problem = f"holds {key} {name}"
+            else:
+                continue
+            raise RunError(
+                f"output {output} {problem}, which the run only reads; set another `output:`"
+            )
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise RunError(f"output {output} is no folder; set another `output:`")
+    if is_run(output):
+        return
+    for path in sorted(output.iterdir()):
+        if not _BEGUN.fullmatch(path.name):
+            raise RunError(
+                f"output {output} holds {path.name}, which no run has written; set another "
+                "`output:`, a new or an empty folder"
+            )
+
+
+def is_run(folder: Path) -> bool:
+    """Tell the folder of a run by its config.json or its checkpoints."""
+    saved = checkpoints(folder / "checkpoints").values()
+    if any((path / MANIFEST).is_file() for path in saved):
+        return True
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and values.keys() >= _KEYS
