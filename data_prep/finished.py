@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from data_prep import CorpusError
+from data_prep.config import TrainTokenizer, VocabularyTokenizer
 from data_prep.plan import Plan
 from data_prep.shards import Manifest, load_manifest, verify
 from data_prep.shards.manifest import MANIFEST
@@ -117,9 +118,36 @@ def _compare_code(here: Code, folder: Path, manifest: Manifest, accept: bool) ->
     )
 
 
+def _of_the_user(name: str) -> bool:
+    """Tell files that may stand in an output: hidden ones, and the YAML that names it."""
+    return name.startswith(".") or name.endswith((".yaml", ".yml"))
+
+
 def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_inputs_apart(plan: Plan) -> None:
+    """Refuse an output that holds what is read: it would be overwritten, or read as its own input.
+
+    Raises:
+        CorpusError: naming the input.
+    """
+    output = os.path.realpath(plan.config.output)
+    tokenizer = plan.config.tokenizer
+    vocabulary = tokenizer.vocab if isinstance(tokenizer, VocabularyTokenizer) else tokenizer
+    read = {piece.path for _, _, piece in plan.examples}
+    for source, found in zip(plan.config.sources, plan.pieces, strict=True):
+        if source.kind != "python_docs":  # whose pieces are names of packages
+            read |= {piece.path for _, _, piece in found}
+    if not isinstance(vocabulary, TrainTokenizer):
+        read.add(str(vocabulary))
+    for file in sorted(read):
+        if os.path.exists(file) and Path(os.path.realpath(file)).is_relative_to(output):
+            raise CorpusError(
+                f"{plan.config.output}: holds {file}, which is read: use another `output`"
+            )
 
 
 def open_work(plan: Plan) -> None:
@@ -134,7 +162,7 @@ def open_work(plan: Plan) -> None:
     for folder in dict.fromkeys(folders):
         for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
             ours = OURS.fullmatch(name) or (folder == output and name in lengths)
-            if not (begun and ours) and not name.startswith("."):
+            if not (begun and ours) and not _of_the_user(name):
                 raise CorpusError(
                     f"{folder}: holds {name}, no part of an unfinished corpus: use an empty or a "
                     "new folder"

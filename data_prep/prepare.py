@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import Lock, lock
-from data_prep.finished import find_finished, open_work
+from data_prep.finished import check_inputs_apart, find_finished, open_work
 from data_prep.plan import FUNCTIONS, PART_BYTES, PIECE_BYTES, Plan, StageName
 from data_prep.shards import Manifest
 from data_prep.stages.deduplicate import TRAIN
@@ -48,6 +48,7 @@ def prepare(
     """
     plan = Plan(config, part_bytes, piece_bytes)
     _ = plan.tokenizer  # one that does not load is found before hours of reading
+    check_inputs_apart(plan)
     if finished := find_finished(plan, warn, accept_code):
         shutil.rmtree(plan.work, ignore_errors=True)  # killed between the manifest and its removal
         return finished[0]
@@ -79,6 +80,7 @@ def prepare_stage(
     """
     assert 1 <= task <= tasks
     plan = Plan(config, part_bytes, piece_bytes)
+    check_inputs_apart(plan)
     if find_finished(plan, warn):
         return 0
     open_work(plan)
@@ -101,6 +103,7 @@ def finalise(
 ) -> Manifest:
     """Put together what the stages made; CorpusError if one is not complete."""
     plan = Plan(config, part_bytes, piece_bytes)
+    check_inputs_apart(plan)
     if finished := find_finished(plan, warn):
         return finished[0]
     open_work(plan)

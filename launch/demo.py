@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import statistics
 import time
@@ -14,14 +15,17 @@ import typer
 from transformers import AutoModelForMaskedLM, pipeline
 
 from data_prep.config import CorpusConfig
+from data_prep.shards.manifest import MANIFEST
 from launch.config import load_config
 from launch.corpus import prepare_shown
 from launch.progress import Training
 from launch.tables import print_table, show
+from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate_folder
 from pretrain.export import export
 from pretrain.files import write_json
+from pretrain.output import foreign, is_run
 from pretrain.train import train
 
 _SENTENCE = "This function returns a [MASK] of the given objects."
@@ -31,8 +35,17 @@ _QUICK = {
 }
 
 
+_NAMES = {"shards", "teacher", "student", "teacher-export", "student-export", "results.json"}
+_EXPORTED = re.compile(r"README\.md|vocab\.txt|[a-z_]+\.json|model\.safetensors")
+
+
 def demo(output: Path, *, quick: bool = False) -> None:
-    """Run every stage under `output`, or what is left of it, and print the table."""
+    """Run every stage under `output`, or what is left of it, and print the table.
+
+    Raises:
+        RunError: the folder holds what no demo has written.
+    """
+    _check_output(output)
     corpus = load_config(
         CorpusConfig,
         Path("configs/corpus-demo.yaml"),
@@ -56,6 +69,34 @@ def demo(output: Path, *, quick: bool = False) -> None:
         show(["everything is up to date; this was measured before"])
     _print(json.loads(results.read_text(encoding="utf-8")))
     show([f"the student: {output}/student-export"])
+
+
+def _check_output(output: Path) -> None:
+    """Refuse a folder that is not a demo's; its exports are removed and its results replaced."""
+    if output.exists() and not output.is_dir():
+        raise RunError(f"{output}: is no folder; give another --output DIR")
+    found = {path.name: path for path in output.iterdir()} if output.exists() else {}
+    odd = [
+        path
+        for name, path in found.items()
+        if name not in _NAMES and not name.startswith(".") and path.suffix not in (".yaml", ".yml")
+    ]
+    for name in {"teacher", "student"} & found.keys():
+        odd += [path for path in [foreign(found[name])] if path is not None]
+    for name in {"teacher", "student"}:
+        files = list(found[f"{name}-export"].iterdir()) if f"{name}-export" in found else []
+        odd += [file for file in files if not file.is_file() or not _EXPORTED.fullmatch(file.name)]
+        if files and not is_run(output / name):  # of which it would be the export
+            odd.append(found[f"{name}-export"])
+    shards = output / "shards"
+    if "shards" in found and not any((shards / part).exists() for part in (".work", MANIFEST)):
+        odd += shards.iterdir()
+    if "results.json" in found and not is_run(output / "student"):
+        odd.append(found["results.json"])
+    if odd:
+        raise RunError(
+            f"{min(odd)}: no demo has written this; remove it, or give another --output DIR"
+        )
 
 
 def _train(config: str, output: Path, name: str, overrides: list[str]) -> bool:

@@ -57,6 +57,8 @@ def export(
     taken = f"{folder}: already there; export to another folder, or remove it first"
     if not again and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise RunError(taken)
+    if target.is_relative_to((run / "checkpoints").resolve()):
+        raise RunError(f"{folder}: lies among the run's checkpoints; export to another folder")
     # A name of its own: another export may be at work on the same target.
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
 

@@ -100,9 +100,7 @@ def gather(
     )
     positions = student.config.max_position_embeddings
     tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
-    return Ingredients(
-        config, manifest, teacher, saved, student, moments, dataset, tokenizer
-    )
+    return Ingredients(config, manifest, teacher, saved, student, moments, dataset, tokenizer)
 
 
 def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:

@@ -47,14 +47,20 @@ def check_output(config: RunConfig) -> None:
         return
     if not output.is_dir():
         raise RunError(f"output {output} is no folder; set another `output:`")
-    if is_run(output):
-        return
-    for path in sorted(output.iterdir()):
-        if not _BEGUN.fullmatch(path.name):
-            raise RunError(
-                f"output {output} holds {path.name}, which no run has written; set another "
-                "`output:`, a new or an empty folder"
-            )
+    if (path := foreign(output)) is not None:
+        raise RunError(
+            f"output {output} holds {path.name}, which no run has written; set another "
+            "`output:`, a new or an empty folder"
+        )
+
+
+def foreign(folder: Path) -> Path | None:
+    """Return a file that no run has written, None in the folder of a run and in an empty one."""
+    if is_run(folder):
+        return None
+    return next(
+        (path for path in sorted(folder.iterdir()) if not _BEGUN.fullmatch(path.name)), None
+    )
 
 
 def is_run(folder: Path) -> bool:

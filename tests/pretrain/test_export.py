@@ -234,7 +234,6 @@ def test_a_push_without_a_network_is_one_line_and_can_be_repeated(
     assert (target / "README.md").read_text(encoding="utf-8") == "changed"
 
 
-@pytest.mark.xfail(strict=True, reason="item 22: an export into a checkpoint makes it damaged")
 @pytest.mark.parametrize("inside", ["checkpoints/mine", "checkpoints/step-00000003/student/mine"])
 def test_an_export_does_not_go_into_a_checkpoint(finished: Path, inside: str) -> None:
     with pytest.raises(RunError, match="export to another folder"):
