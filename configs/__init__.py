@@ -1,1 +1,1 @@
-"""Shipped configs, one complete YAML a run; `distil` finds them by name when installed."""
+"""Shipped configs, one complete YAML a run; `distil` reads them as `shipped:NAME.yaml`."""

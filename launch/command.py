@@ -97,7 +97,7 @@ def sbatch(layout: Layout, config: Path, arguments: Sequence[str]) -> list[str]:
     cores = layout.processes * (4 if gpus else 1)  # a GPU's process has loader workers
     return [
         "sbatch",
-        f"--job-name=distil-{config.stem}",
+        f"--job-name=distil-{config.stem.removeprefix('shipped:')}",
         f"--nodes={layout.nodes}",
         *([f"--gpus-per-node={layout.processes}"] if gpus else []),
         f"--cpus-per-task={cores}",

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 Config = TypeVar("Config", bound=BaseModel)
+_SHIPPED = "shipped:"  # before the name of a config that was installed with the package
 
 
 class ConfigError(ValueError):
@@ -36,7 +37,7 @@ class _Loader(yaml.SafeLoader):
 def load_config(model: type[Config], path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply `section.key=value` overrides, validate.
 
-    A path that does not exist may name a config that was installed with the package.
+    `shipped:NAME.yaml` is a config that was installed with the package.
 
     Raises:
         ConfigError: with the file, the key and the fix.
@@ -51,16 +52,12 @@ def load_config(model: type[Config], path: Path, overrides: Sequence[str] = ()) 
 
 
 def _read(path: Path) -> dict[str, Any]:
-    shipped = files("configs").joinpath(path.name)
-    if not path.exists() and shipped.is_file():
-        text = shipped.read_text(encoding="utf-8")
-    else:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file{_near(path)}") from None
-        except (IsADirectoryError, UnicodeDecodeError, PermissionError) as error:
-            raise ConfigError(f"{path}: not a readable text file ({error})") from error
+    try:
+        text = _file(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_near(path)}") from None
+    except (IsADirectoryError, UnicodeDecodeError, PermissionError) as error:
+        raise ConfigError(f"{path}: not a readable text file ({error})") from error
     try:
         values = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -74,7 +71,30 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
+def where(path: Path) -> str:
+    """Name the file that `load_config` reads, for a line on the screen."""
+    file = _file(path).absolute()
+    return f"config: {file}" if file.name == path.name else f"config: {path}, {file}"
+
+
+def _file(path: Path) -> Path:
+    if not str(path).startswith(_SHIPPED):
+        return path
+    name, names = str(path).removeprefix(_SHIPPED), _shipped()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {_SHIPPED}{close[0]}?" if close else f"there are {', '.join(names)}"
+        raise ConfigError(f"{path}: not shipped; {hint}")
+    return Path(str(files("configs") / name))
+
+
+def _shipped() -> list[str]:
+    return sorted(file.name for file in files("configs").iterdir() if file.name.endswith(".yaml"))
+
+
 def _near(path: Path) -> str:
+    if path.name in _shipped():
+        return f"; did you mean {_SHIPPED}{path.name}?"
     names = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(str(path), names, n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -16,7 +16,7 @@ from transformers import AutoModelForMaskedLM, pipeline
 
 from data_prep.config import CorpusConfig
 from data_prep.shards.manifest import MANIFEST
-from launch.config import load_config
+from launch.config import load_config, where
 from launch.corpus import prepare_shown
 from launch.progress import Training
 from launch.tables import print_table, show
@@ -46,12 +46,14 @@ def demo(output: Path, *, quick: bool = False) -> None:
         RunError: the folder holds what no demo has written.
     """
     _check_output(output)
+    shipped = Path("shipped:corpus-demo.yaml")
     corpus = load_config(
         CorpusConfig,
-        Path("configs/corpus-demo.yaml"),
+        shipped,
         [f"output={output}/shards", *(["sources.0.max_megabytes=1"] if quick else [])],
     )
     show(["1/4 corpus: the documentation installed with Python and our dependencies"])
+    show([where(shipped)])
     prepare_shown(corpus)
 
     extra = _QUICK if quick else {"teacher": [], "student": []}
@@ -101,11 +103,13 @@ def _check_output(output: Path) -> None:
 
 def _train(config: str, output: Path, name: str, overrides: list[str]) -> bool:
     """Train or resume one run and export it; whether anything was new."""
+    shipped = Path(f"shipped:{config}")
     settings = load_config(
         RunConfig,
-        Path("configs") / config,
+        shipped,
         [f"output={output}/{name}", f"shards={output}/shards", *overrides],
     )
+    show([where(shipped)])
     with Training() as progress:
         outcome = train(settings, progress=progress)
     if outcome.ended == "interrupted":

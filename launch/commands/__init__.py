@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-Config = Annotated[Path, typer.Argument(help="A YAML file.", metavar="CONFIG")]
+Config = Annotated[
+    Path, typer.Argument(help="A YAML file, or shipped:NAME.yaml.", metavar="CONFIG")
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="section.key=value ...", metavar="[OVERRIDES]...")
 ]

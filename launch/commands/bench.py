@@ -12,7 +12,10 @@ from launch.commands import Overrides, quiet
 
 def bench(
     config: Annotated[
-        Path | None, typer.Argument(help="A YAML file; without one, --synthetic.", metavar="CONFIG")
+        Path | None,
+        typer.Argument(
+            help="A YAML file, shipped:NAME.yaml; without one, --synthetic.", metavar="CONFIG"
+        ),
     ] = None,
     overrides: Overrides = None,
     synthetic: Annotated[
@@ -60,7 +63,8 @@ def bench(
 
     from launch.bench import Settings, check, sizes_of
     from launch.bench import bench as run
-    from launch.config import load_config
+    from launch.config import load_config, where
+    from launch.tables import show
     from pretrain import RunError
     from pretrain.config import RunConfig
     from pretrain.gpu import check_kernels
@@ -80,6 +84,7 @@ def bench(
     settings = None
     if config is not None:
         settings = load_config(RunConfig, config, overrides or [])
+        show([where(config)])
         configured = settings.train.precision
         precisions = precision or [choose(device)[0] if configured == "auto" else configured]
         if isinstance(settings.train.micro_batch_size, int):

@@ -35,7 +35,7 @@ def pretrain(
     Example: distil pretrain configs/distilbert-base-uncased.yaml train.micro_batch_size=16
     """
     with end_on_signal():
-        from launch.config import load_config
+        from launch.config import load_config, where
         from launch.progress import Training
         from launch.tables import show
         from pretrain.config import RunConfig
@@ -45,6 +45,8 @@ def pretrain(
         quiet()
         settings = load_config(RunConfig, config, overrides or [])
         skipped = [_rows(text) for text in skip_rows or []]
+        if int(os.environ.get("RANK", 0)) == 0:
+            show([where(config)])
     with Training() as progress:
         outcome = train(settings, progress=progress, stop_after=stop_after, skip_rows=skipped)
     if int(os.environ.get("RANK", 0)) == 0:

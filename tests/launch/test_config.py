@@ -163,7 +163,6 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> No
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.xfail(strict=True, reason="item 6: a missing path trains the shipped config")
 @pytest.mark.parametrize("name", ["demo.yaml", "configs/demo.yaml", "expriments/demo.yaml"])
 def test_a_missing_path_is_an_error_that_names_the_shipped_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -174,7 +173,6 @@ def test_a_missing_path_is_an_error_that_names_the_shipped_config(
     assert str(error.value) == f"{name}: no such file; did you mean shipped:demo.yaml?"
 
 
-@pytest.mark.xfail(strict=True, reason="item 6: there is no explicit form")
 def test_a_shipped_config_has_a_name_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +190,6 @@ def test_a_shipped_config_has_a_name_of_its_own(
             load_config(RunConfig, Path(name))
 
 
-@pytest.mark.xfail(strict=True, reason="item 6: no command says which file it read")
 @pytest.mark.parametrize(
     "command",
     [
