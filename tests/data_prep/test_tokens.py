@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import RobertaProcessing
+from tokenizers.trainers import BpeTrainer
 
 from data_prep import CorpusError
 from data_prep.config import VocabularyTokenizer
@@ -197,6 +200,93 @@ def test_special_tokens_go_by_the_name_of_the_folder(tmp_path: Path) -> None:
     assert 4 not in tokens.encode("hello <mask> </s>")
     with pytest.raises(CorpusError, match=r"no \[PAD\], \[UNK\]"):
         load(tmp_path / "saved" / "tokenizer.json")
+
+
+USUAL = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
+
+
+def byte_level(path: Path, names: dict[str, str], post_processor: bool = True) -> Path:
+    """Write a byte-level BPE as RoBERTa has it, padding and truncation included."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(name, lstrip=key == "mask") for key, name in names.items()]
+    trainer = BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator([TEXT, "hello world, hello caf\u00e9 \u4e2d\u6587"] * 9, trainer)
+    if post_processor:
+        ends = [(name, tokenizer.token_to_id(name)) for name in (names["sep"], names["cls"])]
+        tokenizer.post_processor = RobertaProcessing(*ends)
+    tokenizer.enable_padding(length=16, pad_id=0, pad_token=names["pad"])
+    tokenizer.enable_truncation(16)
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.xfail(strict=True, reason="item 11: no [PAD], [UNK], [CLS], [SEP], [MASK]")
+def test_a_tokenizer_json_alone_tells_its_special_tokens(tmp_path: Path) -> None:
+    path = byte_level(tmp_path / "tokenizer.json", USUAL)
+    theirs = Tokenizer.from_file(str(path))
+    theirs.no_padding()
+    theirs.no_truncation()
+    tokens = load(path)
+    assert tokens.names == USUAL
+    text = "hello World, caf\u00e9 \u4e2d\u6587 \U0001f469"
+    cls, *ids, sep = theirs.encode(text).ids
+    assert tokens.encode(text).tolist() == ids
+    assert (tokens.special_ids.cls, tokens.special_ids.sep) == (cls, sep)
+    assert tokens.decode(ids) == text
+    assert not set(tokens.encode("a <mask> b</s><pad>").tolist()) & {0, 2, 3, 4}
+    settings = {f"{key}_token": name for key, name in USUAL.items()}
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "tokenizer_config.json").write_text(json.dumps(settings))
+    shutil.copy(path, tmp_path / "folder")
+    assert load(tmp_path / "folder").record() == tokens.record()
+    tokens.save(tmp_path / "saved", 32)
+    assert load(tmp_path / "saved").record() == tokens.record()
+
+
+@pytest.mark.xfail(strict=True, reason="item 11: no [PAD], [UNK], [CLS], [SEP], [MASK]")
+def test_a_folder_without_settings_is_read_as_the_file_in_it(tmp_path: Path) -> None:
+    path = byte_level(tmp_path / "tokenizer.json", USUAL)
+    assert load(tmp_path).record() == load(path).record()
+
+
+@pytest.mark.xfail(strict=True, reason="item 11: there are no such keys")
+def test_unusual_special_tokens_are_named_by_keys(tmp_path: Path) -> None:
+    from data_prep.config import JsonTokenizer
+
+    odd = {"pad": "<p>", "unk": "<u>", "cls": "<c>", "sep": "<e>", "mask": "<m>"}
+    path = byte_level(tmp_path / "tokenizer.json", odd)
+    with pytest.raises(CorpusError, match=r"no pad, unk, mask token .*path: .*, mask: TOKEN"):
+        load(path)
+    some = {key: odd[key] for key in ("pad", "unk", "mask")}
+    assert load(JsonTokenizer(path=path, **some)).names == odd
+    byte_level(path, odd, post_processor=False)
+    with pytest.raises(CorpusError, match=r"no cls, sep token"):
+        load(JsonTokenizer(path=path, **some))
+    assert load(JsonTokenizer(path=path, **odd)).names == odd
+    assert load(JsonTokenizer(path=tmp_path, **odd)).names == odd
+    with pytest.raises(CorpusError, match="the mask token '<n>' is not in its vocabulary"):
+        load(JsonTokenizer(path=path, **odd | {"mask": "<n>"}))
+    with pytest.raises(CorpusError, match="pad and mask are both '<p>'"):
+        load(JsonTokenizer(path=path, **odd | {"mask": "<p>"}))
+    with pytest.raises(CorpusError, match="cannot be read"):
+        load(JsonTokenizer(path=tmp_path / "none.json"))
+
+
+@pytest.mark.xfail(strict=True, reason="item 11: the first is taken")
+def test_two_usual_names_are_ambiguous(tmp_path: Path) -> None:
+    from data_prep.config import JsonTokenizer
+
+    path = byte_level(tmp_path / "tokenizer.json", {**USUAL, "other": "[MASK]"})
+    with pytest.raises(CorpusError, match=r"mask may be \[MASK\] or <mask>"):
+        load(path)
+    assert load(JsonTokenizer(path=path, mask="<mask>")).names == USUAL
 
 
 # Single characters and their continuations, so that a difference is not hidden by [UNK].
