@@ -39,6 +39,21 @@ class VocabularyTokenizer(BaseModel):
     lowercase: bool | None = None
 
 
+class JsonTokenizer(BaseModel):
+    """`tokenizer: {path: tokenizer.json, mask: <m>}`: special tokens that the file does not tell.
+
+    It tells [CLS] and [SEP] by its post-processor, the others by their usual names.
+    """
+
+    model_config = FROZEN
+    path: Path
+    pad: str | None = None
+    unk: str | None = None
+    cls: str | None = None
+    sep: str | None = None
+    mask: str | None = None
+
+
 Level = Literal["none", "exact", "near"]
 
 
@@ -75,7 +90,7 @@ class CorpusConfig(BaseModel):
     model_config = FROZEN
     output: Path
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
-    tokenizer: str | TrainTokenizer | VocabularyTokenizer = "bert-base-uncased"
+    tokenizer: str | TrainTokenizer | VocabularyTokenizer | JsonTokenizer = "bert-base-uncased"
     row_length: RowLength | Annotated[tuple[RowLength, ...], Field(min_length=1)] = 512
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.005
     min_characters: Annotated[int, Field(ge=1)] = 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.config import TrainWordPiece, VocabularyTokenizer
+from data_prep.config import JsonTokenizer, TrainWordPiece, VocabularyTokenizer
 from data_prep.duplicates.dedup import draw
 from data_prep.stages.deduplicate import TRAIN
 from data_prep.stages.documents import read_index, read_part
@@ -24,7 +24,7 @@ TEXT_BYTES = 2**30
 class VocabularyTask:
     """What to load, or how to train and on which `parts`: (file, unit of extraction, number)."""
 
-    tokenizer: str | VocabularyTokenizer | TrainWordPiece
+    tokenizer: str | VocabularyTokenizer | JsonTokenizer | TrainWordPiece
     model_max_length: int
     extracted: tuple[Path, ...]
     part_names: tuple[tuple[str, ...], ...]

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from tokenizers.processors import TemplateProcessing
 
 from data_prep import CorpusError
-from data_prep.config import VocabularyTokenizer
+from data_prep.config import JsonTokenizer, VocabularyTokenizer
 from data_prep.disk import write_file
 from data_prep.shards import Manifest, canonical_json, read_listed, vocabulary_sha256
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord
@@ -20,20 +21,34 @@ from data_prep.tokens.fast import PROBE, Encoder, fast_encoder
 from data_prep.tokens.long_texts import calls
 
 NAMES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+# Of added tokens, beside BERT's.
+USUAL = {role: (f"<{role}>", f"<|{role}|>") for role in ("pad", "unk", "mask")}
 
 
 class Tokens:
-    """A tokenizer whose special ids are known; `names` maps pad, unk, cls, sep, mask to tokens."""
+    """A tokenizer whose special ids are known.
 
-    def __init__(self, backend: Tokenizer, names: dict[str, str], origin: str) -> None:
-        ids = {key: backend.token_to_id(names[key]) for key in NAMES}
-        if missing := [names[key] for key, id in ids.items() if id is None]:
-            raise CorpusError(
-                f"{origin}: the vocabulary has no {', '.join(missing)}: add them, "
-                "or choose a BERT tokenizer"
-            )
+    `names` maps pad, unk, cls, sep and mask to tokens; those that it leaves out are found in the
+    tokenizer itself. CorpusError if one is not there.
+    """
+
+    def __init__(self, backend: Tokenizer, names: Mapping[str, str], origin: str) -> None:
         backend.no_truncation()
         backend.no_padding()
+        names = {**_found(backend, [role for role in NAMES if role not in names], origin), **names}
+        ids = {role: backend.token_to_id(names[role]) for role in NAMES}
+        for role, id in ids.items():
+            if id is None:
+                raise CorpusError(
+                    f"{origin}: the {role} token {names[role]!r} is not in its vocabulary: name "
+                    "one that is, or choose another tokenizer"
+                )
+        for role, other in combinations(NAMES, 2):
+            if ids[role] == ids[other]:
+                raise CorpusError(
+                    f"{origin}: {role} and {other} are both {names[role]!r}: each needs a token of "
+                    "its own"
+                )
         backend.encode_special_tokens = True  # a literal "[MASK]" in text is text
         self.backend = backend
         self.names = names
@@ -132,8 +147,43 @@ class Tokens:
             write_file(folder / name, lambda file, data=data: file.write(data))  # type: ignore[misc]
 
 
-def load(spec: str | Path | VocabularyTokenizer) -> Tokens:
+def _found(backend: Tokenizer, roles: list[str], origin: str) -> dict[str, str]:
+    """The special tokens of a tokenizer by role, where only one can be meant; else CorpusError."""
+    empty = backend.encode("", add_special_tokens=True)  # what the post-processor puts around it
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    found: dict[str, str] = {}
+    missing = []
+    for role in roles:
+        names = [name for name in USUAL.get(role, ()) if name in added]
+        if backend.token_to_id(NAMES[role]) is not None:
+            names.insert(0, NAMES[role])
+        if role in ("cls", "sep") and sum(empty.special_tokens_mask) == len(empty.ids) == 2:
+            names = [empty.tokens[role == "sep"]]
+        if len(names) > 1:
+            raise CorpusError(
+                f"{origin}: {role} may be {' or '.join(names)}: choose one, as in `tokenizer: "
+                f"{{path: {origin}, {role}: {names[0]}}}`"
+            )
+        if names:
+            found[role] = names[0]
+        else:
+            missing.append(role)
+    if missing:
+        keys = ", ".join(f"{role}: TOKEN" for role in missing)
+        raise CorpusError(
+            f"{origin}: no {', '.join(missing)} token is to be found in it: name them, as in "
+            f"`tokenizer: {{path: {origin}, {keys}}}`"
+        )
+    return found
+
+
+def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
     """Load a folder, tokenizer.json, vocab.txt, hub name or vocabulary; CorpusError if unusable."""
+    if isinstance(spec, JsonTokenizer):
+        path, names = spec.path, spec.model_dump(exclude={"path"}, exclude_none=True)
+        if path.is_dir():
+            return _from_json(path / "tokenizer.json", _names(path) | names)
+        return _from_json(path, names)
     if isinstance(spec, VocabularyTokenizer):
         vocabulary = read_vocabulary(spec.vocab)
         if spec.pattern is None:
@@ -146,7 +196,7 @@ def load(spec: str | Path | VocabularyTokenizer) -> Tokens:
         path = path / "vocab.txt"
     if path.is_file():
         if path.suffix == ".json":
-            return _from_json(path, NAMES)
+            return _from_json(path, {})
         return word_piece(read_vocabulary(path), None, origin=str(path))
     if path.suffix in (".txt", ".json") or str(spec).startswith((".", "/", "~")):
         raise CorpusError(f"{spec}: no such tokenizer file or folder: check `tokenizer`")
@@ -246,8 +296,8 @@ def _parse(path: Path, data: bytes) -> Tokenizer:
 
 
 def _names(folder: Path) -> dict[str, str]:
-    """The special tokens that a folder's settings name, else BERT's."""
-    names = dict(NAMES)
+    """The special tokens that a folder's settings name."""
+    names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
             settings = json.loads((folder / file).read_bytes())
@@ -258,7 +308,7 @@ def _names(folder: Path) -> dict[str, str]:
         for key in NAMES:
             token = settings.get(f"{key}_token")
             token = token.get("content") if isinstance(token, dict) else token
-            names[key] = token or names[key]
+            names |= {key: token} if token else {}
     return names
 
 
@@ -286,5 +336,5 @@ def _from_hub(name: str) -> Tokens:
             f"tokenizer {name!r}: neither a path nor a fast tokenizer that could be loaded "
             f"from the hub ({reason})"
         ) from None
-    names = {key: getattr(tokenizer, f"{key}_token") or NAMES[key] for key in NAMES}
-    return Tokens(backend, names, name)
+    given = {key: getattr(tokenizer, f"{key}_token") for key in NAMES}
+    return Tokens(backend, {key: token for key, token in given.items() if token}, name)

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 import use_export
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import RobertaProcessing
+from tokenizers.trainers import BpeTrainer
 from transformers import DistilBertForMaskedLM
 
 from data_prep.config import CorpusConfig
@@ -35,6 +37,7 @@ POSITIONS = 48  # of the models; a row has fewer
 TOKENIZERS: dict[str, Any] = {
     "uncased": {"train": {"vocab_size": 300}},
     "cased": {"train": {"vocab_size": 300, "lowercase": False}},
+    "byte-level": "tokenizer.json",
 }
 
 
@@ -67,6 +70,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folder = folders[name] = tmp_path_factory.mktemp(name)
         lines = [f"{text} {i} words {i * 7919}" for i in range(60) for text in use_export.TEXTS]
         (folder / "texts.txt").write_text("\n\n".join(lines), encoding="utf-8")
+        if tokenizer == "tokenizer.json":
+            tokenizer = byte_level(folder / tokenizer)
         source = {"kind": "text", "path": str(folder / "texts.txt"), "document": "paragraph"}
         corpus = {
             "output": folder / "shards",
@@ -99,6 +104,21 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             train(RunConfig.model_validate(values | settings))
             export(folder / run, folder / f"{run}-exported", pytest.fail)
     return folders
+
+
+def byte_level(path: Path) -> str:
+    """Write a byte-level BPE with RoBERTa's special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "<pad>", "</s>", "<unk>", AddedToken("<mask>", lstrip=True)]
+    trainer = BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(use_export.TEXTS * 9, trainer)
+    tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
+    tokenizer.save(str(path))
+    return str(path)
 
 
 def in_4(python: Path, *folders: Path) -> list[dict[str, Any]]:
