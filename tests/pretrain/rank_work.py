@@ -43,6 +43,13 @@ def on_machines(values: dict[str, Any], cpuinfo: Path, file: Path) -> None:
     file.with_suffix(f".{rank}").write_text(json.dumps(answer), encoding="utf-8")
 
 
+def as_on_a_gpu(values: dict[str, Any]) -> None:
+    """As `once`, where a question for a GPU's autocast, which names no device, means the CPU's."""
+    ask = torch.is_autocast_enabled
+    torch.is_autocast_enabled = lambda device="cpu": ask(device)  # type: ignore[assignment]
+    once(values)
+
+
 def seen(values: dict[str, Any], arguments: dict[str, Any] | None, file: Path) -> None:
     """As `once`; every rank notes the rows and masks of each step it is given."""
     given = pretrain.rows.StepDataset.__getitem__
