@@ -141,12 +141,15 @@ class Partitioned:
         exact = {}
         if self._half is torch.float16:
             exact = {name: p.detach().clone() for name, p in module.named_parameters()}
+        if self._half is not None:
+            # Inside the engine: on a GPU it ends an autocast that it finds around its forward pass.
+            module.forward = self.autocast()(module.forward)
         self.engine, _ = accelerator.prepare(module, optimizer)
         self.zero = self.engine.optimizer
         self.name = f", ZeRO {self.engine.zero_optimization_stage()}"
         self._initialise(exact)
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> torch.autocast:
         """The run's precision, for a forward pass outside `forward_backward`."""
         device = self.accelerator.device.type
         return torch.autocast(device, self._half, enabled=self._half is not None)
@@ -159,8 +162,7 @@ class Partitioned:
     ) -> tuple[Tensor, Tensor]:
         """As `Replicated.forward_backward`; ZeRO 2 communicates at every micro-batch."""
         self.engine.set_gradient_accumulation_boundary(last)
-        with self.autocast():
-            loss, sums = self.engine(*inputs, coefficients)
+        loss, sums = self.engine(*inputs, coefficients)
         self.engine.backward(loss * (scale * self.accelerator.num_processes))
         return loss.detach(), sums
 

@@ -140,7 +140,6 @@ def test_zero_agrees_with_one_process(
         assert difference(values, alone) < 1e-5
 
 
-@pytest.mark.xfail(strict=True, reason="item 16: DeepSpeed turns off an autocast around its engine")
 @ranks.needs_deepspeed
 def test_zero_computes_in_the_runs_precision_where_deepspeed_sees_autocast(
     settings: Callable[..., dict[str, Any]],
