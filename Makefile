@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Half of the tests wait for processes of their own; each takes all cores when it computes.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo demo-quick test test-slow checks torture clean
+.PHONY: install demo demo-quick test test-slow test-gpu checks torture clean
 
 install: .venv/.installed
 
@@ -28,6 +28,12 @@ test: install
 # Tests that take minutes, start many processes or need an environment of their own.
 test-slow: install
 	$(PYTEST) -m slow
+
+# All that runs only on a GPU, with .venv's Python or the one on PATH: it needs no datasets, no
+# deepspeed, and installs nothing. Elsewhere each test says why it is skipped.
+test-gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -vv -rs -m gpu \
+		$$(grep -rl 'pytest\.mark\.gpu' tests --include='test_*.py')
 
 checks: install
 	$(BIN)/ruff check .

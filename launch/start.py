@@ -197,9 +197,9 @@ def submit(asked: Launch, layout: Layout, overrides: list[str], config: RunConfi
     print(command.shell_line({}, argv), flush=True)
     if asked.dry_run:
         return 0
-    for program, where in (("sbatch", "on the cluster"), ("distil", "in its environment")):
+    for program, place in (("sbatch", "on the cluster"), ("distil", "in its environment")):
         if shutil.which(program) is None:
-            raise RunError(f"--slurm: {program} is not on PATH: run this command {where}")
+            raise RunError(f"--slurm: {program} is not on PATH: run this command {place}")
     load_manifest(config.shards)
     return 2 if subprocess.run(argv, check=False).returncode else 0
 

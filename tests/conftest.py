@@ -38,3 +38,8 @@ def seal() -> Callable[[Path, Mapping[str, Any]], Path]:
         return folder
 
     return write
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU that torch can use")

@@ -22,7 +22,7 @@ import pretrain.rows
 import pretrain.train
 from pretrain.config import RunConfig
 from pretrain.heartbeat import Heartbeat
-from pretrain.processes import patiently, processes
+from pretrain.processes import build_accelerator, patiently, processes
 from pretrain.train import train
 
 
@@ -47,6 +47,22 @@ def as_on_a_gpu(values: dict[str, Any]) -> None:
     """As `once`, where a question for a GPU's autocast, which names no device, means the CPU's."""
     ask = torch.is_autocast_enabled
     torch.is_autocast_enabled = lambda device="cpu": ask(device)  # type: ignore[assignment]
+    once(values)
+
+
+def on_nccl(values: dict[str, Any], file: Path) -> None:
+    """As `once`; each rank notes its device, backend and time limit."""
+    config = RunConfig.model_validate(values)
+    device = build_accelerator(config).device
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    limit = group._get_backend(device).options._timeout
+    noted = {
+        "backend": torch.distributed.get_backend(),
+        "timeout": limit.total_seconds(),
+        "device": str(device),
+    }
+    file.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(noted), encoding="utf-8")
     once(values)
 
 

@@ -236,6 +236,19 @@ def test_head(call: Call, dtype: torch.dtype, chunk: int) -> None:
     assert max(call(head_errors, "tokens", dtype, 6, chunk)) <= TOLERANCE[dtype]
 
 
+@pytest.mark.gpu
+@needs_triton
+@DTYPES
+def test_the_kernel_as_a_gpu_runs_it(dtype: torch.dtype) -> None:
+    """The tests above run there, too, where there is one that can; this one says if none could."""
+    if not ON_GPU:
+        pytest.skip("the kernel needs compute capability 8.0")
+    for vocabulary in SIZES:
+        found = kernel_errors(dtype, vocabulary, True, True, True)
+        check(found, dtype, {"kl", "cross-entropy", "gradient"})
+    assert max(head_errors("tokens", dtype, 6, 4)) <= TOLERANCE[dtype]
+
+
 @needs_triton
 def test_head_with_kl_over_masked_positions_or_no_labels(call: Call) -> None:
     """Positions of weight 0, and a micro-batch in which nothing is masked."""

@@ -219,7 +219,7 @@ def test_a_batch_arrives_as_the_model_takes_it(batch: MicroBatch) -> None:
     assert torch.equal(batch._replace(input_ids=narrow).to(CPU).input_ids, wide)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_the_host_never_waits_for_a_gpu(

@@ -1,0 +1,55 @@
+"""What a machine with a GPU may lack: datasets and deepspeed are needed by nobody who trains."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# As if they were not installed: importlib finds no such package, as accelerate asks.
+HIDE = """
+import importlib.machinery
+
+find = importlib.machinery.PathFinder.find_spec
+
+def find_spec(cls, name, path=None, target=None):
+    hidden = name.partition(".")[0] in ("datasets", "deepspeed")
+    return None if hidden else find(name, path, target)
+
+importlib.machinery.PathFinder.find_spec = classmethod(find_spec)
+"""
+MODULES = "launch.cli launch.demo launch.bench launch.subjects data_prep.prepare pretrain.train"
+
+
+@pytest.fixture
+def hidden(tmp_path: Path) -> dict[str, str]:
+    """The environment of processes that find neither package."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE, encoding="utf-8")
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def run(*command: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_everything_is_imported_without_datasets_and_deepspeed(hidden: dict[str, str]) -> None:
+    program = "import importlib.util, " + MODULES.replace(" ", ", ")
+    program += "; print(*map(importlib.util.find_spec, ('datasets', 'deepspeed')))"
+    result = run(sys.executable, "-c", program, environment=hidden)
+    assert (result.returncode, result.stdout) == (0, "None None\n"), result.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_tests_for_gpus_start_without_datasets_and_deepspeed(hidden: dict[str, str]) -> None:
+    environment = {**hidden, "PYTEST_ADDOPTS": "-p no:cacheprovider", "CUDA_VISIBLE_DEVICES": ""}
+    result = run("make", "test-gpu", environment=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "test_gpu.py::test_nccl_has_the_time_limit_and_trains SKIPPED" in result.stdout
+    assert "needs a GPU that torch can use" in result.stdout
+    assert " failed" not in result.stdout and " error" not in result.stdout
