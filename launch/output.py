@@ -31,8 +31,8 @@ def keep_going() -> None:
     For commands that work for hours and print only their progress. A command that prints its
     result must fail when that is lost. A stream that Python did not open itself is left as it is.
     """
-    if sys.stdout is sys.__stdout__ is not None:
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout.flush()
         sys.stdout = tolerant(1, sys.stdout.encoding)
-    if sys.stderr is sys.__stderr__ is not None:
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
         sys.stderr = tolerant(2, sys.stderr.encoding)

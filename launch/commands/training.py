@@ -50,13 +50,13 @@ def pretrain(
     with Training() as progress:
         outcome = train(settings, progress=progress, stop_after=stop_after, skip_rows=skipped)
     if int(os.environ.get("RANK", 0)) == 0:
-        where = f"step {outcome.step:,} of {outcome.num_steps:,}"
+        place = f"step {outcome.step:,} of {outcome.num_steps:,}"
         lines = {
-            "finished": f"{settings.output}: finished, {where}; next: distil export "
+            "finished": f"{settings.output}: finished, {place}; next: distil export "
             f"{settings.output} DIR",
-            "up to date": f"{settings.output}: up to date, {where}; nothing to do",
-            "stopped": f"{settings.output}: stopped at {where}; the same command continues",
-            "interrupted": f"{settings.output}: interrupted at {where}, checkpoint written; the "
+            "up to date": f"{settings.output}: up to date, {place}; nothing to do",
+            "stopped": f"{settings.output}: stopped at {place}; the same command continues",
+            "interrupted": f"{settings.output}: interrupted at {place}, checkpoint written; the "
             "same command continues",
         }
         show([lines[outcome.ended]])
