@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +18,11 @@ from data_prep.shards import load_manifest, open_shards
 ROOT = Path(__file__).parents[2]
 
 
-def distil(*arguments: object) -> subprocess.CompletedProcess[str]:
+def distil(*arguments: object, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "launch", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        cwd=root,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=240,
@@ -66,6 +68,7 @@ def config(tmp_path: Path) -> Path:
         (["sources.0.languages=[eng]"], "'eng' is no language code such as en or de"),
         (["output=s3://bucket/x"], "output: a local folder; `--upload URL` copies the shards"),
         (["--upload", ""], "--upload: is empty"),
+        (["--accept-code", "--finalize"], "--accept-code: keeps finished shards"),
         (["--stage", ""], "--stage : no such stage"),
         (["row_length=[32, 32]"], "row_length: the same length is there twice"),
         (["deduplicate.documents=fuzzy"], "deduplicate.documents"),
@@ -77,6 +80,25 @@ def test_a_mistake_is_one_line(config: Path, arguments: list[str], message: str)
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: ") and message in line
+
+
+def test_shards_of_other_code_are_kept_on_request(config: Path, tmp_path: Path) -> None:
+    assert distil("prepare", config).returncode == 0
+    root = tmp_path / "edited"
+    shutil.copytree(ROOT / "data_prep", root / "data_prep")
+    for package in ("launch", "pretrain", "configs"):
+        (root / package).symlink_to(ROOT / package)
+    cleaning = root / "data_prep" / "cleaning.py"
+    cleaning.write_text(cleaning.read_text() + "\nEDITED = True\n")
+    refused = distil("prepare", config, root=root)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    (line,) = refused.stderr.strip().splitlines()
+    assert re.search(r"source: \w{12} there, \w{12} here.*--accept-code", line), line
+    kept = distil("prepare", config, "--accept-code", root=root)
+    assert kept.returncode == 0 and kept.stdout.count("kept, this code is accepted") == 2
+    for code in (root, ROOT):
+        again = distil("prepare", config, root=code)
+        assert again.returncode == 0 and again.stdout.count("up to date") == 2, again
 
 
 def test_stages_parquet_upload_and_questions(config: Path, tmp_path: Path) -> None:
