@@ -71,7 +71,7 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def where(path: Path) -> str:
+def config_line(path: Path) -> str:
     """Name the file that `load_config` reads, for a line on the screen."""
     file = _file(path).absolute()
     return f"config: {file}" if file.name == path.name else f"config: {path}, {file}"

@@ -17,7 +17,7 @@ from transformers import AutoModelForMaskedLM, pipeline
 
 from data_prep.config import CorpusConfig
 from data_prep.shards.manifest import MANIFEST
-from launch.config import load_config, where
+from launch.config import config_line, load_config
 from launch.corpus import prepare_shown
 from launch.progress import Training
 from launch.tables import print_table, show
@@ -54,7 +54,7 @@ def demo(output: Path, *, quick: bool = False) -> None:
         [f"output={output}/shards", *(["sources.0.max_megabytes=1"] if quick else [])],
     )
     show(["1/4 corpus: the documentation installed with Python and our dependencies"])
-    show([where(shipped)])
+    show([config_line(shipped)])
     prepare_shown(corpus)
 
     extra = _QUICK if quick else {"teacher": [], "student": []}
@@ -112,7 +112,7 @@ def _train(config: str, output: Path, name: str, overrides: list[str]) -> bool:
         shipped,
         [f"output={output}/{name}", f"shards={output}/shards", *overrides],
     )
-    show([where(shipped)])
+    show([config_line(shipped)])
     with Training() as progress:
         outcome = train(settings, progress=progress)
     if outcome.ended == "interrupted":

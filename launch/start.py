@@ -19,7 +19,7 @@ from data_prep.disk import refuse_if_held
 from data_prep.shards import load_manifest
 from launch import command
 from launch.command import PORT, Head, Layout
-from launch.config import load_config, where
+from launch.config import config_line, load_config
 from launch.hardware import Device, Hardware, hardware, visible_cores, visible_gpus
 from launch.supervise import supervise
 from pretrain import RunError
@@ -66,7 +66,7 @@ def start(asked: Launch) -> int:
     overrides = [*added, *asked.overrides]
     config = load_config(RunConfig, asked.config, overrides)
     check_output(config)
-    print(f"# {where(asked.config)}")
+    print(f"# {config_line(asked.config)}")
     for line in describe(asked, preset, added, layout, config):
         print(f"# {line}")
     if asked.slurm:

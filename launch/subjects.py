@@ -82,7 +82,8 @@ def configured(config: RunConfig, device: torch.device, settings: Settings) -> S
         raise RunError(
             f"--micro-batch {max(settings.micro_batches)}: {config.shards} has {len(shards)} rows"
         )
-    teacher = load_teacher(config.teacher, manifest)
+    same = config.teacher_vocabulary == "same"
+    teacher = load_teacher(config.teacher, manifest, same_vocabulary=same)
     student = build_student(config.student, teacher, config.train.seed)
     masking = build_masking(config.masking, config.shards, manifest, config.train.seed)
     ids = manifest.tokenizer.special_ids

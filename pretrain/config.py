@@ -153,13 +153,18 @@ class Logging(BaseModel):
 
 
 class RunConfig(BaseModel):
-    """One training run."""
+    """One training run.
+
+    `teacher_vocabulary: same` takes the user's word that a teacher without tokenizer files knows
+    the shards' vocabulary; one that has them is compared in any case.
+    """
 
     model_config = _FROZEN
 
     output: Path
     shards: Path
     teacher: str | None = None
+    teacher_vocabulary: Literal["same"] | None = None
     model: Model | None = None
     student: Student = Student()
     objective: Objective = DistilBert()
@@ -191,6 +196,8 @@ class RunConfig(BaseModel):
         else:
             if self.teacher is not None or self.student != type(self.student)():
                 raise ValueError(f"objective {name} has no teacher and no student: remove them")
+            if self.teacher_vocabulary is not None:
+                raise ValueError(f"objective {name} has no teacher: remove teacher_vocabulary")
             if self.model is None:
                 raise ValueError(f"objective {name} needs `model:`, the sizes of a BERT")
         return self
@@ -199,7 +206,10 @@ class RunConfig(BaseModel):
         """What a resumed run must share with its checkpoint: all but where, how fast, how often."""
         shaping = self.model_dump(
             mode="json",
-            exclude={"output", "shards", "teacher", "evaluation", "checkpoint", "logging"},
+            exclude={
+                *("output", "shards", "teacher", "teacher_vocabulary"),
+                *("evaluation", "checkpoint", "logging"),
+            },
         )
         keys = "micro_batch_size num_workers skip_non_finite compare_every compile"
         for key in (*keys.split(), "activation_checkpointing"):

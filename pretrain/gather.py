@@ -67,7 +67,10 @@ def gather(
     accumulation_steps(config, accelerator.num_processes)  # or it refuses
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
     config = resolve(config, accelerator.device, saved and saved.state, progress.say)
-    teacher = load_teacher(config.teacher, manifest) if config.teacher is not None else None
+    teacher = None
+    if config.teacher is not None:
+        same = config.teacher_vocabulary == "same"
+        teacher = load_teacher(config.teacher, manifest, same_vocabulary=same)
     student: MaskedLM
     moments: dict[str, Tensor] = {}
     if saved is not None:

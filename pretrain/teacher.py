@@ -28,8 +28,13 @@ class Teacher:
     manifest: Manifest | None = None  # of the shards it was held against
 
 
-def load_teacher(name: str, manifest: Manifest) -> Teacher:
-    """Load a teacher from a folder, a hub name or `name@revision`, and hold it against the shards.
+def load_teacher(name: str, manifest: Manifest, *, same_vocabulary: bool = False) -> Teacher:
+    """Load a teacher from a folder, a hub name or `name@revision`, and compare it with the shards.
+
+    Args:
+        name: the teacher.
+        manifest: of the shards.
+        same_vocabulary: accept one without tokenizer files, whose vocabulary cannot be compared.
 
     Raises:
         RunError: it cannot be read, is no BERT, has no trained MLM head, its vocabulary is not the
@@ -46,7 +51,7 @@ def load_teacher(name: str, manifest: Manifest) -> Teacher:
     _refuse_config(who, raw)
     tensors = read_tensors(who, folder, pickled=True)
     model = assemble(who, BertForMaskedLM, BertConfig, raw, tensors)
-    check_vocabulary(who, folder, model.config, manifest)
+    check_vocabulary(who, folder, model.config, manifest, required=not same_vocabulary)
     check_row_length(who, model.config.max_position_embeddings, manifest)
     model.eval().requires_grad_(False)
     return Teacher(model, name, commit is None, commit, parameters_sha256(model), manifest)
@@ -61,8 +66,18 @@ def parameters_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def check_vocabulary(who: str, folder: Path, config: Any, manifest: Manifest) -> None:
-    """Refuse a model, read from `folder`, whose words are not those the shards were made with."""
+def check_vocabulary(
+    who: str, folder: Path, config: Any, manifest: Manifest, *, required: bool = True
+) -> None:
+    """Refuse a model, read from `folder`, whose vocabulary is not that of the shards.
+
+    Args:
+        who: opens the message.
+        folder: of the model.
+        config: its config.
+        manifest: of the shards.
+        required: refuse a folder without tokenizer files; else sizes and padding are compared.
+    """
     tokenizer = manifest.tokenizer
     if config.vocab_size != tokenizer.vocab_size:
         raise RunError(
@@ -70,7 +85,12 @@ def check_vocabulary(who: str, folder: Path, config: Any, manifest: Manifest) ->
             f"{tokenizer.vocab_size}; prepare the corpus with its tokenizer"
         )
     words = read_words(who, folder)
-    # Weights without tokenizer files: sizes and padding are all there is to compare.
+    if words is None and required:
+        raise RunError(
+            f"{who}: no vocab.txt or tokenizer.json, so its vocabulary cannot be compared with the "
+            "shards'; add its tokenizer files, or, for a run's teacher whose tokenizer the corpus "
+            "was prepared with, set `teacher_vocabulary: same`"
+        )
     if words and vocabulary_sha256(words.vocabulary) != tokenizer.vocabulary_sha256:
         raise RunError(
             f"{who}: its vocabulary has the shards' size but other words; prepare the corpus with "

@@ -63,7 +63,7 @@ def bench(
 
     from launch.bench import Settings, check, sizes_of
     from launch.bench import bench as run
-    from launch.config import load_config, where
+    from launch.config import config_line, load_config
     from launch.tables import show
     from pretrain import RunError
     from pretrain.config import RunConfig
@@ -84,7 +84,7 @@ def bench(
     settings = None
     if config is not None:
         settings = load_config(RunConfig, config, overrides or [])
-        show([where(config)])
+        show([config_line(config)])
         configured = settings.train.precision
         precisions = precision or [choose(device)[0] if configured == "auto" else configured]
         if isinstance(settings.train.micro_batch_size, int):

@@ -49,7 +49,7 @@ def prepare(
     from data_prep import CorpusError
     from data_prep.config import CorpusConfig
     from launch import corpus
-    from launch.config import load_config, where
+    from launch.config import config_line, load_config
     from launch.tables import show
 
     if task is not None and stage is None:
@@ -67,7 +67,7 @@ def prepare(
             "--parquet and --upload: need finished shards: use them without --stage and --dry-run"
         )
     settings = load_config(CorpusConfig, config, overrides or [])
-    show([where(config)])
+    show([config_line(config)])
     runner = corpus.engine_named(engine)
     if dry_run:
         corpus.estimate_shown(settings)

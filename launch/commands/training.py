@@ -35,7 +35,7 @@ def pretrain(
     Example: distil pretrain configs/distilbert-base-uncased.yaml train.micro_batch_size=16
     """
     with end_on_signal():
-        from launch.config import load_config, where
+        from launch.config import config_line, load_config
         from launch.progress import Training
         from launch.tables import show
         from pretrain.config import RunConfig
@@ -46,7 +46,7 @@ def pretrain(
         settings = load_config(RunConfig, config, overrides or [])
         skipped = [_rows(text) for text in skip_rows or []]
         if int(os.environ.get("RANK", 0)) == 0:
-            show([where(config)])
+            show([config_line(config)])
     with Training() as progress:
         outcome = train(settings, progress=progress, stop_after=stop_after, skip_rows=skipped)
     if int(os.environ.get("RANK", 0)) == 0:

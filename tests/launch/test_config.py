@@ -117,10 +117,9 @@ def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
             {"objective": {"name": "distilbert", "kl": 0, "mlm": 0, "cosine": 0}},
             "kl, mlm and cosine are all 0",
         ),
-        pytest.param(
+        (
             {"objective": {"name": "mlm"}, "teacher": None, "teacher_vocabulary": "same"},
             "objective mlm has no teacher.*teacher_vocabulary",
-            marks=pytest.mark.xfail(strict=True, reason="item 7: unknown key"),
         ),
         ({"student": {"num_layers": 3, "init": [0, 1]}}, "num_layers is 3 but init lists 2"),
     ],

@@ -6,6 +6,7 @@ floating-point sums may differ between processors: hence 1e-4, not equality.
 To move it on purpose: `python -m tests.pretrain.test_golden`, and say why in docs/LOG.md.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def curve(folder: Path) -> list[tuple[int, float]]:
     teacher = BertForMaskedLM(config)
     _fill(teacher)
     teacher.save_pretrained(folder / "teacher")
+    shutil.copy(folder / "vocab.txt", folder / "teacher")
     run: dict[str, Any] = {
         "output": folder / "run",
         "shards": folder / "shards",

@@ -359,14 +359,8 @@ FRESH = [
     (teacher_pads_with_another_id, "its pad token has id 1, the shards' has 0", AGAIN),
     (teacher_with_fewer_words, "knows 199 words, the shards were made with 200", AGAIN),
     (teacher_with_more_words, "knows 201 words, the shards were made with 200", AGAIN),
-    pytest.param(
-        (teacher_without_tokenizer, "teacher", "no vocab.txt", "teacher_vocabulary: same"),
-        marks=pytest.mark.xfail(strict=True, reason="item 7: accepted"),
-    ),
-    pytest.param(
-        (student_without_tokenizer, "student.init", "no vocab.txt or tokenizer.json"),
-        marks=pytest.mark.xfail(strict=True, reason="item 7: accepted"),
-    ),
+    (teacher_without_tokenizer, "teacher", "no vocab.txt", "teacher_vocabulary: same"),
+    (student_without_tokenizer, "student.init", "no vocab.txt or tokenizer.json"),
     (student_words_swapped, "student.init", "other words", AGAIN),
     (student_pads_with_another_id, "student.init", "its pad token has id 1", AGAIN),
     (teacher_with_few_positions, "teacher", "positions", "row_length: 31"),
@@ -398,7 +392,6 @@ def test_a_run_that_cannot_start(place: Place, case: tuple[Any, ...]) -> None:
     assert not place.files()
 
 
-@pytest.mark.xfail(strict=True, reason="item 7: unknown key")
 def test_a_teacher_without_tokenizer_is_taken_on_the_user_s_word(place: Place) -> None:
     teacher_without_tokenizer(place)
     place.values["teacher_vocabulary"] = "same"

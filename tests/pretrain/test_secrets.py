@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import shutil
 import subprocess
 import sys
 import time
@@ -89,6 +90,7 @@ def folder(
     with torch.no_grad():
         poisoned.vocab_transform.bias[0] = float("nan")
     poisoned.save_pretrained(folder / "poisoned")
+    shutil.copy(folder / "teacher" / "vocab.txt", folder / "poisoned")
     for name in ("home", "tmp", "heartbeats"):
         (folder / name).mkdir()
     environment = SECRETS | {

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -302,6 +303,7 @@ def test_a_non_finite_loss_stops_before_the_update(settings: Settings, tmp_path:
     with torch.no_grad():
         model.vocab_transform.bias[0] = float("nan")
     poisoned = tmp_path / "poisoned"
+    shutil.copytree(folder, poisoned)  # with its tokenizer
     model.save_pretrained(poisoned)
     values = settings("second", student={"init": str(poisoned)})
     with pytest.raises(NonFiniteError, match=r"step 1: the loss is nan over rows \d+, .* not made"):
