@@ -6,8 +6,8 @@ And nobody can get in: a run on one machine opens no port to the network.
 from __future__ import annotations
 
 import os
-import socket
 import shutil
+import socket
 import subprocess
 import sys
 import time
