@@ -48,13 +48,14 @@ def main() -> None:
     except Exception as error:
         answer = _answer(error)
         text, code = answer or (str(error), 1)
+        from data_prep.disk.credentials import masked
         from launch.failures import record
 
         record(error, code, text)  # where a supervisor started this rank
         if debug or answer is None:
-            traceback.print_exc()
+            print(masked(traceback.format_exc()), file=sys.stderr)
         if answer is not None:
-            print(f"error: {text}", file=sys.stderr)
+            print(f"error: {masked(text)}", file=sys.stderr)
         end(code)
 
 

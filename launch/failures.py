@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.disk.credentials import masked
 from pretrain.heartbeat import FOLDER
 from pretrain.memory import OUT_OF_MEMORY
 
@@ -100,8 +101,9 @@ def record(error: BaseException, code: int, text: str) -> None:
         time=time.time(),
         exit_code=code,
         type=type(error).__name__,
-        message=text,
-        traceback="".join(traceback.format_exception(error)),
+        message=masked(text),
+        # A user's mistake needs none, and pieces of a URL in it could not be told from words.
+        traceback="" if code == 2 else masked("".join(traceback.format_exception(error))),
         log_size=os.fstat(1).st_size,
     )
     path = _path(Path(folder), failure.rank)

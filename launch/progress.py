@@ -17,6 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from data_prep.disk.credentials import masked
+
 console = Console(highlight=False)
 
 
@@ -70,7 +72,7 @@ class Training:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        console.print(text, soft_wrap=True, markup=False)
+        console.print(masked(text), soft_wrap=True, markup=False)
 
     def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
         """Move the bar; a line where there are values, with an ETA where there is no bar."""

@@ -15,6 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from data_prep.disk.credentials import masked
 from launch import failures
 from launch.output import tolerant
 from pretrain.heartbeat import FOLDER, STORE, Heartbeat
@@ -47,7 +48,7 @@ def main() -> None:
             failures.record(stop, code, "")
     except BaseException as error:
         failures.record(error, 1, f"{type(error).__name__}: {error}")
-        traceback.print_exc()
+        print(masked(traceback.format_exc()), file=sys.stderr)
         code = 1
     heartbeat.close()
     sys.stdout.flush()

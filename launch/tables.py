@@ -10,6 +10,7 @@ from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
+from data_prep.disk.credentials import masked
 from data_prep.estimate import Estimate
 from data_prep.shards import Manifest
 from launch.progress import console
@@ -20,7 +21,7 @@ _SEGMENTS = 4  # of a row, in an inspection
 def show(lines: Iterable[str]) -> None:
     """Plain lines."""
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(masked(line), markup=False, soft_wrap=True)
 
 
 def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from data_prep.disk.credentials import masked
 from pretrain.files import write_json
 
 LAUNCH = "DISTIL_LAUNCH"  # environment: the id of the launch
@@ -28,7 +29,7 @@ def write_status(
         "step": step,
         "num_steps": num_steps,
         "exit_code": exit_code,
-        "error": error,
+        "error": masked(error),
         "time": time.time(),
     }
     write_json(output / _NAME, values)

@@ -1,4 +1,5 @@
-"""Files written whole and locks on shared folders: what the corpus stage and training both need."""
+"""Files written whole and locks on shared folders: what the corpus stage and training both need;
+and texts without the credentials in their URLs."""
 
 from data_prep.disk.locks import Busy, Lock, lock, refuse_if_held
 from data_prep.disk.writing import hash_file, sync, write_file

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 from data_prep import CorpusError
+from data_prep.disk.credentials import masked
 
 # Protocol -> (package, what to install); other protocols name their package themselves.
 _DRIVERS = {
@@ -22,8 +23,6 @@ _DRIVERS = {
     "http": ("aiohttp", "aiohttp"),
     "https": ("aiohttp", "aiohttp"),
 }
-_CREDENTIALS = re.compile(r"(\w://)[^/\s]*@")  # hf://datasets/me/data@main is a revision
-_QUERY = re.compile(r"(https?://[^\s?#]*)[?#][^\s)'\"]*")  # a signed URL's signature
 # What a store says of a file's state, by the names that file systems give it.
 _STATES = (
     *("etag", "md5", "md5hash", "content-md5", "crc32c", "digest", "generation", "blob_id"),
@@ -40,7 +39,7 @@ def is_remote(path: str) -> bool:
 
 def shown(text: str) -> str:
     """A path or an error's text on one line, without the credentials in its URLs."""
-    return " ".join(_QUERY.sub(r"\1", _CREDENTIALS.sub(r"\1", text)).split())
+    return " ".join(masked(text).split())
 
 
 def bare(url: str) -> str:

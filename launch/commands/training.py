@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from data_prep.disk.credentials import masked
 from launch.commands import Config, Overrides, quiet
 from launch.hardware import PRESET_NAMES
 from launch.output import keep_going
@@ -251,4 +252,4 @@ def _rows(text: str) -> tuple[int, int]:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)
+    print(f"warning: {masked(text)}", file=sys.stderr)
