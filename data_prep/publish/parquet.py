@@ -34,6 +34,7 @@ FILES = f"{PROVENANCE}/files.json"  # sha256 and size of every other file
 FILE_BYTES = 2**29  # of ids in a file; zstd halves them
 GROUP_BYTES = 2**23  # of ids in a row group
 CHAIN = "provenance.jsonl"  # from input to shard
+CODE = "code.json"  # what made the shards
 
 Progress = Callable[[str, int, int], None]
 
@@ -125,12 +126,14 @@ def _write(
             _write_segments(shards, group, target / "segments" / file)
             done += 1
             report("write parquet", done, total)
-    for listed in manifest.files:
-        if listed.file.startswith("tokenizer/"):
-            (target / listed.file).write_bytes(read_listed(folder, manifest, listed.file))
-    for provenance in (MANIFEST, TOKEN_COUNTS, CHAIN):
-        if provenance != MANIFEST:
-            check_file(folder, manifest, provenance)
+    listed = [record.file for record in manifest.files]
+    for file in listed:
+        if file.startswith("tokenizer/"):
+            (target / file).write_bytes(read_listed(folder, manifest, file))
+    kept = [file for file in (TOKEN_COUNTS, CHAIN, CODE) if file in listed]
+    for provenance in kept:
+        check_file(folder, manifest, provenance)
+    for provenance in (MANIFEST, *kept):
         shutil.copy(folder / provenance, target / PROVENANCE / provenance)
     dataset_card(name, manifest).save(target / "README.md")
     paths = sorted(path for path in target.rglob("*") if path.is_file())
