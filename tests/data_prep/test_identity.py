@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -181,20 +181,49 @@ class Silent(MemoryFileSystem):  # type: ignore[misc]
         return {key: known[key] for key in ("name", "size", "type")}
 
 
-def test_an_input_without_a_version_is_compared_by_content(make_config: Any) -> None:
+class Undated(SimpleHTTPRequestHandler):
+    """A server that sends neither an ETag nor a date of change."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword != "Last-Modified":
+            super().send_header(keyword, value)
+
+
+@pytest.mark.parametrize("kind", ["store", "http"])
+def test_an_input_without_a_version_is_compared_by_content(
+    make_config: Any, tmp_path: Path, kind: str
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
     fsspec.register_implementation("silent", Silent, clobber=True)
-    sources = [{"kind": "text", "path": "silent://lines.txt", "document": "line"}]
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), lambda *args: Undated(*args, directory=str(site))
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = "silent://lines.txt"
+    if kind == "http":
+        pytest.importorskip("aiohttp")
+        url = f"http://127.0.0.1:{server.server_port}/lines.txt"
+    sources = [{"kind": "text", "path": url, "document": "line"}]
 
     def write(texts: list[str]) -> None:
+        (site / "lines.txt").write_text("\n".join(texts))
         with fsspec.open("silent://lines.txt", "w") as file:
             file.write("\n".join(texts))
 
-    write(TEXTS)
-    first = prepare(make_config(sources=sources), **SMALL)
-    assert prepare(make_config(sources=sources), **SMALL) == first
-    write(TEXTS[::-1])  # the same size
-    with pytest.raises(CorpusError, match=r"input lines\.txt has changed"):
-        prepare(make_config(sources=sources), **SMALL)
+    try:
+        write(TEXTS)
+        first = prepare(make_config(sources=sources), **SMALL)
+        assert prepare(make_config(sources=sources), **SMALL) == first
+        write(TEXTS[::-1])  # the same size
+        with pytest.raises(CorpusError, match=r"input lines\.txt has changed"):
+            prepare(make_config(sources=sources), **SMALL)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_an_edited_package_is_another_input(
