@@ -12,11 +12,15 @@ FROZEN = ConfigDict(frozen=True, extra="forbid")
 
 
 class TrainWordPiece(BaseModel):
-    """A WordPiece vocabulary to train on the corpus itself."""
+    """A WordPiece vocabulary to train on the corpus itself.
+
+    BERT strips accents where it lower-cases; here each has a key of its own.
+    """
 
     model_config = FROZEN
     vocab_size: Annotated[int, Field(ge=100, le=2**20)] = 30522
     lowercase: bool = True
+    strip_accents: bool = False
 
 
 class TrainTokenizer(BaseModel):

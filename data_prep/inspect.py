@@ -41,6 +41,7 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
         "row_length": manifest.row_length,
         "dtype": manifest.dtype,
         "vocab_size": manifest.tokenizer.vocab_size,
+        "normaliser": manifest.normaliser,
         "splits": splits,
         "unknown": unknown / manifest.splits["train"].tokens,
         "tokens_per_document": sum(s.tokens for s in manifest.splits.values()) / max(kept, 1),

@@ -196,6 +196,13 @@ def _run(
         plan.finished(stage, records)
     for reason in sorted({record.result.get("slow", "") for record in records} - {""}):
         warn(f"tokenising with the slower `tokenizers`: {reason}")
+    for found in (record.result.get("accents") for record in records):
+        if found and found["changed"] > found["words"] / 100:
+            warn(
+                f"stripping accents changes {found['changed'] / found['words']:.1%} of the words "
+                f"behind the vocabulary ({found['example']}): set "
+                "`tokenizer.train.strip_accents: false` to keep them"
+            )
 
 
 def _require_rows(plan: Plan, stage: StageName) -> None:

@@ -41,6 +41,9 @@ def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
             + _listed("markup left", source.leftovers)
             + _listed("share text with", source.contaminated)
         )
+    if manifest.normaliser:
+        size = manifest.tokenizer.vocab_size
+        lines.append(f"tokenizer: {size:,} entries, {manifest.normaliser}")
     return [*lines, f"{folder}: {state}, digest {manifest.digest[:16]}"]
 
 
@@ -100,7 +103,8 @@ def _duration(seconds: float) -> str:
 
 def inspection(summary: Mapping[str, Any]) -> None:
     """Counts, fill, unknown share, sources and decoded rows."""
-    show([f"digest {summary['digest'][:16]}, vocabulary {summary['vocab_size']:,}"])
+    normaliser = f", {summary['normaliser']}" if summary["normaliser"] else ""
+    show([f"digest {summary['digest'][:16]}, vocabulary {summary['vocab_size']:,}{normaliser}"])
     columns = ("split", "rows", "tokens", "segments", "shards", "fill")
     print_table(
         columns,

@@ -97,6 +97,7 @@ def _summary(manifest: Manifest) -> Iterator[str]:
 
 def _layout(manifest: Manifest) -> Iterator[str]:
     ids = manifest.tokenizer.special_ids
+    normaliser = f" and {manifest.normaliser}" if manifest.normaliser else ""
     yield (
         f"`input_ids` is a list of exactly {manifest.row_length} ids of type `{manifest.dtype}`. A "
         "row holds whole segments `[CLS] ... [SEP]`, one after another, and padding at its end; a "
@@ -104,8 +105,8 @@ def _layout(manifest: Manifest) -> Iterator[str]:
         f"every id {ids.cls}, ends at the next id {ids.sep}, and padding is id {ids.pad}; "
         "attention should not cross segments. Nothing is masked yet (the mask is id "
         f"{ids.mask}, an unknown word id {ids.unk}). The vocabulary has "
-        f"{manifest.tokenizer.vocab_size} entries; the tokenizer is in `tokenizer/`. Rows are not "
-        "shuffled."
+        f"{manifest.tokenizer.vocab_size} entries; the tokenizer is in `tokenizer/`{normaliser}. "
+        "Rows are not shuffled."
     )
     yield (
         "The configuration `segments` names the document of each segment: its row (counted over "

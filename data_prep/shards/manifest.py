@@ -5,7 +5,15 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from data_prep import CorpusError
 
@@ -120,7 +128,13 @@ class Manifest(BaseModel):
     content: dict[str, Any]
     code_version: str
     created_by: dict[str, str]
+    normaliser: str = ""  # in words, for people; the fingerprint covers it
     self_sha256: Sha256
+
+    @model_serializer(mode="wrap")
+    def _as_it_was(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A manifest from before there were these words is spelled as it was: its hash is of that.
+        return {k: v for k, v in fields(self).items() if k != "normaliser" or v}
 
     @model_validator(mode="after")
     def _ids_fit(self) -> "Manifest":

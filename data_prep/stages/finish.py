@@ -76,6 +76,7 @@ def _finish(plan: Plan, row_length: int) -> Manifest:
     manifest = seal(
         {
             "tokenizer": record,
+            "normaliser": tokenizer.result["normaliser"],
             "row_length": row_length,
             "dtype": "uint16" if record.vocab_size <= 2**16 else "uint32",
             "splits": splits,

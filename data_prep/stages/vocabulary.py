@@ -14,7 +14,7 @@ from data_prep.duplicates.dedup import draw
 from data_prep.stages.deduplicate import TRAIN
 from data_prep.stages.documents import read_index, read_part
 from data_prep.tokens import load
-from data_prep.tokens.wordpiece import train
+from data_prep.tokens.wordpiece import stripped_words, train
 
 # A vocabulary needs no more text than this, and the trainer's memory grows with its words.
 TEXT_BYTES = 2**30
@@ -35,12 +35,16 @@ class VocabularyTask:
 
 def vocabulary(task: VocabularyTask, folder: Path) -> dict[str, Any]:
     """Write the tokenizer's files."""
+    accents = {}
     if isinstance(task.tokenizer, TrainWordPiece):
         tokens = train(lambda: _texts(task), task.tokenizer)
+        if task.tokenizer.strip_accents:
+            accents = {"accents": stripped_words(_texts(task))}
     else:
         tokens = load(task.tokenizer)
     tokens.save(folder, task.model_max_length)
-    return {"tokenizer": tokens.record().model_dump(mode="json")}
+    record = tokens.record().model_dump(mode="json")
+    return {"tokenizer": record, "normaliser": tokens.normaliser, **accents}
 
 
 def _texts(task: VocabularyTask) -> Iterator[str]:

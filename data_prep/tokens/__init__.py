@@ -121,6 +121,21 @@ class Tokens:
             special_ids=self.special_ids,
         )
 
+    @property
+    def normaliser(self) -> str:
+        """Say what becomes of case and accents, in a few words."""
+        state = json.loads(self.backend.to_str())["normalizer"]
+        if state is None:
+            return "keeps text as it is"
+        if state["type"] != "BertNormalizer":
+            steps = state.get("normalizers", [state])
+            return ", ".join(step["type"] for step in steps)
+        lowercase, strip = state["lowercase"], state["strip_accents"]
+        case = "lower-cases" if lowercase else "keeps case"
+        # BERT's rule, where nothing else is said: lower-casing strips accents.
+        strips = lowercase if strip is None else strip
+        return f"{case}, {'strips' if strips else 'keeps'} accents"
+
     def save(self, folder: Path, row_length: int) -> None:
         """Write a folder that `load` and `transformers.AutoTokenizer` open."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -187,17 +202,25 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
     if isinstance(spec, VocabularyTokenizer):
         vocabulary = read_vocabulary(spec.vocab)
         if spec.pattern is None:
-            return word_piece(vocabulary, spec.lowercase, origin=str(spec.vocab))
+            return word_piece(vocabulary, lowercase=spec.lowercase, origin=str(spec.vocab))
         return _word_level(vocabulary, spec.pattern, bool(spec.lowercase), origin=str(spec.vocab))
     path = Path(spec)
     if path.is_dir() and (path / "tokenizer.json").is_file():
         return _from_json(path / "tokenizer.json", _names(path))
     if path.is_dir() and (path / "vocab.txt").is_file():
+        said = {key: value for key, value in _settings(path).items() if isinstance(value, bool)}
         path = path / "vocab.txt"
+        return word_piece(
+            read_vocabulary(path),
+            said.get("do_lower_case"),
+            said.get("strip_accents"),
+            said.get("tokenize_chinese_chars", True),
+            origin=str(path),
+        )
     if path.is_file():
         if path.suffix == ".json":
             return _from_json(path, {})
-        return word_piece(read_vocabulary(path), None, origin=str(path))
+        return word_piece(read_vocabulary(path), origin=str(path))
     if path.suffix in (".txt", ".json") or str(spec).startswith((".", "/", "~")):
         raise CorpusError(f"{spec}: no such tokenizer file or folder: check `tokenizer`")
     return _from_hub(str(spec))
@@ -234,8 +257,23 @@ def read_vocabulary(path: Path) -> list[str]:
     return vocabulary
 
 
-def word_piece(vocabulary: Sequence[str], lowercase: bool | None, origin: str) -> Tokens:
-    """BERT's WordPiece; `lowercase` None: lower-case if no entry has an upper-case letter."""
+def word_piece(
+    vocabulary: Sequence[str],
+    lowercase: bool | None = None,
+    strip_accents: bool | None = None,
+    chinese: bool = True,
+    *,
+    origin: str,
+) -> Tokens:
+    """Build BERT's WordPiece over a vocabulary.
+
+    Args:
+        vocabulary: the tokens in id order.
+        lowercase: None: if no entry has an upper-case letter.
+        strip_accents: None: if it lower-cases, as BERT does.
+        chinese: part Chinese characters from what stands beside them.
+        origin: opens the message of a CorpusError.
+    """
     if lowercase is None:
         words = (token for token in vocabulary if not token.startswith("["))
         # Not isupper(): it holds for letters without a lower case, which lower-case BERT has.
@@ -243,7 +281,9 @@ def word_piece(vocabulary: Sequence[str], lowercase: bool | None, origin: str) -
     _require(vocabulary, origin)
     numbered = {token: id for id, token in enumerate(vocabulary)}
     backend = Tokenizer(models.WordPiece(numbered, unk_token=NAMES["unk"]))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=chinese
+    )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     return _finish(backend, origin)
@@ -295,21 +335,26 @@ def _parse(path: Path, data: bytes) -> Tokenizer:
         raise CorpusError(f"{path}: not a tokenizer.json ({str(error)[:200]})") from None
 
 
-def _names(folder: Path) -> dict[str, str]:
-    """The special tokens that a folder's settings name."""
-    names: dict[str, str] = {}
+def _settings(folder: Path) -> dict[str, Any]:
+    """What a folder says of its tokenizer, in either of two files."""
+    settings: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
-            settings = json.loads((folder / file).read_bytes())
+            values = json.loads((folder / file).read_bytes())
+            settings |= {key: value for key, value in values.items() if value is not None}
         except FileNotFoundError:
             continue
-        except ValueError:
-            raise CorpusError(f"{folder / file}: not JSON: restore it") from None
-        for key in NAMES:
-            token = settings.get(f"{key}_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            names |= {key: token} if token else {}
-    return names
+        except (ValueError, AttributeError, RecursionError):
+            raise CorpusError(f"{folder / file}: not a JSON object: restore it") from None
+    return settings
+
+
+def _names(folder: Path) -> dict[str, str]:
+    """The special tokens that a folder's settings name."""
+    settings = _settings(folder)
+    named = {role: settings.get(f"{role}_token") for role in NAMES}
+    contents = {r: t.get("content") if isinstance(t, dict) else t for r, t in named.items()}
+    return {role: token for role, token in contents.items() if isinstance(token, str) and token}
 
 
 def _from_hub(name: str) -> Tokens:

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -20,7 +22,8 @@ _LONG_WORD = re.compile(r"(\S{100})(?=\S)")
 def train(texts: Callable[[], Iterator[str]], settings: TrainWordPiece) -> Tokens:
     """Train on the texts that `texts()` yields, called twice; special tokens have ids 0 to 4."""
     backend = Tokenizer(models.WordPiece(unk_token=NAMES["unk"]))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=settings.lowercase)
+    rules = {"lowercase": settings.lowercase, "strip_accents": settings.strip_accents}
+    backend.normalizer = normalizers.BertNormalizer(**rules)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     limit = min(MAX_ALPHABET, (settings.vocab_size - len(NAMES)) // 3)
     characters = _alphabet(backend, texts(), limit)
@@ -42,7 +45,22 @@ def train(texts: Callable[[], Iterator[str]], settings: TrainWordPiece) -> Token
     trained = backend.get_vocab(with_added_tokens=True)
     vocabulary = sorted(trained, key=trained.__getitem__)
     assert vocabulary[: len(leading)] == leading
-    return word_piece(vocabulary, settings.lowercase, origin="the trained vocabulary")
+    return word_piece(vocabulary, **rules, origin="the trained vocabulary")
+
+
+def stripped_words(texts: Iterator[str]) -> dict[str, Any]:
+    """Count the words, and those that stripping accents changes; the first of them in `example`."""
+    strip = normalizers.BertNormalizer(False, False, strip_accents=True, lowercase=False)
+    stripped = lru_cache(2**16)(strip.normalize_str)
+    counts: dict[str, Any] = {"words": 0, "changed": 0, "example": ""}
+    for text in texts:
+        words = text.split()
+        counts["words"] += len(words)
+        for word in words:
+            if not word.isascii() and (plain := stripped(word)) != word:
+                counts["changed"] += 1
+                counts["example"] = counts["example"] or f"{word[:40]} -> {plain[:40]}"
+    return counts
 
 
 def _training_pieces(texts: Iterator[str]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from data_prep.config import CorpusConfig, TrainWordPiece
 from data_prep.inspect import summary
 from data_prep.prepare import prepare
 from data_prep.shards import load_manifest, verify
-from data_prep.shards.manifest import manifest_bytes
+from data_prep.shards.manifest import manifest_bytes, seal
 from data_prep.tokens import load
 from data_prep.tokens.wordpiece import train
 from launch.tables import corpus_lines
@@ -27,22 +27,10 @@ REAL = Path(__file__).parents[3] / "shared/data/vocab.tar.xz"
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        pytest.param(
-            {},
-            "einf\u00fcgen \u00fcber caf\u00e9",
-            marks=pytest.mark.xfail(strict=True, reason="item 8: stripped"),
-        ),
+        ({}, "einf\u00fcgen \u00fcber caf\u00e9"),
         ({"lowercase": False}, TEXT),
-        pytest.param(
-            {"strip_accents": True},
-            "einfugen uber cafe",
-            marks=pytest.mark.xfail(strict=True, reason="item 8: stripped"),
-        ),
-        pytest.param(
-            {"strip_accents": True, "lowercase": False},
-            "Einfugen UBER cafe",
-            marks=pytest.mark.xfail(strict=True, reason="item 8: stripped"),
-        ),
+        ({"strip_accents": True}, "einfugen uber cafe"),
+        ({"strip_accents": True, "lowercase": False}, "Einfugen UBER cafe"),
     ],
     ids=["default", "cased", "stripped", "cased and stripped"],
 )
@@ -51,7 +39,6 @@ def test_case_and_accents_are_two_keys(settings: dict[str, Any], expected: str) 
     assert trained.decode(trained.encode(TEXT)) == expected
 
 
-@pytest.mark.xfail(strict=True, reason="item 8: no document says what the normaliser does")
 @pytest.mark.parametrize(
     ("tokenizer", "said"),
     [
@@ -95,11 +82,8 @@ def corpus(folder: Path, documents: list[str], **changes: Any) -> CorpusConfig:
     return CorpusConfig.model_validate(values | changes)
 
 
-@pytest.mark.xfail(strict=True, reason="item 8: no document says what the normaliser does")
 def test_a_manifest_from_before_is_still_whole(tmp_path: Path) -> None:
     """One without the sentence: its own hash and its spelling hold."""
-    from data_prep.shards.manifest import seal
-
     prepare(corpus(tmp_path, [TEXT] * 20, tokenizer={"train": {"vocab_size": 200}}))
     path = tmp_path / "shards" / "manifest.json"
     fields = json.loads(path.read_text())
@@ -113,7 +97,6 @@ def test_a_manifest_from_before_is_still_whole(tmp_path: Path) -> None:
     assert verify(tmp_path / "shards") == []
 
 
-@pytest.mark.xfail(strict=True, reason="item 8: nobody is told that words were changed")
 @pytest.mark.parametrize(("share", "warned"), [(0.005, False), (0.02, True)], ids=["less", "more"])
 def test_prepare_warns_when_stripping_changes_more_than_one_word_in_a_hundred(
     tmp_path: Path, share: float, warned: bool
@@ -127,11 +110,10 @@ def test_prepare_warns_when_stripping_changes_more_than_one_word_in_a_hundred(
     found = [text for text in said if "accents" in text]
     assert len(found) == warned
     if warned:
-        assert "2.0 %" in found[0] and "einf\u00fcgen -> einfugen" in found[0]
+        assert "2.0%" in found[0] and "einf\u00fcgen -> einfugen" in found[0]
         assert "tokenizer.train.strip_accents: false" in found[0]
 
 
-@pytest.mark.xfail(strict=True, reason="item 8: accents are stripped by default")
 def test_no_warning_where_accents_are_kept(tmp_path: Path) -> None:
     kept = {"train": {"vocab_size": 200}}
     prepare(
@@ -178,7 +160,6 @@ def test_a_given_vocabulary_has_the_teachers_rule(tmp_path: Path, upper: bool) -
     same(folder, tmp_path / "saved" / "tokenizer.json")
 
 
-@pytest.mark.xfail(strict=True, reason="item 8: the settings beside a vocab.txt are not read")
 @pytest.mark.parametrize(
     "settings",
     [

@@ -58,12 +58,12 @@ def test_the_paper_config_is_the_paper() -> None:
     }
 
 
-def test_a_run_has_fewer_than_eighty_keys() -> None:
+def test_a_run_has_fewer_than_ninety_keys() -> None:
     from launch.config import _paths
 
     paths = {*_paths(RunConfig.model_json_schema()), *_paths(CorpusConfig.model_json_schema())}
     sections = {path.rpartition(".")[0] for path in paths}
-    assert len(paths - sections) < 80
+    assert len(paths - sections) < 90
 
 
 def test_overrides_reach_nested_keys_and_lists(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ POSITIONS = 48  # of the models; a row has fewer
 
 TOKENIZERS: dict[str, Any] = {
     "uncased": {"train": {"vocab_size": 300}},
+    "stripped": {"train": {"vocab_size": 300, "strip_accents": True}},
     "cased": {"train": {"vocab_size": 300, "lowercase": False}},
     "byte-level": "tokenizer.json",
 }
