@@ -1,0 +1,81 @@
+"""Tests of files, permissions and archives as an unprivileged user with the system's Python.
+
+A developer's interpreter is often newer than the distribution's, and root may write anywhere.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+USER = 65534  # the kernel's own for users that it does not know
+SELECTED = (
+    *("data_prep/test_files.py", "data_prep/test_locks.py", "data_prep/test_prepare.py"),
+    *("data_prep/test_publish.py", "data_prep/test_shards.py", "data_prep/test_sources.py"),
+    *("launch/test_config.py", "launch/test_launch.py", "pretrain/checkpoint"),
+    *("pretrain/test_export.py", "pretrain/test_malicious.py", "pretrain/test_malicious_data.py"),
+    *("pretrain/test_replay.py", "test_architecture.py", "test_nothing_executes.py"),
+)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder of USER's outside pytest's own, which nobody else may enter."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root may become another user")
+    path = Path(tempfile.mkdtemp(prefix="distil-other-user-", dir="/tmp"))
+    os.chown(path, USER, USER)
+    yield path
+    shutil.rmtree(path)
+
+
+def run(folder: Path, *arguments: object, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run a command as USER in `folder`, without anything of this environment."""
+    return subprocess.run(
+        [str(argument) for argument in arguments],
+        cwd=folder / "tree",
+        env={"HOME": str(folder), "PATH": "/usr/bin:/bin", "TMPDIR": str(folder)},
+        user=USER,
+        group=USER,
+        extra_groups=[],
+        umask=0o022,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_an_unprivileged_user_with_the_systems_python(folder: Path) -> None:
+    version = "python{}.{}".format(*sys.version_info)
+    system = Path("/usr/bin") / version  # another version cannot load the packages
+    if not system.exists():
+        pytest.skip(f"there is no {system}")
+    unneeded = (".git", ".venv", ".*_cache", "__pycache__", "runs", "build", "*.egg-info")
+    shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*unneeded))
+    for path in [folder / "tree", *(folder / "tree").rglob("*")]:
+        os.chown(path, USER, USER, follow_symlinks=False)
+    made = run(folder, system, "-m", "venv", "--without-pip", folder / "env", timeout=300)
+    if made.returncode:
+        pytest.skip(f"{system} makes no environment: {made.stdout}")
+    packages = folder / "env" / "lib" / version / "site-packages"
+    shared = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "shared.pth").write_text("\n".join([str(folder / "tree"), *shared]) + "\n")
+    python = folder / "env" / "bin" / "python"
+    found = run(folder, python, "-c", "import pytest, torch, transformers", timeout=300)
+    if found.returncode:
+        pytest.skip(f"user {USER} cannot read the packages: {found.stdout.splitlines()[-1:]}")
+
+    options = ["-p", "no:cacheprovider", "-n", "0", "--maxfail", "5"]
+    selected = [Path("tests") / name for name in SELECTED]
+    done = run(folder, python, "-m", "pytest", *options, *selected, timeout=3600)
+    assert done.returncode == 0, done.stdout[-5000:]
