@@ -44,7 +44,7 @@ def test_engines(workers: int) -> None:
 def fail_or_write_late(path: str) -> None:
     if not path:
         raise CorpusError("the first failure")
-    time.sleep(5)
+    time.sleep(60)
     Path(path).touch()
 
 

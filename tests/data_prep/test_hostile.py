@@ -13,7 +13,7 @@ from hostile import CASES, Hostile
 
 from data_prep.shards import load_manifest, verify
 
-SECONDS = 60
+SECONDS = 240
 PEAK = 2**30  # bytes
 RUN = """
 import json, resource, sys

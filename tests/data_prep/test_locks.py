@@ -217,7 +217,7 @@ def test_what_does_not_change_is_taken_over(tmp_path: Path, content: bytes) -> N
         assert (tmp_path / "task.000002.lock").exists()
     seconds = [left for left, _ in told]
     assert seconds[0] == FAST["patience"] and seconds[-1] > 0
-    assert seconds == sorted(seconds, reverse=True) and len(seconds) >= 5
+    assert seconds == sorted(seconds, reverse=True) and len(seconds) >= 2
     assert {host for _, host in told} == {
         "far" if content == CONTENTS["far and dead"] else "unknown"
     }
@@ -246,7 +246,7 @@ def test_a_suspended_holder_learns_that_it_was_followed(tmp_path: Path) -> None:
 def test_two_wait_for_a_dead_host_and_one_gets_it(tmp_path: Path) -> None:
     (tmp_path / "task.000001.lock").write_bytes(record(elsewhere(pid=1)))
     results: list[str] = []
-    done = threading.Barrier(2, timeout=20)
+    done = threading.Barrier(2, timeout=120)
 
     def contend() -> None:
         try:
@@ -301,7 +301,7 @@ def test_a_mark_and_a_successor_each_end_a_lock(tmp_path: Path) -> None:
 
 def test_threads_that_meet_at_every_generation(tmp_path: Path) -> None:
     rounds, contenders = 20, 8
-    meet = threading.Barrier(contenders, timeout=20)
+    meet = threading.Barrier(contenders, timeout=120)
     inside = [0] * rounds
     overlaps: list[int] = []
 
@@ -349,7 +349,7 @@ def test_the_heartbeat_does_not_keep_a_process_alive(tmp_path: Path) -> None:
         "held = lock(Path(sys.argv[1]), 'task'); held.__enter__(); sys.exit(3)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    assert subprocess.run(command, timeout=20, check=False).returncode == 3
+    assert subprocess.run(command, timeout=120, check=False).returncode == 3
     with lock(tmp_path, "task") as held:
         held.check()
 

@@ -94,7 +94,7 @@ def test_a_signal_saves_and_the_job_goes_on(run: Path, tmp_path: Path) -> None:
 def signal_the_step(folder: Path, *, after: int) -> None:
     """SIGUSR1 to every process of the step, as Slurm does it, once `after` steps are done."""
     metrics = folder / "out" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not metrics.exists() or len(metrics.read_text().splitlines()) < after:
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -229,7 +229,7 @@ def test_a_killed_rank_ends_all_and_is_named(start: Callable[..., Supervised]) -
 
 
 def test_a_stopped_rank_ends_all_and_is_named(start: Callable[..., Supervised]) -> None:
-    run = start(3, *ENDLESS, timeout=6)
+    run = start(3, *ENDLESS, timeout=15)
     run.until("rank 0 is under way")
     victim = run.rank(1)
     victim.suspend()
@@ -243,7 +243,7 @@ def test_a_stopped_rank_ends_all_and_is_named(start: Callable[..., Supervised]) 
 def test_a_rank_that_others_wait_for_in_vain_is_named_with_its_stack(
     start: Callable[..., Supervised],
 ) -> None:
-    run = start(2, *ENDLESS, "hang", "1", "20", timeout=6)
+    run = start(2, *ENDLESS, "hang", "1", "20", timeout=15)
     assert run.code(START) == 1
     assert re.search(
         r"^rank 1 \(.+\) stood at step 20 \(data\), and rank 0 waited for it in vain at step 20 "

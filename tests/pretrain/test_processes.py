@@ -144,7 +144,7 @@ def test_what_takes_longer_than_the_timeout_is_waited_for_at_the_start(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     file = tmp_path / "found"
-    ranks.run(3, rank_work.slow, settings(), 7.0, file, environment={"DISTIL_TIMEOUT": "3"})
+    ranks.run(3, rank_work.slow, settings(), 12.0, file, environment={"DISTIL_TIMEOUT": "6"})
     assert [file.with_suffix(f".{rank}").read_text() for rank in range(3)] == ["0", "11", "22"]
 
 
@@ -199,7 +199,7 @@ def test_the_lock_of_a_killed_run_is_taken_over(
     values = settings(micro_batch_size=12, max_steps=400)
     (holder,) = ranks.start(1, rank_work.once, values)
     log = Path(values["output"]) / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(metrics.read(log)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(Exception, match=f"pid {holder.pid}"):
