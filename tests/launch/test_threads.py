@@ -43,3 +43,33 @@ def test_spinning_is_bounded_before_torch_is_imported(package: str) -> None:
 )
 def test_a_value_that_the_user_has_set_wins(given: dict[str, str]) -> None:
     assert spin_count("launch", **given) == spin_count("os", **given) not in (0, 300_000)
+
+
+WORKERS = """
+import os
+import launch
+from data_prep.work.engines import started
+from torch.utils.data import DataLoader
+
+if __name__ == "__main__":
+    with started(2) as run:
+        print(*run(os.getenv, ["GOMP_SPINCOUNT"] * 2))
+    print(*DataLoader(["GOMP_SPINCOUNT"], num_workers=1, collate_fn=lambda it: os.getenv(it[0])))
+"""
+
+
+def test_workers_of_the_corpus_and_of_the_loader_inherit_it(tmp_path: Path) -> None:
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS, encoding="utf-8")
+    kept = {name: value for name, value in os.environ.items() if name not in GIVEN}
+    done = subprocess.run(
+        [sys.executable, script],
+        env=kept | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    counts = [int(word) for word in done.stdout.split()]
+    assert len(counts) == 3 and max(counts) <= 10_000
