@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from data_prep.audit import Found, Segment
+from data_prep.messages import printable
 from launch.tables import print_table, show
 from pretrain.replay import Replay, ReplayedRow
 
@@ -131,9 +132,3 @@ def segment_lines(folder: Path, row: int, split: str, segments: Iterable[Segment
 def place_lines(folder: Path, found: Found) -> None:
     """The places of a document for machines."""
     json_lines({"folder": str(folder), "by": found.by, **asdict(p)} for p in found.places)
-
-
-def printable(text: str, limit: int = 200) -> str:
-    """One line without control characters: titles are other people's strings."""
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."

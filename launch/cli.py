@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
@@ -43,18 +43,16 @@ def main() -> None:
         app()
     except SystemExit as stop:
         end(stop.code if isinstance(stop.code, int) else 1 if stop.code else 0)
-    except KeyboardInterrupt:
-        end(130)
-    except Exception as error:
-        answer = _answer(error)
-        text, code = answer or (str(error), 1)
+    except (Exception, KeyboardInterrupt) as error:
         from data_prep.disk.credentials import masked
         from launch.failures import record
+        from pretrain.status import verdict
 
+        code, text = verdict(error)
         record(error, code, text)  # where a supervisor started this rank
-        if debug or answer is None:
+        if debug or code == 1:
             print(masked(traceback.format_exc()), file=sys.stderr)
-        if answer is not None:
+        if code in (2, 3):
             print(f"error: {masked(text)}", file=sys.stderr)
         end(code)
 
@@ -72,41 +70,6 @@ def end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _answer(error: Exception) -> tuple[str, int] | None:
-    """(message, exit code) for what is the user's to mend; None for a bug of ours."""
-    from data_prep import CorpusError
-    from launch.config import ConfigError
-    from pretrain import NumericalError, RunError
-    from pretrain.memory import out_of_memory
-
-    if isinstance(error, CorpusError | ConfigError | RunError):
-        return str(error), 2
-    if isinstance(error, NumericalError):
-        return str(error), 3
-    if out_of_memory(error):
-        said = str(error).partition("\n")[0] or type(error).__name__
-        return f"out of memory ({said}): end other programs, or use a machine with more", 2
-    if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror or error}{_remedy(error)}", 2
-    return None
-
-
-def _remedy(error: OSError) -> str:
-    import errno
-
-    remedies: dict[Any, str] = {
-        errno.ENOSPC: "free some space, then run the same command again; what is finished stays",
-        errno.EDQUOT: "free some space, then run the same command again; what is finished stays",
-        errno.EROFS: "the disk is read-only; set `output:` to a place that can be written",
-        errno.EACCES: "no permission; set `output:` to a place that can be written",
-        errno.ENOTDIR: "a file stands where a folder should be; choose another path",
-        errno.EEXIST: "a file stands where a folder should be; choose another path",
-        errno.EFBIG: "a file-size limit was reached; raise it (ulimit -f) or write elsewhere",
-    }
-    return f"; {remedies[error.errno]}" if error.errno in remedies else ""
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from pretrain import RunError
+
 Config = TypeVar("Config", bound=BaseModel)
 _SHIPPED = "shipped:"  # before the name of a config that was installed with the package
 
 
-class ConfigError(ValueError):
+class ConfigError(RunError):
     """A config that cannot be used; one line."""
 
 

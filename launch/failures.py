@@ -69,7 +69,8 @@ class Failure:
     @property
     def hint(self) -> str:
         """What to look at, if that is known."""
-        return hint(f"{self.message}\n{self.traceback}", follows=self.follows)
+        # Not from the traceback, which also quotes errors that were dealt with on the way.
+        return hint(f"{self.type}: {self.message}", follows=self.follows)
 
 
 def timed_out(text: str) -> bool:

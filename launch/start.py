@@ -17,6 +17,7 @@ from pathlib import Path
 
 from data_prep.disk import refuse_if_held
 from data_prep.disk.credentials import masked
+from data_prep.messages import extra
 from data_prep.shards import load_manifest
 from launch import command
 from launch.command import PORT, Head, Layout
@@ -150,9 +151,7 @@ def check_zero(zero: int | None) -> None:
     if zero not in (None, 1, 2):
         raise RunError(f"--zero {zero}: there are 1 and 2; a student is too small for 3")
     if zero is not None and find_spec("deepspeed") is None:
-        raise RunError(
-            f"--zero {zero}: needs DeepSpeed: pip install 'distil-pretraining[deepspeed]'"
-        )
+        raise RunError(f"--zero {zero}: needs DeepSpeed: {extra('deepspeed')}")
 
 
 def describe(

@@ -184,7 +184,7 @@ def _failed(watch: Watch, failure: Failure, step: int) -> Cause:
     place = beat.place if beat else "its start"
     name = f"rank {failure.rank} ({failure.host}, pid {failure.pid})"
     if not failure.message:
-        line = f"{name} ended at {place} with exit code {failure.exit_code}; its log says why"
+        line = f"{name} ended at {place} with exit code {failure.exit_code} and no message"
         return Cause(line, step, failure.exit_code)
     if failure.exit_code in (2, 3):
         return Cause(failure.message, step, failure.exit_code)
@@ -206,6 +206,11 @@ def _lost(watch: Watch, chatter: str) -> tuple[Beat | None, int]:
 def _how(code: int) -> str:
     if code > 0:
         return f"exit code {code}"
+    if code == 0:
+        return "how is not known; perhaps it was killed for want of memory"
     known = {-int(number): number.name for number in signal.Signals}
-    guess = ", perhaps out of memory" if code in (0, -signal.SIGKILL) else ""
-    return f"killed by {known.get(code, 'a signal')}{guess}"
+    guesses = {
+        -signal.SIGKILL: ", perhaps out of memory",
+        -signal.SIGBUS: ", as when a shard is cut off while it is read; `distil verify` its folder",
+    }
+    return f"killed by {known.get(code, f'signal {-code}')}{guesses.get(code, '')}"

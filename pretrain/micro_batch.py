@@ -78,7 +78,9 @@ def explained(run: Run) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not out_of_memory(error):
+        on_gpu = run.accelerator.device.type == "cuda"
+        # A host's memory has other remedies than a GPU's.
+        if not out_of_memory(error) or (on_gpu and not isinstance(error, RuntimeError)):
             raise
         raise RunError(_advice(run)) from error
 
@@ -144,7 +146,7 @@ def _recorded(record: Any, where: Mapping[str, Any], share: int) -> int | None:
 def _advice(run: Run) -> str:
     rows = run.micro_batch_size
     smaller = sizes(run.share, rows // 2)[-1:]
-    auto = "" if run.micro_batch is None else ", which auto found: something else takes memory, too"
+    auto = "" if run.micro_batch is None else ", which auto expected to fit"
     text = f"step {run.step + 1}: out of {_kind(run)} with micro_batch_size {rows}{auto}; "
     if not smaller:
         return text + _less(run)

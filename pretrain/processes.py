@@ -19,6 +19,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
+from data_prep.messages import extra
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.gpu import check_kernels
@@ -76,7 +77,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout()), **meeting_point()}
     if deepspeed:
-        _need("deepspeed", "ACCELERATE_USE_DEEPSPEED", "deepspeed")
+        _need("deepspeed", "ACCELERATE_USE_DEEPSPEED")
         if not gpu:
             settings["backend"] = "gloo"
             _prepare_deepspeed_for_cpus()
@@ -95,7 +96,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     if precision == "fp32":
         allow_tf32(device)
     if config.logging.tensorboard:
-        _need("tensorboard", "logging.tensorboard", "tensorboard")
+        _need("tensorboard", "logging.tensorboard")
     if precision == "fp16" and device.type != "cuda":
         raise RunError(
             f"train.precision fp16 needs a CUDA GPU, this is {device.type}; use bf16 or fp32"
@@ -237,6 +238,6 @@ def _prepare_deepspeed_for_cpus() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _need(package: str, who: str, extra: str) -> None:
+def _need(package: str, who: str) -> None:
     if find_spec(package) is None:
-        raise RunError(f"{who} needs {package}: pip install 'distil-pretraining[{extra}]'")
+        raise RunError(f"{who} needs {package}: {extra(package)}")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from data_prep.shards import Manifest, ShardSet, read_listed
+from data_prep.shards import CorpusError, Manifest, ShardSet, read_listed
 from data_prep.shards.manifest import TOKEN_COUNTS, SpecialIds
+from data_prep.shards.reading import check_size
 from pretrain import RunError
 from pretrain.batch import MicroBatch, micro_batch
 from pretrain.config import MaskingConfig
@@ -191,9 +193,36 @@ def special_ids(manifest: Manifest) -> tuple[int, ...]:
     return special.pad, special.unk, special.cls, special.sep, special.mask
 
 
+@contextmanager
+def explained_workers(shards: ShardSet) -> Iterator[None]:
+    """Around the loop, which a dead worker's signal interrupts anywhere: name the true error.
+
+    torch puts a worker's traceback before its error, and takes every SIGBUS for a want of shared
+    memory; a file that is cut off while it is mapped ends a process the same way.
+
+    Raises:
+        CorpusError: damaged shards, as without workers.
+    """
+    try:
+        yield
+    except CorpusError as error:
+        lines = str(error).splitlines()
+        raise CorpusError(lines[-1].removeprefix("data_prep.CorpusError: ")) from error
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        if not isinstance(error, RuntimeError):
+            with suppress(RuntimeError):  # torch's, for the worker that was sending rows
+                time.sleep(1)
+        if not isinstance(error, RuntimeError) or "DataLoader worker" in str(error):
+            for record in shards.manifest.splits[shards.split].shards:
+                check_size(shards.folder, record)
+        raise
+
+
 def _ignore_signals(worker: int) -> None:
     # Ctrl-C, a closed terminal, and what a scheduler or torchrun sends, reach the whole process
     # group; the main process finishes its step and saves. A worker ends with its queue, or when its
     # parent is gone.
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
+    # torch's handler prints that shared memory is short; see `explained_workers`.
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)

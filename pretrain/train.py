@@ -11,7 +11,6 @@ from torch import Tensor
 
 from data_prep.disk import Busy, Lock, lock
 from data_prep.shards import check
-from pretrain import NumericalError, RunError
 from pretrain.batch import MicroBatch, send
 from pretrain.build import Ended, Run, build, save
 from pretrain.config import RunConfig
@@ -31,9 +30,9 @@ from pretrain.processes import (
     same_everywhere,
 )
 from pretrain.progress import describe, report, start_clock
-from pretrain.rows import StepRows, loader
+from pretrain.rows import StepRows, explained_workers, loader
 from pretrain.signals import stop_on_signal
-from pretrain.status import clear_status, write_status
+from pretrain.status import clear_status, verdict, write_status
 from pretrain.update import compare_processes, learning_rate, update
 
 _DROPOUT = 3  # names this use of the seed; order and masking have theirs
@@ -114,7 +113,7 @@ def train(
                 describe(run)
                 last = min(stop_after or run.num_steps, run.num_steps)
                 rows = loader(run.dataset, run.step, last, run.config.train.num_workers)
-                with explained(run), rows as batches:
+                with explained(run), explained_workers(run.dataset.shards), rows as batches:
                     loop(run, batches, last, signals)
     return Outcome(run.step, run.num_steps, run.ended, run.evaluation)
 
@@ -267,7 +266,7 @@ def _open(run: Run) -> None:
 @contextmanager
 def _told(run: Run) -> Iterator[None]:
     """Write `exit_status.json`, however the run ends; not if another process has taken it over."""
-    code, error, ours = 1, "", run.accelerator.is_main_process
+    code, error, ours = 0, "", run.accelerator.is_main_process
     try:
         yield
         run.heartbeat.at(run.step, "end")  # not after an error: its place is what matters then
@@ -275,12 +274,12 @@ def _told(run: Run) -> Iterator[None]:
     except Busy:
         ours = False
         raise
-    except (NumericalError, RunError, OSError) as caught:
-        code, error = 3 if isinstance(caught, NumericalError) else 2, str(caught)
+    except BaseException as caught:
+        code, error = verdict(caught)
         raise
     finally:
         if ours:
-            ended = "failed" if code in (1, 2, 3) else run.ended
+            ended = "failed" if error else run.ended
             # What went wrong is more than that a file about it could not be written.
             with suppress(OSError, Busy) if ended == "failed" else nullcontext():
                 run.writer.close()

@@ -77,7 +77,10 @@ class Lock:
         """Raise Busy if another process took over while this one stood still."""
         if not self._beat():
             if not self._path.exists():
-                raise Busy(f"{self._about}: the work folder is gone: another process has finished")
+                raise Busy(
+                    f"{self._about}: its lock file {self._path} is gone: the folder was removed or "
+                    f"moved, or another `{self._who}` finished and tidied up; look, then run again"
+                )
             other = _named(parsed(_read(self._following)))
             raise Busy(
                 f"{self._about}: another `{self._who}` ({other}) took over while this one "

@@ -17,6 +17,7 @@ from fsspec.registry import known_implementations
 
 from data_prep import CorpusError
 from data_prep.disk import hash_file
+from data_prep.messages import extra
 from data_prep.shards import load_manifest
 from data_prep.shards.manifest import MANIFEST, FileRecord
 
@@ -182,6 +183,6 @@ def _without_secrets(url: str) -> tuple[str, list[str]]:
 
 def _package(protocol: str, error: ImportError) -> str:
     if protocol in _EXTRAS:
-        return f"needs a package: pip install 'distil-pretraining[{_EXTRAS[protocol]}]'"
+        return f"needs a package: {extra(_EXTRAS[protocol])}"
     known = known_implementations.get(protocol, {})
     return f"needs a package: {known.get('err') or error}"

@@ -4,12 +4,14 @@ A shard is an Arrow IPC stream with one column, `input_ids`: rows of whole segme
 `[CLS] ids [SEP]`, padded at the end. `manifest.json` describes and seals a folder of them.
 """
 
+from data_prep import CorpusError
 from data_prep.shards.manifest import Manifest, canonical_json, load_manifest, vocabulary_sha256
 from data_prep.shards.reading import ShardSet, open_shards
 from data_prep.shards.verifying import check, check_file, read_listed, verify
 from data_prep.shards.writing import write_shard
 
 __all__ = [
+    "CorpusError",
     "Manifest",
     "ShardSet",
     "canonical_json",

@@ -13,15 +13,14 @@ from urllib.parse import unquote
 
 from data_prep import CorpusError
 from data_prep.disk.credentials import masked
+from data_prep.messages import extra
 
-# Protocol -> (package, what to install); other protocols name their package themselves.
+# Protocol -> (package, the extra that brings it); other protocols name their package themselves.
 _DRIVERS = {
-    "s3": ("s3fs", "'distil-pretraining[s3]'"),
-    "s3a": ("s3fs", "'distil-pretraining[s3]'"),
-    "gs": ("gcsfs", "'distil-pretraining[gcs]'"),
-    "gcs": ("gcsfs", "'distil-pretraining[gcs]'"),
-    "http": ("aiohttp", "aiohttp"),
-    "https": ("aiohttp", "aiohttp"),
+    "s3": ("s3fs", "s3"),
+    "s3a": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"),
+    "gcs": ("gcsfs", "gcs"),
 }
 # What a store says of a file's state, by the names that file systems give it.
 _STATES = (
@@ -148,10 +147,9 @@ def _filesystem(url: str) -> tuple[Any, str]:
         return url_to_fs(url, client_kwargs={"timeout": timeout})
     except ImportError as error:
         missing = getattr(error.__cause__ or error, "name", None) or f"for {protocol}://"
-        package, install = _DRIVERS.get(protocol, (missing, missing))
-        raise CorpusError(
-            f"{shown(url)}: needs the package {package}: pip install {install}"
-        ) from None
+        package, name = _DRIVERS.get(protocol, (missing, ""))
+        how = extra(name) if name else "install it"
+        raise CorpusError(f"{shown(url)}: needs the package {package}: {how}") from None
 
 
 @contextmanager

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from data_prep.messages import extra
+
 NO_WORD_PIECE = "the tokenizer is no WordPiece"
 CACHE_ENTRIES = 2**16  # sixteen times as many take 40 MB more and are no faster
 Encoder = Callable[[list[str]], tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]]
@@ -35,7 +37,7 @@ def fast_encoder(backend: Tokenizer) -> Encoder | str:
     try:
         from nanotoken import WordPieceTokenizer, set_cache_entries
     except ImportError:
-        return "nanotoken is not installed (pip install 'distil-pretraining[fast]')"
+        return f"nanotoken is not installed; {extra('fast')}"
     state = json.loads(backend.to_str())
     if state["model"]["type"] != "WordPiece":
         return NO_WORD_PIECE

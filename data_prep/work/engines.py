@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from data_prep import CorpusError
+from data_prep.messages import extra
 from data_prep.work.memory import return_large_blocks
 
 Item = TypeVar("Item")
@@ -139,9 +140,7 @@ def _ray(workers: int) -> Iterator[Run]:
     try:
         import ray
     except ImportError:
-        raise CorpusError(
-            "--engine ray: Ray is not installed: pip install 'distil-pretraining[ray]'"
-        ) from None
+        raise CorpusError(f"--engine ray: Ray is not installed: {extra('ray')}") from None
     own = not ray.is_initialized()
     if own:
         cluster = bool(os.environ.get("RAY_ADDRESS"))

@@ -78,7 +78,7 @@ class Once:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    pytest.importorskip("ray", reason="Ray is an extra: pip install 'distil-pretraining[ray]'")
+    pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, *sys.path[1:]))))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return "ray"

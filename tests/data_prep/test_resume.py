@@ -219,7 +219,7 @@ def test_tasks_of_stages_give_the_same_bytes(make_config: Any, tmp_path: Path) -
 def test_ray_gives_the_same_bytes(
     make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is an extra: pip install 'distil-pretraining[ray]'")
+    pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
     path = os.pathsep.join((str(Path(__file__).parents[2]), *sys.path[1:]))
     monkeypatch.setenv("PYTHONPATH", path)
     manifests = [

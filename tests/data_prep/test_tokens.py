@@ -19,6 +19,7 @@ from tokenizers.trainers import BpeTrainer
 
 from data_prep import CorpusError
 from data_prep.config import JsonTokenizer, VocabularyTokenizer
+from data_prep.messages import extra
 from data_prep.tokens import Tokens, load, word_piece
 from data_prep.tokens.long_texts import calls, pieces
 
@@ -383,10 +384,7 @@ def test_why_a_tokenizer_is_not_accelerated(
         assert shown(tokens, "hello worlds") == ["hello", "world", "##s"]  # it is not used
     monkeypatch.setitem(sys.modules, "nanotoken", None)
     tokens = load(vocabulary)
-    assert (
-        tokens.accelerate(["hello"])
-        == "nanotoken is not installed (pip install 'distil-pretraining[fast]')"
-    )
+    assert tokens.accelerate(["hello"]) == f"nanotoken is not installed; {extra('fast')}"
     assert shown(tokens, "hello worlds") == ["hello", "world", "##s"]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from data_prep.config import CorpusConfig
+from data_prep.messages import printable
 from data_prep.prepare import prepare
 from data_prep.shards import load_manifest
-from launch.answers import printable
 from launch.cli import main
 
 WORDS = [f"{a}{b}" for a in "klmn" for b in "opqr"]

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from data_prep import CorpusError
 from data_prep.shards import open_shards
 from pretrain.config import MaskingConfig
 from pretrain.order import Order
-from pretrain.rows import StepDataset, build_masking, loader
+from pretrain.rows import StepDataset, build_masking, explained_workers, loader
 
 STEPS = 400
 
@@ -23,7 +24,6 @@ def dataset(tmp_path: Path, corpus: Path) -> StepDataset:
     return StepDataset(shards, Order(len(shards), 8, 0), masking)
 
 
-@pytest.mark.xfail(strict=True, reason="item 28: 'out of shared memory' for a truncated shard")
 def test_a_shard_that_is_cut_off_while_it_is_read_is_named(
     dataset: StepDataset, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -31,20 +31,21 @@ def test_a_shard_that_is_cut_off_while_it_is_read_is_named(
     next(batches)
     (record,) = dataset.shards.manifest.splits["train"].shards
     os.truncate(dataset.shards.folder / record.file, 0)
-    with pytest.raises(CorpusError, match=r"train-00000\.arrow: 0 bytes, the manifest says") as cut:
+    named = r"train-00000\.arrow: 0 bytes, the manifest says"
+    with pytest.raises(CorpusError, match=named) as cut, explained_workers(dataset.shards):
         for _ in batches:
-            pass
+            time.sleep(0.01)
     assert "\n" not in str(cut.value)
     assert "shared memory" not in capfd.readouterr().err
 
 
-@pytest.mark.xfail(strict=True, reason="item 28: a worker's traceback in place of its error")
 def test_a_damaged_block_is_one_line_from_a_worker_too(dataset: StepDataset) -> None:
     (record,) = dataset.shards.manifest.splits["train"].shards
     path = dataset.shards.folder / record.file
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorpusError, match="block 0 differs from the manifest") as damaged:
+    differs = "block 0 differs from the manifest"
+    with pytest.raises(CorpusError, match=differs) as damaged, explained_workers(dataset.shards):
         next(loader(dataset, 0, STEPS, 1))
     assert "\n" not in str(damaged.value)
