@@ -1,0 +1,189 @@
+"""Titles, names, licences and paths that would steer a terminal reach it as text."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from data_prep.publish.card import dataset_card
+from data_prep.shards import load_manifest
+from launch.attempt import say
+from launch.cli import main
+from pretrain.card import model_card
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\u2028"
+WORDS = [f"{a}{b}" for a in "klmn" for b in "opqr"]
+ITEM = "item 29: escapes reach the terminal"
+
+
+def is_harmless(text: str) -> bool:
+    return all(c == "\n" or c.isprintable() for c in text)
+
+
+@pytest.fixture
+def distil(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """A function from arguments to exit code and all that is on the screen."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["distil", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), "".join(capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A config of a corpus with a hostile name of a file, source, licence, id, title and URL."""
+    records = [
+        {"text": " ".join(WORDS[n:] + WORDS[:n]), "id": f"{EVIL}{n}", "title": EVIL, "url": EVIL}
+        for n in range(3)
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    source = tmp_path / f"texts{EVIL}.jsonl"
+    source.write_text(lines, encoding="utf-8")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (tmp_path / "vocab.txt").write_text("\n".join([*special, *WORDS]) + "\n", encoding="utf-8")
+    fields = {"id_field": "id", "title_field": "title", "url_field": "url"}
+    values: dict[str, Any] = {
+        "output": str(tmp_path / f"shards{EVIL}"),
+        "tokenizer": str(tmp_path / "vocab.txt"),
+        "sources": [
+            {"kind": "jsonl", "path": str(source), "licence": EVIL, "name": EVIL, **fields}
+        ],
+        "row_length": 18,
+        "validation": 0,
+        "workers": 1,
+        "deduplicate": {"documents": "exact"},
+    }
+    (tmp_path / "corpus.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return tmp_path / "corpus.yaml"
+
+
+@pytest.mark.xfail(strict=True, reason=ITEM)
+def test_of_a_corpus(distil: Callable[..., tuple[int, str]], corpus: Path) -> None:
+    shards = yaml.safe_load(corpus.read_text(encoding="utf-8"))["output"]
+    commands: list[tuple[int, tuple[object, ...]]] = [
+        (0, ("prepare", corpus, "--dry-run")),
+        (0, ("prepare", corpus)),
+        (0, ("prepare", corpus)),
+        (0, ("inspect", shards)),
+        (0, ("inspect", shards, "--leftovers")),
+        (0, ("audit", shards, "--row", 0)),
+        (0, ("audit", shards, "--document", f"{EVIL}1")),
+        (2, ("audit", shards, "--document", f"{EVIL}9")),
+        (2, ("audit", shards, "--document", "x", "--source", EVIL + "x")),
+        (2, ("prepare", corpus, f"sources.0.path={EVIL}")),
+        (2, ("prepare", corpus, f"{EVIL}=3")),
+        (2, ("prepare", f"{EVIL}.yaml")),
+        (0, ("verify", shards)),
+    ]
+    for code, arguments in commands:
+        ended, screen = distil(*arguments)
+        assert (ended, is_harmless(screen)) == (code, True), (arguments, screen)
+    (Path(shards) / "train-00000.arrow").write_bytes(b"")
+    for name in ("verify", "inspect"):
+        ended, screen = distil(name, shards)
+        assert (ended, is_harmless(screen)) == (2, True), screen
+    assert is_harmless(str(dataset_card(EVIL, load_manifest(shards))))
+
+
+@pytest.mark.xfail(strict=True, reason=ITEM)
+def test_of_a_run(distil: Callable[..., tuple[int, str]], run: Path, tmp_path: Path) -> None:
+    hostile = run.rename(tmp_path / f"run{EVIL}.yaml")
+    for code, arguments in (
+        (0, ("launch", hostile, "--dry-run", f"output=out{EVIL}")),
+        (0, ("pretrain", hostile, f"output={tmp_path}/out{EVIL}", "train.max_steps=1")),
+        (2, ("pretrain", hostile, "objective={}", f"teacher={tmp_path}/{EVIL}", "model=null")),
+        (2, ("pretrain", hostile, f"train.{EVIL}=1")),
+        (2, ("evaluate", tmp_path / EVIL, tmp_path / EVIL)),
+        (2, ("replay", tmp_path / EVIL, "--step", 1)),
+        (2, ("export", tmp_path / EVIL, tmp_path / "exported")),
+    ):
+        ended, screen = distil(*arguments)
+        assert (ended, is_harmless(screen)) == (code, True), (arguments, screen)
+    config = yaml.safe_load(hostile.read_text(encoding="utf-8"))
+    ended, screen = distil("export", f"{tmp_path}/out{EVIL}", tmp_path / f"exported{EVIL}")
+    assert (ended, is_harmless(screen)) == (0, True) and config
+
+
+@pytest.mark.xfail(strict=True, reason=ITEM)
+def test_of_a_bug(distil: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise KeyError(0) from LookupError(EVIL)
+
+    monkeypatch.setattr("launch.cli.app", fail)
+    ended, screen = distil()
+    assert ended == 1 and "Traceback" in screen and is_harmless(screen)
+
+
+@pytest.mark.xfail(strict=True, reason=ITEM)
+def test_of_a_supervisor(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"error: {EVIL}")
+    assert is_harmless(capsys.readouterr().err)
+
+
+@pytest.mark.xfail(strict=True, reason=ITEM)
+def test_on_a_model_card() -> None:
+    parameters = SimpleNamespace(numel=lambda: 3)
+    student: Any = SimpleNamespace(
+        config=SimpleNamespace(num_hidden_layers=1), parameters=lambda: [parameters]
+    )
+    section = {"key": EVIL}
+    state = {
+        "config": {
+            **dict.fromkeys(("objective", "model", "student", "masking", "optimizer"), section),
+            "train": section,
+            "teacher": EVIL,
+        },
+        "teacher": {"name": EVIL, "revision": EVIL, "sha256": "0" * 64},
+        **{"step": 1, "num_steps": 1, "tokens": 1, "shards": "0" * 64},
+        **{"evaluation": {}, "evaluation_step": 0},
+        "sources": [{"name": EVIL, "kind": "text", "documents_kept": 1, "licence": EVIL}],
+    }
+    assert is_harmless(str(model_card(student, state)))
+
+
+@pytest.mark.xfail(strict=True, reason=ITEM)
+def test_on_a_real_terminal(tmp_path: Path) -> None:
+    """Our own colours and bars may pass; of another's string nothing that is not text."""
+    program = (
+        "import sys\n"
+        "from launch.progress import Training\n"
+        "from launch.tables import print_table\n"
+        "with Training() as progress:\n"
+        "    progress.say(sys.argv[1])\n"
+        "    progress.step(1, 2, {})\n"
+        "print_table(['name'], [[sys.argv[1]]])\n"
+    )
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, EVIL], stdout=terminal, stderr=terminal, stdin=terminal
+    )
+    os.close(terminal)
+    seen = bytearray()
+    while True:
+        try:
+            data = os.read(controller, 4096)
+        except OSError:  # its end, on Linux
+            break
+        if not data:
+            break
+        seen += data
+    os.close(controller)
+    assert process.wait(60) == 0
+    text = seen.decode()
+    assert "owned" in text and "training" in text
+    for part in ("\x07", "\x1b]", "\x1b[2J", "\u202e", "\x9b", "\u2028"):
+        assert part not in text
