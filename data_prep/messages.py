@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import unicodedata
 from pathlib import Path
+
+from data_prep.disk.credentials import masked
 
 
 def extra(name: str) -> str:
@@ -13,7 +17,36 @@ def extra(name: str) -> str:
     return f"install the extra {name}: pip install -e '.[{name}]' in {place}"
 
 
-def printable(text: str, limit: int = 200) -> str:
-    """Return one line without control characters: titles and names are other people's strings."""
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+def printable(text: str) -> str:
+    """Spell out what steers a terminal or does not show: others' strings are printed through it.
+
+    Passwords and signatures in URLs are left out. Line ends stay, blanks become spaces, and control, format (U+202E turns the line round) and
+    unassigned characters are written as Python escapes. So it is right for what goes to a screen,
+    and `one_line` for a string of another's in a line.
+    """
+    text = masked(text)
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    if character.isprintable() or character == "\n":
+        return character
+    if character in "\t\r" or unicodedata.category(character) == "Zs":
+        return " "
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def one_line(text: str, limit: int | None = None) -> str:
+    """Return a printable text on one line, of at most `limit` characters."""
+    text = " ".join(printable(text).split())
+    return text if limit is None or len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def complain(text: str) -> None:
+    """Print a line, or several, to standard error, whoever's strings are in it."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Print a warning."""
+    complain(f"warning: {text}")

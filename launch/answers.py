@@ -9,11 +9,12 @@ from itertools import islice
 from pathlib import Path
 
 from data_prep.audit import Found, Segment
-from data_prep.messages import printable
+from data_prep.messages import one_line
 from launch.tables import print_table, show
 from pretrain.replay import Replay, ReplayedRow
 
 _MASKS = 6  # of a row, on its line
+_LIMIT = 200  # characters of a title, an id or a URL
 _ROW = "{:>8}  {:>4}  {:>11}  {:>5}  {:>9}  {:>6}  {}"
 _TAKE_DOWN = (
     "to take a document down: remove it from the input, or add a filter, and run `distil prepare` "
@@ -30,12 +31,12 @@ def row_documents(row: int, split: str, segments: Sequence[Segment]) -> None:
             [
                 "",
                 f"[{segment.number}] tokens {segment.start} to {segment.end - 1}: "
-                f"{printable(segment.title) or 'no title'}",
-                f"    document  {printable(segment.document)}",
-                f"    url       {printable(segment.url) or '-'}",
-                f"    source    {printable(segment.source)} ({segment.kind})",
-                f"    licence   {printable(segment.licence)}",
-                f"    text      {printable(segment.text, 160)}",
+                f"{one_line(segment.title, _LIMIT) or 'no title'}",
+                f"    document  {one_line(segment.document, _LIMIT)}",
+                f"    url       {one_line(segment.url, _LIMIT) or '-'}",
+                f"    source    {one_line(segment.source, _LIMIT)} ({segment.kind})",
+                f"    licence   {one_line(segment.licence, _LIMIT)}",
+                f"    text      {one_line(segment.text, 160)}",
             ]
         )
     show(["", _TAKE_DOWN])
@@ -48,16 +49,16 @@ def document_rows(value: str, found: Found) -> None:
     rows = {(p.split, p.row) for p in found.places}
     show(
         [
-            f"{printable(value)}: found by its {names[found.by]}: {len(documents)} document(s) in "
-            f"{len(found.places)} segment(s) of {len(rows)} row(s)"
+            f"{one_line(value, _LIMIT)}: found by its {names[found.by]}: {len(documents)} "
+            f"document(s) in {len(found.places)} segment(s) of {len(rows)} row(s)"
         ]
     )
     for (source, document), place in documents.items():
         show(
             [
-                f"  {printable(document)}  {printable(place.title) or 'no title'}  "
-                f"{printable(place.url) or 'no url'}  {printable(source)}, "
-                f"{printable(place.licence)}"
+                f"  {one_line(document, _LIMIT)}  {one_line(place.title, _LIMIT) or 'no title'}  "
+                f"{one_line(place.url, _LIMIT) or 'no url'}  {one_line(source, _LIMIT)}, "
+                f"{one_line(place.licence, _LIMIT)}"
             ]
         )
     print_table(
@@ -69,7 +70,7 @@ def document_rows(value: str, found: Found) -> None:
                 p.shard,
                 f"{p.row_in_shard}",
                 f"{p.start}",
-                printable(p.document, 60),
+                one_line(p.document, 60),
             ]
             for p in found.places
         ],
@@ -111,7 +112,7 @@ def _row(replay: Replay, row: ReplayedRow) -> str:
     masks = zip(row.labels.tolist(), row.shown.tolist(), strict=True)
     shown = [f"{replay.token(label)} -> {replay.token(id)}" for label, id in islice(masks, _MASKS)]
     more = len(row.labels) - len(shown)
-    text = ", ".join(map(printable, shown)) + (f", and {more} more" if more else "")
+    text = ", ".join(map(one_line, shown)) + (f", and {more} more" if more else "")
     return _ROW.format(
         row.index, row.rank, row.micro_batch, row.epoch, row.row, len(row.labels), text
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from data_prep.messages import complain
 from launch import failures
 from launch.command import ENTRY
 from launch.rank import LOGS, STACK, log_file
@@ -216,4 +217,4 @@ class Tail:
 def say(text: str) -> None:
     """A line of the supervisor's own."""
     with suppress(OSError):  # nobody looks any more
-        print(text, file=sys.stderr, flush=True)
+        complain(text)

@@ -44,16 +44,16 @@ def main() -> None:
     except SystemExit as stop:
         end(stop.code if isinstance(stop.code, int) else 1 if stop.code else 0)
     except (Exception, KeyboardInterrupt) as error:
-        from data_prep.disk.credentials import masked
+        from data_prep.messages import complain
         from launch.failures import record
         from pretrain.status import verdict
 
         code, text = verdict(error)
         record(error, code, text)  # where a supervisor started this rank
         if debug or code == 1:
-            print(masked(traceback.format_exc()), file=sys.stderr)
+            complain(traceback.format_exc().rstrip())
         if code in (2, 3):
-            print(f"error: {masked(text)}", file=sys.stderr)
+            complain(f"error: {text}")
         end(code)
 
 

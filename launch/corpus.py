@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import get_args
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.estimate import estimate
+from data_prep.messages import warn
 from data_prep.prepare import STAGES, finalise, prepare, prepare_stage
 from data_prep.publish import to_parquet, upload
 from data_prep.shards import load_manifest
@@ -31,11 +31,11 @@ def prepare_shown(
     remade: list[str] = []
     with stages() as progress:
 
-        def warn(text: str) -> None:
+        def remember(text: str) -> None:
             remade.append(text)
-            _warn(text)
+            warn(text)
 
-        prepare(config, progress, warn, engine=engine, accept_code=accept_code)
+        prepare(config, progress, remember, engine=engine, accept_code=accept_code)
     kept = "kept, this code is accepted" if accept_code else "up to date"
     _show(config, kept if before and not remade else "done")
 
@@ -49,13 +49,13 @@ def stage_shown(config: CorpusConfig, stage: str, task: str | None, engine: Engi
         raise CorpusError(f"--stage {stage}: no such stage: one of {', '.join(STAGES)}")
     number, count = _task(task)
     with stages() as progress:
-        done = prepare_stage(config, chosen, number, count, progress, _warn, engine=engine)
+        done = prepare_stage(config, chosen, number, count, progress, warn, engine=engine)
     show([f"{stage} {number}/{count}: {done} unit(s) are done" if done else "nothing to do"])
 
 
 def finalise_shown(config: CorpusConfig) -> None:
     """Put together what the stages made."""
-    finalise(config, _warn)
+    finalise(config, warn)
     _show(config, "done")
 
 
@@ -107,7 +107,3 @@ def _show(config: CorpusConfig, state: str) -> None:
     for row_length in config.row_lengths:
         folder = config.folder(row_length)
         show(corpus_lines(folder, load_manifest(folder), state))
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)

@@ -16,6 +16,7 @@ import typer
 from transformers import AutoModelForMaskedLM, pipeline
 
 from data_prep.config import CorpusConfig
+from data_prep.messages import warn
 from data_prep.shards.manifest import MANIFEST
 from launch.config import config_line, load_config
 from launch.corpus import prepare_shown
@@ -140,7 +141,7 @@ def _measure(output: Path, rows: int) -> dict[str, Any]:
         output / "shards",
         teacher=str(folders["teacher"]),
         rows=rows,
-        warn=print,
+        warn=warn,
     )
     speeds = _tokens_per_second(models)
     fill = pipeline("fill-mask", model=str(folders["student"]), device="cpu")

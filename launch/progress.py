@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from data_prep.disk.credentials import masked
+from data_prep.messages import printable
 
 console = Console(highlight=False)
 
@@ -72,7 +72,7 @@ class Training:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        console.print(masked(text), soft_wrap=True, markup=False)
+        console.print(printable(text), soft_wrap=True, markup=False)
 
     def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
         """Move the bar; a line where there are values, with an ETA where there is no bar."""

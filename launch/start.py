@@ -16,8 +16,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from data_prep.disk import refuse_if_held
-from data_prep.disk.credentials import masked
-from data_prep.messages import extra
+from data_prep.messages import extra, printable
 from data_prep.shards import load_manifest
 from launch import command
 from launch.command import PORT, Head, Layout
@@ -70,7 +69,7 @@ def start(asked: Launch) -> int:
     check_output(config)
     print(f"# {config_line(asked.config)}")
     for line in describe(asked, preset, added, layout, config):
-        print(f"# {masked(line)}")
+        print(printable(f"# {line}"))
     if asked.slurm:
         return submit(asked, layout, overrides, config)
 
@@ -89,7 +88,7 @@ def start(asked: Launch) -> int:
         print("# under a supervisor, with a rendezvous in private files in place of --standalone:")
     for options in rendezvous:
         argv = command.torchrun(layout, options, arguments, grace=asked.grace)
-        print(masked(command.shell_line(environment, argv)), flush=True)
+        print(printable(command.shell_line(environment, argv)), flush=True)
     if asked.dry_run:
         return 0
     load_manifest(config.shards)
@@ -194,7 +193,7 @@ def submit(asked: Launch, layout: Layout, overrides: list[str], config: RunConfi
             arguments += [option, str(value)]
     arguments += ["--public"] * asked.public
     argv = command.sbatch(layout, asked.config, arguments)
-    print(masked(command.shell_line({}, argv)), flush=True)
+    print(printable(command.shell_line({}, argv)), flush=True)
     if asked.dry_run:
         return 0
     for program, place in (("sbatch", "on the cluster"), ("distil", "in its environment")):

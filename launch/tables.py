@@ -10,18 +10,19 @@ from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
-from data_prep.disk.credentials import masked
 from data_prep.estimate import Estimate
+from data_prep.messages import one_line, printable
 from data_prep.shards import Manifest
 from launch.progress import console
 
 _SEGMENTS = 4  # of a row, in an inspection
+_TEXT = 160  # characters of a segment
 
 
 def show(lines: Iterable[str]) -> None:
     """Plain lines."""
     for line in lines:
-        console.print(masked(line), markup=False, soft_wrap=True)
+        console.print(printable(line), markup=False, soft_wrap=True)
 
 
 def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
@@ -138,7 +139,7 @@ def inspection(summary: Mapping[str, Any]) -> None:
         show(["", f"row {row['row']}: {len(segments)} document(s)"])
         for segment in segments[:_SEGMENTS]:
             title = segment["title"] or segment["document"]
-            show([f"  [{title}] {_shortened(segment['text'])}"])
+            show([f"  [{title}] {one_line(segment['text'], _TEXT)}"])
         if len(segments) > _SEGMENTS:
             show([f"  ... and {len(segments) - _SEGMENTS} more"])
 
@@ -149,10 +150,5 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
-        table.add_row(*map(Text, row))  # a cell's brackets are no markup
+        table.add_row(*(Text(one_line(cell)) for cell in row))  # its brackets are no markup
     console.print(table)
-
-
-def _shortened(text: str, limit: int = 160) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= limit else f"{text[: limit - 1]}..."

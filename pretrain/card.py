@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from data_prep.messages import one_line
 from pretrain.models import MaskedLM
 
 _FIGURES = {
@@ -27,7 +28,7 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
         library_name="transformers",
         pipeline_tag="fill-mask",
         tags=["fill-mask", "distillation"] if distilled else ["fill-mask"],
-        base_model=teacher["name"] if distilled else None,
+        base_model=one_line(teacher["name"]) if distilled and teacher["name"] else None,
     )
     title = f"{student.config.num_hidden_layers}-layer {type(student).__name__}"
     parts = [
@@ -56,7 +57,7 @@ def _summary(student: MaskedLM, state: Mapping[str, Any]) -> str:
     how = "Trained by masked language modelling"
     if state["teacher"] is not None:
         teacher = state["teacher"]
-        revision = f" at revision `{teacher['revision']}`" if teacher["revision"] else ""
+        revision = f" at revision `{_escape(teacher['revision'])}`" if teacher["revision"] else ""
         name = _escape(teacher["name"] or "a local BERT")
         how = (
             f"Distilled from {name}{revision} (weights sha256 `{teacher['sha256'][:16]}`) with the "
@@ -100,7 +101,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _escape(value: object) -> str:
     """Text that stays text in Markdown: a source's name is a user's string."""
-    text = " ".join(str(value).split())
+    text = one_line(str(value))
     for character in "\\`|<>[]*_":
         text = text.replace(character, f"\\{character}")
     return text

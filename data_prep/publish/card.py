@@ -9,6 +9,7 @@ from typing import Any
 
 from huggingface_hub import DatasetCard, DatasetCardData
 
+from data_prep.messages import one_line
 from data_prep.shards import Manifest
 
 # Of a licence as people write it, the identifier the Hub knows; every other one is "other".
@@ -30,7 +31,7 @@ def dataset_card(name: str, manifest: Manifest) -> DatasetCard:
     """A card from the manifest; the strings of users stay text in its YAML and its Markdown."""
     rows = sum(split.rows for split in manifest.splits.values())
     data = DatasetCardData(
-        pretty_name=_line(name),
+        pretty_name=one_line(name),
         language=_languages(manifest),
         license=sorted({_licence(source.licence) for source in manifest.sources}),
         size_categories=[_size_category(rows)],
@@ -72,12 +73,8 @@ def dataset_card(name: str, manifest: Manifest) -> DatasetCard:
 
 def escape(value: object) -> str:
     """Text on one line that neither Markdown nor HTML reads as markup."""
-    text = _MARKUP.sub(r"\\\g<0>", _line(str(value)))
+    text = _MARKUP.sub(r"\\\g<0>", one_line(str(value)))
     return re.sub("[&<>|]", lambda match: _ENTITIES[match[0]], text)
-
-
-def _line(text: str) -> str:
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def _summary(manifest: Manifest) -> Iterator[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from data_prep.disk.credentials import masked
+from data_prep.messages import warn
 from launch.commands import Config, Overrides, quiet
 from launch.hardware import PRESET_NAMES
 from launch.output import keep_going
@@ -152,7 +151,7 @@ def evaluate(
     from pretrain.evaluate import evaluate_folder
 
     quiet()
-    values = evaluate_folder(model, shards, teacher=teacher, rows=rows, warn=_warn)
+    values = evaluate_folder(model, shards, teacher=teacher, rows=rows, warn=warn)
     show([f"{name:>18}  {value:,.4f}" for name, value in values.items()])
 
 
@@ -183,7 +182,7 @@ def replay(
         world_size=world_size,
         micro_batch_size=micro_batch_size,
         shards=shards,
-        warn=_warn,
+        warn=warn,
     )
     if as_json:
         answers.json_lines(row.as_json(step) for row in found.rows(rank))
@@ -209,7 +208,7 @@ def export(
 
     quiet()
     token = hub_token() if push else ""
-    exported = write(run, folder, _warn, again=bool(push))
+    exported = write(run, folder, warn, again=bool(push))
     show(
         [
             f"{folder}: {exported.architecture}, {exported.num_parameters:,} parameters, "
@@ -249,7 +248,3 @@ def _rows(text: str) -> tuple[int, int]:
             f"--skip-rows {text}: no range: a:b leaves out rows a to b-1, such as 100:200"
         )
     return first, end
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {masked(text)}", file=sys.stderr)

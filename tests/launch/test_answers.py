@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data_prep.config import CorpusConfig
-from data_prep.messages import printable
+from data_prep.messages import one_line
 from data_prep.prepare import prepare
 from data_prep.shards import load_manifest
 from launch.cli import main
@@ -93,7 +93,7 @@ def test_a_row_is_answered_with_titles_and_licences(
         code, lines, _ = distil("audit", shards, "--row", row, "--json")
         (entry,) = map(json.loads, lines.splitlines())
         assert entry["row"] == row and entry["title"] == TITLES[int(entry["document"][2:])]
-        assert entry["document"] in out and printable(entry["title"]) in out
+        assert entry["document"] in out and one_line(entry["title"]) in out
         assert "\x1b" not in out
 
 

@@ -21,7 +21,6 @@ from pretrain.card import model_card
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\u2028"
 WORDS = [f"{a}{b}" for a in "klmn" for b in "opqr"]
-ITEM = "item 29: escapes reach the terminal"
 
 
 def is_harmless(text: str) -> bool:
@@ -71,7 +70,6 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus.yaml"
 
 
-@pytest.mark.xfail(strict=True, reason=ITEM)
 def test_of_a_corpus(distil: Callable[..., tuple[int, str]], corpus: Path) -> None:
     shards = yaml.safe_load(corpus.read_text(encoding="utf-8"))["output"]
     commands: list[tuple[int, tuple[object, ...]]] = [
@@ -99,12 +97,14 @@ def test_of_a_corpus(distil: Callable[..., tuple[int, str]], corpus: Path) -> No
     assert is_harmless(str(dataset_card(EVIL, load_manifest(shards))))
 
 
-@pytest.mark.xfail(strict=True, reason=ITEM)
 def test_of_a_run(distil: Callable[..., tuple[int, str]], run: Path, tmp_path: Path) -> None:
-    hostile = run.rename(tmp_path / f"run{EVIL}.yaml")
+    config = yaml.safe_load(run.read_text(encoding="utf-8"))
+    config["output"] = f"{tmp_path}/out{EVIL}"  # no override: YAML takes no such characters
+    hostile = tmp_path / f"run{EVIL}.yaml"
+    hostile.write_text(yaml.safe_dump(config), encoding="utf-8")
     for code, arguments in (
-        (0, ("launch", hostile, "--dry-run", f"output=out{EVIL}")),
-        (0, ("pretrain", hostile, f"output={tmp_path}/out{EVIL}", "train.max_steps=1")),
+        (0, ("launch", hostile, "--dry-run")),
+        (0, ("pretrain", hostile, "train.max_steps=1")),
         (2, ("pretrain", hostile, "objective={}", f"teacher={tmp_path}/{EVIL}", "model=null")),
         (2, ("pretrain", hostile, f"train.{EVIL}=1")),
         (2, ("evaluate", tmp_path / EVIL, tmp_path / EVIL)),
@@ -113,12 +113,10 @@ def test_of_a_run(distil: Callable[..., tuple[int, str]], run: Path, tmp_path: P
     ):
         ended, screen = distil(*arguments)
         assert (ended, is_harmless(screen)) == (code, True), (arguments, screen)
-    config = yaml.safe_load(hostile.read_text(encoding="utf-8"))
-    ended, screen = distil("export", f"{tmp_path}/out{EVIL}", tmp_path / f"exported{EVIL}")
-    assert (ended, is_harmless(screen)) == (0, True) and config
+    ended, screen = distil("export", config["output"], tmp_path / f"exported{EVIL}")
+    assert (ended, is_harmless(screen)) == (0, True)
 
 
-@pytest.mark.xfail(strict=True, reason=ITEM)
 def test_of_a_bug(distil: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise KeyError(0) from LookupError(EVIL)
@@ -128,13 +126,11 @@ def test_of_a_bug(distil: Callable[..., tuple[int, str]], monkeypatch: pytest.Mo
     assert ended == 1 and "Traceback" in screen and is_harmless(screen)
 
 
-@pytest.mark.xfail(strict=True, reason=ITEM)
 def test_of_a_supervisor(capsys: pytest.CaptureFixture[str]) -> None:
     say(f"error: {EVIL}")
     assert is_harmless(capsys.readouterr().err)
 
 
-@pytest.mark.xfail(strict=True, reason=ITEM)
 def test_on_a_model_card() -> None:
     parameters = SimpleNamespace(numel=lambda: 3)
     student: Any = SimpleNamespace(
@@ -155,7 +151,6 @@ def test_on_a_model_card() -> None:
     assert is_harmless(str(model_card(student, state)))
 
 
-@pytest.mark.xfail(strict=True, reason=ITEM)
 def test_on_a_real_terminal(tmp_path: Path) -> None:
     """Our own colours and bars may pass; of another's string nothing that is not text."""
     program = (
