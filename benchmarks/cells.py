@@ -21,8 +21,8 @@ from benchmarks.measure import (
     OurStep,
     Step,
     check,
+    flops,
     memory,
-    mfu,
     ratio,
     timing,
     timings,
@@ -126,12 +126,8 @@ def rows(
     ours = pair.ours(terms, batch, precision)
     usual = pair.usual(terms, batch, precision)
     steps, times = _measured({"ours": ours, "usual": usual}, batch, repeats, pair.device)
-    if "ours" in times:
-        milliseconds = steps["ours"]["milliseconds"]
-        steps["ours"]["mfu"] = mfu(ours, milliseconds, precision, pair.device)
-    if "usual" in times:  # the same work for the loss, whatever else it does
-        milliseconds = steps["usual"]["milliseconds"]
-        steps["usual"]["mfu"] = mfu(ours, milliseconds, precision, pair.device)
+    for name in times:  # the same work for the loss, whatever else a step does
+        steps[name]["flops"] = flops(ours, steps[name]["milliseconds"])
     found: dict[str, Any] = {"tokens": batch.num_tokens, "steps": steps, "ratio": None}
     if len(times) == 2:
         found["ratio"] = ratio(times["usual"], times["ours"])

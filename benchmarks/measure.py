@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pretrain import NumericalError
 from pretrain.batch import MicroBatch
-from pretrain.cost import flops_per_token, peak_flops
+from pretrain.cost import flops_per_token
 from pretrain.distillation import Distillation
 from pretrain.footprint import Counter
 from pretrain.models import MaskedLM
@@ -264,12 +264,12 @@ def _allocated(work: Callable[[], object], device: torch.device) -> tuple[int, i
     return counter.peak, left
 
 
-def mfu(step: OurStep, milliseconds: float, precision: str, device: torch.device) -> float:
-    """Share of the device's peak that goes into work the loss needs; for rows of one document."""
+def flops(step: OurStep, milliseconds: float) -> float:
+    """FLOP/s that go into work the loss needs; for rows of one document."""
     everywhere = any(t.over == "tokens" for t in step.module.logit_terms)
     share = 1.0 if everywhere else step.batch.num_masked / step.batch.num_tokens
     work = flops_per_token(step.student, step.teacher, step.batch.input_ids.shape[1], share)
-    return 1000 * work * step.batch.num_tokens / milliseconds / peak_flops(device, precision)
+    return 1000 * work * step.batch.num_tokens / milliseconds
 
 
 @contextmanager

@@ -99,7 +99,9 @@ def all_reduce(system: System, size: float) -> float:
 def main() -> None:
     """Print the projection, or check its model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is assumed")
+    parser.add_argument(
+        "--mfu", type=float, default=0.4, help="share of the data-sheet peak that is assumed"
+    )
     parser.add_argument("--tokens", type=float, default=4e9, help="of the corpus")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--check", action="store_true", help="time real steps of two processes")
@@ -115,7 +117,8 @@ def table(options: argparse.Namespace) -> str:
     parameters = sum(p.numel() for p in student.parameters())
     tokens = options.tokens * options.epochs
     lines = [
-        f"Assumed: MFU {options.mfu:.0%}; {tokens / 1e9:.0f} B tokens; steps of {ROWS:,} rows.",
+        f"Assumed: {options.mfu:.0%} of the data-sheet peak; {tokens / 1e9:.0f} B tokens; "
+        f"steps of {ROWS:,} rows.",
         "",
         "| system | KL over | s/step | of it all-reduce | tokens/s | hours | device-hours | cost |",
         "|---|---|---|---|---|---|---|---|",

@@ -20,9 +20,9 @@ def extra(name: str) -> str:
 def printable(text: str) -> str:
     """Spell out what steers a terminal or does not show: others' strings are printed through it.
 
-    Passwords and signatures in URLs are left out. Line ends stay, blanks become spaces, and control, format (U+202E turns the line round) and
-    unassigned characters are written as Python escapes. So it is right for what goes to a screen,
-    and `one_line` for a string of another's in a line.
+    Passwords and signatures in URLs are left out. Line ends stay and blanks become spaces; control,
+    format (U+202E turns the line round) and unassigned characters are written as Python escapes.
+    `one_line` is for another's string within a line.
     """
     text = masked(text)
     return text if text.isprintable() else "".join(map(_shown, text))

@@ -92,8 +92,9 @@ class Training:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Held-out figures on a line."""
-        text = f"held out, step {step}: loss {values['loss']:.3f}  accuracy "
-        text += f"{values['accuracy']:.1%} (unigram {values['unigram_accuracy']:.1%}"
+        text = f"held out, step {step}: loss {values['loss']:.3f} (unigram "
+        text += f"{values['unigram_loss']:.3f})  accuracy "
+        text += f"{values['accuracy']:.1%} (best constant {values['constant_accuracy']:.1%}"
         if "teacher_accuracy" in values:
             text += f", teacher {values['teacher_accuracy']:.1%})  kl {values['kl']:.3f}  "
             text += f"agreement {values['agreement']:.1%}"
@@ -103,12 +104,11 @@ class Training:
 
 
 def _training_line(values: Mapping[str, float]) -> str:
-    rates = ("grad_norm", "learning_rate", "tokens", "tokens_per_second", "data_wait", "mfu")
+    rates = ("grad_norm", "learning_rate", "tokens", "tokens_per_second", "data_wait")
     terms = "  ".join(f"{name} {value:.3f}" for name, value in values.items() if name not in rates)
     return (
         f"{terms}  lr {values['learning_rate']:.2e}  norm {values['grad_norm']:.2f}  "
-        f"{values['tokens_per_second']:,.0f} tok/s  wait {values['data_wait']:.0%}  "
-        f"MFU {values['mfu']:.0%}"
+        f"{values['tokens_per_second']:,.0f} tok/s  wait {values['data_wait']:.0%}"
     )
 
 

@@ -6,14 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from pydantic import TypeAdapter
 
 from data_prep.messages import one_line
+from pretrain.config import Objective
 from pretrain.models import MaskedLM
 
+_OBJECTIVE: TypeAdapter[Objective] = TypeAdapter(Objective)
 _FIGURES = {
     "loss": "masked-token loss (nats)",
     "accuracy": "masked-token accuracy",
-    "unigram_accuracy": "unigram baseline's accuracy",
+    "constant_accuracy": "accuracy of always answering these rows' most frequent masked token",
+    "unigram_loss": "loss of the training tokens' frequencies (nats)",
     "teacher_accuracy": "teacher's accuracy",
     "agreement": "agreement with the teacher",
     "kl": "KL(teacher || student), nats",
@@ -54,14 +58,17 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
 
 def _summary(student: MaskedLM, state: Mapping[str, Any]) -> str:
     size = sum(p.numel() for p in student.parameters())
-    how = "Trained by masked language modelling"
+    objective = _OBJECTIVE.validate_python(state["config"]["objective"])
+    terms = " + ".join(f"{term.weight:g} x {term.what}" for term in objective.terms())
+    how = f"Trained by masked language modelling ({terms})"
     if state["teacher"] is not None:
         teacher = state["teacher"]
         revision = f" at revision `{_escape(teacher['revision'])}`" if teacher["revision"] else ""
         name = _escape(teacher["name"] or "a local BERT")
+        paper = f" ({objective.published})" if objective.published else ""
         how = (
-            f"Distilled from {name}{revision} (weights sha256 `{teacher['sha256'][:16]}`) with the "
-            "DistilBERT objective (arXiv 1910.01108)"
+            f"Distilled from {name}{revision} (weights sha256 `{teacher['sha256'][:16]}`) with "
+            f"{terms}{paper}"
         )
     return (
         f"{how}: {size:,} parameters, {state['step']:,} of {state['num_steps']:,} steps, "

@@ -1,27 +1,15 @@
-"""The cost model: operations a token of distillation needs, and what hardware could do of them."""
+"""The cost model: operations a token of distillation needs, and what matrix products reach."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from pretrain.cpu_layers import have_product, product
 from pretrain.models import MaskedLM
-
-# Dense half-precision peak in FLOP/s, from the vendors' data sheets.
-_PEAK = {
-    "V100": 125e12,
-    "T4": 65e12,
-    "A10": 125e12,
-    "A100": 312e12,
-    "L4": 121e12,
-    "H100": 989e12,
-    "H200": 989e12,
-}
 
 
 def flops_per_token(
@@ -46,25 +34,18 @@ def _forward_flops(model: MaskedLM, row_length: int, head_share: float) -> float
     return layers * layer + head_share * (2 * width**2 + 2 * width * config.vocab_size)
 
 
-@cache
 def peak_flops(device: torch.device, precision: str) -> float:
-    """The device's peak in FLOP/s: a data sheet's, or what a large matrix product reaches here.
+    """Measure what large matrix products of random numbers reach on the device, in FLOP/s.
 
     The best of several shapes and of many tries: no one shape is the fastest on every processor,
     and other work on the machine only slows a product.
     """
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for model, peak in sorted(_PEAK.items(), key=lambda item: -len(item[0])):
-            if model in name:
-                tf32 = torch.cuda.get_device_capability(device) >= (8, 0)
-                return peak if precision != "fp32" else peak / (2 if tf32 else 8)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     size = 1024 if device.type == "cpu" else 4096
     best = 0.0
     for inner in (size, 3 * size):
-        a = torch.ones(size, inner, device=device, dtype=dtype)
-        b = torch.ones(inner, size, device=device, dtype=dtype)
+        a = torch.randn(size, inner, device=device).to(dtype)
+        b = torch.randn(inner, size, device=device).to(dtype)
         for _ in range(5):
             for multiply in _products(a, b):
                 start = time.perf_counter()

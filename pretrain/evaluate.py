@@ -23,7 +23,7 @@ from pretrain import checkpoint
 from pretrain.distillation import Distillation
 from pretrain.loading import check_row_length, load_model
 from pretrain.losses import agrees, cross_entropy, is_correct, kl_divergence
-from pretrain.masking import Masking
+from pretrain.masking import IGNORE, Masking
 from pretrain.models import MaskedLM
 from pretrain.objectives import Signals, Term
 from pretrain.rows import corrupt, masking_over, special_ids
@@ -48,37 +48,42 @@ def evaluate(
     `autocast` is the precision, else the accelerator's.
 
     Returns:
-        loss (nats), accuracy, unigram_accuracy; with a teacher also kl (nats, temperature 1),
-        agreement (same most likely word) and teacher_accuracy; and the number of masked tokens.
+        loss (nats) and accuracy; with a teacher also kl (nats, temperature 1), agreement (same
+        most likely token) and teacher_accuracy; the number of masked tokens; and two baselines on
+        the same positions: constant_accuracy, of the best constant answer (their most frequent
+        label), and unigram_loss (nats), of the training rows' token frequencies. One is added to
+        each count, and [PAD], [UNK], [CLS], [SEP] and [MASK] have none.
     """
     rows = min(rows, len(shards))
     mine = np.array_split(np.arange(rows), accelerator.num_processes)[accelerator.process_index]
     special = shards.manifest.tokenizer.special_ids
     masking = evaluation_masking(shards.manifest, probability)
-    terms = _terms(most_frequent_word(shards), teacher is not None)
+    terms = _terms(teacher is not None)
     module = Distillation(student, teacher, terms, pad_id=special.pad)
     ones = torch.ones(len(terms), device=accelerator.device)
 
     was_training = student.training
     student.eval()
-    sums = torch.zeros(len(terms) + 1, dtype=torch.float64)
+    sums = torch.zeros(len(terms) + shards.manifest.tokenizer.vocab_size, dtype=torch.float64)
     with torch.no_grad(), autocast or accelerator.autocast():
         for batch in np.array_split(mine, -(-len(mine) // batch_size) or 1):
             if len(batch) == 0:
                 continue
             data = corrupt(shards, masking, np.zeros_like(batch), batch)
             (inputs,) = data.micro_batches(len(batch), special)
+            labels = inputs.labels[inputs.labels != IGNORE].long()
+            sums[len(terms) :] += torch.bincount(labels, minlength=len(sums) - len(terms))
             _, values = module(*inputs.to(accelerator.device), ones)
-            sums[:-1] += values.cpu()
-            sums[-1] += data.num_masked
+            sums[: len(terms)] += values.cpu()
     student.train(was_training)
     if accelerator.num_processes > 1:
         sums = accelerator.reduce(sums.to(accelerator.device), "sum").cpu()
-    count = float(sums[-1])
-    means = {
-        term.name: float(total) / max(count, 1.0)
-        for term, total in zip(terms, sums[:-1], strict=True)
-    }
+    labels_V = sums[len(terms) :]
+    count = float(labels_V.sum())
+    totals = dict(zip((term.name for term in terms), sums.tolist(), strict=False))
+    totals["constant_accuracy"] = float(labels_V.max())
+    totals["unigram_loss"] = float(labels_V @ unigram(shards))
+    means = {name: total / max(count, 1.0) for name, total in totals.items()}
     return {**means, "masked_tokens": count}
 
 
@@ -87,15 +92,19 @@ def evaluation_masking(manifest: Manifest, probability: float) -> Masking:
     return replace(masking_over(manifest, probability, _KEY), replace="mask")
 
 
-def most_frequent_word(shards: ShardSet) -> int:
-    """The id that a unigram model would predict everywhere: the training rows' most frequent."""
+def unigram(shards: ShardSet) -> Tensor:
+    """-log p of each token by the training rows' counts plus one [V]; special tokens, never
+    predicted, have 0."""
     table = json.loads((shards.folder / "token_counts.json").read_text(encoding="utf-8"))
-    counts = np.asarray(table["counts"], dtype=np.int64)
-    counts[list(special_ids(shards.manifest))] = 0
-    return int(counts.argmax())
+    counts = torch.tensor(table["counts"], dtype=torch.float64) + 1
+    special = list(special_ids(shards.manifest))
+    counts[special] = 0
+    losses = counts.sum().log() - counts.log()
+    losses[special] = 0
+    return losses
 
 
-def _terms(unigram: int, with_teacher: bool) -> list[Term]:
+def _terms(with_teacher: bool) -> list[Term]:
     def logits(signals: Signals) -> Tensor:
         assert signals.logits is not None
         return signals.logits
@@ -106,7 +115,6 @@ def _terms(unigram: int, with_teacher: bool) -> list[Term]:
     terms = [
         term("loss", lambda s, t, labels: cross_entropy(logits(s), labels)),
         term("accuracy", lambda s, t, labels: is_correct(logits(s), labels)),
-        term("unigram_accuracy", lambda s, t, labels: (labels == unigram).float()),
     ]
     if with_teacher:
         terms += [

@@ -107,10 +107,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class Clock:
-    """Tokens a second, data-wait share and MFU since the last reading; monotonic time only."""
+    """Tokens a second and data-wait share since the last reading; monotonic time only."""
 
-    def __init__(self, flops_per_token: float, peak_flops: float, tokens: int) -> None:
-        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+    def __init__(self, tokens: int) -> None:
         self._start, self._waited, self._tokens = time.perf_counter(), 0.0, tokens
 
     @contextmanager
@@ -128,7 +127,6 @@ class Clock:
         values = {
             "tokens_per_second": round(rate, 1),
             "data_wait": round(self._waited / seconds, 4),
-            "mfu": round(rate * self.flops_per_token / self.peak_flops, 4),
         }
         self._start, self._waited, self._tokens = now, 0.0, tokens
         return values

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from pretrain.build import Run
-from pretrain.cost import flops_per_token, peak_flops
 from pretrain.metrics import Clock
 
 
@@ -49,22 +48,6 @@ def describe(run: Run) -> None:
             values = {"first": skip.first, "last": skip.last}
             run.metrics.write("skip_rows", run.step, values)
     run.progress.step(run.step, run.num_steps, {})
-
-
-def start_clock(run: Run) -> Clock:
-    """A clock that knows the work a token takes and what the hardware could do."""
-    config, accelerator = run.config, run.accelerator
-    everywhere = any(t.over == "tokens" and t.signal == "logits" for t in run.module.terms)
-    work = flops_per_token(
-        run.student,
-        run.module.teacher,
-        run.manifest.row_length,
-        head_share=1.0 if everywhere else config.masking.probability,
-    )
-    peak = peak_flops(accelerator.device, config.train.precision)
-    if accelerator.device.type != "cpu":  # CPU processes share one machine's cores
-        peak *= accelerator.num_processes
-    return Clock(work, peak, run.tokens)
 
 
 def report(

@@ -19,7 +19,7 @@ from pretrain.files import write_json
 from pretrain.gather import gather
 from pretrain.hashing import root
 from pretrain.heartbeat import Heartbeat
-from pretrain.metrics import Progress, Silent
+from pretrain.metrics import Clock, Progress, Silent
 from pretrain.micro_batch import explained, resolve
 from pretrain.output import check_output
 from pretrain.processes import (
@@ -29,7 +29,7 @@ from pretrain.processes import (
     processes,
     same_everywhere,
 )
-from pretrain.progress import describe, report, start_clock
+from pretrain.progress import describe, report
 from pretrain.rows import StepRows, explained_workers, loader
 from pretrain.signals import stop_on_signal
 from pretrain.status import clear_status, verdict, write_status
@@ -122,7 +122,7 @@ def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Sequence[int
     """Optimizer steps from `run.step` to `last`, or until a signal came."""
     config, accelerator, heartbeat = run.config, run.accelerator, run.heartbeat
     warm_up(run)
-    clock = start_clock(run)
+    clock = Clock(run.tokens)
     if run.step == 0:
         hold_out(run)
     while run.step < last:

@@ -12,7 +12,8 @@ from benchmarks.baseline import UsualStep
 from benchmarks.gpu.plan import HEADS
 from benchmarks.gpu.supervise import Answer, guarded
 from benchmarks.gpu.variants import Subjects, free
-from benchmarks.measure import OurStep, Step, memory, mfu, ratio, timings
+from benchmarks.measure import OurStep, Step, flops, memory, ratio, timings
+from pretrain.cost import peak_flops
 
 _GB = 1e9
 
@@ -43,6 +44,7 @@ def compare(
     if usual is None and with_usual:
         yield Answer(f"{folder}/usual", None, "out of memory at one row")
     taken = {name: memory(step, device) for name, step in together.items() if _bears(step, device)}
+    peak = peak_flops(device, precision) if device.type == "cuda" else 0.0
     times = timings(together, subjects.sizes.repeats, device)
     for name, step in together.items():
         middle = median(times[name])
@@ -51,8 +53,10 @@ def compare(
         if isinstance(step, OurStep):
             if usual is not None:
                 detail["ratio"] = rows / usual_rows * ratio(times["usual"], times[name])
-            if device.type == "cuda":  # a processor's peak would have to be measured first
-                detail["mfu_pct"] = 100 * mfu(step, middle, precision, device)
+            if device.type == "cuda":
+                share = flops(step, middle) / peak
+                detail |= {"mfu_pct": 100 * share} if share <= 1 else {}
+                detail["peak_tflops"] = peak / 1e12
         elif not with_usual:
             continue
         detail["tokens_s"] = 1000 * num_rows * subjects.sizes.length / middle

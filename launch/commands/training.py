@@ -143,7 +143,7 @@ def evaluate(
     teacher: Annotated[str | None, typer.Option(help="A folder or hub name.")] = None,
     rows: Annotated[int, typer.Option(help="Held-out rows.", min=1)] = 1024,
 ) -> None:
-    """Masked accuracy on held-out rows, beside the unigram baseline and the teacher.
+    """Masked accuracy on held-out rows, next to the best constant answer and the teacher.
 
     Example: distil evaluate runs/demo/student runs/demo/shards --teacher runs/demo/teacher-export
     """

@@ -41,6 +41,11 @@ class DistilBert(BaseModel):
         """A student is always distilled from, and compared with, a teacher."""
         return True
 
+    @property
+    def published(self) -> str:
+        """Name the paper if this is its objective; empty for an ablation or a variant."""
+        return "the objective of DistilBERT, arXiv 1910.01108" if self == DistilBert() else ""
+
     def terms(self) -> tuple[Term, ...]:
         """The terms with a weight above 0."""
         over: Over = "tokens" if self.kl_positions == "all" else "masked"

@@ -21,6 +21,11 @@ class MaskedLanguageModel(BaseModel):
         """No."""
         return False
 
+    @property
+    def published(self) -> str:
+        """No paper: BERT's objective has a second term."""
+        return ""
+
     def terms(self) -> tuple[Term, ...]:
         """The one term."""
         return (mlm_term(1.0),)

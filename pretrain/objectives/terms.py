@@ -32,6 +32,7 @@ class Term:
 
     `values(student, teacher, labels)` gives one number a position [N]; labels [N] are -100 where
     nothing is predicted. `over` is "tokens" (all but padding) or "masked" (selected positions).
+    `what` is the value in words, for a model card.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Term:
     signal: SignalName
     values: Callable[[Signals, Signals, Tensor], Tensor]
     needs_teacher: bool = True
+    what: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,21 @@ class CrossEntropy:
 
 def kl_term(weight: float, *, temperature: float, over: Over = "tokens") -> Term:
     """Soft targets: the student's distribution against the teacher's (Hinton et al. 2015)."""
-    return Term("kl", weight, over, "logits", KLDivergence(temperature))
+    positions = "all" if over == "tokens" else "masked"
+    what = f"KL(teacher || student) at temperature {temperature:g} over {positions} tokens"
+    return Term("kl", weight, over, "logits", KLDivergence(temperature), what=what)
 
 
 def mlm_term(weight: float) -> Term:
     """The cross-entropy of the masked tokens, for any objective that has it as a part."""
-    return Term("mlm", weight, "masked", "logits", CrossEntropy(), needs_teacher=False)
+    what = "cross-entropy of the masked tokens"
+    return Term("mlm", weight, "masked", "logits", CrossEntropy(), needs_teacher=False, what=what)
 
 
 def cosine_term(weight: float) -> Term:
     """1 - cos of the last hidden states, over all tokens."""
-    return Term("cosine", weight, "tokens", "last_hidden_state", _cosine)
+    what = "cosine distance of the last hidden states"
+    return Term("cosine", weight, "tokens", "last_hidden_state", _cosine, what=what)
 
 
 def _cosine(student: Signals, teacher: Signals, labels: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ def test_every_shipped_config_loads_and_opens_with_its_command(path: Path) -> No
     assert f"configs/{path.name}" in head and "Time:" in head and "Result:" in head
 
 
-@pytest.mark.xfail(strict=True, reason="item 9: masks uniformly")
 def test_the_paper_config_is_the_paper() -> None:
     config = load_config(RunConfig, CONFIGS[0].with_name("distilbert-base-uncased.yaml"))
     assert config.train.global_batch_size == 4096 and config.train.precision == "fp16"

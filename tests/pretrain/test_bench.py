@@ -26,7 +26,6 @@ def assert_whole(step: dict[str, Any], *more: str) -> None:
     assert step["fastest"] <= step["milliseconds"] <= step["slowest"]
 
 
-@pytest.mark.xfail(strict=True, reason="item 9: MFU of a peak that nobody is told")
 def test_synthetic_models_are_measured_without_anything_else(tmp_path: Path) -> None:
     file = tmp_path / "figures" / "bench.json"
     command = [sys.executable, "-m", "launch", "bench", "--synthetic", *TINY, "--documents"]

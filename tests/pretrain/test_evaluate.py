@@ -17,7 +17,6 @@ from pretrain.batch import micro_batch
 from pretrain.evaluate import evaluate, evaluation_masking
 
 
-@pytest.mark.xfail(strict=True, reason="item 9: the constant is the training rows'")
 def test_the_figures_are_those_of_a_plain_loop(
     corpus: Path,
     tiny_bert: Callable[..., BertForMaskedLM],

@@ -100,7 +100,6 @@ TRIPLE = "5 x KL(teacher || student) at temperature 2 over all tokens + 2 x cros
 TRIPLE += "masked tokens + 1 x cosine distance of the last hidden states"
 
 
-@pytest.mark.xfail(strict=True, reason="item 9: the card says DistilBERT whatever was trained")
 @pytest.mark.parametrize(
     ("objective", "said", "published"),
     [

@@ -217,7 +217,6 @@ def test_killed_at_once_it_loses_only_what_follows_the_checkpoint(
     assert_same_run(undisturbed, killed)
 
 
-@pytest.mark.xfail(strict=True, reason="item 9: MFU of a peak that nobody is told")
 def test_no_share_of_a_peak_is_claimed_that_is_not_measured(
     settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
