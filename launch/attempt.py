@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -88,7 +89,9 @@ def attempt(
         _end_all(torchrun, folder)
     watch.failed = failures.read(folder)
     tail.show()
-    text = (logs / name).read_text(encoding="utf-8", errors="replace")
+    text = ""
+    with suppress(OSError):  # the folder was removed
+        text = (logs / name).read_text(encoding="utf-8", errors="replace")
     return Ended(code, bool(watch.failed), forced, cause(watch, hung, text, code))
 
 
@@ -133,6 +136,13 @@ def _until_over(
         if failing is None and (watch.failed or watch.lost):
             failing = now
             for beat in watch.awaited:
+                watch.examine(beat)
+                _stack(beat)
+        # Later than a collective operation, whose error names the rank that is waited for.
+        if failing is None and (stuck := watch.standing(timeout + _PATIENCE)):
+            failing, watch.stuck = now, stuck
+            for beat in stuck:
+                watch.examine(beat)
                 _stack(beat)
         if failing is not None and now - failing > _PATIENCE:
             return False
@@ -193,6 +203,7 @@ class Tail:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
+        self._file: BinaryIO | None = None  # kept open: the folder of logs may be removed
         self._shown = 0  # bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -201,9 +212,11 @@ class Tail:
         rank = self._watch.shown
         if rank is None:
             return
-        with log_file(self._watch.logs, rank).open("rb") as file:
-            file.seek(self._shown)
-            data = file.read()
+        data = b""
+        with suppress(OSError):  # removed, or on a server that has lost it
+            self._file = self._file or log_file(self._watch.logs, rank).open("rb")
+            self._file.seek(self._shown)
+            data = self._file.read()
         # Asked after the reading: a failure is recorded before anything is printed of it.
         failure = failures.read(self._watch.folder).get(rank)
         if failure is not None:

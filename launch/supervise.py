@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from getpass import getuser
@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from data_prep.disk.locks import is_alive, parsed, this_process
 from launch.attempt import Ended, attempt, say
 from launch.watch import Cause
+from pretrain.checkpoint.layout import checkpoints
 from pretrain.heartbeat import SUPERVISOR
 from pretrain.status import LAUNCH, read_status
 
@@ -44,11 +45,14 @@ def supervise(
     grace: float,
     max_restarts: int,
     loopback: bool,
+    waiting: str = "",
+    fewer: Callable[[int], str] = str,
 ) -> int:
     """Start torchrun, watch its ranks, start it again after a crash; returns the exit code.
 
-    0: done; 2, 3: a rank said so; 75: stopped by a signal, with a checkpoint; else 1. Logs are
-    written to OUTPUT/logs/LAUNCH_ID/attempt-N. Nothing that it started is left when it returns.
+    0: done; 2, 3: a rank said so; 75: stopped by a signal, with a checkpoint or before there was
+    anything to save; else 1. Logs are written to OUTPUT/logs/LAUNCH_ID/attempt-N. Nothing that it
+    started is left when it returns.
 
     Args:
         argv: python ENTRY torch.distributed.run OPTIONS ENTRY MODULE ...; if `loopback`, without
@@ -59,6 +63,8 @@ def supervise(
         grace: seconds from a signal to the end of all.
         max_restarts: how often torchrun may be started again.
         loopback: keep all connections on this machine, for a run on one node.
+        waiting: said at each start of a run on several nodes: for what it waits, and how long.
+        fewer: how to go on with the nodes that have come, so many, or 0 if that is not known.
     """
     environment = {
         SUPERVISOR: str(os.getpid()),
@@ -75,6 +81,8 @@ def supervise(
             folder = scratch / str(number)
             folder.mkdir()
             before = read_status(output)
+            if waiting:
+                say(waiting)
             ended = attempt(
                 argv,
                 folder=folder,
@@ -88,12 +96,21 @@ def supervise(
             status = read_status(output) or {}
             if status == before or status.get("launch") != launch_id:
                 status = {}
-            code = exit_code(ended, status.get("exit_code"), stopped=bool(signals))
-            if code == 75 and not status:
+            saved = next(iter(checkpoints(output / "checkpoints")), None)  # the newest step
+            code = exit_code(
+                ended, status.get("exit_code"), stopped=bool(signals), saved=saved is not None
+            )
+            if ended.forced and code == 75 and not status:
+                say(f"killed before it had saved; the same command goes on after step {saved}")
+            elif ended.forced and code == 1:
+                say("killed before it had saved, and there is no checkpoint: give --grace longer")
+            elif code == 75 and not status:
                 say("stopped before training had begun; the same command starts it")
             if code in (0, 75):
                 return code
             show(ended.cause, code, logs, str(status.get("error", "")))
+            if ended.cause.nodes is not None:
+                say(fewer(ended.cause.nodes))
             steps.append(ended.cause.step)
             if code != 1 or signals or not may_restart(steps, max_restarts):
                 return code
@@ -157,20 +174,22 @@ def _temporary_files(scratch: Path) -> dict[str, str]:
     return environment
 
 
-def exit_code(ended: Ended, said: int | None, *, stopped: bool) -> int:
+def exit_code(ended: Ended, said: int | None, *, stopped: bool, saved: bool) -> int:
     """What an end means to whoever started the run.
 
     Args:
         ended: the attempt.
         said: what the ranks have written to `exit_status.json`; None if nothing.
         stopped: a signal came.
+        saved: the run has a checkpoint. A run that is killed without one would be queued again and
+            again, and never get anywhere.
     """
     if said == 75 or ended.code == 0:
         return 75 if said == 75 else 0
     if not ended.failed and said == 0:
         return 0
-    if not ended.failed and stopped:
-        return 1 if ended.forced else 75  # ended before there was anything to save
+    if stopped and ended.cause.exit_code == 1 and (ended.forced or not ended.failed):
+        return 75 if saved or not ended.forced else 1  # or before there was anything to save
     if ended.cause.exit_code == 1 and said in (2, 3):
         return said  # of another node's rank
     return ended.cause.exit_code

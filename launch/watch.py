@@ -16,6 +16,12 @@ from launch import failures
 from launch.failures import WAITED, Failure, earliest, hint, timed_out
 from launch.rank import SHOWN, log_file
 
+# Phases of a step, in which a rank that does not move hangs. "data" has a limit from the start; the
+# others, of which the first may compile, once one was seen to end.
+_STEP = ("data", "counts", "forward", "update")
+_TIMES = 10  # longer than the longest stay in this phase so far
+_MET = re.compile(r"waiting for clients\. (\d+)/(\d+) clients joined")
+
 # torchrun's own word on which of its processes ended first.
 _FIRST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 _CRASH = re.compile(r"^(Fatal Python error|terminate called|Stack \(most recent)", re.MULTILINE)
@@ -61,6 +67,10 @@ class Watch:
     logs: Path
     beats: dict[int, Beat] = field(default_factory=dict)
     silence: dict[int, float] = field(default_factory=dict)  # seconds without a new beat
+    stood: dict[int, float] = field(default_factory=dict)  # seconds at one step and phase
+    longest: dict[str, float] = field(default_factory=dict)  # seconds that a rank was in a phase
+    stuck: list[Beat] = field(default_factory=list)  # as `standing` when the supervisor gave up
+    stopped: dict[int, str] = field(default_factory=dict)  # a rank's loader workers
     gone: dict[int, Beat] = field(default_factory=dict)  # in this order
     failed: dict[int, Failure] = field(default_factory=dict)
     shown: int | None = None  # the rank whose output is on the screen
@@ -74,9 +84,14 @@ class Watch:
         for path in sorted(self.folder.glob("rank-*.json")):
             try:
                 beat = Beat(**json.loads(path.read_bytes()))
-            except ValueError:  # caught while it was written
+            except (OSError, ValueError):  # caught while it was written
                 continue
-            same = self.beats.get(beat.rank) == beat
+            before = self.beats.get(beat.rank, beat)
+            same = beat.rank in self.beats and before == beat
+            if (before.step, before.phase) != (beat.step, beat.phase):
+                stay = self.stood.pop(beat.rank)
+                self.longest[before.phase] = max(stay, self.longest.get(before.phase, 0.0))
+            self.stood[beat.rank] = self.stood.get(beat.rank, -elapsed) + elapsed
             self.silence[beat.rank] = self.silence[beat.rank] + elapsed if same else 0.0
             self.beats[beat.rank] = beat
         self.failed = failures.read(self.folder)
@@ -100,6 +115,28 @@ class Watch:
             for rank, silence in self.silence.items()
             if silence >= seconds and rank not in self.gone
         ]
+
+    def standing(self, seconds: float) -> list[Beat]:
+        """Ranks that live, and have been in one phase of a step for so long.
+
+        A slow run is not cut short: a phase may take 10 times what it has taken before.
+        """
+        return [
+            beat
+            for rank, beat in self.beats.items()
+            if beat.phase in _STEP
+            and (beat.phase == "data" or beat.phase in self.longest)
+            and self.stood[rank] >= max(seconds, _TIMES * self.longest.get(beat.phase, 0.0))
+            and rank not in self.gone
+        ]
+
+    def examine(self, beat: Beat) -> None:
+        """Note the loader workers of a rank that are stopped, before all are ended."""
+        with suppress(psutil.Error):
+            children = psutil.Process(beat.pid).children()
+            pids = [str(c.pid) for c in children if c.status() == psutil.STATUS_STOPPED]
+            if pids:
+                self.stopped[beat.rank] = f"its loader worker, pid {', '.join(pids)}, is stopped"
 
     @property
     def waiting(self) -> list[Beat]:
@@ -142,6 +179,7 @@ class Cause:
     exit_code: int = 1
     details: str = ""  # a traceback, or the end of a log
     hint: str = ""
+    nodes: int | None = None  # that came to the rendezvous, where not all did; 0 if not known
 
 
 def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cause:
@@ -162,11 +200,17 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
         seconds = f"{watch.silence[beat.rank]:.0f} s"
         line = f"{beat.name} has been silent for {seconds}, last seen at {beat.place}"
         return Cause(line, step, hint="it was stopped, or hangs where Python cannot run")
+    if watch.stuck:
+        beat = max(watch.stuck, key=lambda beat: watch.stood[beat.rank])
+        line = f"{beat.name} has stood at {beat.place} for {watch.stood[beat.rank]:.0f} s"
+        advice = watch.stopped.get(beat.rank, "a loader worker, a disk or a device hangs")
+        return Cause(line, step, details=watch.details(beat), hint=advice)
     if watch.waiting and watch.awaited:
         beat, waiting = watch.awaited[0], watch.waiting[0]
         line = f"{beat.name} stood at {beat.place}, and rank {waiting.rank} waited for it in vain"
         line += f" at {waiting.place}"
-        return Cause(line, step, details=watch.details(beat), hint=WAITED)
+        advice = watch.stopped.get(beat.rank, WAITED)
+        return Cause(line, step, details=watch.details(beat), hint=advice)
     lost, number = _lost(watch, chatter)
     if lost is not None:
         line = f"{lost.name} ended without a word at {lost.place}: {_how(number)}"
@@ -175,6 +219,10 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
         )
     if failure is not None:
         return _failed(watch, failure, step)
+    if not watch.beats and (found := _MET.search(chatter)):
+        return Cause(f"{found[1]} of {found[2]} nodes came", step, nodes=int(found[1]))
+    if not watch.beats and re.search(r"Dist(Store|Network)Error", chatter):
+        return Cause("the nodes did not meet", step, nodes=0)
     how = "killed" if code is None else _how(code)
     return Cause(f"torchrun ended: {how}", step, details="\n".join(chatter.splitlines()[-20:]))
 
