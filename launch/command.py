@@ -15,6 +15,7 @@ from launch.hardware import Device
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 PORT = 29500
 ENTRY = str(Path(__file__).with_name("entry.py"))  # runs the module that follows it
+LATE = 30  # seconds by which one node may start its processes later than another
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,14 @@ def torchrun(
     ]
 
 
-def static_rendezvous(nodes: int, node_rank: int, head: Head) -> list[str]:
-    """Nodes that are known from the start meet at the first."""
+def static_rendezvous(nodes: int, node_rank: int, head: Head, limit: int) -> list[str]:
+    """Nodes that are known from the start meet at the first, within `limit` seconds."""
     return [
         *("--nnodes", str(nodes)),
         *("--node-rank", str(node_rank)),
         *("--master-addr", head.host),
         *("--master-port", str(head.port)),
+        *("--rdzv-conf", f"timeout={limit}"),
     ]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -19,7 +22,7 @@ from data_prep.disk import refuse_if_held
 from data_prep.messages import extra, printable
 from data_prep.shards import load_manifest
 from launch import command
-from launch.command import PORT, Head, Layout
+from launch.command import LATE, PORT, Head, Layout
 from launch.config import config_line, load_config
 from launch.hardware import Device, Hardware, hardware, visible_cores, visible_gpus
 from launch.supervise import supervise
@@ -78,12 +81,16 @@ def start(asked: Launch) -> int:
         layout, asked.zero, timeout=seconds, cores=visible_cores(), given=os.environ
     )
     arguments = command.pretrain(asked.config, overrides, asked.stop_after, asked.skip_rows)
-    head, rendezvous = None, [["--standalone"]]
+    head, rendezvous, waiting = None, [["--standalone"]], ""
     if layout.nodes > 1:
         head, ranks = meeting_point(asked)
         if not (asked.dry_run or asked.public):
             check_private(head.host)
-        rendezvous = [command.static_rendezvous(layout.nodes, rank, head) for rank in ranks]
+        # A rank of a node that failed is missed by the others after `seconds` at the latest.
+        limit = math.ceil(seconds) + LATE
+        rendezvous = [command.static_rendezvous(layout.nodes, rank, head, limit) for rank in ranks]
+        where = f"{head.host}:{head.port}"
+        waiting = f"waiting for all {layout.nodes} nodes at {where}, at most {limit} s"
     elif not asked.dry_run:
         print("# under a supervisor, with a rendezvous in private files in place of --standalone:")
     for options in rendezvous:
@@ -103,6 +110,8 @@ def start(asked: Launch) -> int:
         grace=asked.grace,
         max_restarts=asked.max_restarts,
         loopback=layout.nodes == 1,
+        waiting=waiting,
+        fewer=partial(with_fewer_nodes, asked, layout, overrides),
     )
 
 
@@ -180,6 +189,19 @@ def describe(
 
 def submit(asked: Launch, layout: Layout, overrides: list[str], config: RunConfig) -> int:
     """Show and run the sbatch command."""
+    argv = command.sbatch(layout, asked.config, options(asked, layout, overrides))
+    print(printable(command.shell_line({}, argv)), flush=True)
+    if asked.dry_run:
+        return 0
+    for program, place in (("sbatch", "on the cluster"), ("distil", "in its environment")):
+        if shutil.which(program) is None:
+            raise RunError(f"--slurm: {program} is not on PATH: run this command {place}")
+    load_manifest(config.shards)
+    return 2 if subprocess.run(argv, check=False).returncode else 0
+
+
+def options(asked: Launch, layout: Layout, overrides: list[str]) -> list[str]:
+    """Return what `distil launch` was asked for besides the config and the nodes."""
     arguments = command.pretrain(asked.config, overrides, asked.stop_after, asked.skip_rows)[2:]
     arguments += ["--gpus", str(layout.processes)]
     for option, value in (
@@ -192,15 +214,23 @@ def submit(asked: Launch, layout: Layout, overrides: list[str], config: RunConfi
         if value is not None:
             arguments += [option, str(value)]
     arguments += ["--public"] * asked.public
-    argv = command.sbatch(layout, asked.config, arguments)
-    print(printable(command.shell_line({}, argv)), flush=True)
-    if asked.dry_run:
-        return 0
-    for program, place in (("sbatch", "on the cluster"), ("distil", "in its environment")):
-        if shutil.which(program) is None:
-            raise RunError(f"--slurm: {program} is not on PATH: run this command {place}")
-    load_manifest(config.shards)
-    return 2 if subprocess.run(argv, check=False).returncode else 0
+    return arguments
+
+
+def with_fewer_nodes(asked: Launch, layout: Layout, overrides: list[str], came: int) -> str:
+    """Return how to go on with the nodes that `came` to the first; 0 if another must know."""
+    if not came:
+        return "if a node is gone for good, the first node shows how to go on without it"
+    again = ["distil", "launch", str(asked.config), *options(asked, layout, overrides)]
+    again += ["--nodes", str(came)]
+    if asked.head is None:
+        again.append("--slurm")
+    elif came > 1:
+        again += ["--node-rank", "R", "--head", asked.head]
+    return (
+        "if the others are gone for good, end this on every node and go on with those that are "
+        f"left: {printable(shlex.join(again))}"
+    )
 
 
 def meeting_point(asked: Launch) -> tuple[Head, list[int]]:

@@ -74,8 +74,9 @@ def test_one_node() -> None:
 
 
 def test_several_nodes_meet_at_the_first() -> None:
-    found = command.static_rendezvous(4, 3, Head("gpu01", 29500))
+    found = command.static_rendezvous(4, 3, Head("gpu01", 29500), 330)
     expected = "--nnodes 4 --node-rank 3 --master-addr gpu01 --master-port 29500"
+    expected += " --rdzv-conf timeout=330"
     assert found == expected.split()
 
 
@@ -199,7 +200,8 @@ def test_a_dry_run_of_several_nodes_shows_each(
         [
             *TORCHRUN,
             *("--nnodes", "2", "--node-rank", rank, "--master-addr", "[::1]"),
-            *("--master-port", "4711", "--nproc-per-node", "2", "--max-restarts", "0"),
+            *("--master-port", "4711", "--rdzv-conf", "timeout=330", "--nproc-per-node", "2"),
+            *("--max-restarts", "0"),
             *SIGNALS,
             *("--shutdown-timeout", "60", command.ENTRY, "launch", "pretrain", str(run)),
             *("train.precision=fp32", "train.micro_batch_size=8"),
