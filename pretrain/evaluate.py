@@ -21,6 +21,7 @@ from torch import Tensor
 from data_prep.shards import Manifest, ShardSet, check, open_shards
 from pretrain import checkpoint
 from pretrain.distillation import Distillation
+from pretrain.gpu import check_kernels
 from pretrain.loading import check_row_length, load_model
 from pretrain.losses import agrees, cross_entropy, is_correct, kl_divergence
 from pretrain.masking import IGNORE, Masking
@@ -151,6 +152,7 @@ def evaluate_folder(
     student = found[1] if found else read(model)
     check_row_length(str(model), student.config.max_position_embeddings, manifest)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    check_kernels(accelerator.device)
     loaded = load_teacher(teacher, manifest).model.to(accelerator.device) if teacher else None
     return evaluate(
         student.to(accelerator.device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import torch
 
@@ -20,7 +21,9 @@ def check_kernels(device: torch.device) -> None:
         RunError: naming the GPU, what the build has, and a build that has it.
     """
     archs = torch.cuda.get_arch_list() if device.type == "cuda" and torch.version.cuda else []
-    capability = torch.cuda.get_device_capability(device) if archs else (0, 0)
+    with warnings.catch_warnings():  # torch's own, of many lines, at the first use of the GPU
+        warnings.simplefilter("ignore")
+        capability = torch.cuda.get_device_capability(device) if archs else (0, 0)
     if not archs or any(_runs(arch, capability) for arch in archs):
         return
     # torch's builds for CUDA 12.6 go from 5.0 to 9.0, those for 13.0 from 7.5 on.

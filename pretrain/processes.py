@@ -89,10 +89,10 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     # Without `cpu=True` Accelerate runs one process where several were started on CPUs.
     cpu = not gpu and not deepspeed
     state = PartialState(cpu=cpu, **settings)
+    check_kernels(state.device)
     if state.device == torch.device("cuda"):  # of an unlaunched process: some calls need an index
         state.device = torch.device("cuda", torch.cuda.current_device())
     device, precision = state.device, config.train.precision
-    check_kernels(device)
     if precision == "fp32":
         allow_tf32(device)
     if config.logging.tensorboard:

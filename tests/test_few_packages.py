@@ -1,4 +1,4 @@
-"""What a machine with a GPU may lack: datasets and deepspeed are needed by nobody who trains."""
+"""What a machine with a GPU may lack: datasets and deepspeed are not needed to train."""
 
 import os
 import shutil

@@ -5,16 +5,18 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from data_prep.shards import open_shards
 from pretrain.attention import block_diagonal_mask, segments
 from pretrain.batch import micro_batch
-from pretrain.evaluate import evaluate, evaluation_masking
+from pretrain.evaluate import evaluate, evaluate_folder, evaluation_masking
 
 
 def test_the_figures_are_those_of_a_plain_loop(
@@ -68,3 +70,17 @@ def test_the_student_is_left_in_training_mode(
     first = evaluate(student, None, shards, rows=4, accelerator=Accelerator())
     assert student.training
     assert evaluate(student, None, shards, rows=4, accelerator=Accelerator()) == first
+
+
+def test_a_run_made_before_in_the_same_process_does_not_change_the_figures(
+    corpus: Path, save_teacher: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Accelerate keeps a process's first precision: the demo evaluates after it trained."""
+    save_teacher(tmp_path)
+    found = []
+    for precision in ("no", "bf16"):
+        AcceleratorState._reset_state()
+        Accelerator(cpu=True, mixed_precision=precision)
+        found.append(evaluate_folder(tmp_path, corpus, rows=8, warn=print))
+    AcceleratorState._reset_state()
+    assert found[0] == found[1]

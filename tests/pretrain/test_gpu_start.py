@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 from pretrain import RunError
 from pretrain.config import RunConfig
+from pretrain.cost import peak_flops
 from pretrain.memory import Memory
 from pretrain.processes import build_accelerator
 from pretrain.trial import gpu_memory
@@ -66,6 +67,58 @@ def test_an_unlaunched_process_knows_which_gpu_it_has(gpu: None, tmp_path: Path)
     device = build_accelerator(config(tmp_path)).device
     assert device == torch.device("cuda", 0)
     assert gpu_memory(device) == Memory(80 * GB, 40 * GB)
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("fp32", "high"), ("auto", "highest")])
+def test_fp32_runs_in_tf32(gpu: None, tmp_path: Path, precision: str, expected: str) -> None:
+    assert torch.get_float32_matmul_precision() == "highest"
+    try:
+        build_accelerator(config(tmp_path, precision=precision))
+        assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_accelerates_switch_leaves_the_gpu_alone(
+    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert build_accelerator(config(tmp_path)).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), {"bf16": 312e12, "fp32": 156e12}),
+        ("Tesla V100-SXM2-16GB", (7, 0), {"fp16": 125e12, "fp32": 125e12 / 8}),
+        ("NVIDIA L4", (8, 9), {"bf16": 121e12}),
+    ],
+    ids=["A100", "V100", "L4"],
+)
+def test_the_peak_is_the_data_sheets(
+    name: str,
+    capability: tuple[int, int],
+    expected: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stub_kernels(monkeypatch, name, capability, WHEEL)
+    peak_flops.cache_clear()
+    assert {p: peak_flops(torch.device("cuda", 0), p) for p in expected} == expected
+    peak_flops.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40S", "NVIDIA RTX A1000", "NVIDIA A10G"])
+def test_a_gpu_of_a_similar_name_has_not_that_peak(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*sizes: Any, **options: Any) -> Any:
+        raise LookupError
+
+    stub_kernels(monkeypatch, name, (8, 6), WHEEL)
+    monkeypatch.setattr(torch, "ones", measure)
+    peak_flops.cache_clear()
+    with pytest.raises(LookupError):
+        peak_flops(torch.device("cuda", 0), "bf16")
 
 
 @pytest.mark.parametrize(
