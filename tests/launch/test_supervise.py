@@ -266,7 +266,7 @@ def test_a_rank_alone_that_waits_for_data_without_end_is_named_with_its_stack(
 def test_a_stopped_loader_worker_ends_the_run_and_is_named(
     start: Callable[..., Supervised], run: Path
 ) -> None:
-    command = ("-m", "launch", "pretrain", str(run), "train.max_steps=100000")
+    command = (ENTRY, "launch", "pretrain", str(run), "train.max_steps=100000")
     supervised = start(1, *command, "train.num_workers=1", timeout=15)
     supervised.until("step 3/")
     processes = [p for p in supervised.started() if "RANK" in p.environ()]
