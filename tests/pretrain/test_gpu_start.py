@@ -10,7 +10,6 @@ from accelerate.state import AcceleratorState, PartialState
 
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.cost import peak_flops
 from pretrain.memory import Memory
 from pretrain.processes import build_accelerator
 from pretrain.trial import gpu_memory
@@ -84,41 +83,6 @@ def test_accelerates_switch_leaves_the_gpu_alone(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert build_accelerator(config(tmp_path)).device == torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("name", "capability", "expected"),
-    [
-        ("NVIDIA A100-SXM4-80GB", (8, 0), {"bf16": 312e12, "fp32": 156e12}),
-        ("Tesla V100-SXM2-16GB", (7, 0), {"fp16": 125e12, "fp32": 125e12 / 8}),
-        ("NVIDIA L4", (8, 9), {"bf16": 121e12}),
-    ],
-    ids=["A100", "V100", "L4"],
-)
-def test_the_peak_is_the_data_sheets(
-    name: str,
-    capability: tuple[int, int],
-    expected: dict[str, float],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stub_kernels(monkeypatch, name, capability, WHEEL)
-    peak_flops.cache_clear()
-    assert {p: peak_flops(torch.device("cuda", 0), p) for p in expected} == expected
-    peak_flops.cache_clear()
-
-
-@pytest.mark.parametrize("name", ["NVIDIA L40S", "NVIDIA RTX A1000", "NVIDIA A10G"])
-def test_a_gpu_of_a_similar_name_has_not_that_peak(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(*sizes: Any, **options: Any) -> Any:
-        raise LookupError
-
-    stub_kernels(monkeypatch, name, (8, 6), WHEEL)
-    monkeypatch.setattr(torch, "ones", measure)
-    peak_flops.cache_clear()
-    with pytest.raises(LookupError):
-        peak_flops(torch.device("cuda", 0), "bf16")
 
 
 @pytest.mark.parametrize(
