@@ -21,7 +21,7 @@ STEPS = max(16, 5 * KILLS // 2)
 SAVE, EVALUATE = 3, 4  # steps between
 PARTS = ("weights", "optimizer", "state", "manifest", "flush", "rename", "pointer", "rotate")
 SAVING = [f"save:{part}" for part in PARTS]
-RATES = ("tokens_per_second", "data_wait", "mfu")  # the only figures that time may change
+RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
 
 
 def test_a_run_that_is_killed_again_and_again_ends_as_the_undisturbed_one(

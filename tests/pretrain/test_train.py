@@ -25,7 +25,7 @@ from pretrain.train import Outcome, train
 from pretrain.update import learning_rate
 
 ROOT = Path(__file__).parents[2]
-RATES = ("tokens_per_second", "data_wait", "mfu")  # the only figures that time may change
+RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
 
 Settings = Callable[..., dict[str, Any]]
 
