@@ -26,7 +26,7 @@ BEHAVIOUR = {
     "extract": 1,
     "match": 1,
     "deduplicate": 1,
-    "vocabulary": 1,
+    "vocabulary": 2,
     "pack": 1,
     "finish": 1,
 }

@@ -23,7 +23,7 @@ from data_prep.shards import load_manifest, verify
 from data_prep.shards.manifest import manifest_bytes, seal
 from data_prep.shards.writing import file_record
 from data_prep.sources import HuggingFace, Piece, PythonDocs, pieces
-from data_prep.work import code, units
+from data_prep.work import code, engines, units
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"part_bytes": 2_000, "piece_bytes": 500}
@@ -296,7 +296,8 @@ def test_a_worker_with_other_code_is_refused(
         pytest.importorskip("ray", reason="Ray is an extra: pip install 'distil-pretraining[ray]'")
     # Workers get these paths; this process has imported its modules already.
     monkeypatch.syspath_prepend(other)
-    monkeypatch.chdir(other)  # Ray puts it before all
+    # Ray's workers look first where the engine's own file lies.
+    monkeypatch.setattr(engines, "__file__", f"{other}/data_prep/work/engines.py")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     runner: Any = "ray" if engine == "ray" else "processes"
     with pytest.raises(CorpusError, match="has other code") as caught:
