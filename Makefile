@@ -46,4 +46,4 @@ torture: install
 	DISTIL_KILLS=100 $(BIN)/python -m pytest -s tests/pretrain/test_kills.py
 
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv .venv-transformers-4 runs build *.egg-info

@@ -3,7 +3,7 @@
 `behaviour` is an integer that a developer raises when a stage's bytes change; it decides whether
 finished shards may be kept. `source` is a hash of the stage's modules, without docstrings, comments
 and formatting; the workers of one run must share it, and unfinished work is reused under it alone.
-tests/data_prep/test_golden.py fails when bytes change and `behaviour` does not.
+tests/data_prep/test_golden_corpora.py fails when bytes change and `behaviour` does not.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `tests/golden/corpora.json` holds them, and the libraries they were made with. After a change that
 is meant, raise the stage's number in data_prep/work/code.py and renew the file:
-`python -m tests.data_prep.test_golden`.
+`python -m tests.data_prep.test_golden_corpora`.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from data_prep.shards import canonical_json
 from data_prep.work.code import BEHAVIOUR, code_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "corpora.json"
-RENEW = "python -m tests.data_prep.test_golden"
+RENEW = "python -m tests.data_prep.test_golden_corpora"
 TEXT = (
     "the of and river town was built in old stone by people who came from a far land to trade "
     "wool salt iron books Z\u00fcrich na\u00efve caf\u00e9 1914 they lived near water until war"
