@@ -66,11 +66,13 @@ setup(
     extras_require={
         "fast": ["nanotoken>=0.1,<0.2"],
         "gcs": ["gcsfs"],
+        "http": ["aiohttp>=3.9,<4"],
         "ray": ["ray>=2.30,<3"],
         "s3": ["s3fs"],
         "tensorboard": ["tensorboard>=2.15"],
         "deepspeed": ["deepspeed>=0.16"],
         "dev": [
+            "aiohttp>=3.9,<4",
             "deepspeed>=0.16",
             "hypothesis>=6",
             "mypy>=1.15",

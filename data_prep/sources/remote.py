@@ -21,6 +21,8 @@ _DRIVERS = {
     "s3a": ("s3fs", "s3"),
     "gs": ("gcsfs", "gcs"),
     "gcs": ("gcsfs", "gcs"),
+    "http": ("aiohttp", "http"),
+    "https": ("aiohttp", "http"),
 }
 # What a store says of a file's state, by the names that file systems give it.
 _STATES = (

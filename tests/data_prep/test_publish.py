@@ -462,5 +462,5 @@ def test_the_usual_drivers_are_extras(
 ) -> None:
     if find_spec(module):
         pytest.skip(f"{module} is installed: nothing is missing")
-    with pytest.raises(CorpusError, match=rf"{url}: .*'distil-pretraining\[{extra}\]'"):
+    with pytest.raises(CorpusError, match=rf"{url}: .*pip install -e '\.\[{extra}\]'"):
         upload(make_shards(), url)
