@@ -44,7 +44,7 @@ context.set_forkserver_preload(["torch.distributed", "launch.supervise"])
 
 def under_supervision(output: Path, ranks: int, command: list[str], options: Any) -> None:
     """The process of a supervisor; its screen is a file."""
-    screen = os.open(output / "screen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    screen = os.open(output.parent / "screen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(screen, 1)
     os.dup2(screen, 2)
     os.environ["WORKER_OUTPUT"] = str(output)
@@ -63,14 +63,14 @@ class Supervised:
     def __init__(self, output: Path, ranks: int, *command: str, **options: Any) -> None:
         output.mkdir(exist_ok=True)
         self.output = output
-        (output / "screen").write_text("")
+        (output.parent / "screen").write_text("")
         arguments = (output, ranks, list(command), options)
         self.process = context.Process(target=under_supervision, args=arguments)
         self.process.start()
 
     @property
     def screen(self) -> str:
-        return (self.output / "screen").read_text()
+        return (self.output.parent / "screen").read_text()
 
     @property
     def pid(self) -> int:
@@ -278,7 +278,7 @@ def test_a_stopped_loader_worker_ends_the_run_and_is_named(
 
 @pytest.mark.slow
 def test_a_long_evaluation_is_no_standstill(start: Callable[..., Supervised]) -> None:
-    run = start(1, "-m", "worker", "30", "evaluate", "0", "20", timeout=4)
+    run = start(1, ENTRY, "worker", "30", "evaluate", "0", "20", timeout=4)
     assert run.code(START) == 0
 
 
@@ -378,9 +378,9 @@ def test_a_mistake_of_all_ranks_is_one_line(
     command = (ENTRY, "launch", "pretrain", str(run), f"shards={missing}")
     supervised = start(2, *command, max_restarts=5)
     assert supervised.code(START) == 2
-    lines = supervised.screen.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ") and str(missing) in lines[0]
+    config, error = supervised.screen.splitlines()
+    assert config.startswith("config: ")
+    assert error.startswith("error: ") and str(missing) in error
 
 
 def test_a_signal_saves_a_real_run_and_the_same_command_continues(
