@@ -1,0 +1,159 @@
+"""Configs that no person would write: refused in a line, in little time, never a traceback."""
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data_prep.config import CorpusConfig
+from launch.config import ConfigError, load_config
+from pretrain.config import RunConfig
+
+RUN = "output: o\nshards: s\nteacher: t\n"
+CORPUS = "output: o\nsources: [{kind: text, path: p}]\n"
+DIGITS = "1" * 5000
+
+REFUSED = [
+    ("date", "train: {seed: 2024-13-45}", r"train\.seed: .*valid integer"),
+    ("tagged-date", "train: {seed: !!timestamp 2024-13-45}", "line 4 "),
+    ("tagged-int", "train: {seed: !!int x}", "line 4 "),
+    ("tagged-float", "optimizer: {eps: !!float x}", "line 4 "),
+    ("tagged-binary", "teacher_: !!binary x", "line 4 "),
+    ("tagged-set", "train: !!set {a, b}", r"train: "),
+    ("nesting", "train: " + "[" * 500 + "]" * 500, "nested more than"),
+    ("deep-nesting", "train: " + "[" * 50_000, "nested more than"),
+    ("nested-mappings", "train: " + "{a: " * 500 + "1" + "}" * 500, "nested more than"),
+    ("nul", 'student: {init: "a\\0b"}', "line 4 "),
+    ("raw-nul", "student: {init: a\0b}", "not YAML"),
+    ("surrogate", 'student: {init: "\\ud800"}', "line 4 "),
+    ("digits", f"train: {{seed: {DIGITS}}}", "line 4 "),
+    ("tagged-digits", f"train: {{seed: !!int {DIGITS}}}", "line 4 "),
+    ("float-digits", f"optimizer: {{eps: {DIGITS}.0}}", r"optimizer\.eps: "),
+    ("octal", "train: {seed: 010}", "line 4 .*leading zero"),
+    ("sexagesimal", "train: {seed: 1:30}", r"train\.seed: .*valid integer"),
+    ("quoted-number", "train: {seed: '10'}", r"train\.seed: .*valid integer"),
+    ("true-int", "train: {seed: true}", r"train\.seed: .*valid integer.*True"),
+    ("true-rows", "train: {micro_batch_size: true}", r"train\.micro_batch_size: "),
+    ("true-float", "optimizer: {eps: true}", r"optimizer\.eps: .*valid number"),
+    ("true-in-list", "optimizer: {betas: [false, 0.9]}", r"optimizer\.betas: .*valid number"),
+    ("true-layers", "student: {init: [false, true]}", r"student\.init: "),
+    ("inf", "optimizer: {eps: .inf}", r"optimizer\.eps: .*finite number"),
+    ("inf-rate", "optimizer: {learning_rate: .inf}", r"optimizer\.learning_rate: .*finite"),
+    ("inf-epochs", "train: {epochs: .inf}", r"train\.epochs: .*finite"),
+    ("inf-weight", "objective: {kl: .inf}", r"objective\.kl: .*finite"),
+    ("nan", "optimizer: {weight_decay: .nan}", r"optimizer\.weight_decay: "),
+    ("inf-as-text", "optimizer: {eps: inf}", r"optimizer\.eps: .*valid number"),
+    ("huge-exponent", "optimizer: {eps: 1e999}", r"optimizer\.eps: .*finite"),
+    ("workers", "train: {num_workers: 1000000}", r"train\.num_workers: .*less than or equal"),
+    ("rows", "train: {global_batch_size: 1000000000000}", r"train\.global_batch_size: .*less"),
+    ("layers", "student: {num_layers: 1000000}", r"student\.num_layers: .*less than"),
+    ("rate", "optimizer: {learning_rate: 1.0e+300}", r"optimizer\.learning_rate: .*less than"),
+    ("empty-path", "evaluation: {}\noutput_: ''", "output_"),
+    ("alias", "x: &x [1]\ny: *x", "line 5 .*alias"),
+    ("bomb", "a: &a {x: 1}\nb: &b {<<: [*a, *a]}", "line 5 .*alias"),
+    ("itself", "a: &a [*a]", "line 4 .*alias"),
+    ("list-as-key", "? [a]\n: b", "line 4 "),
+    ("number-as-key", "1: b", "key"),
+    ("null-as-key", "~: b", "key"),
+    ("two-documents", "---\na: b", "line "),
+    ("long-key", "k" * 100_000 + ": 1", "unknown key k+"),
+    ("long-value", "train: {precision: " + "v" * 100_000 + "}", r"train\.precision: "),
+]  # fmt: skip
+
+
+@pytest.mark.xfail(strict=False, reason="item 30: tracebacks, and nonsense is accepted")
+@pytest.mark.parametrize(
+    ("text", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
+)
+def test_nonsense_in_a_run_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN + text + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(RunConfig, path)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+
+
+@pytest.mark.xfail(strict=False, reason="item 30: tracebacks, and nonsense is accepted")
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.seed=010", "leading zero"),
+        ("train.seed=!!int x", "train.seed"),
+        (f"train.seed={DIGITS}", "train.seed"),
+        ("train.seed=true", r"train\.seed: .*valid integer"),
+        ("train.seed=" + "[" * 500, "nested more than"),
+        ("optimizer.betas.\u00b2=1", r"betas\.\u00b2"),
+        (f"optimizer.betas.{DIGITS}=1", "no number from 0"),
+        ("output=''", "output: .*a path is needed"),
+        ("train.seed=", r"train\.seed: .*valid integer"),
+        ("output=\n", "output"),
+    ],
+    ids=[
+        *("octal", "tag", "digits", "bool", "nesting", "index", "long-index"),
+        *("empty-path", "nothing", "newline"),
+    ],
+)
+def test_nonsense_in_an_override_is_one_line(tmp_path: Path, override: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN + "optimizer: {betas: [0.9, 0.9]}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(RunConfig, path, [override])
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+
+
+@pytest.mark.xfail(strict=False, reason="item 30: nonsense is accepted")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("workers: 1000000", "workers: .*less than or equal"),
+        ("workers: true", "workers: .*valid integer"),
+        ("validation: true", "validation: .*valid number"),
+        ("row_length: true", "row_length: .*valid integer"),
+        ("deduplicate: {threshold: .nan}", "deduplicate.threshold: "),
+        ("seed: 010", "leading zero"),
+        ("tokenizer: {train: {vocab_size: true}}", "vocab_size: .*valid integer"),
+    ],
+    ids=["workers", "true", "true-float", "true-length", "nan", "octal", "in-a-union"],
+)
+def test_nonsense_in_a_corpus_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "corpus.yaml"
+    path.write_text(CORPUS + text + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(CorpusConfig, path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.xfail(strict=True, reason="item 30: 10,000 unknown keys take more than a minute")
+@pytest.mark.parametrize("where", ["top", "nested", "sources"])
+def test_many_unknown_keys_take_seconds(tmp_path: Path, where: str) -> None:
+    keys = {f"key{n}": n for n in range(10_000)}
+    run = yaml.safe_load(RUN)
+    model: type[RunConfig] | type[CorpusConfig] = RunConfig
+    values = {"top": {**run, **keys}, "nested": {**run, "train": keys}}.get(where)
+    if values is None:
+        sources = [{"kind": "text", "path": "p", f"key{n}": 1} for n in range(10_000)]
+        model, values = CorpusConfig, {"output": "o", "sources": sources}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"unknown key .*and 9999 more"):
+        load_config(model, path)
+    assert time.monotonic() - began < 60
+
+
+def test_what_looks_odd_and_has_a_meaning_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "output: 2024-13-45\nshards: 1:30\nteacher: '010'\n"
+        "train: {epochs: 3, max_steps: 1_000, seed: 0}\n"
+        "optimizer: {eps: 1e-6, learning_rate: .001, weight_decay: 0}\n"
+        "logging: {tensorboard: no}\n",
+        encoding="utf-8",
+    )
+    config = load_config(RunConfig, path)
+    assert (str(config.output), str(config.shards), config.teacher) == ("2024-13-45", "1:30", "010")
+    assert (config.train.epochs, config.train.max_steps) == (3.0, 1000)
+    optimizer = config.optimizer
+    assert (optimizer.eps, optimizer.learning_rate, optimizer.weight_decay) == (1e-6, 1e-3, 0.0)
+    assert not config.logging.tensorboard
