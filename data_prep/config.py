@@ -4,52 +4,47 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from data_prep.keys import Keys
 from data_prep.sources import Source
 
-FROZEN = ConfigDict(frozen=True, extra="forbid")
 
-
-class TrainWordPiece(BaseModel):
+class TrainWordPiece(Keys):
     """A WordPiece vocabulary to train on the corpus itself.
 
     BERT strips accents where it lower-cases; here each has a key of its own.
     """
 
-    model_config = FROZEN
     vocab_size: Annotated[int, Field(ge=100, le=2**20)] = 30522
     lowercase: bool = True
     strip_accents: bool = False
 
 
-class TrainTokenizer(BaseModel):
+class TrainTokenizer(Keys):
     """`tokenizer: {train: {...}}`."""
 
-    model_config = FROZEN
     train: TrainWordPiece
 
 
-class VocabularyTokenizer(BaseModel):
+class VocabularyTokenizer(Keys):
     """`tokenizer: {vocab: vocab.txt, pattern: REGEX}`: symbols that are no words.
 
     Without a pattern the vocabulary is a WordPiece one; `lowercase` left out means: as WordPiece,
     lower-case if no entry has an upper-case letter; with a pattern, no.
     """
 
-    model_config = FROZEN
     vocab: Path
     pattern: str | None = None
     lowercase: bool | None = None
 
 
-class JsonTokenizer(BaseModel):
+class JsonTokenizer(Keys):
     """`tokenizer: {path: tokenizer.json, mask: <m>}`: special tokens that the file does not tell.
 
     It tells [CLS] and [SEP] by its post-processor, the others by their usual names.
     """
 
-    model_config = FROZEN
     path: Path
     pad: str | None = None
     unk: str | None = None
@@ -61,26 +56,24 @@ class JsonTokenizer(BaseModel):
 Level = Literal["none", "exact", "near"]
 
 
-class Deduplicate(BaseModel):
+class Deduplicate(Keys):
     """What counts as a duplicate: equal text, or (near) an estimated Jaccard of `threshold`.
 
     Of documents the first is kept. Of paragraphs (long lines) it is, too, the others are taken out
     of their documents.
     """
 
-    model_config = FROZEN
     documents: Level = "near"
     paragraphs: Level = "none"
     threshold: Annotated[float, Field(ge=0.7, le=1)] = 0.8
 
 
-class Decontaminate(BaseModel):
+class Decontaminate(Keys):
     """Evaluation files whose 13-grams are looked for in every document (Brown et al. 2020, C).
 
     Documents that share one are counted and named; `remove` drops them, famous quotations and all.
     """
 
-    model_config = FROZEN
     files: Annotated[tuple[Path, ...], Field(min_length=1)]
     remove: bool = False
 
@@ -88,10 +81,9 @@ class Decontaminate(BaseModel):
 RowLength = Annotated[int, Field(ge=8, le=4096)]
 
 
-class CorpusConfig(BaseModel):
+class CorpusConfig(Keys):
     """A corpus: its sources, its tokenizer and the shape of its rows."""
 
-    model_config = FROZEN
     output: Path
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
     tokenizer: str | TrainTokenizer | VocabularyTokenizer | JsonTokenizer = "bert-base-uncased"
@@ -101,7 +93,9 @@ class CorpusConfig(BaseModel):
     max_characters: Annotated[int, Field(ge=1)] | None = None
     deduplicate: Deduplicate = Deduplicate()
     decontaminate: Decontaminate | None = None
-    workers: Annotated[int, Field(ge=1)] = Field(default_factory=lambda: os.cpu_count() or 1)
+    workers: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default_factory=lambda: os.cpu_count() or 1
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     @field_validator("output", mode="before")
@@ -115,7 +109,8 @@ class CorpusConfig(BaseModel):
     def _output_apart(self) -> "CorpusConfig":
         for source in self.sources:
             path = getattr(source, "path", "")
-            if os.path.isdir(path) and self.output.resolve().is_relative_to(Path(path).resolve()):
+            inside = Path(os.path.realpath(self.output)).is_relative_to(os.path.realpath(path))
+            if os.path.isdir(path) and inside:
                 raise ValueError(f"output lies in the source {path}, which would then read it")
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,10 +13,22 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from data_prep.messages import one_line
 from pretrain import RunError
 
 Config = TypeVar("Config", bound=BaseModel)
 _SHIPPED = "shipped:"  # before the name of a config that was installed with the package
+
+_OTHERS = ("int", "float", "timestamp")  # tags that YAML 1.1 gives by looks
+_DEEPEST = 20  # levels
+_DIGITS = 30
+_SHOWN, _LONGEST = 60, 300  # characters of what was given, and of a parser's message
+_CHARACTERS = re.compile(r"[^\0\ud800-\udfff]*")
+_NUMBERS = {
+    "int": r"[-+]?[0-9][0-9_]*",
+    "float": r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)"
+    r"|\.(?:nan|NaN|NAN)",
+}
 
 
 class ConfigError(RunError):
@@ -23,17 +36,85 @@ class ConfigError(RunError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loading that also refuses a key given twice, which YAML would silently drop."""
+    """Safe loading that refuses what YAML 1.1 would silently drop or read as something else.
+
+    A key given twice is an error. Numbers are decimal: 1e-6 is one, 1:30 and dates are text, and
+    010 (octal 8) is an error. So are aliases, deep nesting and characters that no path can hold.
+    """
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node that is no alias, at most so deep."""
+        event = self.peek_event()
+        mark: Any = event.start_mark
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(
+                problem=f"the alias *{event.anchor}: write it out", problem_mark=mark
+            )
+        if self.depth >= _DEEPEST:
+            raise yaml.MarkedYAMLError(
+                problem=f"nested more than {_DEEPEST} deep", problem_mark=mark
+            )
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """A mapping whose keys differ."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for i, key in enumerate(keys):
-            if key in keys[:i]:
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, str(key.value))
+            if name in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} is given twice", problem_mark=node.value[i][0].start_mark
+                    problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark
                 )
+            seen.add(name)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Any value; what its constructor stumbles over gets a line number."""
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(
+                problem=f"{one_line(str(node.value), _SHOWN)!r} is no {kind}",
+                problem_mark=node.start_mark,
+            ) from error
+        if isinstance(value, str) and not _CHARACTERS.fullmatch(value):
+            raise yaml.MarkedYAMLError(
+                problem="a character that no text has (NUL, or half of a surrogate pair)",
+                problem_mark=node.start_mark,
+            )
+        return value
+
+    def construct_yaml_int(self, node: Any) -> int:
+        """A whole number in decimal."""
+        text = self.construct_scalar(node)
+        if re.fullmatch(r"[-+]?0[0-9_]+", text):
+            raise yaml.MarkedYAMLError(
+                problem=f"{one_line(text, _SHOWN)} has a leading zero; leave it out, or put text "
+                "in quotes",
+                problem_mark=node.start_mark,
+            )
+        if len(text) > _DIGITS:
+            raise yaml.MarkedYAMLError(
+                problem=f"a number of {len(text)} digits", problem_mark=node.start_mark
+            )
+        return int(text)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in _OTHERS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _kind, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_pattern})$"), list("-+.0123456789")
+    )
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load_config(model: type[Config], path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -60,14 +141,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file{_near(path)}") from None
     except (IsADirectoryError, UnicodeDecodeError, PermissionError) as error:
         raise ConfigError(f"{path}: not a readable text file ({error})") from error
-    try:
-        values = yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}:{line} {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    values = _parse(f"{path}:", text)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines")
     return values
@@ -94,6 +168,19 @@ def _shipped() -> list[str]:
     return sorted(file.name for file in files("configs").iterdir() if file.name.endswith(".yaml"))
 
 
+def _parse(where: str, text: str) -> Any:
+    """A YAML text's value; `where` opens the message."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        problem = one_line(error.problem or error.context or "not YAML", _LONGEST)
+        raise ConfigError(f"{where}{line} {problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} not YAML ({one_line(str(error), _LONGEST)})") from error
+
+
 def _near(path: Path) -> str:
     if path.name in _shipped():
         return f"; did you mean {_SHIPPED}{path.name}?"
@@ -105,37 +192,37 @@ def _near(path: Path) -> str:
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
+    shown = repr(one_line(override, _SHOWN))
     if not equals or not all(parts):
-        raise ConfigError(f"{override!r} is no override; write section.key=value")
+        raise ConfigError(f"{shown} is no override; write section.key=value")
     here: Any = values
     for part in parts[:-1]:
         if isinstance(here, list):
-            here = here[_index(override, part, here)]
+            here = here[_index(shown, part, here)]
         else:
             if here.get(part) is None:
                 here[part] = {}
             here = here[part]
         if not isinstance(here, dict | list):
-            raise ConfigError(f"{override!r}: {part} is a single value, it has no keys")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{override!r}: the value is not YAML") from error
+            raise ConfigError(f"{shown}: {part} is a single value, it has no keys")
+    value = _parse(f"{shown}:", text)
     if isinstance(here, list):
-        here[_index(override, parts[-1], here)] = value
+        here[_index(shown, parts[-1], here)] = value
     else:
         here[parts[-1]] = value
 
 
-def _index(override: str, part: str, items: list[Any]) -> int:
-    if not part.isdigit() or int(part) >= len(items):
-        raise ConfigError(f"{override!r}: {part} is no number from 0 to {len(items) - 1}")
+def _index(shown: str, part: str, items: list[Any]) -> int:
+    if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(items):
+        raise ConfigError(
+            f"{shown}: {one_line(part, _SHOWN)} is no number from 0 to {len(items) - 1}"
+        )
     return int(part)
 
 
 def _sentence(model: type[BaseModel], error: ValidationError) -> str:
     """The first mistake in words; unknown keys first, since they cause the missing ones."""
-    known = set(_paths(model.model_json_schema()))
+    known = _known(model)
 
     def rank(entry: Any) -> tuple[bool, int]:
         # A key that is right in another member of a union is no unknown key; of the mistakes that
@@ -149,7 +236,7 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
     key = ".".join(map(str, _without_tags(model, first["loc"])))
     context = first.get("ctx", {})
     if first["type"] == "extra_forbidden":
-        text = f"unknown key {key}{_suggestion(model, key)}"
+        text = f"unknown key {one_line(key, _SHOWN)}{_suggestion(model, key)}"
     elif first["type"] == "missing":
         text = f"{key} is missing"
     elif first["type"].startswith("union_tag"):
@@ -157,22 +244,24 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
         choices = re.findall(r"'([^']+)'", str(context.get("expected_tags", "")))
         close = difflib.get_close_matches(str(context.get("tag", "")), choices, n=1)
         hint = f"; did you mean {close[0]}?" if close else f"; one of {', '.join(choices)}"
-        given = f" {context['tag']!r} is not known" if "tag" in context else " is missing"
+        tag = one_line(str(context.get("tag")), _SHOWN)
+        given = f" {tag!r} is not known" if "tag" in context else " is missing"
         text = f"{key}: {name}{given}{hint if choices else ''}"
     else:
         message = first["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
         given = first["input"]
-        shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) else ""
+        plain = isinstance(given, str | int | float | bool)
+        shown = f" (given: {one_line(repr(given), _SHOWN)})" if plain else ""
         text = f"{key}: {message}{shown}" if key else message
+    text = one_line(text, _LONGEST)
     more = len(errors) - 1
     return text + (f" (and {more} more)" if more else "")
 
 
 def _without_tags(model: type[BaseModel], loc: Sequence[Any]) -> list[Any]:
     """Pydantic's location without the names of union members, which no user wrote."""
-    names = {path.rpartition(".")[2] for path in _paths(model.model_json_schema())}
-    members = {"str", "float", "int", *model.model_json_schema().get("$defs", {})}
+    names, members = _names(model)
     last = len(loc) - 1
     return [
         part
@@ -181,13 +270,26 @@ def _without_tags(model: type[BaseModel], loc: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _member(part: str, members: set[str]) -> bool:
-    return part in members or part.startswith("tuple[")
+@cache
+def _known(model: type[BaseModel]) -> frozenset[str]:
+    """The dotted path of every key."""
+    return frozenset(_paths(model.model_json_schema()))
+
+
+@cache
+def _names(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of keys, and of the members of unions."""
+    members = {"str", "float", "int", *model.model_json_schema().get("$defs", {})}
+    return frozenset(path.rpartition(".")[2] for path in _known(model)), frozenset(members)
+
+
+def _member(part: str, members: frozenset[str]) -> bool:
+    return part in members or part.startswith(("tuple[", "constrained-"))
 
 
 def _suggestion(model: type[BaseModel], key: str) -> str:
     parent, _, name = key.rpartition(".")
-    paths = sorted(set(_paths(model.model_json_schema())))
+    paths = sorted(_known(model))
     beside = [path for path in paths if path.rpartition(".")[0] == _plain(parent)]
     for candidates in (beside, paths):
         by_name = {path.rpartition(".")[2]: path for path in reversed(candidates)}

@@ -5,26 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from data_prep.keys import Keys
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
 
 Objective = Annotated[DistilBert | MaskedLanguageModel, Field(discriminator="name")]
-_FROZEN = ConfigDict(frozen=True, extra="forbid")
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Model(BaseModel):
+class Model(Keys):
     """Sizes of the BERT that `objective: mlm` trains; the names are those of `BertConfig`."""
 
-    model_config = _FROZEN
-
-    hidden_size: int = Field(768, ge=1)
-    num_hidden_layers: int = Field(12, ge=1)
-    num_attention_heads: int = Field(12, ge=1)
-    intermediate_size: int = Field(3072, ge=1)
-    max_position_embeddings: int = Field(512, ge=8)
+    hidden_size: int = Field(768, ge=1, le=2**14)
+    num_hidden_layers: int = Field(12, ge=1, le=256)
+    num_attention_heads: int = Field(12, ge=1, le=2**10)
+    intermediate_size: int = Field(3072, ge=1, le=2**16)
+    max_position_embeddings: int = Field(512, ge=8, le=2**16)
     hidden_dropout_prob: float = Field(0.1, ge=0, lt=1)
     attention_probs_dropout_prob: float = Field(0.1, ge=0, lt=1)
 
@@ -38,7 +36,7 @@ class Model(BaseModel):
         return self
 
 
-class Student(BaseModel):
+class Student(Keys):
     """The student: how deep, and where its weights come from.
 
     `init` is "teacher" (its layers, evenly spaced), a list of teacher layers counted from 0,
@@ -46,9 +44,7 @@ class Student(BaseModel):
     teacher's.
     """
 
-    model_config = _FROZEN
-
-    num_layers: int | None = Field(None, ge=1)
+    num_layers: int | None = Field(None, ge=1, le=256)
     init: tuple[int, ...] | str = "teacher"
     dropout: float = Field(0.1, ge=0, lt=1)
     attention_dropout: float = Field(0.1, ge=0, lt=1)
@@ -65,29 +61,25 @@ class Student(BaseModel):
         return self
 
 
-class MaskingConfig(BaseModel):
+class MaskingConfig(Keys):
     """Which tokens are predicted: 15 % of each row, drawn uniformly, or rare words more often."""
-
-    model_config = _FROZEN
 
     probability: float = Field(0.15, gt=0, lt=1)
     mode: Literal["uniform", "smoothed"] = "uniform"
 
 
-class Optimizer(BaseModel):
+class Optimizer(Keys):
     """AdamW with linear warm-up and linear decay to 0; the defaults are DistilBERT's."""
 
-    model_config = _FROZEN
-
-    learning_rate: float = Field(5.0e-4, gt=0)
+    learning_rate: float = Field(5.0e-4, gt=0, le=100)
     betas: tuple[_Beta, _Beta] = (0.9, 0.98)
-    eps: float = Field(1.0e-6, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(1.0e-6, gt=0, le=1)
+    weight_decay: float = Field(0.0, ge=0, le=100)
     warmup_ratio: float = Field(0.05, ge=0, lt=1)
-    max_grad_norm: float = Field(5.0, gt=0)
+    max_grad_norm: float = Field(5.0, gt=0, le=1e9)
 
 
-class Train(BaseModel):
+class Train(Keys):
     """How long, in what batches, in what precision.
 
     `global_batch_size` counts rows of one optimizer step over all processes; gradient accumulation
@@ -100,15 +92,13 @@ class Train(BaseModel):
     memory for time.
     """
 
-    model_config = _FROZEN
-
-    epochs: float = Field(3, gt=0)
-    max_steps: int | None = Field(None, ge=1)
-    global_batch_size: int = Field(4096, ge=1)
+    epochs: float = Field(3, gt=0, le=1e6)
+    max_steps: int | None = Field(None, ge=1, le=2**31)
+    global_batch_size: int = Field(4096, ge=1, le=2**24)
     micro_batch_size: int | Literal["auto"] | None = None
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     seed: int = Field(0, ge=0, lt=2**64)
-    num_workers: int = Field(1, ge=0)
+    num_workers: int = Field(1, ge=0, le=256)
     skip_non_finite: int = Field(0, ge=0)
     compare_every: int = Field(500, ge=0)
     compile: bool = False
@@ -122,44 +112,36 @@ class Train(BaseModel):
         raise ValueError("give a number of rows, 1 or more, or auto")
 
 
-class Evaluation(BaseModel):
+class Evaluation(Keys):
     """Held-out evaluation at the start, every `every` steps (0: not between) and at the end."""
-
-    model_config = _FROZEN
 
     every: int = Field(1000, ge=0)
     rows: int = Field(512, ge=1)
 
 
-class Checkpoint(BaseModel):
+class Checkpoint(Keys):
     """A checkpoint every `every` steps (0: not between) and at the end.
 
     The last `keep` stay, and the one with the lowest held-out loss.
     """
 
-    model_config = _FROZEN
-
     every: int = Field(500, ge=0)
     keep: int = Field(3, ge=1)
 
 
-class Logging(BaseModel):
+class Logging(Keys):
     """A line of metrics every `every` steps; `tensorboard` writes them there as well."""
-
-    model_config = _FROZEN
 
     every: int = Field(10, ge=1)
     tensorboard: bool = False
 
 
-class RunConfig(BaseModel):
+class RunConfig(Keys):
     """One training run.
 
     `teacher_vocabulary: same` takes the user's word that a teacher without tokenizer files knows
     the shards' vocabulary; one that has them is compared in any case.
     """
-
-    model_config = _FROZEN
 
     output: Path
     shards: Path

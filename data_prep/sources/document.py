@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from data_prep.keys import Keys
 from data_prep.language import CODES
 from data_prep.sources.remote import bare, is_remote
 
@@ -51,13 +52,11 @@ class Rejected:
     detail: str = ""
 
 
-class SourceKeys(BaseModel):
+class SourceKeys(Keys):
     """The keys of `sources:` entries that all kinds share; no behaviour lives here.
 
     `languages` are ISO 639-1 codes: a text that is surely in another language is dropped.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     name: str | None = None
     licence: str = "unknown"

@@ -13,21 +13,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from data_prep.keys import Keys
 from pretrain.objectives.terms import Over, Term, cosine_term, kl_term, mlm_term
 
 
-class DistilBert(BaseModel):
+class DistilBert(Keys):
     """The triple loss; a term whose weight is 0 is not computed (the paper's ablations)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     name: Literal["distilbert"] = "distilbert"
-    temperature: float = Field(2.0, gt=0)
-    kl: float = Field(5.0, ge=0)
-    mlm: float = Field(2.0, ge=0)
-    cosine: float = Field(1.0, ge=0)
+    temperature: float = Field(2.0, gt=0, le=1000)
+    kl: float = Field(5.0, ge=0, le=1e6)
+    mlm: float = Field(2.0, ge=0, le=1e6)
+    cosine: float = Field(1.0, ge=0, le=1e6)
     kl_positions: Literal["all", "masked"] = "all"
 
     @model_validator(mode="after")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from data_prep.keys import Keys
 from pretrain.objectives.terms import Term, mlm_term
 
 
-class MaskedLanguageModel(BaseModel):
+class MaskedLanguageModel(Keys):
     """Trains a BERT of the sizes under `model:`, for want of a teacher."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Literal["mlm"] = "mlm"
 

@@ -1,6 +1,7 @@
 """A corpus and a run so small that starting the processes takes longer than training."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,24 @@ def run(tmp_path: Path, shards: Path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def teacher_of_letters() -> Callable[[Path], None]:
+    """A function that writes a BERT of two layers over the vocabulary of `shards`."""
+
+    def write(folder: Path) -> None:
+        from transformers import BertConfig, BertForMaskedLM
+
+        config = BertConfig(
+            vocab_size=len(WORDS),
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=16,
+        )
+        BertForMaskedLM(config).save_pretrained(folder)
+        (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+
+    return write
