@@ -32,7 +32,7 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
-    # The processes of multiprocessing would import from the working directory (not mended in 3.10).
+    # Processes of multiprocessing would import from the working directory; 3.10 does not know this.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     # Set before transformers and tokenizers are imported; a user's own setting wins.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

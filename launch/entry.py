@@ -11,9 +11,8 @@ import sys
 
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
-    if (
-        sys.path and os.path.abspath(sys.path[0]) == here
-    ):  # as for any script, unless it is told not to
+    # Python puts a script's folder there, unless PYTHONSAFEPATH is set.
+    if sys.path and os.path.abspath(sys.path[0]) == here:
         del sys.path[0]
     if os.path.dirname(here) not in sys.path:  # a checkout that is not installed
         sys.path.insert(0, os.path.dirname(here))
