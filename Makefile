@@ -43,7 +43,7 @@ checks: install
 
 # Kills a run 100 times, at every phase, and compares it with one that nobody disturbed.
 torture: install
-	DISTIL_KILLS=100 $(BIN)/python -m pytest -s tests/pretrain/test_kills.py
+	DISTIL_KILLS=100 $(BIN)/python -m pytest -s -m slow tests/pretrain/test_kills.py
 
 clean:
 	rm -rf .venv .venv-transformers-4 runs build *.egg-info

@@ -65,6 +65,7 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.slow
 def test_a_rehearsal_fills_in_every_row_with_only_the_few_packages(
     tmp_path: Path, few_packages: Path
 ) -> None:

@@ -210,6 +210,7 @@ def undisturbed(config: Path) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_two_nodes_train_as_two_processes_of_one_host_do(config: Path, undisturbed: Path) -> None:
     output = config.parent / "one-host"
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -231,6 +232,7 @@ def test_two_nodes_train_as_two_processes_of_one_host_do(config: Path, undisturb
     assert_same_end(undisturbed, output)  # tokens of all rows among them
 
 
+@pytest.mark.slow
 def test_a_pulled_cable_ends_both_sides_and_the_same_commands_go_on(
     nodes: Nodes, config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -255,6 +257,7 @@ def test_a_pulled_cable_ends_both_sides_and_the_same_commands_go_on(
     assert_same_end(output, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_cable_that_is_out_for_two_seconds_changes_nothing(
     nodes: Nodes, config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

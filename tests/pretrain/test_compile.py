@@ -190,6 +190,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
+@pytest.mark.slow
 def test_a_compiled_run_is_the_usual_one_and_compiles_at_its_first_step_alone(
     settings: Callable[..., dict[str, Any]],
 ) -> None:
@@ -204,6 +205,7 @@ def test_a_compiled_run_is_the_usual_one_and_compiles_at_its_first_step_alone(
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_interrupted_compiled_run_is_bitwise_the_undisturbed_one(
     settings: Callable[..., dict[str, Any]],
 ) -> None:
@@ -247,6 +249,7 @@ def test_compiled_gradients_have_the_same_bits_every_time_with_several_threads(
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_two_processes_compile_and_agree(
     settings: Callable[..., dict[str, Any]], cache: Path
 ) -> None:

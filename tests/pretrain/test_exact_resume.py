@@ -59,7 +59,13 @@ def line(output: Path, step: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("world", "accumulation", "workers"),
-    [(1, 1, 0), (1, 2, 2), (3, 1, 0), (3, 1, 2), (3, 2, 0), (3, 2, 2), (4, 1, 0), (4, 2, 2)],
+    [
+        *((1, 1, 0), (1, 2, 2), (3, 1, 0)),
+        *(
+            pytest.param(*layout, marks=pytest.mark.slow)
+            for layout in ((3, 1, 2), (3, 2, 0), (3, 2, 2), (4, 1, 0), (4, 2, 2))
+        ),
+    ],
 )
 def test_a_resume_at_each_of_twenty_steps_is_bitwise(
     settings: dict[str, Any], world: int, accumulation: int, workers: int
@@ -69,6 +75,7 @@ def test_a_resume_at_each_of_twenty_steps_is_bitwise(
     assert resumed(settings, world, STEPS) == []
 
 
+@pytest.mark.slow
 @ranks.needs_deepspeed
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_resume_under_zero_is_bitwise(settings: dict[str, Any], stage: int) -> None:

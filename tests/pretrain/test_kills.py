@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import rank_work
 import ranks
 
@@ -24,6 +25,7 @@ SAVING = [f"save:{part}" for part in PARTS]
 RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_as_the_undisturbed_one(
     tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]
 ) -> None:

@@ -129,6 +129,7 @@ def test_processes_and_micro_batches_change_only_rounding(
         assert difference(values, alone) < 1e-5
 
 
+@pytest.mark.slow
 @ranks.needs_deepspeed
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_agrees_with_one_process(
@@ -159,6 +160,7 @@ def test_zero_computes_in_the_runs_precision_where_deepspeed_sees_autocast(
     assert losses["ZeRO"] != pytest.approx(losses["fp32"], rel=1e-6)
 
 
+@pytest.mark.slow
 @ranks.needs_deepspeed
 def test_a_run_changes_its_layout_four_times_and_sees_each_row_once(
     settings: Callable[..., dict[str, Any]], alone: dict[str, Any]
@@ -194,6 +196,7 @@ def test_zero_goes_on_from_a_checkpoint_of_step_0(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @ranks.needs_deepspeed
 def test_only_the_last_micro_batch_of_a_step_communicates(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
