@@ -16,6 +16,10 @@ from pretrain.model_files import first_line, read_config, read_tensors
 from pretrain.models import MaskedLM
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_LABELS = ("id2label", "label2id", "num_labels", "_num_labels")
+_UNTRAINED = (
+    2**20
+)  # parameters that may be missing from tiny weights; what they lack is named later
 
 
 def load_model(folder: Path) -> MaskedLM:
@@ -30,7 +34,7 @@ def load_model(folder: Path) -> MaskedLM:
     }
     raw = read_config(str(folder), folder)
     kind = raw.get("model_type")
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise RunError(f"{folder}: a {kind} model; only {' and '.join(kinds)} can be used here")
     architecture, config = kinds[kind]
     tensors = read_tensors(str(folder), folder)
@@ -53,16 +57,28 @@ def assemble(
                 f"{who}: {name} holds {tensor.dtype}; save the model in fp32, fp16 or bf16"
             )
     try:
+        # A classifier's labels, of which there may be any number, are no part of a language model.
+        values = {key: value for key, value in raw.items() if key not in _LABELS}
+        settings = config.from_dict(values)
+        check_sizes(who, architecture, settings, tensors)
         model, report = architecture.from_pretrained(
             None,
-            config=config.from_dict(raw),
+            config=settings,
             state_dict=tensors,
             dtype=torch.float32,
             attn_implementation=IMPLEMENTATION,
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+    except RunError:
+        raise
     except Exception as error:  # a damaged config raises whatever the model comes upon
-        raise RunError(f"{who}: {first_line(error)}") from error
+        raise RunError(f"{who}: config.json cannot be used ({first_line(error)})") from error
+    for name, found, wanted in sorted(report["mismatched_keys"]):
+        raise RunError(
+            f"{who}: its weights do not fit its config.json: {name} is {list(found)} there, "
+            f"{list(wanted)} by config.json"
+        )
     model.config.return_dict = True
     # The decoder is tied to the embeddings and its bias to `predictions.bias`: not in old files.
     missing = sorted(key for key in report["missing_keys"] if ".decoder." not in key)
@@ -77,6 +93,24 @@ def assemble(
     if odd := [*missing, *sorted(unused)]:
         raise RunError(f"{who}: its weights do not fit its config.json (see {odd[0]})")
     return model
+
+
+def check_sizes(who: str, architecture: Any, config: Any, tensors: dict[str, Tensor]) -> None:
+    """Refuse a config that describes far more than its weights hold, before that is allocated."""
+    key = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    if config.num_hidden_layers > len(tensors):
+        raise RunError(
+            f"{who}: its weights do not fit its config.json: {key} is {config.num_hidden_layers} "
+            f"there, and the weights have {len(tensors)} tensors"
+        )
+    with torch.device("meta"):
+        described = sum(p.numel() for p in architecture(config).parameters())
+    held = sum(tensor.numel() for tensor in tensors.values())
+    if described > 2 * held + _UNTRAINED:  # old files lack a tied matrix
+        raise RunError(
+            f"{who}: its weights do not fit its config.json: config.json describes "
+            f"{described:,} parameters, the weights hold {held:,}"
+        )
 
 
 def check_row_length(who: str, max_position_embeddings: int, manifest: Manifest) -> None:

@@ -8,6 +8,7 @@ every function opens the message of the RunError that it raises.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers.modeling_utils import load_state_dict
 
 from pretrain import RunError
+from pretrain.memory import host_memory
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
@@ -29,6 +31,8 @@ _CODE = (
     *("auto_map", "attn_implementation", "experts_implementation", "custom_generate"),
     *("quantization_config", "fusion_config", "kernel_config"),
 )
+_LONGEST_JSON, _LONGEST_VOCABULARY = 2**24, 2**28  # bytes
+_LONGEST_LINE = 300  # characters
 _SAFE_UNPICKLER = (2, 10)  # of torch; in the one before, weights_only did not help: CVE-2026-24747
 _ROLES = ("pad", "unk", "cls", "sep", "mask")
 
@@ -64,6 +68,17 @@ def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str |
     return folder, folder.name
 
 
+def read_text(who: str, path: Path, limit: int) -> str:
+    """A text file's content: a pipe would block, and a sparse file fill the memory."""
+    if not path.is_file():
+        raise RunError(f"{who}: {path} is no file; copy or download it again")
+    if (size := path.stat().st_size) > limit:
+        raise RunError(
+            f"{who}: {path.name} has {size:,} bytes, more than the {limit:,} of any model"
+        )
+    return path.read_text(encoding="utf-8")
+
+
 def read_config(who: str, folder: Path) -> dict[str, Any]:
     """The config.json of a folder; one that could run code is refused."""
     path = folder / "config.json"
@@ -84,6 +99,12 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
         if not files:
             raise RunError(f"{who}: there is no {folder / _SAFE}; check the path")
         _refuse_pickles(who, files[0], allowed=pickled)
+    size, memory = sum(file.stat().st_size for file in files), host_memory().total
+    if size > memory:
+        raise RunError(
+            f"{who}: its weights have {size:,} bytes, more than the memory here ({memory:,}); take "
+            "a smaller model, or a larger machine"
+        )
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
@@ -101,18 +122,21 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
 def read_words(who: str, folder: Path) -> Words | None:
     """The tokenizer's words, from vocab.txt or else tokenizer.json; None where there is neither."""
     try:
-        if (folder / "vocab.txt").is_file():
-            text = (folder / "vocab.txt").read_text(encoding="utf-8")
+        if os.path.lexists(folder / "vocab.txt"):
+            text = read_text(who, folder / "vocab.txt", _LONGEST_VOCABULARY)
             ids = {word: id for id, word in enumerate(text.rstrip("\n").split("\n"))}
-        elif (folder / "tokenizer.json").is_file():
-            ids = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+        elif os.path.lexists(folder / "tokenizer.json"):
+            text = read_text(who, folder / "tokenizer.json", _LONGEST_VOCABULARY)
+            ids = Tokenizer.from_str(text).get_vocab()
         else:
             ids = {}
+    except RunError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception
         raise RunError(f"{who}: its tokenizer cannot be read ({first_line(error)})") from error
     special: dict[str, int | None] = {}
     for name in _SETTINGS:
-        settings = _read_json(who, folder / name) if (folder / name).is_file() else {}
+        settings = _read_json(who, folder / name) if os.path.lexists(folder / name) else {}
         for role in _ROLES:
             token = settings.get(f"{role}_token")
             token = token.get("content") if isinstance(token, dict) else token
@@ -123,13 +147,17 @@ def read_words(who: str, folder: Path) -> Words | None:
 
 def first_line(error: Exception) -> str:
     """What a library said, without the rest of the page."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    lines = str(error).strip().splitlines()[:1]
+    if not lines or isinstance(error, LookupError | ArithmeticError):  # "'x'" says little
+        lines.insert(0, type(error).__name__)
+    return ": ".join(lines)[:_LONGEST_LINE]
 
 
 def _read_json(who: str, path: Path) -> dict[str, Any]:
     try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = json.loads(read_text(who, path, _LONGEST_JSON))
+    except RunError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{who}: {path} is not valid JSON ({first_line(error)})") from error
     if not isinstance(raw, dict):
@@ -159,15 +187,18 @@ def _weight_files(who: str, folder: Path, name: str) -> list[Path]:
     if not index.is_file():
         return []
     table = _read_json(who, index).get("weight_map")
-    parts = set(table.values()) if isinstance(table, dict) else {""}
+    parts = [*table.values()] if isinstance(table, dict) else [""]
     for part in parts:
         # Case counts: what does not end in .safetensors would be read as a pickle elsewhere.
-        if Path(part).name != part or not part.endswith(Path(name).suffix):
+        plain = isinstance(part, str) and Path(part).name == part
+        if not plain or not part.endswith(Path(name).suffix):
             raise RunError(
                 f"{who}: {index.name} lists {part!r}, which is no *{Path(name).suffix} file of "
                 "this folder; save the model again"
             )
-    return sorted(folder / part for part in parts)
+        if not (folder / part).is_file():
+            raise RunError(f"{who}: {folder / part}, which {index.name} lists, is no file")
+    return sorted({folder / part for part in parts})
 
 
 def _refuse_pickles(who: str, file: Path, *, allowed: bool) -> None:

@@ -175,6 +175,8 @@ def load_manifest(folder: Path | str) -> Manifest:
     """Read and check `folder/manifest.json`; raise CorpusError if missing, unknown or damaged."""
     path = Path(folder) / MANIFEST
     try:
+        if path.exists() and not path.is_file():  # reading from a pipe would block
+            raise FileNotFoundError
         values = json.loads(path.read_bytes())
         version = values["format_version"]
     except FileNotFoundError:

@@ -340,6 +340,8 @@ def _settings(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
+            if (folder / file).exists() and not (folder / file).is_file():
+                raise ValueError  # reading from a pipe would block
             values = json.loads((folder / file).read_bytes())
             settings |= {key: value for key, value in values.items() if value is not None}
         except FileNotFoundError:

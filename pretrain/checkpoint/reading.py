@@ -155,6 +155,8 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
 
 
 def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
+        raise DamagedError(f"{MANIFEST} is no file")  # reading from a pipe would block
     data = (folder / MANIFEST).read_bytes()
     values = json.loads(data)
     values.pop("sha256")

@@ -26,11 +26,7 @@ from pretrain import RunError, checkpoint
 from pretrain.loading import load_model
 from pretrain.teacher import load_teacher
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread", "limits"),
-    # Not run today: a pipe blocks for ever in native code, which no alarm ends.
-    pytest.mark.xfail(run=False, reason="item 31: pipes block, absurd numbers take all memory"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread", "limits")
 
 LIMIT = 60  # seconds, for what takes none
 ROOM = 4 * 2**30  # bytes beyond what this process has
@@ -123,12 +119,12 @@ HOSTILE: list[tuple[str, Callable[[Path], None], str]] = [
     ("layers", number("num_hidden_layers", 10**9), "num_hidden_layers is 1000000000"),
     ("some-layers", number("num_hidden_layers", 5), "do not fit its config.json"),
     ("no-layers", number("num_hidden_layers", -1), "config.json"),
-    ("width", number("hidden_size", 2**40), "config.json describes"),
+    ("width", number("hidden_size", 2**29), "config.json describes"),
     ("words", number("vocab_size", 2**40), "config.json describes"),
     ("positions", number("max_position_embeddings", 2**40), "config.json describes"),
     ("types", number("type_vocab_size", 2**40), "config.json describes"),
     ("intermediate", number("intermediate_size", 2**40), "config.json describes"),
-    ("other-width", number("intermediate_size", 65), "[64, 32] there, [65, 32] by config.json"),
+    ("other-width", number("intermediate_size", 65), "[64] there, [65] by config.json"),
     ("labels", number("num_labels", 10**10), ""),
     ("heads", number("num_attention_heads", 2**40), "config.json"),
     ("no-heads", number("num_attention_heads", 0), "config.json"),
@@ -180,10 +176,10 @@ def test_a_hostile_teacher_is_refused_in_a_line(
 
 STUDENT = [
     ("layers", number("n_layers", 10**9), "n_layers is 1000000000"),
-    ("width", number("dim", 2**40), "config.json describes"),
+    ("width", number("dim", 2**29), "config.json describes"),
     ("positions", number("max_position_embeddings", 2**40), "config.json describes"),
     ("labels", number("num_labels", 10**10), ""),
-    ("activation", number("activation", "nonsense"), "'nonsense'"),
+    ("activation", number("activation", "nonsense"), "nonsense"),
     ("kind", number("model_type", ["distilbert"]), "model; only bert and distilbert"),
     ("config-fifo", fifo("config.json"), "there is no"),
     ("weights-fifo", fifo("model.safetensors"), "there is no"),
