@@ -17,9 +17,7 @@ from pretrain.models import MaskedLM
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LABELS = ("id2label", "label2id", "num_labels", "_num_labels")
-_UNTRAINED = (
-    2**20
-)  # parameters that may be missing from tiny weights; what they lack is named later
+_UNTRAINED = 2**20  # parameters that tiny weights may lack: the missing ones are named later
 
 
 def load_model(folder: Path) -> MaskedLM:
