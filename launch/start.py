@@ -70,7 +70,7 @@ def start(asked: Launch) -> int:
     overrides = [*added, *asked.overrides]
     config = load_config(RunConfig, asked.config, overrides)
     check_output(config)
-    print(f"# {config_line(asked.config)}")
+    print(printable(f"# {config_line(asked.config)}"))
     for line in describe(asked, preset, added, layout, config):
         print(printable(f"# {line}"))
     if asked.slurm:

@@ -139,7 +139,8 @@ def test_on_a_model_card() -> None:
     section = {"key": EVIL}
     state = {
         "config": {
-            **dict.fromkeys(("objective", "model", "student", "masking", "optimizer"), section),
+            **dict.fromkeys(("model", "student", "masking", "optimizer"), section),
+            "objective": {"name": "distilbert"},
             "train": section,
             "teacher": EVIL,
         },

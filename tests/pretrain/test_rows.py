@@ -27,12 +27,15 @@ def dataset(tmp_path: Path, corpus: Path) -> StepDataset:
 def test_a_shard_that_is_cut_off_while_it_is_read_is_named(
     dataset: StepDataset, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    batches = loader(dataset, 0, STEPS, 1)
-    next(batches)
     (record,) = dataset.shards.manifest.splits["train"].shards
-    os.truncate(dataset.shards.folder / record.file, 0)
     named = r"train-00000\.arrow: 0 bytes, the manifest says"
-    with pytest.raises(CorpusError, match=named) as cut, explained_workers(dataset.shards):
+    with (
+        pytest.raises(CorpusError, match=named) as cut,
+        explained_workers(dataset.shards),
+        loader(dataset, 0, STEPS, 1) as batches,
+    ):
+        next(batches)
+        os.truncate(dataset.shards.folder / record.file, 0)
         for _ in batches:
             time.sleep(0.01)
     assert "\n" not in str(cut.value)
@@ -45,7 +48,10 @@ def test_a_damaged_block_is_one_line_from_a_worker_too(dataset: StepDataset) -> 
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    differs = "block 0 differs from the manifest"
-    with pytest.raises(CorpusError, match=differs) as damaged, explained_workers(dataset.shards):
-        next(loader(dataset, 0, STEPS, 1))
+    with (
+        pytest.raises(CorpusError, match="block 0 differs from the manifest") as damaged,
+        explained_workers(dataset.shards),
+        loader(dataset, 0, STEPS, 1) as batches,
+    ):
+        next(batches)
     assert "\n" not in str(damaged.value)
