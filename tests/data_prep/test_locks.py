@@ -417,7 +417,7 @@ def test_a_removed_folder_ends_the_lock(tmp_path: Path, anew: bool) -> None:
         path.unlink()
         folder.rmdir()
         if not anew:
-            with pytest.raises(CorpusError, match="its lock file .* is gone"):
+            with pytest.raises(CorpusError, match=r"its lock file .* is gone"):
                 held.check()
             return
         with lock(folder, "task") as other:  # the first of new files, with the same name
