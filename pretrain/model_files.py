@@ -120,16 +120,24 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
 
 
 def read_words(who: str, folder: Path) -> Words | None:
-    """The tokenizer's words, from vocab.txt or else tokenizer.json; None where there is neither."""
+    """Read the tokenizer's words from tokenizer.json or vocab.txt; None where there is neither.
+
+    Transformers reads tokenizer.json where both are there, so both must name the same words.
+    """
+    ids: dict[str, int] = {}
     try:
-        if os.path.lexists(folder / "vocab.txt"):
-            text = read_text(who, folder / "vocab.txt", _LONGEST_VOCABULARY)
-            ids = {word: id for id, word in enumerate(text.rstrip("\n").split("\n"))}
-        elif os.path.lexists(folder / "tokenizer.json"):
+        if os.path.lexists(folder / "tokenizer.json"):
             text = read_text(who, folder / "tokenizer.json", _LONGEST_VOCABULARY)
             ids = Tokenizer.from_str(text).get_vocab()
-        else:
-            ids = {}
+        if os.path.lexists(folder / "vocab.txt"):
+            text = read_text(who, folder / "vocab.txt", _LONGEST_VOCABULARY)
+            listed = {word: id for id, word in enumerate(text.rstrip("\n").split("\n"))}
+            if ids and (other := [word for word, id in listed.items() if ids.get(word) != id]):
+                raise RunError(
+                    f"{who}: its vocab.txt and its tokenizer.json differ, in {other[0]!r} for "
+                    "instance; remove the one that is wrong"
+                )
+            ids = ids or listed
     except RunError:
         raise
     except Exception as error:  # tokenizers raises bare Exception

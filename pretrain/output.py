@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from pretrain import RunError
 from pretrain.checkpoint.layout import MANIFEST, checkpoints
@@ -13,7 +13,6 @@ from pretrain.config import RunConfig
 
 # What is there before the first step: locks, a launch's logs, hidden files and the user's YAML.
 _BEGUN = re.compile(r"\..*|.*\.ya?ml|logs|pretrain\..*lock|exit_status\.json")
-_KEYS = {"shards", "objective", "train"}  # of a run's config.json
 
 
 def check_output(config: RunConfig) -> None:
@@ -52,6 +51,12 @@ def check_output(config: RunConfig) -> None:
             f"output {output} holds {path.name}, which no run has written; set another "
             "`output:`, a new or an empty folder"
         )
+    before = None if _has_checkpoint(output) else _recorded(output)
+    if before is not None and _shaping(before) != _shaping(config):
+        raise RunError(
+            f"output {output} holds the config.json of another run, whose checkpoints are gone; "
+            "set another `output:`, or remove the folder"
+        )
 
 
 def foreign(folder: Path) -> Path | None:
@@ -64,12 +69,25 @@ def foreign(folder: Path) -> Path | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell the folder of a run by its config.json or its checkpoints."""
+    """Tell the folder of a run by its checkpoints or its config.json."""
+    return _has_checkpoint(folder) or _recorded(folder) is not None
+
+
+def _has_checkpoint(folder: Path) -> bool:
     saved = checkpoints(folder / "checkpoints").values()
-    if any((path / MANIFEST).is_file() for path in saved):
-        return True
+    return any((path / MANIFEST).is_file() for path in saved)
+
+
+def _recorded(folder: Path) -> RunConfig | None:
+    """Return the config that a run has written; None if there is none."""
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return RunConfig.model_validate_json((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and values.keys() >= _KEYS
+        return None
+
+
+def _shaping(config: RunConfig) -> dict[str, Any]:
+    """Return what a run must keep, without the precision, which `auto` has not chosen yet."""
+    shaping = config.shaping()
+    del shaping["train"]["precision"]
+    return shaping

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
@@ -208,6 +209,13 @@ def teacher_without_tokenizer(place: Place) -> None:
         (place.teacher / name).unlink()
 
 
+def teacher_whose_tokenizer_json_has_other_ids(place: Place) -> None:
+    """Transformers reads this file and not the vocab.txt beside it."""
+    ids = {word: id for id, word in enumerate(swapped(place.words, 7, 8))}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    tokenizer.save(str(place.teacher / "tokenizer.json"))
+
+
 def student_without_tokenizer(place: Place) -> None:
     (place.student() / "vocab.txt").unlink()
 
@@ -359,6 +367,11 @@ FRESH = [
     (teacher_pads_with_another_id, "its pad token has id 1, the shards' has 0", AGAIN),
     (teacher_with_fewer_words, "knows 199 words, the shards were made with 200", AGAIN),
     (teacher_with_more_words, "knows 201 words, the shards were made with 200", AGAIN),
+    (
+        teacher_whose_tokenizer_json_has_other_ids,
+        "teacher",
+        "vocab.txt and its tokenizer.json differ",
+    ),
     (teacher_without_tokenizer, "teacher", "no vocab.txt", "teacher_vocabulary: same"),
     (student_without_tokenizer, "student.init", "no vocab.txt or tokenizer.json"),
     (student_words_swapped, "student.init", "other words", AGAIN),
@@ -620,6 +633,24 @@ TAKEN = [
     (output_has_a_subfolder_called_checkpoints, "checkpoints", OTHER),
     (output_has_one_file, "thesis.tex", OTHER),
     (output_is_a_file, "is no folder", OTHER),
+]
+
+
+def output_is_of_another_run_without_checkpoints(place: Place) -> None:
+    values = place.values | {"objective": {"name": "distilbert", "kl": 3.0}}
+    start(values, stop_after=1)
+    shutil.rmtree(place.output / "checkpoints")
+
+
+def output_has_a_config_with_the_keys_of_a_run(place: Place) -> None:
+    place.output.mkdir()
+    values = {"shards": 1, "objective": 2, "train": 3}
+    (place.output / "config.json").write_text(json.dumps(values), encoding="utf-8")
+
+
+TAKEN += [
+    (output_is_of_another_run_without_checkpoints, "whose checkpoints are gone", OTHER),
+    (output_has_a_config_with_the_keys_of_a_run, "config.json", OTHER),
 ]
 
 
