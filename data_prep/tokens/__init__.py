@@ -49,6 +49,8 @@ class Tokens:
                     f"{origin}: {role} and {other} are both {names[role]!r}: each needs a token of "
                     "its own"
                 )
+        if backend.encode("", add_special_tokens=True).ids != [ids["cls"], ids["sep"]]:
+            _put_around(backend, names["cls"], names["sep"])  # as rows are made
         backend.encode_special_tokens = True  # a literal "[MASK]" in text is text
         self.backend = backend
         self.names = names
@@ -177,7 +179,7 @@ def _found(backend: Tokenizer, roles: list[str], origin: str) -> dict[str, str]:
         if len(names) > 1:
             raise CorpusError(
                 f"{origin}: {role} may be {' or '.join(names)}: choose one, as in `tokenizer: "
-                f"{{path: {origin}, {role}: {names[0]}}}`"
+                f"{{path: {origin}, {role}: {json.dumps(names[0])}}}`"
             )
         if names:
             found[role] = names[0]
@@ -313,11 +315,16 @@ def _require(vocabulary: Sequence[str], origin: str) -> None:
 
 def _finish(backend: Tokenizer, origin: str) -> Tokens:
     backend.add_special_tokens(list(NAMES.values()))
-    ends = [(name, backend.token_to_id(name)) for name in (NAMES["cls"], NAMES["sep"])]
-    backend.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
-    )
     return Tokens(backend, NAMES, origin)
+
+
+def _put_around(backend: Tokenizer, cls: str, sep: str) -> None:
+    """Let a tokenizer put [CLS] and [SEP] around a text, and a second [SEP] after a pair."""
+    backend.post_processor = TemplateProcessing(
+        single=[cls, "$A", sep],
+        pair=[cls, "$A", sep, "$B:1", f"{sep}:1"],
+        special_tokens=[(name, backend.token_to_id(name)) for name in (cls, sep)],
+    )
 
 
 def _from_json(path: Path, names: dict[str, str]) -> Tokens:

@@ -264,7 +264,12 @@ def test_unusual_special_tokens_are_named_by_keys(tmp_path: Path) -> None:
     byte_level(path, odd, post_processor=False)
     with pytest.raises(CorpusError, match=r"no cls, sep token"):
         load(JsonTokenizer(path=path, **some))
-    assert load(JsonTokenizer(path=path, **odd)).names == odd
+    tokens = load(JsonTokenizer(path=path, **odd))
+    assert tokens.names == odd
+    # Rows are [CLS] text [SEP], so what is saved beside the weights must make the same.
+    tokens.save(tmp_path / "saved", 64)
+    saved = Tokenizer.from_file(str(tmp_path / "saved" / "tokenizer.json"))
+    assert saved.encode("x").tokens[:: len(saved.encode("x")) - 1] == ["<c>", "<e>"]
     assert load(JsonTokenizer(path=tmp_path, **odd)).names == odd
     with pytest.raises(CorpusError, match="the mask token '<n>' is not in its vocabulary"):
         load(JsonTokenizer(path=path, **odd | {"mask": "<n>"}))
