@@ -166,8 +166,8 @@ def describe(
     asked: Launch, preset: Hardware | None, added: list[str], layout: Layout, config: RunConfig
 ) -> Iterator[str]:
     """What will run, in lines; RunError where it could not."""
-    config = with_defaults(config, layout.device)
     world = layout.nodes * layout.processes
+    config = with_defaults(config, layout.device, world)
     accumulation = accumulation_steps(config, world)
     train = config.train
     if train.precision == "fp16" and layout.device == "cpu":

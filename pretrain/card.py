@@ -27,7 +27,7 @@ _FIGURES = {
 def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
     """A card from a checkpoint's state; says what was measured and nothing else."""
     config, teacher = state["config"], state["teacher"]
-    distilled = teacher is not None
+    distilled = teacher is not None and _from_teacher(config)
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="fill-mask",
@@ -61,8 +61,10 @@ def _summary(student: MaskedLM, state: Mapping[str, Any]) -> str:
     objective = _OBJECTIVE.validate_python(state["config"]["objective"])
     terms = " + ".join(f"{term.weight:g} x {term.what}" for term in objective.terms())
     how = f"Trained by masked language modelling ({terms})"
-    if state["teacher"] is not None:
-        teacher = state["teacher"]
+    teacher = state["teacher"]
+    if teacher is not None and not _from_teacher(state["config"]):
+        how += "; no term compares it with the teacher"
+    elif teacher is not None:
         revision = f" at revision `{_escape(teacher['revision'])}`" if teacher["revision"] else ""
         name = _escape(teacher["name"] or "a local BERT")
         paper = f" ({objective.published})" if objective.published else ""
@@ -74,6 +76,12 @@ def _summary(student: MaskedLM, state: Mapping[str, Any]) -> str:
         f"{how}: {size:,} parameters, {state['step']:,} of {state['num_steps']:,} steps, "
         f"{state['tokens']:,} tokens seen."
     )
+
+
+def _from_teacher(config: Mapping[str, Any]) -> bool:
+    """Tell whether a term of the objective compares the student with the teacher."""
+    terms = _OBJECTIVE.validate_python(config["objective"]).terms()
+    return any(term.name != "mlm" for term in terms)
 
 
 def _figures(evaluation: Mapping[str, float], step: int) -> Iterable[str]:

@@ -63,7 +63,7 @@ def gather(
             run, or rows that are not there.
     """
     manifest = load_manifest(config.shards)
-    config = with_defaults(config, accelerator.device.type)
+    config = with_defaults(config, accelerator.device.type, accelerator.num_processes)
     accumulation_steps(config, accelerator.num_processes)  # or it refuses
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
     config = resolve(config, accelerator.device, saved and saved.state, progress.say)

@@ -1,7 +1,8 @@
 """`precision: auto` and the default of `micro_batch_size`: chosen by the hardware's kind.
 
 No clock is asked: a machine chooses the same at every start. What was chosen is part of the run: it
-stands in `config.json` and in every checkpoint, and a run that continues keeps it on any hardware.
+stands in `config.json` and in every checkpoint, and a run that continues keeps it. A run in fp16
+therefore continues on GPUs alone.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Any
 
 import torch
 
+from pretrain import RunError
 from pretrain.config import RunConfig
 
 CPUINFO = Path("/proc/cpuinfo")
-ROWS_ON_HOST = 8  # `micro_batch_size` of a run on CPUs that does not say
+ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
 
 
 def choose(device: torch.device) -> tuple[str, str]:
@@ -60,6 +62,11 @@ def resolve(
     recorded = (state or {}).get("shaping", {}).get("train", {}).get("precision")
     if recorded in ("fp32", "bf16", "fp16"):
         chosen, precision = precision, recorded
+        if precision == "fp16" and device.type != "cuda":
+            raise RunError(
+                f"{config.output}: its checkpoint was made in fp16, which needs a CUDA GPU, and "
+                f"this is {device.type}; continue it on a GPU, or set another `output:`"
+            )
         text = f"{precision}, as in the checkpoint"
         if chosen != precision:
             text += f"; this machine would choose {chosen} ({reason})"
@@ -67,11 +74,13 @@ def resolve(
     return _with(config, precision=precision)
 
 
-def with_defaults(config: RunConfig, device: str) -> RunConfig:
+def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:
     """Fill in a `micro_batch_size` that was not given: `auto` on a GPU, a few rows on a CPU."""
     if config.train.micro_batch_size is not None:
         return config
-    return _with(config, micro_batch_size="auto" if device == "cuda" else ROWS_ON_HOST)
+    share = config.train.global_batch_size // num_processes
+    rows = next(rows for rows in range(ROWS_ON_HOST, 0, -1) if share % rows == 0)
+    return _with(config, micro_batch_size="auto" if device == "cuda" else rows)
 
 
 def allow_tf32(device: torch.device) -> None:

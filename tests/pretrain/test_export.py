@@ -110,9 +110,14 @@ TRIPLE += "masked tokens + 1 x cosine distance of the last hidden states"
             "with 5 x KL(teacher || student) at temperature 3.5 over masked tokens + 1 x cosine",
             False,
         ),
+        (
+            {"name": "distilbert", **ALL, "kl": 0.0, "cosine": 0.0},
+            "modelling (2 x cross-entropy of the masked tokens); no term compares",
+            False,
+        ),
         ({"name": "mlm"}, "by masked language modelling (1 x cross-entropy of the masked", False),
     ],
-    ids=["published", "without KL", "another temperature", "mlm"],
+    ids=["published", "without KL", "another temperature", "MLM alone", "mlm"],
 )
 def test_the_card_says_what_was_trained(
     finished: Path, objective: dict[str, Any], said: str, published: bool

@@ -180,9 +180,12 @@ def test_the_default_micro_batch_is_auto_on_a_gpu_and_eight_rows_elsewhere(
 
     config = RunConfig.model_validate(settings())
     assert config.train.precision == "auto"
-    assert with_defaults(config, "cuda").train.micro_batch_size == "auto"
-    assert with_defaults(config, "cpu").train.micro_batch_size == 8
+    assert with_defaults(config, "cuda", 2).train.micro_batch_size == "auto"
+    assert with_defaults(config, "cpu", 1).train.micro_batch_size == 8
+    for rows, processes, expected in ((4, 1, 4), (12, 1, 6), (12, 3, 4), (7, 1, 7), (22, 1, 2)):
+        other = RunConfig.model_validate(settings(global_batch_size=rows))
+        assert with_defaults(other, "cpu", processes).train.micro_batch_size == expected
     own = RunConfig.model_validate(settings(micro_batch_size=2))
-    assert with_defaults(own, "cuda").train.micro_batch_size == 2
+    assert with_defaults(own, "cuda", 2).train.micro_batch_size == 2
     run(settings(), stop_after=1)
     assert recorded(settings()["output"])["micro_batch_size"] == 8
