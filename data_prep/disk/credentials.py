@@ -6,7 +6,8 @@ import re
 
 # A path type makes one slash of two; a library may cut the host off, not knowing that it is a URL.
 # hf://datasets/me/data@main is a revision, and host:80 no password.
-_URL = r"[A-Za-z][\w+.-]+:/{1,2}"
+# A scheme begins where its characters do: tried at each letter, a long word takes quadratic time.
+_URL = r"(?<![\w+.-])[\w+.-]+:/{1,2}"
 _USER = re.compile(rf"({_URL})(?:[^/\s]*@|[^/\s:@'\"]+:(?!\d)[^/\s'\")]+)")
 _SIGNATURE = re.compile(
     rf"(https?:/{{1,2}}[^\s?#'\"]*)[?#][^\s)'\"]*|({_URL}[^\s?#'\"]*)\?[^\s)'\"]*=[^\s)'\"]*"

@@ -201,7 +201,8 @@ def _found(path: str, patterns: tuple[str, ...]) -> list[str]:
         wanted = " or ".join(patterns)
         problem = f"{path}: no file named {wanted} in this folder; a glob takes any name"
     else:
-        found = [name for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
+        matches = glob.glob(path, recursive=True)
+        found = [name for name in matches if stat.S_ISREG(os.stat(name).st_mode)]
         problem = f"{path}: no such file or folder; check the path of this source"
     if not found:
         raise CorpusError(problem)

@@ -217,6 +217,9 @@ def _commit(source: HuggingFace) -> str:
         else:
             api = huggingface_hub.HfApi()
             commit = api.dataset_info(source.path, revision=source.revision, timeout=10).sha
+        if not re.fullmatch("[0-9a-f]{40}", str(commit)):
+            # `datasets` takes text, csv and the like for a reader of the working directory.
+            raise CorpusError("no dataset of the hub")
         return str(commit)
     except Exception as error:
         raise CorpusError(
@@ -241,7 +244,10 @@ def dataset_files(piece: Piece) -> Iterator[str]:
             if name not in (".git", ".cache")
             and os.path.realpath(os.path.join(folder, name)) not in seen  # a link that leads back
         ]
-        yield from (os.path.join(folder, name) for name in names)
+        for path in (os.path.join(folder, name) for name in names):
+            if not os.path.exists(path):
+                raise CorpusError(f"{path}: a link to a missing file; fetch it, or remove the link")
+            yield path
 
 
 def read_huggingface(source: HuggingFace, piece: Piece) -> Iterator[Document | Rejected]:

@@ -282,3 +282,11 @@ def test_a_missing_driver_and_an_unknown_protocol_are_named() -> None:
             f"pip install -e '.[{name}]' in {project}"
         )
     assert third.startswith("nonsense://x: ") and "Protocol not known" in third
+
+
+def test_a_link_to_a_missing_file_is_an_error_in_a_glob_too(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "b.jsonl").symlink_to("nowhere")
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(CorpusError, match=r"b\.jsonl: cannot be read"):
+            files.list_files(str(path), ("*.jsonl",))
