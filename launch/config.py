@@ -135,8 +135,11 @@ def load_config(model: type[Config], path: Path, overrides: Sequence[str] = ()) 
 
 
 def _read(path: Path) -> dict[str, Any]:
+    file = _file(path)
+    if file.exists() and not file.is_file():  # reading from a pipe would block
+        raise ConfigError(f"{path}: not a readable text file")
     try:
-        text = _file(path).read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_near(path)}") from None
     except (IsADirectoryError, UnicodeDecodeError, PermissionError) as error:

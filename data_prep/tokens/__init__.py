@@ -243,6 +243,7 @@ def of_shards(folder: Path, manifest: Manifest) -> Tokens:
 
 def read_vocabulary(path: Path) -> list[str]:
     """One token a line, in id order; CorpusError for an empty, duplicate or unreadable one."""
+    _refuse_no_file(path)
     try:
         lines = path.read_bytes().decode().removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -327,7 +328,13 @@ def _put_around(backend: Tokenizer, cls: str, sep: str) -> None:
     )
 
 
+def _refuse_no_file(path: Path) -> None:
+    if path.exists() and not path.is_file():  # reading from a pipe would block
+        raise CorpusError(f"{path}: cannot be read: it is no regular file")
+
+
 def _from_json(path: Path, names: dict[str, str]) -> Tokens:
+    _refuse_no_file(path)
     try:
         data = path.read_bytes()
     except OSError as error:
