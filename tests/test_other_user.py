@@ -18,7 +18,7 @@ USER = 65534  # the kernel's own for users that it does not know
 SELECTED = (
     *("data_prep/test_files.py", "data_prep/test_locks.py", "data_prep/test_prepare.py"),
     *("data_prep/test_publish.py", "data_prep/test_shards.py", "data_prep/test_sources.py"),
-    *("launch/test_config.py", "launch/test_launch.py", "pretrain/checkpoint"),
+    *("launch/test_config.py", "pretrain/checkpoint"),
     *("pretrain/test_export.py", "pretrain/test_malicious.py", "pretrain/test_malicious_data.py"),
     *("pretrain/test_replay.py", "test_architecture.py", "test_nothing_executes.py"),
 )

@@ -327,7 +327,7 @@ def test_yaml_that_applies_a_function(
     path.write_text("output: out\n", encoding="utf-8")
     override = f"output=!!python/object/apply:os.mkdir [{canary}]"
     exit_code, err = distil(command, path, override, capfd=capfd)
-    assert exit_code == 2 and "is not YAML" in one_line(err)
+    assert exit_code == 2 and "could not determine a constructor" in one_line(err)
 
 
 def test_evaluate_and_student_init_refuse_code(
