@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import TextIO
 
@@ -31,6 +32,9 @@ def keep_going() -> None:
     For commands that work for hours and print only their progress. A command that prints its
     result must fail when that is lost. A stream that Python did not open itself is left as it is.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed when this process started
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout.flush()
         sys.stdout = tolerant(1, sys.stdout.encoding)

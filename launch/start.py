@@ -220,7 +220,10 @@ def options(asked: Launch, layout: Layout, overrides: list[str]) -> list[str]:
 def with_fewer_nodes(asked: Launch, layout: Layout, overrides: list[str], came: int) -> str:
     """Return how to go on with the nodes that `came` to the first; 0 if another must know."""
     if not came:
-        return "if a node is gone for good, the first node shows how to go on without it"
+        return (
+            "if a node is gone for good, the first node shows how to go on without it; if the "
+            "first is gone, start again on the others with fewer --nodes and another --head"
+        )
     again = ["distil", "launch", str(asked.config), *options(asked, layout, overrides)]
     again += ["--nodes", str(came)]
     if asked.head is None:
@@ -274,6 +277,8 @@ def check_private(host: str) -> None:
     except (OSError, UnicodeError) as error:
         raise RunError(f"--head {host}: no address of it is known ({error})") from None
     for address in sorted({str(values[4][0]).partition("%")[0] for values in found}):
+        if ip_address(address).is_unspecified:
+            raise RunError(f"--head {host}: no address to meet at: name the first node's own")
         if ip_address(address).is_global:
             raise RunError(
                 f"--head {host}: {address} is a public address, and anyone who reaches the port "

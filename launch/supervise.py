@@ -18,7 +18,7 @@ from dataclasses import asdict
 from getpass import getuser
 from itertools import count
 from pathlib import Path
-from stat import S_IMODE, S_ISDIR
+from stat import S_IMODE, S_ISDIR, S_ISREG
 from tempfile import TemporaryDirectory, gettempdir
 
 from data_prep.disk.locks import is_alive, parsed, this_process
@@ -154,10 +154,10 @@ def _sweep() -> None:
             status = folder.lstat()
             if not S_ISDIR(status.st_mode) or S_IMODE(status.st_mode) != 0o700:
                 continue
+            if status.st_uid != os.geteuid() or not S_ISREG((folder / _OWNER).lstat().st_mode):
+                continue  # a pipe would block
             owner = parsed((folder / _OWNER).read_bytes())
-            if owner is None or status.st_uid != os.geteuid() or owner.machine != here:
-                continue
-            if not is_alive(owner):
+            if owner is not None and owner.machine == here and not is_alive(owner):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -139,7 +139,7 @@ def inspection(summary: Mapping[str, Any]) -> None:
         show(["", f"row {row['row']}: {len(segments)} document(s)"])
         for segment in segments[:_SEGMENTS]:
             title = segment["title"] or segment["document"]
-            show([f"  [{title}] {one_line(segment['text'], _TEXT)}"])
+            show([f"  [{one_line(title)}] {one_line(segment['text'], _TEXT)}"])
         if len(segments) > _SEGMENTS:
             show([f"  ... and {len(segments) - _SEGMENTS} more"])
 

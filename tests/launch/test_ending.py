@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from launch.output import keep_going
 from pretrain.status import read_status
 
 ROOT = Path(__file__).parents[2]
@@ -229,3 +230,13 @@ def test_a_closed_terminal_saves_the_run(start: Callable[..., Training], run: Pa
     status = read_status(run.parent / "out")
     assert status is not None and status["ended"] == "interrupted" and status["step"] >= 3
     assert (run.parent / f"out/checkpoints/step-{status['step']:08d}").is_dir()
+
+
+def test_a_command_may_start_with_closed_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):  # as Python has them after `>&- 2>&-`
+        monkeypatch.setattr(sys, name, None)
+        monkeypatch.setattr(sys, f"__{name}__", None)
+    keep_going()
+    for stream in (sys.stdout, sys.stderr):
+        with stream:
+            assert stream.write("lost") == 4

@@ -426,9 +426,11 @@ def test_only_what_a_killed_supervisor_of_this_user_left_is_removed(
         (tmp_path / name).chmod(mode)
     (tmp_path / "distil-odd" / OWNER).write_text("{}")
     (tmp_path / "distil-link").symlink_to(tmp_path / "distil-shared")
+    (tmp_path / "distil-pipe").mkdir(mode=0o700)
+    os.mkfifo(tmp_path / "distil-pipe" / OWNER)  # to read it would block
     _sweep()
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {*cases, "distil-link"} - {"distil-dead"}
+    assert left == {*cases, "distil-link", "distil-pipe"} - {"distil-dead"}
     assert (tmp_path / "distil-shared" / "mine.txt").exists()
 
 
