@@ -266,7 +266,7 @@ def test_without_a_compiler_one_line_names_the_fix(
 ) -> None:
     import torch._inductor.config as compiler
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "nothing compiled"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "nothing-compiled"))
     values = settings("run", compile=True)
     with (
         compiler.patch({"cpp.cxx": ("no-such-compiler",)}),
