@@ -43,7 +43,7 @@ def one_line(text: str, limit: int | None = None) -> str:
 
 
 def complain(text: str) -> None:
-    """Print a line, or several, to standard error, whoever's strings are in it."""
+    """Print lines to standard error; others' strings in them are spelled out."""
     print(printable(text), file=sys.stderr, flush=True)
 
 

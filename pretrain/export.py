@@ -59,7 +59,7 @@ def export(
         raise RunError(taken)
     if target.is_relative_to((run / "checkpoints").resolve()):
         raise RunError(f"{folder}: lies among the run's checkpoints; export to another folder")
-    # A name of its own: another export may be at work on the same target.
+    # A unique name: another export may be writing to the same target.
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
 
     def read(saved: Path) -> tuple[MaskedLM, dict[str, bytes]]:
