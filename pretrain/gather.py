@@ -18,7 +18,7 @@ from pretrain.metrics import Progress
 from pretrain.models import MaskedLM
 from pretrain.order import Order
 from pretrain.precision import resolve, with_defaults
-from pretrain.rows import Skip, StepDataset, build_masking, with_skip
+from pretrain.rows import Skip, StepDataset, build_masking, check_workers, with_skip
 from pretrain.student import build_bert, build_student
 from pretrain.teacher import Teacher, load_teacher
 
@@ -60,8 +60,9 @@ def gather(
 
     Raises:
         RunError: batches that do not divide, a teacher that does not fit, a checkpoint of another
-            run, or rows that are not there.
+            run, rows that are not there, or loader workers that cannot send.
     """
+    check_workers(config.train.num_workers)
     manifest = load_manifest(config.shards)
     config = with_defaults(config, accelerator.device.type, accelerator.num_processes)
     accumulation_steps(config, accelerator.num_processes)  # or it refuses

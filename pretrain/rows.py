@@ -6,7 +6,9 @@ Shapes: R rows of this rank in a step, L row length, K mask slots a row.
 from __future__ import annotations
 
 import json
+import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,9 +29,13 @@ from data_prep.shards.reading import check_size
 from pretrain import RunError
 from pretrain.batch import MicroBatch, micro_batch
 from pretrain.config import MaskingConfig
+from pretrain.heartbeat import SUPERVISOR
 from pretrain.masking import IGNORE, Masking
 from pretrain.order import Order
-from pretrain.signals import stop_signals
+from pretrain.signals import Interrupted, Signals, stop_signals
+
+_SOCKET = len("/pymp-12345678/listener-12345678")  # what a worker makes in TMPDIR
+_LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; 107 on Linux
 
 
 class StepRows(NamedTuple):
@@ -165,6 +171,42 @@ def loader(
             batches._shutdown_workers()
             for worker in batches._workers:
                 worker.kill()  # if it is still there: it was stopped, or hangs
+
+
+def next_rows(batches: Iterator[StepRows], signals: Signals, seconds: float) -> StepRows | None:
+    """Wait for the rows of the next step; None as soon as a signal has come.
+
+    Args:
+        batches: of `loader`; of no use after None.
+        signals: those that have come.
+        seconds: how long to wait. A supervisor has its own limit, and starts the run again.
+
+    Raises:
+        RunError: the workers made no rows for so long.
+    """
+    try:
+        with signals.interrupt_after(0 if SUPERVISOR in os.environ else seconds):
+            return next(batches)
+    except Interrupted:
+        if signals:
+            return None
+    workers = getattr(batches, "_workers", [])
+    who = f"loader worker {', '.join(str(worker.pid) for worker in workers)}"
+    raise RunError(
+        f"no rows for {seconds:g} s (DISTIL_TIMEOUT): {who if workers else 'this process'} is "
+        "stopped, or the disk of the shards does not answer; run the same command again, which "
+        "goes on after the newest checkpoint"
+    )
+
+
+def check_workers(num_workers: int) -> None:
+    """Refuse loader workers where TMPDIR is too long for the sockets they send rows through."""
+    folder = tempfile.gettempdir()
+    if num_workers and len(os.fsencode(folder)) + _SOCKET > _LONGEST_SOCKET:
+        raise RunError(
+            f"TMPDIR {folder}: too long a path for the sockets of loader workers; set TMPDIR to a "
+            f"folder of at most {_LONGEST_SOCKET - _SOCKET} bytes, or train.num_workers to 0"
+        )
 
 
 def build_masking(config: MaskingConfig, folder: Path, manifest: Manifest, seed: int) -> Masking:

@@ -13,10 +13,39 @@ STOPPED = 75  # the exit code: the same command starts or continues the run
 _EARLY = b"stopped before training had begun; the same command starts it\n"
 
 
+class Interrupted(BaseException):
+    """A wait was ended: a signal came, or it took too long."""
+
+
 class Signals(list[int]):
     """The signals that have come."""
 
     saves = False  # nothing to save yet: a signal ends the process
+    _interrupts = False
+
+    @contextmanager
+    def interrupt_after(self, seconds: float) -> Iterator[None]:
+        """Raise Interrupted inside the block when a signal comes, or after `seconds` (0: never)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may set handlers
+            return
+        before = signal.signal(signal.SIGALRM, lambda number, frame: self.interrupt())
+        try:
+            self._interrupts = True
+            if self:
+                self.interrupt()
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            yield
+        finally:
+            self._interrupts = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def interrupt(self) -> None:
+        """Raise Interrupted, once, if such a block is being executed."""
+        if self._interrupts:
+            self._interrupts = False
+            raise Interrupted
 
 
 @contextmanager
@@ -52,6 +81,7 @@ def stop_on_signal() -> Iterator[Signals]:
             raise SystemExit(STOPPED)
         if number == signal.SIGINT:  # a scheduler repeats itself, a person means it
             signal.signal(number, signal.default_int_handler)
+        received.interrupt()
 
     with _handled_by(note):
         yield received

@@ -28,10 +28,11 @@ from pretrain.processes import (
     patiently,
     processes,
     same_everywhere,
+    timeout,
 )
 from pretrain.progress import describe, report
-from pretrain.rows import StepRows, explained_workers, loader
-from pretrain.signals import stop_on_signal
+from pretrain.rows import StepRows, explained_workers, loader, next_rows
+from pretrain.signals import Signals, stop_on_signal
 from pretrain.status import clear_status, verdict, write_status
 from pretrain.update import compare_processes, learning_rate, update
 
@@ -118,7 +119,7 @@ def train(
     return Outcome(run.step, run.num_steps, run.ended, run.evaluation)
 
 
-def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Sequence[int]) -> None:
+def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> None:
     """Optimizer steps from `run.step` to `last`, or until a signal came."""
     config, accelerator, heartbeat = run.config, run.accelerator, run.heartbeat
     warm_up(run)
@@ -128,10 +129,10 @@ def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Sequence[int
     while run.step < last:
         heartbeat.at(run.step, "data")
         with clock.waiting():
-            rows = next(batches)
+            rows = next_rows(batches, signals, timeout())
         heartbeat.at(run.step, "counts")
         counts = global_counts(run, rows, stop=bool(signals))
-        if counts["stop"]:
+        if rows is None or counts["stop"]:
             save_checkpoint(run, wait=True)
             run.ended = "interrupted"
             return
@@ -177,13 +178,13 @@ def warm_up(run: Run) -> None:
         run.parallel.warm_up(inputs, nothing)
 
 
-def global_counts(run: Run, rows: StepRows, *, stop: bool) -> dict[str, int]:
+def global_counts(run: Run, rows: StepRows | None, *, stop: bool) -> dict[str, int]:
     """Tokens and masked tokens of the whole step, and whether any rank was told to stop.
 
     The one all-reduce before the micro-batches: losses are normalised by counts of all ranks, and
     all ranks leave the loop at the same step.
     """
-    values = [rows.num_tokens, rows.num_masked, int(stop)]
+    values = [rows.num_tokens, rows.num_masked, int(stop)] if rows else [0, 0, int(stop)]
     if run.accelerator.num_processes > 1:
         device = run.accelerator.device
         values = run.accelerator.reduce(torch.tensor(values, device=device), "sum").tolist()

@@ -37,6 +37,17 @@ kind.forward_backward = greedy
 launch.cli.main()
 """
 
+LONG_STEP = """
+import time, launch.cli, pretrain.parallel
+kind, calls = pretrain.parallel.Replicated, iter(range(99))
+forward_backward = kind.forward_backward
+def slow(*args, **options):
+    time.sleep(600 if next(calls) == 16 else 0)
+    return forward_backward(*args, **options)
+kind.forward_backward = slow
+launch.cli.main()
+"""
+
 
 class Training:
     """A real process, what it has printed, and its loader workers."""
@@ -138,17 +149,51 @@ def test_a_killed_worker_ends_the_process(start: Callable[..., Training]) -> Non
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_the_process_beside_a_stopped_worker(
-    start: Callable[..., Training],
+def test_a_second_ctrl_c_ends_a_process_in_a_long_step(start: Callable[..., Training]) -> None:
+    training = start(MANY, code=LONG_STEP)
+    training.until("step 4/")
+    time.sleep(1)
+    for _ in range(2):
+        training.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+    assert training.code() == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+def test_a_signal_saves_a_run_whose_worker_is_stopped(
+    start: Callable[..., Training], run: Path, number: signal.Signals
 ) -> None:
     training = start(MANY)
     training.until("step 4/")
     training.worker().suspend()
     time.sleep(2)  # the rows that were made ahead are used up
-    for _ in range(2):
-        training.process.send_signal(signal.SIGINT)
-        time.sleep(1)
-    assert training.code() == 130
+    training.process.send_signal(number)
+    assert training.code() == 75
+    status = read_status(run.parent / "out")
+    assert status is not None and status["ended"] == "interrupted"
+    assert (run.parent / f"out/checkpoints/step-{status['step']:08d}").is_dir()
+
+
+def test_a_run_whose_worker_is_stopped_ends_and_names_it(start: Callable[..., Training]) -> None:
+    training = start(MANY, env={**os.environ, "DISTIL_TIMEOUT": "5"})
+    training.until("step 4/")
+    worker = training.worker()
+    worker.suspend()
+    assert training.code() == 2
+    said = f"no rows for 5 s (DISTIL_TIMEOUT): loader worker {worker.pid} is stopped"
+    assert said in training.screen.read_text().splitlines()[-1]
+
+
+def test_a_tmpdir_too_long_for_a_worker_s_sockets_is_refused(
+    start: Callable[..., Training], run: Path
+) -> None:
+    folder = run.parent / ("x" * 80)
+    folder.mkdir()
+    training = start(MANY, env={**os.environ, "TMPDIR": str(folder)})
+    assert training.code() == 2
+    said = f"TMPDIR {folder}: too long a path for the sockets of loader workers"
+    assert said in training.screen.read_text().splitlines()[-1]
+    assert not (run.parent / "out" / "checkpoints").exists()
 
 
 def loads_torch(training: Training) -> None:
@@ -214,12 +259,17 @@ def test_a_full_log_disk_does_not_end_a_run(start: Callable[..., Training], run:
 
 def test_a_closed_terminal_saves_the_run(start: Callable[..., Training], run: Path) -> None:
     ours, theirs = pty.openpty()
+
+    def controlled() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if these tests run under nohup
+
     training = start(
         MANY,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=controlled,
     )
     os.close(theirs)
     seen = b""
