@@ -17,6 +17,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
+from socket import AF_INET, AF_INET6
+
+import psutil
 
 from data_prep.disk import refuse_if_held
 from data_prep.messages import extra, printable
@@ -85,7 +88,7 @@ def start(asked: Launch) -> int:
     if layout.nodes > 1:
         head, ranks = meeting_point(asked)
         if not (asked.dry_run or asked.public):
-            check_private(head.host)
+            check_private(head, here=ranks == [0])
         # A rank of a node that failed is missed by the others after `seconds` at the latest.
         limit = math.ceil(seconds) + LATE
         rendezvous = [command.static_rendezvous(layout.nodes, rank, head, limit) for rank in ranks]
@@ -270,21 +273,35 @@ def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
     return head, [given]
 
 
-def check_private(host: str) -> None:
-    """Refuse a head at which the whole internet could take part in the run."""
+def check_private(head: Head, *, here: bool) -> None:
+    """Refuse a head at which the whole internet could take part in the run.
+
+    Args:
+        head: where the nodes meet.
+        here: this is the first node, whose store listens on all its interfaces.
+    """
+    why = "anyone who reaches the port there can execute code as you"
     try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(head.host.strip("[]"), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise RunError(f"--head {host}: no address of it is known ({error})") from None
+        raise RunError(f"--head {head.host}: no address of it is known ({error})") from None
     for address in sorted({str(values[4][0]).partition("%")[0] for values in found}):
         if ip_address(address).is_unspecified:
-            raise RunError(f"--head {host}: no address to meet at: name the first node's own")
+            raise RunError(f"--head {head.host}: no address to meet at: name the first node's own")
         if ip_address(address).is_global:
             raise RunError(
-                f"--head {host}: {address} is a public address, and anyone who reaches the port "
-                "there can execute code as you: name a private address of that node, or add "
-                "--public if a firewall keeps others out"
+                f"--head {head.host}: {address} is a public address, and {why}: name a private "
+                "address of that node, or add --public if a firewall keeps others out"
             )
+    for name, addresses in psutil.net_if_addrs().items() if here else ():
+        for found_address in addresses:
+            address = found_address.address.partition("%")[0]
+            if found_address.family in (AF_INET, AF_INET6) and ip_address(address).is_global:
+                raise RunError(
+                    f"--node-rank 0: the run's store listens on port {head.port} of all interfaces "
+                    f"of this node, {name} has the public address {address}, and {why}: choose a "
+                    "first node without one, or add --public if a firewall keeps others out"
+                )
 
 
 def first_host(nodes: str) -> str:

@@ -4,10 +4,12 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
@@ -308,6 +310,39 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     (line,) = err.splitlines()
     assert code == 2 and line.startswith("error: ") and message in line
     assert not (run.parent / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "rank", "more", "message"),
+    [
+        ("8.8.4.4", "0", [], "eth9 has the public address 8.8.4.4, and anyone who reaches the"),
+        ("2001:4860:4860::8844%eth9", "0", [], "has the public address 2001:4860:4860::8844"),
+        ("8.8.4.4", "0", ["--public"], "nowhere holds no finished shards"),
+        ("8.8.4.4", "1", [], "nowhere holds no finished shards"),  # its store is elsewhere
+        ("fe80::1%eth9", "0", [], "nowhere holds no finished shards"),
+        ("192.168.3.4", "0", [], "nowhere holds no finished shards"),
+    ],
+    ids=["v4", "v6", "public", "another_node", "local_v6", "private"],
+)
+def test_a_first_node_with_a_public_interface_is_refused(
+    address: str,
+    rank: str,
+    more: list[str],
+    message: str,
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(run.parent)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    here = [SimpleNamespace(family=family, address=address)]
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth9": here})
+    arguments = ["--nodes", "2", "--head", "10.1.2.3", "--node-rank", rank, *more]
+    code, _, err = distil(
+        capsys, monkeypatch, "launch", run, *arguments, "--hardware", "cpu", "--gpus", "1"
+    )
+    (line,) = err.splitlines()
+    assert code == 2 and message in line
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--slurm", "--gpus", "2"]], ids=len)
