@@ -50,9 +50,9 @@ def supervise(
 ) -> int:
     """Start torchrun, watch its ranks, start it again after a crash; returns the exit code.
 
-    0: done; 2, 3: a rank said so; 75: stopped by a signal, with a checkpoint or before there was
-    anything to save; else 1. Logs are written to OUTPUT/logs/LAUNCH_ID/attempt-N. Nothing that it
-    started is left when it returns.
+    0: done; 2, 3: a rank said so; 75: stopped by a signal, with a new checkpoint or before there
+    was anything to save; else 1. Logs are written to OUTPUT/logs/LAUNCH_ID/attempt-N. Nothing that
+    it started is left when it returns.
 
     Args:
         argv: python ENTRY torch.distributed.run OPTIONS ENTRY MODULE ...; if `loopback`, without
@@ -72,6 +72,7 @@ def supervise(
         "DISTIL_TIMEOUT": f"{timeout:g}",
     }
     steps: list[int] = []
+    found = _newest(output)
     _sweep()
     with _noted() as signals, _scratch() as scratch:
         environment |= _temporary_files(scratch)
@@ -96,14 +97,13 @@ def supervise(
             status = read_status(output) or {}
             if status == before or status.get("launch") != launch_id:
                 status = {}
-            saved = next(iter(checkpoints(output / "checkpoints")), None)  # the newest step
-            code = exit_code(
-                ended, status.get("exit_code"), stopped=bool(signals), saved=saved is not None
-            )
-            if ended.forced and code == 75 and not status:
-                say(f"killed before it had saved; the same command goes on after step {saved}")
-            elif ended.forced and code == 1:
-                say("killed before it had saved, and there is no checkpoint: give --grace longer")
+            newest = _newest(output)
+            saved = newest != found
+            code = exit_code(ended, status.get("exit_code"), stopped=bool(signals), saved=saved)
+            if ended.forced and code in (1, 75) and not status:
+                say(f"killed before it had saved; the same command goes on after step {newest}")
+                if code == 1:
+                    say("no checkpoint was written since the start: give --grace longer")
             elif code == 75 and not status:
                 say("stopped before training had begun; the same command starts it")
             if code in (0, 75):
@@ -122,6 +122,11 @@ def supervise(
             if _signalled(seconds, signals):
                 return 75
     raise AssertionError
+
+
+def _newest(output: Path) -> int:
+    """Return the step of the run's newest checkpoint; 0 if there is none."""
+    return next(iter(checkpoints(output / "checkpoints")), 0)
 
 
 def _new_folder(root: Path, host: str) -> Path:
@@ -181,8 +186,8 @@ def exit_code(ended: Ended, said: int | None, *, stopped: bool, saved: bool) -> 
         ended: the attempt.
         said: what the ranks have written to `exit_status.json`; None if nothing.
         stopped: a signal came.
-        saved: the run has a checkpoint. A run that is killed without one would be queued again and
-            again, and never get anywhere.
+        saved: a checkpoint was written since the start. A run that is killed without one would be
+            queued again and again, and never get anywhere.
     """
     if said == 75 or ended.code == 0:
         return 75 if said == 75 else 0

@@ -188,24 +188,36 @@ def test_a_signal_before_the_first_step_asks_for_another_start(
     assert run.code() == 75
 
 
-@pytest.mark.parametrize("saved", [True, False], ids=["checkpoint", "no checkpoint"])
+@pytest.mark.parametrize(
+    ("before", "after", "code"),
+    [(None, 2, 75), (2, 4, 75), (2, None, 1), (None, None, 1)],
+    ids=["new checkpoint", "newer checkpoint", "old checkpoint", "no checkpoint"],
+)
 def test_ranks_that_do_not_end_in_time_are_killed(
-    start: Callable[..., Supervised], tmp_path: Path, saved: bool
+    start: Callable[..., Supervised],
+    tmp_path: Path,
+    before: int | None,
+    after: int | None,
+    code: int,
 ) -> None:
-    if saved:
-        (tmp_path / "out/checkpoints/step-00000002").mkdir(parents=True)
+    def save(step: int | None) -> None:
+        if step is not None:
+            (tmp_path / f"out/checkpoints/step-{step:08d}").mkdir(parents=True)
+
+    save(before)
     run = start(1, *ENDLESS, "hang", "0", "3", grace=1)
     run.until("about to hang")
+    save(after)
     os.kill(run.pid, signal.SIGTERM)
-    assert run.code() == (75 if saved else 1)
-    said = "goes on after step 2" if saved else "there is no checkpoint"
-    assert said in run.screen
+    assert run.code() == code
+    assert f"goes on after step {after or before or 0}" in run.screen
+    assert ("no checkpoint was written since the start" in run.screen) == (code == 1)
 
 
 def test_a_second_signal_kills_at_once(start: Callable[..., Supervised], tmp_path: Path) -> None:
-    (tmp_path / "out/checkpoints/step-00000002").mkdir(parents=True)
     run = start(1, *ENDLESS, "hang", "0", "3", grace=10 * LIMIT)
     run.until("about to hang")
+    (tmp_path / "out/checkpoints/step-00000002").mkdir(parents=True)
     os.kill(run.pid, signal.SIGTERM)
     time.sleep(1.2)
     assert run.process.is_alive()
