@@ -140,7 +140,8 @@ class RunConfig(Keys):
     """One training run.
 
     `teacher_vocabulary: same` takes the user's word that a teacher without tokenizer files knows
-    the shards' vocabulary; one that has them is compared in any case.
+    the shards' vocabulary, or that case and accents may be treated otherwise than by its tokenizer.
+    The words of tokenizer files are compared in any case.
     """
 
     output: Path

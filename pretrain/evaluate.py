@@ -153,10 +153,10 @@ def evaluate_folder(
     check_row_length(str(model), student.config.max_position_embeddings, manifest)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     check_kernels(accelerator.device)
-    loaded = load_teacher(teacher, manifest).model.to(accelerator.device) if teacher else None
+    loaded = load_teacher(teacher, manifest, shards).model if teacher else None
     return evaluate(
         student.to(accelerator.device),
-        loaded,
+        loaded and loaded.to(accelerator.device),
         open_shards(shards, "validation"),
         rows=rows,
         accelerator=accelerator,

@@ -71,7 +71,7 @@ def gather(
     teacher = None
     if config.teacher is not None:
         same = config.teacher_vocabulary == "same"
-        teacher = load_teacher(config.teacher, manifest, same_vocabulary=same)
+        teacher = load_teacher(config.teacher, manifest, config.shards, same_vocabulary=same)
     student: MaskedLM
     moments: dict[str, Tensor] = {}
     if saved is not None:

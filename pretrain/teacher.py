@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
-from data_prep.shards import Manifest, vocabulary_sha256
+from data_prep import tokens
+from data_prep.config import JsonTokenizer
+from data_prep.shards import CorpusError, Manifest, vocabulary_sha256
+from data_prep.tokens.fast import PROBE
 from pretrain import RunError
 from pretrain.loading import assemble, check_row_length
 from pretrain.model_files import fetch, read_config, read_tensors, read_words
@@ -28,17 +32,22 @@ class Teacher:
     manifest: Manifest | None = None  # of the shards it was held against
 
 
-def load_teacher(name: str, manifest: Manifest, *, same_vocabulary: bool = False) -> Teacher:
+def load_teacher(
+    name: str, manifest: Manifest, shards: Path | None = None, *, same_vocabulary: bool = False
+) -> Teacher:
     """Load a teacher from a folder, a hub name or `name@revision`, and compare it with the shards.
 
     Args:
         name: the teacher.
         manifest: of the shards.
-        same_vocabulary: accept one without tokenizer files, whose vocabulary cannot be compared.
+        shards: their folder, to compare what the two tokenizers make of a text.
+        same_vocabulary: accept one without tokenizer files, whose vocabulary cannot be compared,
+            or with a tokenizer that makes other ids of a text.
 
     Raises:
-        RunError: it cannot be read, is no BERT, has no trained MLM head, its vocabulary is not the
+        RunError: it cannot be read, is no BERT, has no trained MLM head, its tokenizer is not the
             shards', or its positions are fewer than a row's.
+        CorpusError: the shards' tokenizer is damaged.
     """
     if Path(name).is_file():
         raise RunError(
@@ -52,6 +61,8 @@ def load_teacher(name: str, manifest: Manifest, *, same_vocabulary: bool = False
     tensors = read_tensors(who, folder, pickled=True)
     model = assemble(who, BertForMaskedLM, BertConfig, raw, tensors)
     check_vocabulary(who, folder, model.config, manifest, required=not same_vocabulary)
+    if shards is not None and not same_vocabulary:
+        check_tokenizer(who, folder, shards, manifest)
     check_row_length(who, model.config.max_position_embeddings, manifest)
     model.eval().requires_grad_(False)
     return Teacher(model, name, commit is None, commit, parameters_sha256(model), manifest)
@@ -103,6 +114,30 @@ def check_vocabulary(
             raise RunError(
                 f"{who}: its {role} token has id {id}, the shards' has {expected}; prepare the "
                 "corpus with its tokenizer"
+            )
+
+
+def check_tokenizer(who: str, folder: Path, shards: Path, manifest: Manifest) -> None:
+    """Refuse a model whose tokenizer, read from `folder`, makes other ids of a text than `shards`.
+
+    Two tokenizers may share a vocabulary and differ in case, accents or how they part words.
+    """
+    ours = tokens.of_shards(shards, manifest)
+    json = (folder / "tokenizer.json").is_file()
+    try:
+        theirs = tokens.load(JsonTokenizer(path=folder, **ours.names) if json else folder)
+    except CorpusError as error:
+        raise RunError(f"{who}: its tokenizer cannot be compared ({error})") from None
+    words = [word for word in ours.vocabulary if word.isalpha()][:1000]
+    accented = " ".join(f"{word}\u0301" for word in words)
+    texts = [*PROBE, " ".join(words).title(), accented]
+    pairs = zip(ours.encode_batch(texts), theirs.encode_batch(texts), strict=True)
+    for text, (one, other) in zip(texts, pairs, strict=True):
+        if not np.array_equal(one, other):
+            raise RunError(
+                f"{who}: its tokenizer {theirs.normaliser}, the shards' {ours.normaliser}, and "
+                f"they differ on {text[:40]!a}; prepare the corpus with its tokenizer, or set "
+                "`teacher_vocabulary: same` if the shards are as you want them"
             )
 
 

@@ -216,6 +216,10 @@ def teacher_whose_tokenizer_json_has_other_ids(place: Place) -> None:
     tokenizer.save(str(place.teacher / "tokenizer.json"))
 
 
+def teacher_that_keeps_case(place: Place) -> None:
+    (place.teacher / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+
+
 def student_without_tokenizer(place: Place) -> None:
     (place.student() / "vocab.txt").unlink()
 
@@ -373,6 +377,11 @@ FRESH = [
         "vocab.txt and its tokenizer.json differ",
     ),
     (teacher_without_tokenizer, "teacher", "no vocab.txt", "teacher_vocabulary: same"),
+    (
+        teacher_that_keeps_case,
+        "its tokenizer keeps case, keeps accents, the shards' lower-cases, strips accents",
+        AGAIN,
+    ),
     (student_without_tokenizer, "student.init", "no vocab.txt or tokenizer.json"),
     (student_words_swapped, "student.init", "other words", AGAIN),
     (student_pads_with_another_id, "student.init", "its pad token has id 1", AGAIN),
