@@ -86,7 +86,9 @@ class CorpusConfig(Keys):
 
     output: Path
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
-    tokenizer: str | TrainTokenizer | VocabularyTokenizer | JsonTokenizer = "bert-base-uncased"
+    tokenizer: (
+        Annotated[str, Field(min_length=1)] | TrainTokenizer | VocabularyTokenizer | JsonTokenizer
+    ) = "bert-base-uncased"
     row_length: RowLength | Annotated[tuple[RowLength, ...], Field(min_length=1)] = 512
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.005
     min_characters: Annotated[int, Field(ge=1)] = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -51,7 +51,7 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
         ),
         f"Digest of the packed rows: `{state['shards']}`.",
         "## Recipe",
-        _table(("key", "value"), _recipe(config)),
+        _table(("key", "value"), [*_recipe(config), *_skipped(state["skip_rows"])]),
     ]
     return ModelCard("\n\n".join(parts) + "\n")
 
@@ -104,9 +104,17 @@ def _recipe(config: Mapping[str, Any]) -> list[tuple[str, object]]:
         for key, value in (config[section] or {}).items():
             if section == "student" and key == "init" and "/" in str(value):
                 value = "a local checkpoint"
+            if (section, key) == ("train", "epochs") and config["train"]["max_steps"] is not None:
+                continue  # it says nothing then
             if value is not None and (section != "student" or config["teacher"] is not None):
                 rows.append((f"{section}.{key}", value))
     return rows
+
+
+def _skipped(skips: Sequence[Sequence[int]]) -> Iterator[tuple[str, object]]:
+    """The training rows that were left out by --skip-rows."""
+    for first, last, step in skips:
+        yield "left out", f"training rows {first} to {last - 1}, from step {step + 1} on"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

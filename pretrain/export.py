@@ -129,7 +129,7 @@ def push(folder: Path, repository: str, token: str) -> str:
         reason = first_line(error).replace(token, "***")
         raise RunError(
             f"{folder} is written, but not uploaded to {repository}: {reason}; the same command "
-            "tries again"
+            f"tries again (once the run has gone on, `hf upload {repository} {folder}` does)"
         ) from None
     return f"uploaded to {repository} ({commit.oid[:12]})"
 

@@ -33,7 +33,7 @@ from pretrain.processes import (
 from pretrain.progress import describe, report
 from pretrain.rows import StepRows, explained_workers, loader, next_rows
 from pretrain.signals import Signals, stop_on_signal
-from pretrain.status import clear_status, verdict, write_status
+from pretrain.status import clear_status, read_status, verdict, write_status
 from pretrain.update import compare_processes, learning_rate, update
 
 _DROPOUT = 3  # names this use of the seed; order and masking have theirs
@@ -268,6 +268,9 @@ def _open(run: Run) -> None:
 def _told(run: Run) -> Iterator[None]:
     """Write `exit_status.json`, however the run ends; not if another process has taken it over."""
     code, error, ours = 0, "", run.accelerator.is_main_process
+    said = read_status(run.config.output) or {}
+    if run.step == run.num_steps and said.get("ended") == "finished":
+        ours = False  # nothing is to be done, and the file says so
     try:
         yield
         run.heartbeat.at(run.step, "end")  # not after an error: its place is what matters then

@@ -21,7 +21,7 @@ FORMAT_VERSION: Literal[2] = 2
 BLOCK_BYTES = 2**20
 MANIFEST = "manifest.json"
 TOKEN_COUNTS = "token_counts.json"
-AGAIN = "restore it, or delete the folder and run `distil prepare` again"
+AGAIN = "restore it, or run `distil prepare` again with another `output`"
 
 FROZEN = ConfigDict(frozen=True, extra="forbid")
 # No part of a name starts with a dot: a hostile manifest cannot point outside its folder.

@@ -128,9 +128,12 @@ def test_the_card_says_what_was_trained(
     state["config"]["objective"] = objective
     if objective["name"] == "mlm":
         state["teacher"] = state["config"]["teacher"] = None
+    state["skip_rows"] = [[4, 6, 2]]
     text = str(model_card(load_model(saved.folder / "student"), state))
     assert said in text.replace("\\", ""), text  # what Markdown would take for markup is escaped
     assert ("DistilBERT" in text.replace("DistilBertForMaskedLM", "")) == published
+    assert "| left out | training rows 4 to 5, from step 3 on |" in text
+    assert "train.max\\_steps" in text and "train.epochs" not in text
 
 
 def test_a_taken_folder_and_a_run_without_checkpoint_are_refused(

@@ -129,7 +129,9 @@ def test_ten_steps_are_five_and_five_bitwise(settings: Settings) -> None:
     assert (first.ended, first.step) == ("stopped", 5)
     assert run(halves).ended == "finished"
     assert_same_run(whole, halves)
+    status = (Path(halves["output"]) / "exit_status.json").read_bytes()
     assert run(halves).ended == "up to date"
+    assert (Path(halves["output"]) / "exit_status.json").read_bytes() == status
 
 
 def test_dropout_is_really_on(settings: Settings) -> None:
