@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
-from data_prep import tokens
-from data_prep.config import JsonTokenizer
 from data_prep.shards import CorpusError, Manifest, vocabulary_sha256
-from data_prep.tokens.fast import PROBE
+from data_prep.tokens.comparison import difference
 from pretrain import RunError
 from pretrain.loading import assemble, check_row_length
 from pretrain.model_files import fetch, read_config, read_tensors, read_words
@@ -118,27 +115,16 @@ def check_vocabulary(
 
 
 def check_tokenizer(who: str, folder: Path, shards: Path, manifest: Manifest) -> None:
-    """Refuse a model whose tokenizer, read from `folder`, makes other ids of a text than `shards`.
-
-    Two tokenizers may share a vocabulary and differ in case, accents or how they part words.
-    """
-    ours = tokens.of_shards(shards, manifest)
-    json = (folder / "tokenizer.json").is_file()
+    """Refuse a model whose tokenizer, in `folder`, encodes text otherwise than the shards' own."""
     try:
-        theirs = tokens.load(JsonTokenizer(path=folder, **ours.names) if json else folder)
+        found = difference(folder, shards, manifest)
     except CorpusError as error:
         raise RunError(f"{who}: its tokenizer cannot be compared ({error})") from None
-    words = [word for word in ours.vocabulary if word.isalpha()][:1000]
-    accented = " ".join(f"{word}\u0301" for word in words)
-    texts = [*PROBE, " ".join(words).title(), accented]
-    pairs = zip(ours.encode_batch(texts), theirs.encode_batch(texts), strict=True)
-    for text, (one, other) in zip(texts, pairs, strict=True):
-        if not np.array_equal(one, other):
-            raise RunError(
-                f"{who}: its tokenizer {theirs.normaliser}, the shards' {ours.normaliser}, and "
-                f"they differ on {text[:40]!a}; prepare the corpus with its tokenizer, or set "
-                "`teacher_vocabulary: same` if the shards are as you want them"
-            )
+    if found:
+        raise RunError(
+            f"{who}: its tokenizer is not that of the shards: {found}; prepare the corpus with its "
+            "tokenizer, or set `teacher_vocabulary: same` if the shards are as you want them"
+        )
 
 
 def _refuse_config(who: str, raw: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def test_pretrain_sees_the_corpus_stage_through_a_few_modules_alone() -> None:
         for name in imports(file):
             assert not name.startswith(("launch", "benchmarks")), file
             if name.startswith("data_prep"):
-                parts = ("shards", "disk", "keys", "messages")
+                parts = ("shards", "tokens", "disk", "keys", "messages")
                 seen = name.startswith(tuple(f"data_prep.{part}." for part in parts))
                 assert seen, f"{file}: {name}"
 

@@ -379,7 +379,7 @@ FRESH = [
     (teacher_without_tokenizer, "teacher", "no vocab.txt", "teacher_vocabulary: same"),
     (
         teacher_that_keeps_case,
-        "its tokenizer keeps case, keeps accents, the shards' lower-cases, strips accents",
+        "it keeps case, keeps accents, the shards' lower-cases, strips accents",
         AGAIN,
     ),
     (student_without_tokenizer, "student.init", "no vocab.txt or tokenizer.json"),
