@@ -32,7 +32,7 @@ from pretrain.distillation import Distillation
 from pretrain.head.backends import use_triton
 from pretrain.memory import out_of_memory
 from pretrain.models import MaskedLM
-from pretrain.objectives import KLDivergence, Term
+from pretrain.objectives import Term, VocabularyTerm
 
 Result = TypeVar("Result")
 OUT_OF_MEMORY = "out of memory"
@@ -93,7 +93,6 @@ class Pair:
         """The usual step on the same."""
         by_name = {term.name: term for term in terms}
         kl = by_name.get("kl")
-        values = kl.values if kl else None
         return UsualStep(
             self.usual_student,
             self.usual_teacher,
@@ -101,7 +100,7 @@ class Pair:
             kl_positions="masked" if kl and kl.over == "masked" else "all",
             dtype=DTYPES[precision],
             loss_scale=LOSS_SCALES[precision],
-            temperature=values.temperature if isinstance(values, KLDivergence) else 1.0,
+            temperature=kl.temperature if isinstance(kl, VocabularyTerm) else 1.0,
             weights={name: term.weight for name, term in by_name.items()},
         )
 

@@ -266,7 +266,7 @@ def _allocated(work: Callable[[], object], device: torch.device) -> tuple[int, i
 
 def flops(step: OurStep, milliseconds: float) -> float:
     """FLOP/s that go into work the loss needs; for rows of one document."""
-    everywhere = any(t.over == "tokens" for t in step.module.logit_terms)
+    everywhere = any(t.over == "tokens" for t in step.module.vocabulary_terms)
     share = 1.0 if everywhere else step.batch.num_masked / step.batch.num_tokens
     work = flops_per_token(step.student, step.teacher, step.batch.input_ids.shape[1], share)
     return 1000 * work * step.batch.num_tokens / milliseconds

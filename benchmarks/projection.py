@@ -33,7 +33,7 @@ from pretrain.attention import IMPLEMENTATION
 from pretrain.batch import MicroBatch, micro_batch
 from pretrain.cost import flops_per_token
 from pretrain.distillation import Distillation
-from pretrain.objectives import cosine_term, kl_term, mlm_term
+from pretrain.objectives import Term, cosine_term, kl_term, mlm_term
 
 ROW_LENGTH, ROWS = 512, 4096  # of the paper's optimizer step
 BYTES_OF_GRADIENT = 4  # fp32
@@ -158,7 +158,7 @@ def _rank(rank: int, folder: Path, layers: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     torch.manual_seed(0)
     student, teacher = models(layers)
-    terms = [kl_term(5.0, temperature=2.0), mlm_term(2.0), cosine_term(1.0)]
+    terms: list[Term] = [kl_term(5.0, temperature=2.0), mlm_term(2.0), cosine_term(1.0)]
     model = DistributedDataParallel(
         Distillation(student, teacher, terms, pad_id=0), gradient_as_bucket_view=True
     )

@@ -59,7 +59,7 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
 def _summary(student: MaskedLM, state: Mapping[str, Any]) -> str:
     size = sum(p.numel() for p in student.parameters())
     objective = _OBJECTIVE.validate_python(state["config"]["objective"])
-    terms = " + ".join(f"{term.weight:g} x {term.what}" for term in objective.terms())
+    terms = " + ".join(f"{term.weight:g} x {term.description}" for term in objective.terms())
     how = f"Trained by masked language modelling ({terms})"
     teacher = state["teacher"]
     if teacher is not None and not _from_teacher(state["config"]):

@@ -17,7 +17,7 @@ from pretrain.cpu_layers import use_cpu_layers
 from pretrain.head import Backend, Projection, vocabulary_losses
 from pretrain.masking import IGNORE
 from pretrain.models import MaskedLM, keep_embeddings_eager, last_hidden_state, projection
-from pretrain.objectives import Signals, Term
+from pretrain.objectives import Encoded, SignalTerm, Term, VocabularyTerm
 
 
 class Distillation(nn.Module):
@@ -42,13 +42,15 @@ class Distillation(nn.Module):
     ) -> None:
         super().__init__()
         self.student = student
-        self._teacher = (teacher,)  # a tuple, so that nn.Module does not register it
-        self.logit_terms = [term for term in terms if term.signal == "logits"]
-        self.hidden_terms = [term for term in terms if term.signal == "last_hidden_state"]
-        self.terms = self.logit_terms + self.hidden_terms
+        needed = any(term.needs_teacher for term in terms)
+        # A tuple, so that nn.Module does not register it.
+        self._teacher = (teacher if needed else None,)
+        self.vocabulary_terms = [term for term in terms if isinstance(term, VocabularyTerm)]
+        self.signal_terms = [term for term in terms if isinstance(term, SignalTerm)]
+        self.terms: list[Term] = [*self.vocabulary_terms, *self.signal_terms]
         self.pad_id = pad_id
         self.backend, self.compiled = backend, compiled
-        for model in (student, teacher):
+        for model in (student, self.teacher):
             if model is not None:
                 use_cpu_layers(model)
         self._trunk = last_hidden_state
@@ -80,30 +82,25 @@ class Distillation(nn.Module):
         packed, hidden, teacher_hidden = self.trunks(input_ids, cu_seqlens)
         loss = hidden.new_zeros((), dtype=torch.float32)
         sums = []
-        num = len(self.logit_terms)
-        if self.logit_terms:
+        num = len(self.vocabulary_terms)
+        if self.vocabulary_terms:
             index, labels_M = _head_rows(packed.token_mask, positions, labels, num_masked)
             # KL over all tokens needs the head at every one; otherwise the slots are enough.
-            everywhere = any(term.over == "tokens" for term in self.logit_terms)
+            everywhere = any(term.over == "tokens" for term in self.vocabulary_terms)
             index = index[: num_tokens if everywhere else num_masked]
             head_loss, head_sums = vocabulary_losses(
                 _project(self.student, hidden, index),
                 self._teacher_projection(teacher_hidden, index),
                 labels_M,
-                self.logit_terms,
+                self.vocabulary_terms,
                 coefficients_T[:num],
                 backend=self.backend,
             )
             loss, sums = loss + head_loss, [*head_sums]
-        for term, coefficient in zip(self.hidden_terms, coefficients_T[num:], strict=True):
-            assert term.over == "tokens" and teacher_hidden is not None
-            values = term.values(
-                Signals(last_hidden_state=hidden),
-                # Autograd keeps it, which it does with no tensor made in inference mode.
-                Signals(last_hidden_state=teacher_hidden.clone()),
-                labels,
-            )
-            total = (values * packed.token_mask).sum()
+        for term, coefficient in zip(self.signal_terms, coefficients_T[num:], strict=True):
+            # A clone, because autograd cannot save a tensor made in inference mode.
+            teacher = None if teacher_hidden is None else Encoded(teacher_hidden.clone())
+            total = term.total(Encoded(hidden), teacher, packed.token_mask)
             loss, sums = loss + coefficient * total, [*sums, total.detach()]
         return loss, torch.stack(sums)
 
@@ -121,7 +118,7 @@ class Distillation(nn.Module):
             return packed, hidden, self._trunk(self.teacher, input_ids, packed)
 
     def _teacher_projection(self, hidden_BLD: Tensor | None, index: Tensor) -> Projection | None:
-        if hidden_BLD is None or not any(term.needs_teacher for term in self.logit_terms):
+        if hidden_BLD is None or not any(term.needs_teacher for term in self.vocabulary_terms):
             return None
         assert self.teacher is not None
         with _inference(self.teacher):

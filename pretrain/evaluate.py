@@ -23,10 +23,10 @@ from pretrain import checkpoint
 from pretrain.distillation import Distillation
 from pretrain.gpu import check_kernels
 from pretrain.loading import check_row_length, load_model
-from pretrain.losses import agrees, cross_entropy, is_correct, kl_divergence
 from pretrain.masking import IGNORE, Masking
 from pretrain.models import MaskedLM
-from pretrain.objectives import Signals, Term
+from pretrain.objectives import Term, VocabularyTerm
+from pretrain.objectives.terms import cross_entropy, kl_divergence
 from pretrain.rows import corrupt, masking_over, special_ids
 from pretrain.teacher import check_vocabulary, load_teacher
 
@@ -105,23 +105,29 @@ def unigram(shards: ShardSet) -> Tensor:
     return losses
 
 
-def _terms(with_teacher: bool) -> list[Term]:
-    def logits(signals: Signals) -> Tensor:
-        assert signals.logits is not None
-        return signals.logits
+def is_correct(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """Return 1.0 where the most likely token is the label, else 0.0 [N]; their mean is accuracy."""
+    return (logits_NV.argmax(-1) == labels_N).float()
 
-    def term(name: str, values: object, needs_teacher: bool = False) -> Term:
-        return Term(name, 1.0, "masked", "logits", values, needs_teacher)  # type: ignore[arg-type]
+
+def agrees(student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
+    """Return 1.0 where student and teacher have the same most likely token, else 0.0 [N]."""
+    return (student_NV.argmax(-1) == teacher_NV.argmax(-1)).float()
+
+
+def _terms(with_teacher: bool) -> list[Term]:
+    def term(name: str, values: Callable[..., Tensor], needs_teacher: bool = False) -> Term:
+        return VocabularyTerm(name, 1.0, "masked", values, needs_teacher, name)
 
     terms = [
-        term("loss", lambda s, t, labels: cross_entropy(logits(s), labels)),
-        term("accuracy", lambda s, t, labels: is_correct(logits(s), labels)),
+        term("loss", lambda s, t, labels: cross_entropy(s, labels)),
+        term("accuracy", lambda s, t, labels: is_correct(s, labels)),
     ]
     if with_teacher:
         terms += [
-            term("kl", lambda s, t, _: kl_divergence(logits(s), logits(t), temperature=1.0), True),
-            term("agreement", lambda s, t, _: agrees(logits(s), logits(t)), True),
-            term("teacher_accuracy", lambda s, t, labels: is_correct(logits(t), labels), True),
+            term("kl", lambda s, t, _: kl_divergence(s, t, temperature=1.0), True),
+            term("agreement", lambda s, t, _: agrees(s, t), True),
+            term("teacher_accuracy", lambda s, t, labels: is_correct(t, labels), True),
         ]
     return terms
 

@@ -202,7 +202,7 @@ def of_head(
     peak; the gradients of the student's are.
     """
     tokens, slots = batch_size * row_length, batch_size * max(1, round(masked * row_length))
-    terms = module.logit_terms
+    terms = module.vocabulary_terms
     rows = tokens if any(term.over == "tokens" for term in terms) else slots
     with shapes_only(module, device) as shapes:
         cast = partial(torch.autocast, device, autocast, enabled=autocast is not None)

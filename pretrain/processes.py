@@ -25,6 +25,7 @@ from pretrain.config import RunConfig
 from pretrain.gpu import check_kernels
 from pretrain.hashing import root
 from pretrain.heartbeat import STORE
+from pretrain.objectives import VocabularyTerm
 from pretrain.parallel import uses_deepspeed
 from pretrain.precision import allow_tf32
 
@@ -104,7 +105,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     # Accelerate keeps the first precision of a process for ever; a second run may want another.
     AcceleratorState._reset_state()
     # The head's parameters get no gradient when no term looks at logits.
-    unused = all(term.signal != "logits" for term in config.objective.terms())
+    unused = not any(isinstance(term, VocabularyTerm) for term in config.objective.terms())
     return Accelerator(
         cpu=cpu,
         # DeepSpeed would round the weights to bf16; autocast keeps them in fp32, as DDP does.

@@ -49,7 +49,7 @@ CORE = [
     ROOT / "pretrain" / name
     for name in (
         *("__init__.py", "batch.py", "compilation.py", "cost.py", "cpu_layers.py"),
-        *("distillation.py", "footprint.py", "hashing.py", "losses.py", "masking.py", "models.py"),
+        *("distillation.py", "footprint.py", "hashing.py", "masking.py", "models.py"),
         *("objectives/__init__.py", "objectives/terms.py"),
     )
 ]

@@ -25,7 +25,7 @@ from benchmarks.gpu.sizes import TINY, Sizes
 from benchmarks.gpu.supervise import Section, Supervisor
 from pretrain.attention.backends import masked
 from pretrain.head import Projection
-from pretrain.objectives import Term
+from pretrain.objectives import VocabularyTerm
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -119,7 +119,11 @@ def test_a_wrong_head_fails_its_gate() -> None:
     right = heads.with_backend("torch")
 
     def wrong(
-        student: Projection, teacher: Projection, labels: Tensor, terms: Sequence[Term], c: Tensor
+        student: Projection,
+        teacher: Projection,
+        labels: Tensor,
+        terms: Sequence[VocabularyTerm],
+        c: Tensor,
     ) -> tuple[Tensor, Tensor]:
         loss, sums = right(student, teacher, labels, terms, c)
         return loss + 0.03 * (loss - loss.detach()), sums  # 3 % too much gradient, the same loss

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from benchmarks.gpu.sizes import Sizes
 from pretrain.head import Backend, Projection, vocabulary_losses
-from pretrain.objectives import Term, kl_term, mlm_term
+from pretrain.objectives import VocabularyTerm, kl_term, mlm_term
 
 TEMPERATURE = 2.0
 COEFFICIENTS = (5.0, 11.0)  # of the sums of KL and cross-entropy
-TERMS: tuple[Term, ...] = (kl_term(5.0, temperature=TEMPERATURE), mlm_term(2.0))
+TERMS: tuple[VocabularyTerm, ...] = (kl_term(5.0, temperature=TEMPERATURE), mlm_term(2.0))
 
 # (loss, sums) of student, teacher, labels, terms and coefficients, as `vocabulary_losses` gives it.
-Head = Callable[[Projection, Projection, Tensor, Sequence[Term], Tensor], tuple[Tensor, Tensor]]
+Head = Callable[
+    [Projection, Projection, Tensor, Sequence[VocabularyTerm], Tensor], tuple[Tensor, Tensor]
+]
 
 
 class HeadSizes(NamedTuple):
@@ -53,7 +55,7 @@ def with_backend(backend: Backend) -> Head:
         student: Projection,
         teacher: Projection,
         labels: Tensor,
-        terms: Sequence[Term],
+        terms: Sequence[VocabularyTerm],
         coefficients: Tensor,
     ) -> tuple[Tensor, Tensor]:
         return vocabulary_losses(student, teacher, labels, terms, coefficients, backend=backend)

@@ -1,5 +1,8 @@
 """KL and cross-entropy of a chunk of logits with their gradient, in plain torch on any device.
 
+Computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and the gradients
+derived there.
+
 Every backend has this signature. The student's logits are overwritten with the gradient: a chunk
 needs two tiles of [n, V], the student's and the teacher's, and nothing else of that size.
 

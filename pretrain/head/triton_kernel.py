@@ -1,5 +1,7 @@
 """KL and cross-entropy of a chunk of logits with their gradient, as one Triton kernel.
 
+Computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and their gradients.
+
 One program a row. The first pass over the vocabulary gathers what the softmaxes need; the second
 writes the gradient over the student's logits. A row of both models is 120 KB in half precision:
 the second pass finds it in the cache.

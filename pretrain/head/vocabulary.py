@@ -10,6 +10,7 @@ Shapes: N positions, M of them with a label, n positions of a chunk, D width, V 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from pretrain.cpu_layers import have_product, product
 from pretrain.head import closed_form, compiled
 from pretrain.head.backends import use_triton
 from pretrain.head.closed_form import Values, Weights
-from pretrain.objectives.terms import CrossEntropy, KLDivergence, Signals, Term
+from pretrain.objectives.terms import VocabularyTerm
 
 # Positions at a time: smaller chunks lose the speed of large matrix products.
 CHUNK = {"cpu": 512}
@@ -51,7 +52,7 @@ def vocabulary_losses(
     student: Projection,
     teacher: Projection | None,
     labels_M: Tensor,
-    terms: Sequence[Term],
+    terms: Sequence[VocabularyTerm],
     coefficients_T: Tensor,
     *,
     backend: Backend = "auto",
@@ -67,8 +68,8 @@ def vocabulary_losses(
         teacher: of the same positions, where a term needs it.
         labels_M: of the first M positions, -100 where there is none after all; the others have
             none. So the work for labels is not done where there cannot be one.
-        terms: on logits, over all N positions ("tokens") or the first M ("masked"). At most one
-            `KLDivergence` and one `CrossEntropy` take the fast road; any others autograd's.
+        terms: over all N positions ("tokens") or the first M ("masked"). One KL and one
+            cross-entropy at most are computed by `backend`; with other terms, all by autograd.
         coefficients_T: the factor of each term's sum.
         backend: "auto" is Triton on a GPU of compute capability 8.0 or more, else plain torch.
     """
@@ -87,7 +88,7 @@ class _VocabularyLosses(torch.autograd.Function):
         bias_V: Tensor,
         teacher: Projection | None,
         labels_M: Tensor,
-        terms: Sequence[Term],
+        terms: Sequence[VocabularyTerm],
         coefficients_T: Tensor,
         backend: Backend,
         grad_enabled: bool,  # in here it always reads False
@@ -101,7 +102,9 @@ class _VocabularyLosses(torch.autograd.Function):
             teacher = Projection(*(tensor.to(dtype) for tensor in teacher))
         with_grad = grad_enabled and any(ctx.needs_input_grad)
         coefficients_T = coefficients_T.to(wide)
-        chunk_losses = _chunk_losses(terms, backend, hidden_ND)
+        chunk_losses = partial(_autograd_losses, terms)
+        if _fused(terms):
+            chunk_losses = partial(_fused_losses, _backend(backend, hidden_ND), terms)
 
         N, V = hidden_ND.shape[0], weight_VD.shape[0]
         labelled = torch.arange(N, device=hidden_ND.device) < len(labels_M)
@@ -195,48 +198,14 @@ def _add_product(
     return total_VD
 
 
-ChunkLosses = Callable[[Tensor, "Tensor | None", Tensor, Tensor, Tensor, bool], Tensor]
+def _fused(terms: Sequence[VocabularyTerm]) -> bool:
+    """Whether the backends have the formulas of all these terms."""
+    formulas = [term.fused for term in terms]
+    return None not in formulas and len(set(formulas)) == len(formulas)
 
 
-def _chunk_losses(terms: Sequence[Term], backend: Backend, like: Tensor) -> ChunkLosses:
-    """The function that turns a chunk's logits into sums [T] and, in place, into their gradient."""
-    kinds = [type(term.values) for term in terms]
-    closed = len(set(kinds)) == len(kinds) and set(kinds) <= {KLDivergence, CrossEntropy}
-    if not closed:
-        return _autograd(terms)
-    kl = next((i for i, kind in enumerate(kinds) if kind is KLDivergence), None)
-    ce = next((i for i, kind in enumerate(kinds) if kind is CrossEntropy), None)
-    values = terms[kl].values if kl is not None else None
-    temperature = values.temperature if isinstance(values, KLDivergence) else 1.0
-    body = _body(backend, like)
-
-    def losses(
-        student: Tensor,
-        teacher: Tensor | None,
-        labels: Tensor,
-        masks: Tensor,
-        coefficients: Tensor,
-        with_grad: bool,
-    ) -> Tensor:
-        m = labels.shape[0]
-        weights = Weights(
-            None if kl is None else masks[kl] * coefficients[kl],
-            None if ce is None else masks[ce, :m] * coefficients[ce],
-        )
-        found: Values = body(
-            student, teacher, labels, weights, temperature=temperature, with_gradient=with_grad
-        )
-        sums = []
-        for i in range(len(terms)):
-            value = found.kl_n if i == kl else found.cross_entropy_m
-            assert value is not None
-            sums.append((value * masks[i, : len(value)]).sum())
-        return torch.stack(sums)
-
-    return losses
-
-
-def _body(backend: Backend, like: Tensor) -> Callable[..., Values]:
+def _backend(backend: Backend, like: Tensor) -> Callable[..., Values]:
+    """Choose the function that computes values and, in place of the logits, their gradient."""
     if use_triton(backend, like):
         from pretrain.head import triton_kernel  # needs the package triton
 
@@ -246,30 +215,57 @@ def _body(backend: Backend, like: Tensor) -> Callable[..., Values]:
     return closed_form.losses_and_gradient
 
 
-def _autograd(terms: Sequence[Term]) -> ChunkLosses:
-    """Terms of any form: values by their own functions, the gradient by autograd."""
+def _fused_losses(
+    compute: Callable[..., Values],
+    terms: Sequence[VocabularyTerm],
+    student_nV: Tensor,
+    teacher_nV: Tensor | None,
+    labels_m: Tensor,
+    masks_Tn: Tensor,
+    coefficients_T: Tensor,
+    with_grad: bool,
+) -> Tensor:
+    """Return a chunk's sums [T]; with `with_grad`, put their gradient in place of the logits."""
+    m = len(labels_m)
+    index = {term.fused: i for i, term in enumerate(terms)}
+    kl, ce = index.get("kl"), index.get("cross_entropy")
+    values = compute(
+        student_nV,
+        teacher_nV,
+        labels_m,
+        Weights(
+            None if kl is None else masks_Tn[kl] * coefficients_T[kl],
+            None if ce is None else masks_Tn[ce, :m] * coefficients_T[ce],
+        ),
+        temperature=1.0 if kl is None else terms[kl].temperature,
+        with_gradient=with_grad,
+    )
+    by_formula = {"kl": values.kl_n, "cross_entropy": values.cross_entropy_m}
+    sums = []
+    for term, mask_n in zip(terms, masks_Tn, strict=True):
+        value = by_formula[str(term.fused)]
+        assert value is not None
+        sums.append((value * mask_n[: len(value)]).sum())
+    return torch.stack(sums)
 
-    def losses(
-        student: Tensor,
-        teacher: Tensor | None,
-        labels: Tensor,
-        masks: Tensor,
-        coefficients: Tensor,
-        with_grad: bool,
-    ) -> Tensor:
-        labels = F.pad(labels, (0, student.shape[0] - labels.shape[0]), value=-100)
-        logits = student.detach().requires_grad_(with_grad)
-        with torch.set_grad_enabled(with_grad):
-            sums = torch.stack(
-                [
-                    (term.values(Signals(logits), Signals(teacher), labels) * mask).sum()
-                    for term, mask in zip(terms, masks, strict=True)
-                ]
-            )
-            if with_grad:
-                (gradient,) = torch.autograd.grad(sums @ coefficients, logits)
+
+def _autograd_losses(
+    terms: Sequence[VocabularyTerm],
+    student_nV: Tensor,
+    teacher_nV: Tensor | None,
+    labels_m: Tensor,
+    masks_Tn: Tensor,
+    coefficients_T: Tensor,
+    with_grad: bool,
+) -> Tensor:
+    """As `_fused_losses`, for terms of any form: by the terms' own formulas, and autograd."""
+    labels_n = F.pad(labels_m, (0, len(student_nV) - len(labels_m)), value=-100)
+    logits_nV = student_nV.detach().requires_grad_(with_grad)
+    with torch.set_grad_enabled(with_grad):
+        values = (term.values(logits_nV, teacher_nV, labels_n) for term in terms)
+        sums_T = torch.stack([(v * mask).sum() for v, mask in zip(values, masks_Tn, strict=True)])
         if with_grad:
-            student.copy_(gradient)
-        return sums.detach()
-
-    return losses
+            (gradient_nV,) = torch.autograd.grad(sums_T @ coefficients_T, logits_nV)
+    if with_grad:
+        student_nV.copy_(gradient_nV)
+    return sums_T.detach()

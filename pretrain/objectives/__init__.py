@@ -1,27 +1,25 @@
-"""What a run trains for: one paper a file, each with its config class and its terms.
+"""Training objectives: one paper per file, each with its config class and its terms.
 
-An objective returns terms; the loop and the head know nothing else of it. A term names what it is
-averaged over and gives one value a position, from the signals it asked for. The config classes are
-in the papers' files; terms need nothing but torch.
+An objective returns a list of terms. The loop and the LM head know nothing else about it.
 """
 
 from __future__ import annotations
 
 from pretrain.objectives.terms import (
-    CrossEntropy,
-    KLDivergence,
-    Signals,
+    Encoded,
+    SignalTerm,
     Term,
+    VocabularyTerm,
     cosine_term,
     kl_term,
     mlm_term,
 )
 
 __all__ = [
-    "CrossEntropy",
-    "KLDivergence",
-    "Signals",
+    "Encoded",
+    "SignalTerm",
     "Term",
+    "VocabularyTerm",
     "cosine_term",
     "kl_term",
     "mlm_term",

@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from data_prep.keys import Keys
-from pretrain.objectives.terms import Over, Term, cosine_term, kl_term, mlm_term
+from pretrain.objectives.terms import Count, Term, cosine_term, kl_term, mlm_term
 
 
 class DistilBert(Keys):
@@ -46,9 +46,9 @@ class DistilBert(Keys):
         return "the objective of DistilBERT, arXiv 1910.01108" if self == DistilBert() else ""
 
     def terms(self) -> tuple[Term, ...]:
-        """The terms with a weight above 0."""
-        over: Over = "tokens" if self.kl_positions == "all" else "masked"
-        terms = (
+        """Return the terms with a weight above 0."""
+        over: Count = "tokens" if self.kl_positions == "all" else "masked"
+        terms: tuple[Term, ...] = (
             kl_term(self.kl, temperature=self.temperature, over=over),
             mlm_term(self.mlm),
             cosine_term(self.cosine),

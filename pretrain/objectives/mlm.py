@@ -24,5 +24,5 @@ class MaskedLanguageModel(Keys):
         return ""
 
     def terms(self) -> tuple[Term, ...]:
-        """The one term."""
+        """Return the one term."""
         return (mlm_term(1.0),)

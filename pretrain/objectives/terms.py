@@ -1,90 +1,132 @@
-"""The vocabulary of objectives: signals, and terms that are computed from them."""
+"""The loss terms: each formula, what it is averaged over, and which code computes it.
+
+    loss = sum over terms of  weight * total / count
+
+`total` is the sum of a term's values over one optimizer step and all ranks. `count` is the number
+of positions in `over`: "tokens" (all but padding) or "masked" (the selected positions).
+
+Which code runs when. Evaluation, and every term without `fused`, runs the functions below. In a
+training step the LM head computes KL and cross-entropy with their gradients, without a tensor of
+[positions, vocabulary]: `head/triton_kernel.py` on GPUs of compute capability 8.0 or more,
+`head/compiled.py` with `train.compile` elsewhere, else `head/closed_form.py`. They compute exactly
+these formulas, and `tests/pretrain/test_head*.py` compare each with fp64.
+
+All functions compute in fp32 whatever the precision of their inputs (fp64 stays fp64): a bf16
+softmax over 30,000 tokens is wrong in the second digit.
+
+Shapes: N positions, V vocabulary, B rows, L row length, D width.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.losses import cosine_distance, cross_entropy, kl_divergence
-
-Over = Literal["tokens", "masked"]
-SignalName = Literal["logits", "last_hidden_state"]
+Count = Literal["tokens", "masked"]
 
 
-@dataclass(frozen=True)
-class Signals:
-    """What one model shows of N positions; only what some term asked for is filled in.
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
-    Logits come tile by tile (the vocabulary head never holds them all), so a term must treat
-    positions independently.
+
+def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, *, temperature: float) -> Tensor:
+    """Compute T^2 * KL(softmax(teacher / T) || softmax(student / T)) [N].
+
+    L_ce of DistilBERT (arXiv 1910.01108, section 2), after Hinton et al. 2015, section 2: T^2 keeps
+    the gradient's size when the temperature T changes. The gradient is T (q - p), where p and q are
+    the softmax of the teacher's and the student's logits at temperature T.
     """
+    log_p = F.log_softmax(_wide(teacher_NV) / temperature, dim=-1)
+    log_q = F.log_softmax(_wide(student_NV) / temperature, dim=-1)
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * temperature**2
 
-    logits: Tensor | None = None  # [N, V]
-    last_hidden_state: Tensor | None = None  # [N, D]
+
+def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """Compute -log softmax(logits)[label] [N], 0 where the label is -100.
+
+    L_mlm of DistilBERT. The gradient is softmax(logits) - onehot(label).
+    """
+    return F.cross_entropy(_wide(logits_NV), labels_N, reduction="none")
 
 
-@dataclass(frozen=True)
-class Term:
-    """One term of a loss: sum(weight * values) / number of positions in `over`, over a whole step.
+def cosine_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
+    """Compute 1 - cos(student, teacher) [N]: L_cos of DistilBERT, on last hidden states."""
+    return 1 - F.cosine_similarity(_wide(student_ND), _wide(teacher_ND), dim=-1)
 
-    `values(student, teacher, labels)` gives one number a position [N]; labels [N] are -100 where
-    nothing is predicted. `over` is "tokens" (all but padding) or "masked" (selected positions).
-    `what` is the value in words, for a model card.
+
+class VocabularyTerm(NamedTuple):
+    """A term whose value at a position depends on the vocabulary logits of that position alone.
+
+    The LM head calls it with a few hundred positions at a time.
     """
 
     name: str
     weight: float
-    over: Over
-    signal: SignalName
-    values: Callable[[Signals, Signals, Tensor], Tensor]
-    needs_teacher: bool = True
-    what: str = ""
+    over: Count
+    # (student's logits [N, V], teacher's or None, labels [N], -100 where nothing is predicted)
+    # -> values [N]
+    values: Callable[[Tensor, Tensor | None, Tensor], Tensor]
+    needs_teacher: bool
+    description: str  # for the model card
+    fused: Literal["kl", "cross_entropy"] | None = None  # the head has this formula's gradient
+    temperature: float = 1.0  # of the fused formula
 
 
-@dataclass(frozen=True)
-class KLDivergence:
-    """Values of a term: T^2 KL(teacher || student); the head has its gradient in closed form."""
+class Encoded(NamedTuple):
+    """What a model's encoder returns for one micro-batch."""
 
-    temperature: float
-
-    def __call__(self, student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
-        """[N]."""
-        assert student.logits is not None and teacher.logits is not None
-        return kl_divergence(student.logits, teacher.logits, temperature=self.temperature)
+    last_hidden_state: Tensor  # [B, L, D]
 
 
-@dataclass(frozen=True)
-class CrossEntropy:
-    """Values of a term: -log p(label); the head has its gradient in closed form."""
+class SignalTerm(NamedTuple):
+    """A term on what the encoders return."""
 
-    def __call__(self, student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
-        """[N]."""
-        assert student.logits is not None
-        return cross_entropy(student.logits, labels)
+    name: str
+    weight: float
+    over: Count
+    # (student, teacher or None, 1 where there is a token and 0 at padding [B, L])
+    # -> the sum over the micro-batch [], in fp32
+    total: Callable[[Encoded, Encoded | None, Tensor], Tensor]
+    needs_teacher: bool
+    description: str  # for the model card
 
 
-def kl_term(weight: float, *, temperature: float, over: Over = "tokens") -> Term:
-    """Soft targets: the student's distribution against the teacher's (Hinton et al. 2015)."""
+Term = VocabularyTerm | SignalTerm
+
+
+def kl_term(weight: float, *, temperature: float, over: Count = "tokens") -> VocabularyTerm:
+    """Compare the student's distribution over the vocabulary with the teacher's."""
+
+    def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
+        assert teacher_NV is not None
+        return kl_divergence(student_NV, teacher_NV, temperature=temperature)
+
     positions = "all" if over == "tokens" else "masked"
-    what = f"KL(teacher || student) at temperature {temperature:g} over {positions} tokens"
-    return Term("kl", weight, over, "logits", KLDivergence(temperature), what=what)
+    description = f"KL(teacher || student) at temperature {temperature:g} over {positions} tokens"
+    return VocabularyTerm("kl", weight, over, values, True, description, "kl", temperature)
 
 
-def mlm_term(weight: float) -> Term:
-    """The cross-entropy of the masked tokens, for any objective that has it as a part."""
-    what = "cross-entropy of the masked tokens"
-    return Term("mlm", weight, "masked", "logits", CrossEntropy(), needs_teacher=False, what=what)
+def mlm_term(weight: float) -> VocabularyTerm:
+    """Predict the masked tokens."""
+
+    def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
+        return cross_entropy(student_NV, labels_N)
+
+    description = "cross-entropy of the masked tokens"
+    return VocabularyTerm("mlm", weight, "masked", values, False, description, "cross_entropy")
 
 
-def cosine_term(weight: float) -> Term:
-    """1 - cos of the last hidden states, over all tokens."""
-    what = "cosine distance of the last hidden states"
-    return Term("cosine", weight, "tokens", "last_hidden_state", _cosine, what=what)
+def cosine_term(weight: float) -> SignalTerm:
+    """Align the student's last hidden states with the teacher's."""
 
+    def total(student: Encoded, teacher: Encoded | None, token_mask_BL: Tensor) -> Tensor:
+        assert teacher is not None
+        values_BL = cosine_distance(student.last_hidden_state, teacher.last_hidden_state)
+        return (values_BL * token_mask_BL).sum()
 
-def _cosine(student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
-    assert student.last_hidden_state is not None and teacher.last_hidden_state is not None
-    return cosine_distance(student.last_hidden_state, teacher.last_hidden_state)
+    description = "cosine distance of the last hidden states"
+    return SignalTerm("cosine", weight, "tokens", total, True, description)

@@ -18,7 +18,7 @@ from pretrain.compilation import check_compiler
 from pretrain.config import RunConfig
 from pretrain.distillation import Distillation
 from pretrain.head import Projection, compiled, vocabulary, vocabulary_losses
-from pretrain.objectives import Term
+from pretrain.objectives import VocabularyTerm
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.train import train
 
@@ -57,7 +57,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def naive(
-    student: Projection, teacher: Projection, labels: Tensor, terms: list[Term], n: int
+    student: Projection, teacher: Projection, labels: Tensor, terms: list[VocabularyTerm], n: int
 ) -> list[Tensor]:
     """Sums from full logits, written from the formulas."""
     s = student.hidden_ND[:n] @ student.weight_VD.T + student.bias_V
@@ -91,7 +91,7 @@ def test_the_head_against_full_logits_in_fp64_with_few_compilations(
         (33, 33, {"kl": 0}),
     ]:
         objective = DistilBert.model_validate(changes)
-        terms = [term for term in objective.terms() if term.signal == "logits"]
+        terms = [term for term in objective.terms() if isinstance(term, VocabularyTerm)]
         labels = torch.arange(m) * 7 % V
         labels[2:3] = -100
         exact = Projection(draw(0, N, D)[:n], draw(1, V, D), draw(2, V))

@@ -263,3 +263,20 @@ def test_the_teacher_is_no_part_of_the_module(
     distillation(*batch, coefficients(distillation, batch))[0].backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert all((before[name] == tensor).all() for name, tensor in teacher.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("weights", "runs"),
+    [({"kl": 0.0, "cosine": 0.0}, False), ({"kl": 0.0}, True), ({"cosine": 0.0}, True)],
+    ids=["mlm", "mlm+cosine", "kl+mlm"],
+)
+def test_the_teacher_runs_only_where_a_term_needs_it(
+    weights: dict[str, float], runs: bool, models: Sequence[Any], batch: MicroBatch
+) -> None:
+    calls = []
+    models[1].register_forward_pre_hook(lambda *inputs: calls.append(inputs))
+    models[1].bert.register_forward_pre_hook(lambda *inputs: calls.append(inputs))
+    distillation = module(models, DistilBert.model_validate(weights))
+    loss, _ = distillation(*batch, coefficients(distillation, batch))
+    assert bool(calls) == runs
+    loss.backward()

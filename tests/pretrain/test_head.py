@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pretrain.head import Projection, closed_form, vocabulary, vocabulary_losses
-from pretrain.objectives import Term
+from pretrain.objectives import VocabularyTerm
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
 
@@ -37,15 +37,19 @@ def some_labels() -> Tensor:
     return labels
 
 
-def logit_terms(**changes: float | str) -> list[Term]:
+def logit_terms(**changes: float | str) -> list[VocabularyTerm]:
     objective = DistilBert.model_validate(changes)
-    return [term for term in objective.terms() if term.signal == "logits"]
+    return [term for term in objective.terms() if isinstance(term, VocabularyTerm)]
 
 
 def naive_sums(
-    student: Projection, teacher: Projection, labels: Tensor, terms: Sequence[Term], t: float = 2.0
+    student: Projection,
+    teacher: Projection,
+    labels: Tensor,
+    terms: Sequence[VocabularyTerm],
+    t: float = 2.0,
 ) -> list[Tensor]:
-    """The sums from full logits, written from the formulas and not from `pretrain.losses`."""
+    """The sums from full logits, written from the formulas and not from `objectives/terms.py`."""
 
     def log_softmax(x: Tensor) -> Tensor:
         return x - x.exp().sum(-1, keepdim=True).log()
@@ -122,6 +126,22 @@ def test_masked_language_model_objective() -> None:
     loss, _ = vocabulary_losses(student, None, labels, [term], torch.ones(1))
     assert (term.weight, term.over, term.needs_teacher) == (1.0, "masked", False)
     assert close(loss.detach(), expected, 1e-12)
+
+
+@pytest.mark.parametrize("kl_positions", ["all", "masked"])
+def test_the_fused_losses_are_the_terms_own_formulas(kl_positions: str) -> None:
+    """Values and gradients of each closed form against the term's formula and autograd, fp64."""
+    fused = logit_terms(kl_positions=kl_positions)
+    plain = [term._replace(fused=None) for term in fused]
+    coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float64)
+    found = []
+    for terms in (fused, plain):
+        student, teacher = projections()
+        loss, sums = vocabulary_losses(student, teacher, some_labels(), terms, coefficients)
+        loss.backward()
+        found.append([sums, *(tensor.grad for tensor in student)])
+    for ours, formula in zip(*found, strict=True):
+        assert ours is not None and formula is not None and close(ours, formula, 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "autocast"])

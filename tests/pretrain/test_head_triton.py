@@ -20,7 +20,7 @@ from torch import Tensor
 from pretrain import RunError
 from pretrain.head import Backend, Projection, backends, vocabulary_losses
 from pretrain.head.closed_form import Weights
-from pretrain.objectives.terms import Over, kl_term, mlm_term
+from pretrain.objectives.terms import Count, kl_term, mlm_term
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the package triton is not installed"
@@ -196,7 +196,7 @@ def test_similar_logits(call: Call) -> None:
 
 
 def head(
-    kl_over: Over, dtype: torch.dtype, backend: Backend, num_labels: int
+    kl_over: Count, dtype: torch.dtype, backend: Backend, num_labels: int
 ) -> tuple[Tensor, ...]:
     """(loss, sums, gradients of hidden states, weight and bias) of a head with 13 positions."""
     positions, width, vocabulary = 13, 8, 150
@@ -217,7 +217,7 @@ def head(
     return tuple(x.detach().double().cpu() for x in (loss, sums, *gradients))
 
 
-def head_errors(kl_over: Over, dtype: torch.dtype, num_labels: int, chunk: int) -> list[float]:
+def head_errors(kl_over: Count, dtype: torch.dtype, num_labels: int, chunk: int) -> list[float]:
     """The head's errors with the kernel, against plain torch in fp64."""
     from pretrain.head import vocabulary
 

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pretrain.losses import agrees, cosine_distance, cross_entropy, is_correct, kl_divergence
+from pretrain.evaluate import agrees, is_correct
+from pretrain.objectives.terms import cosine_distance, cross_entropy, kl_divergence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Array = NDArray[np.float64]

@@ -20,7 +20,7 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 from pretrain.batch import MicroBatch, micro_batch, send
 from pretrain.distillation import Distillation
 from pretrain.masking import Masking
-from pretrain.objectives import Signals, Term
+from pretrain.objectives import SignalTerm, Term, VocabularyTerm
 from pretrain.objectives.distilbert import DistilBert
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,12 +176,16 @@ def with_term(
 ) -> Distillation:
     """The module with a term as a user may write one, in the head's chunks or outside of them."""
 
-    def of(student: Signals, teacher: Signals, labels: Tensor) -> Tensor:
-        signal: Tensor = getattr(student, where)
+    def of(signal: Tensor) -> Tensor:
         return values(signal.mean(-1), signal[..., 0] > 0)
 
-    over: Any = "masked" if where == "logits" else "tokens"
-    term = Term("theirs", 1.0, over, where, of, needs_teacher=False)
+    term: Term
+    if where == "logits":
+        term = VocabularyTerm("theirs", 1.0, "masked", lambda s, t, labels: of(s), False, "")
+    else:
+        term = SignalTerm(
+            "theirs", 1.0, "tokens", lambda s, t, mask: (of(s[0]) * mask).sum(), False, ""
+        )
     return make(device, DistilBert(kl_positions="masked"), term)
 
 
