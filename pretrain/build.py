@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from pretrain.parallel import Parallel, parallelise
 from pretrain.processes import jointly
 from pretrain.rows import StepDataset
 from pretrain.safety import Spikes
+from pretrain.state import TrainState
 from pretrain.teacher import Teacher
 
 _DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,7 +36,7 @@ Ended = Literal["finished", "stopped", "interrupted", "up to date"]
 
 @dataclass
 class Run:
-    """Everything the loop touches; what is below `num_steps` moves, the rest stays.
+    """Everything the loop touches. `state` changes with each step, the rest stays.
 
     Only `micro_batch.resolve` changes `config`, before the first step: afterwards its
     `micro_batch_size` is a number, and `micro_batch` says where `auto` found it.
@@ -54,11 +55,7 @@ class Run:
     parallel: Parallel
     spikes: Spikes
     num_steps: int
-    step: int = 0
-    tokens: int = 0
-    skipped_steps: int = 0
-    evaluation: dict[str, float] = field(default_factory=dict)
-    evaluation_step: int = 0
+    state: TrainState
     ended: Ended = "up to date"
     micro_batch: dict[str, Any] | None = None
 
@@ -91,7 +88,8 @@ class Run:
 
     def due(self, every: int) -> bool:
         """Every `every` steps (0: never in between) and at the last of the schedule."""
-        return self.step == self.num_steps or (every > 0 and self.step % every == 0)
+        step = self.state.step
+        return step == self.num_steps or (every > 0 and step % every == 0)
 
 
 def build(
@@ -131,9 +129,8 @@ def build(
     parallel = parallelise(accelerator, module, optimizer, config)
     if saved is not None:
         parallel.load(student, read.moments)
-        parallel.load_scaler_state(saved.state["scaler"])
+        parallel.load_scaler_state(read.state.scaler)
 
-    step = saved.step if saved else 0
     fence = lock.check if lock else lambda: None
     epochs = read.dataset.order.steps_for(config.train.epochs)
     return Run(
@@ -157,11 +154,7 @@ def build(
         parallel=parallel,
         spikes=Spikes(),
         num_steps=config.train.max_steps or epochs,
-        step=step,
-        tokens=saved.state["tokens"] if saved else 0,
-        skipped_steps=saved.state["skipped_steps"] if saved else 0,
-        evaluation=saved.state["evaluation"] if saved else {},
-        evaluation_step=saved.state["evaluation_step"] if saved else 0,
+        state=read.state,
     )
 
 
@@ -178,26 +171,22 @@ def save(run: Run, *, wait: bool = False) -> float:
     if not run.accelerator.is_main_process:
         return 0.0
     return run.writer.save(
-        run.step,
+        run.state.step,
         student=run.student,
         weights=weights,
         optimizer=moments,
-        state=state(run),
+        state=record(run),
         wait=wait,
     )
 
 
-def state(run: Run) -> dict[str, Any]:
-    """All of a checkpoint that is no tensor. Dropout is a function of (seed, step, rank), and the
-    learning rate, the rows and their masks of the step: there is nothing else to keep."""
+def record(run: Run) -> dict[str, Any]:
+    """Return the content of state.json: the run's state, and what it was made from."""
     config, manifest, teacher = run.config, run.manifest, run.teacher
+    run.state.scaler = run.parallel.scaler_state()
     return {
+        **run.state.write(),
         "num_steps": run.num_steps,
-        "tokens": run.tokens,
-        "skip_rows": [[skip.first, skip.last, skip.step] for skip in run.dataset.skips],
-        "skipped_steps": run.skipped_steps,
-        "evaluation": run.evaluation,
-        "evaluation_step": run.evaluation_step,
         "config": config.model_dump(mode="json"),
         "micro_batch": run.micro_batch,
         "shaping": config.shaping(),
@@ -209,7 +198,6 @@ def state(run: Run) -> dict[str, Any]:
             "revision": teacher.revision,
             "sha256": teacher.sha256,
         },
-        "scaler": run.parallel.scaler_state(),
         "num_processes": run.accelerator.num_processes,
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }

@@ -19,11 +19,12 @@ from pretrain.models import MaskedLM
 from pretrain.order import Order
 from pretrain.precision import resolve, with_defaults
 from pretrain.rows import Skip, StepDataset, build_masking, check_workers, with_skip
+from pretrain.state import FIELDS, TrainState
 from pretrain.student import build_bert, build_student
 from pretrain.teacher import Teacher, load_teacher
 
 # What a run continues from, in state.json.
-_STATE = "evaluation evaluation_step scaler shaping shards skip_rows skipped_steps teacher tokens"
+_NEEDED = (*FIELDS, "shaping", "shards", "teacher")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Ingredients:
     manifest: Manifest
     teacher: Teacher | None
     saved: Saved | None
+    state: TrainState
     student: MaskedLM
     moments: dict[str, Tensor]
     dataset: StepDataset
@@ -90,9 +92,9 @@ def gather(
         assert config.model is not None
         student = build_bert(config.model, manifest, config.train.seed)
     check_row_length("student.init", student.config.max_position_embeddings, manifest)
-    skips = [Skip(*skip) for skip in saved.state["skip_rows"]] if saved else []
+    state = TrainState.read(saved.state) if saved else TrainState()
     for first, last in skip_rows:
-        skips = list(with_skip(skips, Skip(first, last, saved.step if saved else 0)))
+        state.skip_rows = with_skip(state.skip_rows, Skip(first, last, state.step))
     rows = open_shards(config.shards)
     dataset = StepDataset(
         rows,
@@ -100,11 +102,13 @@ def gather(
         build_masking(config.masking, config.shards, manifest, config.train.seed),
         rank=accelerator.process_index,
         world=accelerator.num_processes,
-        skips=skips,
+        skips=state.skip_rows,
     )
     positions = student.config.max_position_embeddings
     tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
-    return Ingredients(config, manifest, teacher, saved, student, moments, dataset, tokenizer)
+    return Ingredients(
+        config, manifest, teacher, saved, state, student, moments, dataset, tokenizer
+    )
 
 
 def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:
@@ -131,7 +135,7 @@ def check_same_run(
     config: RunConfig, manifest: Manifest, teacher: Teacher | None, saved: Saved
 ) -> None:
     """Refuse to continue a checkpoint under another recipe, other data or another teacher."""
-    if lacking := [key for key in _STATE.split() if key not in saved.state]:
+    if lacking := [key for key in _NEEDED if key not in saved.state]:
         raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
     before, now = flatten(saved.state["shaping"]), flatten(config.shaping())
     changes = [

@@ -117,7 +117,7 @@ def _ahead(run: Run) -> int:
     """
     weights = sum(4 * p.numel() for p in run.student.parameters() if p.requires_grad)
     copies = 3 if run.accelerator.device.type == "cpu" else 0
-    return weights * (1 + (0 if run.step else 2) + copies)
+    return weights * (1 + (0 if run.state.step else 2) + copies)
 
 
 def _memory(run: Run) -> Memory:
@@ -147,7 +147,7 @@ def _advice(run: Run) -> str:
     rows = run.micro_batch_size
     smaller = sizes(run.share, rows // 2)[-1:]
     auto = "" if run.micro_batch is None else ", which auto expected to fit"
-    text = f"step {run.step + 1}: out of {_kind(run)} with micro_batch_size {rows}{auto}; "
+    text = f"step {run.state.step + 1}: out of {_kind(run)} with micro_batch_size {rows}{auto}; "
     if not smaller:
         return text + _less(run)
     or_auto = "" if run.micro_batch else " (or auto)"

@@ -6,6 +6,7 @@ import math
 
 from pretrain.build import Run
 from pretrain.metrics import Clock
+from pretrain.step import Step
 
 
 def describe(run: Run) -> None:
@@ -40,38 +41,30 @@ def describe(run: Run) -> None:
     )
     if config.train.compile:
         say("train.compile: the first step compiles, which may take a minute or a few")
-    if run.step:
-        say(f"continuing after step {run.step:,}")
+    if run.state.step:
+        say(f"continuing after step {run.state.step:,}")
     for skip in run.dataset.skips:
         say(f"rows {skip.first} to {skip.last - 1} are left out from step {skip.step + 1} on")
-        if skip.step == run.step:
+        if skip.step == run.state.step:
             values = {"first": skip.first, "last": skip.last}
-            run.metrics.write("skip_rows", run.step, values)
-    run.progress.step(run.step, run.num_steps, {})
+            run.metrics.write("skip_rows", run.state.step, values)
+    run.progress.step(run.state.step, run.num_steps, {})
 
 
-def report(
-    run: Run, clock: Clock, sums: list[float], counts: dict[str, int], norm: float, rate: float
-) -> None:
-    """Show the step that was made; where it is due, write its terms, rates and norm.
-
-    Args:
-        sums: each term's sum over the step and all processes [T].
-        counts: what they are divided by.
-        norm: of the gradient before clipping; infinite or NaN if no update was made.
-        rate: the learning rate.
-    """
+def report(run: Run, clock: Clock, step: Step) -> None:
+    """Show a step that was made; if it is due, write its terms, rates and gradient norm."""
     values: dict[str, float] = {}
+    counts, norm = step.counts, step.grad_norm
     terms = {
         term.name: total / max(counts[term.over], 1)
-        for term, total in zip(run.module.terms, sums, strict=True)
+        for term, total in zip(run.module.terms, step.totals, strict=True)
     }
     loss = sum(term.weight * terms[term.name] for term in run.module.terms)
     made = math.isfinite(norm)  # else fp16's scaled gradients overflowed, or the step was left out
-    for warning in run.spikes.seen(run.step, loss, norm) if made and counts["tokens"] else ():
+    for warning in run.spikes.seen(run.state.step, loss, norm) if made and counts["tokens"] else ():
         run.progress.say(f"warning: {warning}")
     if run.due(run.config.logging.every) and made:
-        values = {"loss": loss, **terms, "grad_norm": norm, "learning_rate": rate}
-        values |= {"tokens": run.tokens, **clock.read(run.tokens)}
-        run.metrics.write("train", run.step, values)
-    run.progress.step(run.step, run.num_steps, values)
+        values = {"loss": loss, **terms, "grad_norm": norm, "learning_rate": step.learning_rate}
+        values |= {"tokens": run.state.tokens, **clock.read(run.state.tokens)}
+        run.metrics.write("train", run.state.step, values)
+    run.progress.step(run.state.step, run.num_steps, values)

@@ -7,17 +7,15 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from data_prep.disk import Busy, Lock, lock
 from data_prep.shards import check
-from pretrain.batch import MicroBatch, send
+from pretrain.agreement import compare_weights
 from pretrain.build import Ended, Run, build, save
 from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate
 from pretrain.files import write_json
 from pretrain.gather import gather
-from pretrain.hashing import root
 from pretrain.heartbeat import Heartbeat
 from pretrain.metrics import Clock, Progress, Silent
 from pretrain.micro_batch import explained, resolve
@@ -34,9 +32,7 @@ from pretrain.progress import describe, report
 from pretrain.rows import StepRows, explained_workers, loader, next_rows
 from pretrain.signals import Signals, stop_on_signal
 from pretrain.status import clear_status, read_status, verdict, write_status
-from pretrain.update import compare_processes, learning_rate, update
-
-_DROPOUT = 3  # names this use of the seed; order and masking have theirs
+from pretrain.step import micro_batches, train_step
 
 
 @dataclass(frozen=True)
@@ -101,114 +97,65 @@ def train(
         accelerator = build_accelerator(config)  # again, of the precision that is known by now
         heartbeat.at(0, "build")
         run = build(config, accelerator, read, progress=progress, heartbeat=heartbeat, lock=held)
-        if run.step < run.num_steps:
-            heartbeat.at(run.step, "micro-batch")
+        if run.state.step < run.num_steps:
+            heartbeat.at(run.state.step, "micro-batch")
             resolve(run, read.saved.state if read.saved else None)
         # Nothing was refused: only from here on may the folder of the run change.
         signals.saves = True
         with _told(run):
-            if run.step < run.num_steps:
+            if run.state.step < run.num_steps:
                 jointly(accelerator, lambda: _open(run), here=first)
                 if config.logging.tensorboard:
                     accelerator.init_trackers("tensorboard")
                 describe(run)
                 last = min(stop_after or run.num_steps, run.num_steps)
-                rows = loader(run.dataset, run.step, last, run.config.train.num_workers)
+                rows = loader(run.dataset, run.state.step, last, run.config.train.num_workers)
                 with explained(run), explained_workers(run.dataset.shards), rows as batches:
+                    warm_up(run)
                     loop(run, batches, last, signals)
-    return Outcome(run.step, run.num_steps, run.ended, run.evaluation)
+    return Outcome(run.state.step, run.num_steps, run.ended, run.state.evaluation)
 
 
 def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> None:
-    """Optimizer steps from `run.step` to `last`, or until a signal came."""
-    config, accelerator, heartbeat = run.config, run.accelerator, run.heartbeat
-    warm_up(run)
-    clock = Clock(run.tokens)
-    if run.step == 0:
+    """Make optimizer steps up to `last`, or until a signal has come."""
+    config, state = run.config, run.state
+    clock = Clock(state.tokens)
+    if state.step == 0:
         hold_out(run)
-    while run.step < last:
-        heartbeat.at(run.step, "data")
+    while state.step < last:
+        run.heartbeat.at(state.step, "data")
         with clock.waiting():
             rows = next_rows(batches, signals, timeout())
-        heartbeat.at(run.step, "counts")
-        counts = global_counts(run, rows, stop=bool(signals))
-        if rows is None or counts["stop"]:
+        step = train_step(run, rows, stop=bool(signals))
+        if step is None:
             save_checkpoint(run, wait=True)
             run.ended = "interrupted"
             return
-        # Reseeded every step, so dropout is a function of (seed, step, rank) and needs no saving.
-        torch.manual_seed(root(config.train.seed, _DROPOUT, run.step, accelerator.process_index))
-        coefficients = term_coefficients(run, counts)
-        losses, sums = [], []
-        for i, batch in enumerate(micro_batches(run, rows)):
-            heartbeat.at(run.step, "forward")
-            loss, term_sums = run.parallel.forward_backward(
-                batch, coefficients, 1 / max(counts["tokens"], 1), last=i == run.accumulation - 1
-            )
-            losses.append(loss)
-            sums.append(term_sums)
-        heartbeat.at(run.step, "update")
-        rate = learning_rate(config.optimizer, run.step, run.num_steps)
-        totals, norm = update(run, losses, sums, rate)
-        run.step += 1
-        run.tokens += counts["tokens"]
-        report(run, clock, totals, counts, norm, rate)
+        report(run, clock, step)
         if run.due(config.train.compare_every):
-            compare_processes(run)
+            compare_weights(run)
         if run.due(config.evaluation.every):
             hold_out(run)
-            clock.read(run.tokens)  # evaluation is not training time
-        if run.step == last or run.due(config.checkpoint.every):
-            save_checkpoint(run, wait=run.step == last)
+            clock.read(state.tokens)  # evaluation is not training time
+        if state.step == last or run.due(config.checkpoint.every):
+            save_checkpoint(run, wait=state.step == last)
     run.ended = "finished" if last == run.num_steps else "stopped"
 
 
-def micro_batches(run: Run, rows: StepRows) -> Iterator[MicroBatch]:
-    """A step's rows on the device, as many at a time as the config says."""
-    special = run.manifest.tokenizer.special_ids
-    for batch in rows.micro_batches(run.micro_batch_size, special):
-        yield batch.to(run.accelerator.device)
-
-
 def warm_up(run: Run) -> None:
-    """Bring the processes to where they were when the run was left; see `Replicated.warm_up`."""
+    """Bring the ranks to where they were when the run was left; see `Replicated.warm_up`."""
     if run.accelerator.num_processes > 1:
-        inputs = next(micro_batches(run, run.dataset[run.step]))
+        inputs = next(micro_batches(run, run.dataset[run.state.step]))
         nothing = torch.zeros(len(run.module.terms), device=run.accelerator.device)
         run.parallel.warm_up(inputs, nothing)
-
-
-def global_counts(run: Run, rows: StepRows | None, *, stop: bool) -> dict[str, int]:
-    """Tokens and masked tokens of the whole step, and whether any rank was told to stop.
-
-    The one all-reduce before the micro-batches: losses are normalised by counts of all ranks, and
-    all ranks leave the loop at the same step.
-    """
-    values = [rows.num_tokens, rows.num_masked, int(stop)] if rows else [0, 0, int(stop)]
-    if run.accelerator.num_processes > 1:
-        device = run.accelerator.device
-        values = run.accelerator.reduce(torch.tensor(values, device=device), "sum").tolist()
-    return dict(zip(("tokens", "masked", "stop"), values, strict=True))
-
-
-def term_coefficients(run: Run, counts: dict[str, int]) -> Tensor:
-    """weight * tokens / count of each term [T]: what is left after dividing by tokens in the end.
-
-    So the gradients made in the head's forward pass are of order 1 and survive fp16; the division
-    by the count comes in the backward pass, together with the loss scale.
-    """
-    values = [
-        term.weight * counts["tokens"] / max(counts[term.over], 1) for term in run.module.terms
-    ]
-    return send(torch.tensor(values), run.accelerator.device)
 
 
 def hold_out(run: Run) -> None:
     """Evaluate on held-out rows, write the figures, keep them for the checkpoint and the card."""
     if run.held_out is None:
         return
-    run.heartbeat.at(run.step, "evaluation")
-    run.evaluation = evaluate(
+    run.heartbeat.at(run.state.step, "evaluation")
+    run.state.evaluation = evaluate(
         run.student,
         run.teacher.model if run.teacher else None,
         run.held_out,
@@ -218,18 +165,20 @@ def hold_out(run: Run) -> None:
         accelerator=run.accelerator,
         autocast=run.parallel.autocast(),
     )
-    run.evaluation_step = run.step
-    run.metrics.write("evaluation", run.step, run.evaluation)
-    run.progress.evaluation(run.step, run.evaluation)
+    run.state.evaluation_step = run.state.step
+    run.metrics.write("evaluation", run.state.step, run.state.evaluation)
+    run.progress.evaluation(run.state.step, run.state.evaluation)
 
 
 def save_checkpoint(run: Run, *, wait: bool) -> None:
     """Write a checkpoint while training goes on, or `wait` for it; never of diverged weights."""
-    run.heartbeat.at(run.step, "save")
-    compare_processes(run)
+    run.heartbeat.at(run.state.step, "save")
+    compare_weights(run)
     if not wait:
         stall = save(run)
-        run.progress.say(f"checkpoint of step {run.step:,}: training stood still for {stall:.2f} s")
+        run.progress.say(
+            f"checkpoint of step {run.state.step:,}: training stood still for {stall:.2f} s"
+        )
         return
     jointly(run.accelerator, lambda: save(run, wait=True))
 
@@ -261,7 +210,7 @@ def _open(run: Run) -> None:
     output = run.config.output
     write_json(output / "config.json", run.config.model_dump(mode="json"))
     clear_status(output)
-    run.metrics.open(run.step)
+    run.metrics.open(run.state.step)
 
 
 @contextmanager
@@ -269,11 +218,13 @@ def _told(run: Run) -> Iterator[None]:
     """Write `exit_status.json`, however the run ends; not if another process has taken it over."""
     code, error, ours = 0, "", run.accelerator.is_main_process
     said = read_status(run.config.output) or {}
-    if run.step == run.num_steps and said.get("ended") == "finished":
+    if run.state.step == run.num_steps and said.get("ended") == "finished":
         ours = False  # nothing is to be done, and the file says so
     try:
         yield
-        run.heartbeat.at(run.step, "end")  # not after an error: its place is what matters then
+        run.heartbeat.at(
+            run.state.step, "end"
+        )  # not after an error: its place is what matters then
         code = 75 if run.ended == "interrupted" else 0
     except Busy:
         ours = False
@@ -290,7 +241,7 @@ def _told(run: Run) -> Iterator[None]:
                 write_status(
                     run.config.output,
                     ended=ended,
-                    step=run.step,
+                    step=run.state.step,
                     num_steps=run.num_steps,
                     exit_code=code,
                     error=error,

@@ -94,7 +94,7 @@ def test_its_dtype_is_the_runs_and_its_digest_the_folders(
             teacher.model.bert.embeddings.word_embeddings.weight
         )
         assert state(settings, step)["teacher"]["sha256"] == exact
-        assert run.evaluation["kl"] > 0
+        assert run.state.evaluation["kl"] > 0
 
 
 def test_a_step_with_it_is_near_the_exact_one(

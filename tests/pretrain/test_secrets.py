@@ -35,7 +35,7 @@ import sys
 import pretrain.train
 from launch.cli import main
 
-def bug(*arguments):
+def bug(*arguments, **options):
     raise AssertionError("a bug")
 
 for config in sys.argv[1:]:
@@ -44,7 +44,7 @@ for config in sys.argv[1:]:
         main()
     except SystemExit as stop:
         print("exit code", stop.code, file=sys.stderr)
-    pretrain.train.update = bug
+    pretrain.train.train_step = bug
 """
 
 

@@ -53,10 +53,10 @@ def test_the_file_says_what_the_exit_code_says(
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(pretrain.train, "update", fail)
+    monkeypatch.setattr(pretrain.train, "train_step", fail)
     monkeypatch.setattr(sys, "argv", ["distil", "pretrain", str(tmp_path / "run.yaml")])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -21,8 +21,8 @@ from transformers import BertForMaskedLM
 from launch.progress import Training
 from pretrain import NonFiniteError, RunError, checkpoint, metrics
 from pretrain.config import RunConfig
+from pretrain.step import learning_rate
 from pretrain.train import Outcome, train
-from pretrain.update import learning_rate
 
 ROOT = Path(__file__).parents[2]
 RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change

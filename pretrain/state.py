@@ -1,0 +1,40 @@
+"""What changes while a run trains. A checkpoint keeps all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from pretrain.rows import Skip
+
+
+@dataclass
+class TrainState:
+    """The position of a run and what it has counted.
+
+    The learning rate, the rows, their masks and dropout are functions of the step: they need no
+    state. Weights and optimizer state are tensors, which the checkpoint keeps apart.
+    """
+
+    step: int = 0  # optimizer steps made
+    tokens: int = 0  # trained on, without padding
+    skipped_steps: int = 0  # left out because they were not finite
+    skip_rows: tuple[Skip, ...] = ()
+    evaluation: dict[str, float] = field(default_factory=dict)  # the newest validation figures
+    evaluation_step: int = 0
+    scaler: dict[str, Any] | None = None  # of fp16's loss scale
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> TrainState:
+        """Read from the content of a checkpoint's state.json."""
+        known = {key: values[key] for key in FIELDS}
+        return cls(**{**known, "skip_rows": tuple(Skip(*skip) for skip in values["skip_rows"])})
+
+    def write(self) -> dict[str, Any]:
+        """Return what `read` reads."""
+        skips = [[skip.first, skip.last, skip.step] for skip in self.skip_rows]
+        return {**asdict(self), "skip_rows": skips}
+
+
+FIELDS = tuple(field.name for field in fields(TrainState))

@@ -1,0 +1,131 @@
+"""One optimizer step, from packed rows to updated weights.
+
+The loss, for the terms t of `objectives/terms.py`, each over all micro-batches and ranks:
+
+    loss = sum_t weight_t * total_t / count_t
+
+Counts are known on the host before the first micro-batch, so 8 rows at once, 2 x 4 rows and two
+ranks of 4 rows train the same.
+
+Shapes: A micro-batches of this rank in a step, T terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from pretrain import NonFiniteError
+from pretrain.batch import MicroBatch, send
+from pretrain.build import Run
+from pretrain.config import Optimizer
+from pretrain.hashing import root
+from pretrain.post_mortem import write_post_mortem
+from pretrain.rows import StepRows
+
+_DROPOUT = 3  # names this use of the seed; order and masking have theirs
+
+
+class Step(NamedTuple):
+    """What one optimizer step did; the same on every rank."""
+
+    counts: dict[str, int]  # tokens and masked tokens
+    totals: list[float]  # [T] each term's sum
+    grad_norm: float  # before clipping; not finite if no update was made
+    learning_rate: float
+
+
+def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
+    """Make one optimizer step on this rank's rows; None if a rank was told to stop.
+
+    Args:
+        run: moved on by one step.
+        rows: None if this rank is to stop.
+        stop: this rank was told to stop, so no rank makes this step.
+
+    Raises:
+        NonFiniteError: more steps than `train.skip_non_finite` were not finite.
+    """
+    accelerator, parallel, heartbeat = run.accelerator, run.parallel, run.heartbeat
+    config, state, terms = run.config, run.state, run.module.terms
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+
+    # Counts of the whole step. This is the only communication before the last micro-batch, and
+    # with it all ranks agree to stop at the same step.
+    heartbeat.at(state.step, "counts")
+    numbers = [rows.num_tokens, rows.num_masked, int(stop)] if rows else [0, 0, int(stop)]
+    if world > 1:
+        numbers = accelerator.reduce(torch.tensor(numbers, device=device), "sum").tolist()
+    counts = {"tokens": numbers[0], "masked": numbers[1]}
+    if rows is None or numbers[2]:
+        return None
+
+    # Dropout is a function of (seed, step, rank), so that a resumed run draws the same masks.
+    torch.manual_seed(root(config.train.seed, _DROPOUT, state.step, rank))
+
+    # Forward and backward. The loss is divided by the tokens only in the backward pass, together
+    # with the loss scale: gradients that the LM head makes in its forward pass then stay of order
+    # 1 and within fp16's range. So each term's factor here is weight * tokens / count.
+    factors_T = send(
+        torch.tensor([t.weight * counts["tokens"] / max(counts[t.over], 1) for t in terms]), device
+    )
+    losses, totals = [], []
+    for i, batch in enumerate(micro_batches(run, rows)):
+        heartbeat.at(state.step, "forward")
+        last = i == run.accumulation - 1
+        loss, totals_T = parallel.forward_backward(
+            batch, factors_T, 1 / max(counts["tokens"], 1), last=last
+        )
+        losses.append(loss)
+        totals.append(totals_T)
+
+    # Clip, and read back the step's figures: the one point where the host waits for the device.
+    heartbeat.at(state.step, "update")
+    rate = learning_rate(config.optimizer, state.step, run.num_steps)
+    parallel.set_learning_rate(rate)
+    norm = parallel.clip(config.optimizer.max_grad_norm)
+    losses_A, totals_AT = torch.stack(losses), torch.stack(totals)
+    num_bad = (~losses_A.isfinite()).sum().reshape(1)
+    figures = torch.cat([totals_AT.sum(0), num_bad.to(totals_AT)])
+    if world > 1:
+        figures = accelerator.reduce(figures, "sum")
+    *totals_of_step, bad, size = torch.cat([figures, norm.reshape(1).to(figures)]).tolist()
+
+    # Update on all ranks, or on none. In fp16 an infinite norm is an overflow of scaled gradients:
+    # its scaler leaves the step out and halves the scale.
+    if bad == 0 and (math.isfinite(size) or (parallel.loss_scale or 1) > 1):
+        parallel.step()
+    else:
+        parallel.discard()
+        state.skipped_steps += 1
+        allowed = config.train.skip_non_finite
+        if state.skipped_steps > allowed:
+            raise NonFiniteError(write_post_mortem(run, losses_A, totals_AT, size, rate))
+        values = {"skipped_steps": state.skipped_steps}
+        run.metrics.write("skipped", state.step + 1, values)
+        run.progress.say(
+            f"warning: step {state.step + 1}: its loss or gradient is not finite; it was left out, "
+            f"{state.skipped_steps} of at most {allowed}"
+        )
+        size = math.nan
+    state.step += 1
+    state.tokens += counts["tokens"]
+    return Step(counts, totals_of_step, size, rate)
+
+
+def micro_batches(run: Run, rows: StepRows) -> Iterator[MicroBatch]:
+    """Yield a step's rows on the device, `micro_batch_size` at a time."""
+    special = run.manifest.tokenizer.special_ids
+    for batch in rows.micro_batches(run.micro_batch_size, special):
+        yield batch.to(run.accelerator.device)
+
+
+def learning_rate(config: Optimizer, step: int, num_steps: int) -> float:
+    """Warm up linearly to the peak, then decay linearly towards 0; `step` counts from 0."""
+    warmup = round(config.warmup_ratio * num_steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    return config.learning_rate * (num_steps - step) / (num_steps - warmup)
