@@ -32,7 +32,7 @@ from pretrain.distillation import Distillation
 from pretrain.head.backends import use_triton
 from pretrain.memory import out_of_memory
 from pretrain.models import MaskedLM
-from pretrain.objectives import Term, VocabularyTerm
+from pretrain.objectives.terms import Term, VocabularyTerm
 
 Result = TypeVar("Result")
 OUT_OF_MEMORY = "out of memory"

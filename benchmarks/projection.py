@@ -33,7 +33,7 @@ from pretrain.attention import IMPLEMENTATION
 from pretrain.batch import MicroBatch, micro_batch
 from pretrain.cost import flops_per_token
 from pretrain.distillation import Distillation
-from pretrain.objectives import Term, cosine_term, kl_term, mlm_term
+from pretrain.objectives.terms import Term, cosine_term, kl_term, mlm_term
 
 ROW_LENGTH, ROWS = 512, 4096  # of the paper's optimizer step
 BYTES_OF_GRADIENT = 4  # fp32

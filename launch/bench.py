@@ -17,7 +17,7 @@ from launch.tables import print_table, show
 from pretrain import RunError
 from pretrain.batch import MicroBatch
 from pretrain.cost import flops_per_token, peak_flops
-from pretrain.objectives import Term
+from pretrain.objectives.terms import Term
 from pretrain.precision import allow_tf32
 
 SCHEMA = 1

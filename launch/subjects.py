@@ -17,8 +17,8 @@ from pretrain import RunError
 from pretrain.batch import MicroBatch
 from pretrain.config import RunConfig
 from pretrain.models import recompute_activations
-from pretrain.objectives import Term
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.terms import Term
 from pretrain.rows import build_masking
 from pretrain.student import build_student
 from pretrain.teacher import load_teacher

@@ -17,7 +17,7 @@ from pretrain.cpu_layers import use_cpu_layers
 from pretrain.head import Backend, Projection, vocabulary_losses
 from pretrain.masking import IGNORE
 from pretrain.models import MaskedLM, keep_embeddings_eager, last_hidden_state, projection
-from pretrain.objectives import Encoded, SignalTerm, Term, VocabularyTerm
+from pretrain.objectives.terms import Encoded, SignalTerm, Term, VocabularyTerm
 
 
 class Distillation(nn.Module):

@@ -25,8 +25,7 @@ from pretrain.gpu import check_kernels
 from pretrain.loading import check_row_length, load_model
 from pretrain.masking import IGNORE, Masking
 from pretrain.models import MaskedLM
-from pretrain.objectives import Term, VocabularyTerm
-from pretrain.objectives.terms import cross_entropy, kl_divergence
+from pretrain.objectives.terms import Term, VocabularyTerm, cross_entropy, kl_divergence
 from pretrain.rows import corrupt, masking_over, special_ids
 from pretrain.teacher import check_vocabulary, load_teacher
 

@@ -25,7 +25,7 @@ from pretrain.config import RunConfig
 from pretrain.gpu import check_kernels
 from pretrain.hashing import root
 from pretrain.heartbeat import STORE
-from pretrain.objectives import VocabularyTerm
+from pretrain.objectives.terms import VocabularyTerm
 from pretrain.parallel import uses_deepspeed
 from pretrain.precision import allow_tf32
 

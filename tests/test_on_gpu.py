@@ -25,7 +25,7 @@ from benchmarks.gpu.sizes import TINY, Sizes
 from benchmarks.gpu.supervise import Section, Supervisor
 from pretrain.attention.backends import masked
 from pretrain.head import Projection
-from pretrain.objectives import VocabularyTerm
+from pretrain.objectives.terms import VocabularyTerm
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu.sizes import Sizes
 from pretrain.head import Backend, Projection, vocabulary_losses
-from pretrain.objectives import VocabularyTerm, kl_term, mlm_term
+from pretrain.objectives.terms import VocabularyTerm, kl_term, mlm_term
 
 TEMPERATURE = 2.0
 COEFFICIENTS = (5.0, 11.0)  # of the sums of KL and cross-entropy

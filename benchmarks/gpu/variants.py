@@ -15,7 +15,7 @@ from benchmarks.measure import DTYPES, OurStep
 from pretrain.distillation import Distillation
 from pretrain.head import Backend
 from pretrain.models import MaskedLM, recompute_activations
-from pretrain.objectives import Term, cosine_term, kl_term, mlm_term
+from pretrain.objectives.terms import Term, cosine_term, kl_term, mlm_term
 
 # Drawn weights have larger gradients than trained ones: less than a scaler begins with.
 _LOSS_SCALES = {"fp32": 1.0, "bf16": 1.0, "fp16": 2.0**10}

@@ -58,32 +58,34 @@ def bench(
 
     Example: distil bench --synthetic --micro-batch 2 --json bench.json
     """
-    quiet()
-    import torch
-
-    from launch.bench import Settings, check, sizes_of
-    from launch.bench import bench as run
     from launch.config import config_line, load_config
-    from launch.tables import show
     from pretrain import RunError
     from pretrain.config import RunConfig
-    from pretrain.gpu import check_kernels
-    from pretrain.precision import choose
 
     if config is not None and (synthetic or (layers, width, row_length) != (12, 768, 512)):
         raise RunError(
             f"--synthetic, --layers, --width, --row-length: {config} has its own models and rows: "
             "leave out one or the other"
         )
+    settings = load_config(RunConfig, config, overrides or []) if config else None
+
+    # torch takes seconds to import: a mistake in the config is answered before.
+    quiet()
+    import torch
+
+    from launch.bench import Settings, check, sizes_of
+    from launch.bench import bench as run
+    from launch.tables import show
+    from pretrain.gpu import check_kernels
+    from pretrain.precision import choose
+
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     on_gpu = device.type == "cuda"
     check_kernels(device)
     precisions = precision or (["bf16", "fp16"] if on_gpu else ["fp32", "bf16"])
     kl_positions = kl or ["all", "masked"]
     rows = micro_batch or ([8, 32, 64] if on_gpu else [2, 8])
-    settings = None
-    if config is not None:
-        settings = load_config(RunConfig, config, overrides or [])
+    if config is not None and settings is not None:
         show([config_line(config)])
         configured = settings.train.precision
         precisions = precision or [choose(device)[0] if configured == "auto" else configured]

@@ -36,15 +36,18 @@ def pretrain(
     """
     with end_on_signal():
         from launch.config import config_line, load_config
+        from pretrain.config import RunConfig
+
+        settings = load_config(RunConfig, config, overrides or [])
+        skipped = [_rows(text) for text in skip_rows or []]
+
+        # torch takes seconds to import: a mistake in the config is answered before.
         from launch.progress import Training
         from launch.tables import show
-        from pretrain.config import RunConfig
         from pretrain.train import train
 
         keep_going()
         quiet()
-        settings = load_config(RunConfig, config, overrides or [])
-        skipped = [_rows(text) for text in skip_rows or []]
         if int(os.environ.get("RANK", 0)) == 0:
             show([config_line(config)])
     with Training() as progress:
@@ -110,6 +113,11 @@ def launch(
         _rows(text)
 
     with end_on_signal():
+        from launch.config import load_config
+        from pretrain.config import RunConfig
+
+        load_config(RunConfig, config, overrides or [])  # a mistake is answered before torch
+
         from launch.start import Launch, start
 
         if not dry_run:

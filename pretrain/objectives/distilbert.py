@@ -11,12 +11,14 @@ Weights 5 / 2 / 1 and T = 2 are what the authors used.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from data_prep.keys import Keys
-from pretrain.objectives.terms import Count, Term, cosine_term, kl_term, mlm_term
+
+if TYPE_CHECKING:
+    from pretrain.objectives.terms import Count, Term
 
 
 class DistilBert(Keys):
@@ -47,6 +49,8 @@ class DistilBert(Keys):
 
     def terms(self) -> tuple[Term, ...]:
         """Return the terms with a weight above 0."""
+        from pretrain.objectives.terms import cosine_term, kl_term, mlm_term
+
         over: Count = "tokens" if self.kl_positions == "all" else "masked"
         terms: tuple[Term, ...] = (
             kl_term(self.kl, temperature=self.temperature, over=over),

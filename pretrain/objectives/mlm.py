@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from data_prep.keys import Keys
-from pretrain.objectives.terms import Term, mlm_term
+
+if TYPE_CHECKING:
+    from pretrain.objectives.terms import Term
 
 
 class MaskedLanguageModel(Keys):
@@ -25,4 +27,6 @@ class MaskedLanguageModel(Keys):
 
     def terms(self) -> tuple[Term, ...]:
         """Return the one term."""
+        from pretrain.objectives.terms import mlm_term
+
         return (mlm_term(1.0),)

@@ -18,8 +18,8 @@ from pretrain.compilation import check_compiler
 from pretrain.config import RunConfig
 from pretrain.distillation import Distillation
 from pretrain.head import Projection, compiled, vocabulary, vocabulary_losses
-from pretrain.objectives import VocabularyTerm
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.terms import VocabularyTerm
 from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pretrain.head import Projection, closed_form, vocabulary, vocabulary_losses
-from pretrain.objectives import VocabularyTerm
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
+from pretrain.objectives.terms import VocabularyTerm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 N, D, V = 37, 16, 53

@@ -20,8 +20,8 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 from pretrain.batch import MicroBatch, micro_batch, send
 from pretrain.distillation import Distillation
 from pretrain.masking import Masking
-from pretrain.objectives import SignalTerm, Term, VocabularyTerm
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.terms import SignalTerm, Term, VocabularyTerm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAD, CLS = 0, 2
