@@ -89,6 +89,22 @@ def test_a_rewritten_dataset_is_noticed(make_config: Any, tmp_path: Path, kind: 
     assert prepare(make_config(sources=moved)) == first
 
 
+def test_a_file_rewritten_with_its_size_and_time_is_noticed(
+    make_config: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    sources = [{"kind": "jsonl", "path": str(path)}]
+    prepare(make_config(sources=sources))
+    before = path.stat()
+    text = path.read_text()
+    path.write_text(text.replace("e", "a"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    with pytest.raises(CorpusError, match="has changed"):
+        prepare(make_config(sources=sources))
+
+
 class Hub(BaseHTTPRequestHandler):
     """As much of the Hugging Face hub as two datasets of one file need."""
 
