@@ -1,0 +1,136 @@
+"""Print figures about the code's structure, and compare them with ceilings.
+
+    python benchmarks/figures.py [--check]     (`make figures`; `make checks` adds --check)
+
+With --check, the exit code is 1 if a figure is above its ceiling. Lower a ceiling when a figure
+falls; raising one needs a reason in docs/LOG.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("data_prep", "pretrain", "launch")
+RIDDLES = ("what", "whether", "who", "how")
+CEILINGS = {
+    "functions per 100 lines": 5.6,
+    "private functions, %": 45.0,
+    "private functions called once, %": 75.0,
+    "docstrings that begin with What, Whether, Who, How, %": 7.0,
+    "longest file, lines": 420,
+    "longest function, lines": 100,
+    "files in the largest folder": 46,
+    "files that share a name within a package": 8,
+}
+FLOORS = {"comment lines, %": 3.0}
+
+
+class Source(NamedTuple):
+    """One parsed file."""
+
+    path: Path
+    lines: list[str]
+    tree: ast.Module
+
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Yield every function and method."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node
+
+    def docstrings(self) -> Iterator[str]:
+        """Yield every docstring."""
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        for node in ast.walk(self.tree):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                yield text
+
+    def num_comments(self) -> int:
+        """Count lines that hold a comment."""
+        text = "\n".join(self.lines) + "\n"
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        return sum(token.type == tokenize.COMMENT for token in tokens)
+
+    def names(self) -> Iterator[str]:
+        """Yield every name that is read, called or not."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Name):
+                yield node.id
+            elif isinstance(node, ast.Attribute):
+                yield node.attr
+
+
+def read(root: Path) -> list[Source]:
+    """Read all files of the packages."""
+    found = []
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        found.append(Source(path.relative_to(root), text.splitlines(), ast.parse(text)))
+    return found
+
+
+def figures(sources: list[Source]) -> dict[str, float]:
+    """Compute each figure."""
+    lines = sum(len(source.lines) for source in sources)
+    functions = [(source, node) for source in sources for node in source.functions()]
+    docstrings = [text for source in sources for text in source.docstrings()]
+    riddles = [text for text in docstrings if text.split()[0].lower().strip(",.") in RIDDLES]
+    private = [
+        (source, node)
+        for source, node in functions
+        if node.name.startswith("_") and not node.name.startswith("__")
+    ]
+    uses = Counter((source.path, name) for source in sources for name in source.names())
+    once = [node for source, node in private if uses[source.path, node.name] == 1]
+    folders = Counter(source.path.parent for source in sources)
+    names = Counter(
+        (source.path.parts[0], source.path.name)
+        for source in sources
+        if source.path.name not in ("__init__.py", "config.py")
+    )
+    return {
+        "lines": lines,
+        "functions": len(functions),
+        "functions per 100 lines": 100 * len(functions) / lines,
+        "private functions, %": 100 * len(private) / len(functions),
+        "private functions called once, %": 100 * len(once) / len(private),
+        "comment lines, %": 100 * sum(source.num_comments() for source in sources) / lines,
+        "docstrings that begin with What, Whether, Who, How, %": 100
+        * len(riddles)
+        / len(docstrings),
+        "longest file, lines": max(len(source.lines) for source in sources),
+        "longest function, lines": max(
+            (node.end_lineno or 0) - node.lineno + 1 for _, node in functions
+        ),
+        "files in the largest folder": max(folders.values()),
+        "files that share a name within a package": sum(n for n in names.values() if n > 1),
+    }
+
+
+def main() -> int:
+    """Print the table; with --check, return 1 if a figure is beyond its limit."""
+    check = "--check" in sys.argv[1:]
+    roots = [Path(argument) for argument in sys.argv[1:] if argument != "--check"]
+    beyond = []
+    for name, value in figures(read(roots[0] if roots else ROOT)).items():
+        ceiling, floor = CEILINGS.get(name), FLOORS.get(name)
+        limit = "" if ceiling is None else f"at most {ceiling:g}"
+        limit = limit if floor is None else f"at least {floor:g}"
+        print(f"{name:<55}{value:>9.1f}   {limit}")
+        if (ceiling is not None and value > ceiling) or (floor is not None and value < floor):
+            beyond.append(name)
+    if check and beyond:
+        print(f"error: beyond the limit: {', '.join(beyond)}", file=sys.stderr)
+    return int(check and bool(beyond))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
