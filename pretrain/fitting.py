@@ -17,7 +17,7 @@ class Found(NamedTuple):
 
 
 def sizes(share: int, most: int | None = None) -> list[int]:
-    """The micro-batches that a process's `share` of a step can be made of, ascending."""
+    """Return the micro-batches that a rank's `share` of a step can be made of, ascending."""
     return [n for n in range(1, min(share, most or share) + 1) if share % n == 0]
 
 

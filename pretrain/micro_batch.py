@@ -1,9 +1,9 @@
-"""`micro_batch_size: auto`: the most rows at a time that fit into memory, found before the start.
+"""`micro_batch_size: auto` on a GPU: the most rows at a time that fit, found before the start.
 
-The effective batch stays `global_batch_size`: the sizes tried are the divisors of a process's
-share. On a GPU micro-steps are really made, to no effect; on the host, where a system kills who
-takes too much, memory is predicted from shapes. What was found is the same in all processes, and
-kept in the checkpoint: only with the same micro-batches does a resumed run repeat bit for bit.
+The effective batch stays `global_batch_size`: the sizes tried are the divisors of a rank's share.
+Real micro-steps are made and discarded. What was found is the same on all ranks, and kept in the
+checkpoint: only with the same micro-batches does a resumed run repeat bit for bit. On a CPU `auto`
+is a fixed number, see `precision.with_defaults`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import get_int_from_env
 
 from pretrain import RunError, trial
 from pretrain.build import Run
 from pretrain.fitting import Found, largest, measured, sizes
-from pretrain.memory import Memory, host_memory, out_of_memory
+from pretrain.memory import out_of_memory
 from pretrain.processes import any_process, jointly
 
-MOST_ON_HOST = 32  # rows; more are no faster on a CPU
 MULTIPLE_ON_GPU = 8  # rows, which its matrix units like
-_MARGIN_GPU, _MARGIN_HOST = 0.08, 0.15  # of the memory, left free
+_MARGIN = 0.08  # of the memory, left free
 _SAME_MEMORY = 0.02  # what one machine may differ by from start to start
-_LOCAL_PROCESSES = ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"]
 
 
 def resolve(run: Run, state: Mapping[str, Any] | None) -> None:
@@ -42,11 +39,11 @@ def resolve(run: Run, state: Mapping[str, Any] | None) -> None:
     if run.config.train.micro_batch_size != "auto":
         return
     accelerator, share = run.accelerator, run.share
-    memory = _memory(run)
+    memory = trial.gpu_memory(accelerator.device)
     total = torch.tensor([memory.total], device=accelerator.device)
     where = {
         "processes": accelerator.num_processes,
-        "device": _device(accelerator.device),
+        "device": torch.cuda.get_device_name(accelerator.device),
         "memory": int(accelerator.gather(total).min()),
         "activation_checkpointing": run.config.train.activation_checkpointing,
     }
@@ -86,49 +83,22 @@ def explained(run: Run) -> Iterator[None]:
 
 
 def _find(run: Run, share: int) -> tuple[Found, str]:
-    """What fits in this process, and how that is said."""
-    ahead = _ahead(run)
-    if run.accelerator.device.type == "cuda":
-        measure = partial(trial.on_gpu, run)
-        measured(measure, 1)  # libraries take memory of their own when they are first used
-        memory = _memory(run)
-        budget = memory.free * (1 - _MARGIN_GPU) - ahead
-        found = largest(sizes(share), measure, budget, multiple=MULTIPLE_ON_GPU)
-        torch.cuda.empty_cache()
-        note = ""
-    else:
-        memory = _memory(run)
-        budget = memory.free * (1 - _MARGIN_HOST) - ahead
-        found = largest(sizes(share, MOST_ON_HOST), trial.on_host(run), budget)
-        note = f"; more than {MOST_ON_HOST} are no faster on a CPU"
+    """Return what fits in this process, and the words for it."""
+    device, measure = run.accelerator.device, partial(trial.on_gpu, run)
+    measured(measure, 1)  # libraries take memory of their own when they are first used
+    free = trial.gpu_memory(device).free
+    # The first step will take a gradient and, in a new run, AdamW's two moments of each parameter
+    # in fp32. ZeRO has made its moments, but not its buckets.
+    weights = sum(4 * p.numel() for p in run.student.parameters() if p.requires_grad)
+    ahead = weights * (1 if run.state.step else 3)
+    found = largest(sizes(share), measure, free * (1 - _MARGIN) - ahead, multiple=MULTIPLE_ON_GPU)
+    torch.cuda.empty_cache()
     if found is None:
         raise RunError(
-            f"micro_batch_size auto: not even 1 row fits into {_gb(memory.free)} GB of "
-            f"{_kind(run)}: {_less(run)}"
+            f"micro_batch_size auto: not even 1 row fits into {_gb(free)} GB of GPU memory: "
+            f"{_less(run)}"
         )
-    return found, f" ({_gb(found.used + ahead)} of {_gb(memory.free)} GB{note})"
-
-
-def _ahead(run: Run) -> int:
-    """Bytes that the first step and the first checkpoint will take and keep.
-
-    A gradient and, in a new run, AdamW's two moments of each parameter in fp32; on the host a copy
-    of weights and moments for the checkpoint, too. ZeRO has made its moments, but not its buckets.
-    """
-    weights = sum(4 * p.numel() for p in run.student.parameters() if p.requires_grad)
-    copies = 3 if run.accelerator.device.type == "cpu" else 0
-    return weights * (1 + (0 if run.state.step else 2) + copies)
-
-
-def _memory(run: Run) -> Memory:
-    device = run.accelerator.device
-    if device.type == "cuda":
-        return trial.gpu_memory(device)
-    return host_memory(get_int_from_env(_LOCAL_PROCESSES, 1))
-
-
-def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return found, f" ({_gb(found.used + ahead)} of {_gb(free)} GB)"
 
 
 def _recorded(record: Any, where: Mapping[str, Any], share: int) -> int | None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
@@ -21,7 +22,6 @@ from torch import Tensor
 from transformers.modeling_utils import load_state_dict
 
 from pretrain import RunError
-from pretrain.memory import host_memory
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
@@ -99,7 +99,7 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
         if not files:
             raise RunError(f"{who}: there is no {folder / _SAFE}; check the path")
         _refuse_pickles(who, files[0], allowed=pickled)
-    size, memory = sum(file.stat().st_size for file in files), host_memory().total
+    size, memory = sum(file.stat().st_size for file in files), psutil.virtual_memory().total
     if size > memory:
         raise RunError(
             f"{who}: its weights have {size:,} bytes, more than the memory here ({memory:,}); take "

@@ -75,8 +75,14 @@ def resolve(
 
 
 def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:
-    """Fill in a `micro_batch_size` that was not given: `auto` on a GPU, a few rows on a CPU."""
-    if config.train.micro_batch_size is not None:
+    """Fill in `micro_batch_size`: left out, it is `auto` on a GPU; there `auto` is resolved later.
+
+    On a CPU both are the largest number of rows, up to 8, that divides a rank's share: more are
+    hardly faster there, and a system that runs out of memory kills the process.
+    """
+    if isinstance(config.train.micro_batch_size, int) or (
+        device == "cuda" and config.train.micro_batch_size == "auto"
+    ):
         return config
     share = config.train.global_batch_size // num_processes
     rows = next(rows for rows in range(ROWS_ON_HOST, 0, -1) if share % rows == 0)

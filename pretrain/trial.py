@@ -1,27 +1,17 @@
-"""The memory of a micro-step: made on a GPU, to no effect, or predicted for the host."""
+"""Measure the GPU memory of a micro-step by making one and discarding its gradients."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
 from pretrain.batch import MicroBatch, micro_batch
 from pretrain.build import Run
-from pretrain.distillation import Distillation
-from pretrain.footprint import of_micro_step
 from pretrain.memory import Memory
 from pretrain.rows import special_ids
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# What a process takes for a byte that is alive: malloc keeps what was freed, in pieces that may not
-# fit what comes next (1.7 to 2.1 seen with glibc; less where tensors are larger than 32 MB).
-_KEPT = 2.1
-_POSITIONS = 512  # from here on the vocabulary head has whole chunks, and memory is a straight line
-
 
 def gpu_memory(device: torch.device) -> Memory:
-    """What this process may take of its GPU; what it has already counts as free."""
+    """Return what this process may take of its GPU; what it has already counts as free."""
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)
     if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # torch 2.6 has no such function
@@ -30,9 +20,9 @@ def gpu_memory(device: torch.device) -> Memory:
 
 
 def on_gpu(run: Run, rows: int) -> int:
-    """Bytes that torch has taken of the GPU by the end of a real micro-step of full rows.
+    """Return the bytes of the GPU that torch holds after a real micro-step of full rows.
 
-    Gradients are asked for and dropped: no parameter gets one, no process hears of it (DDP and
+    Gradients are computed and discarded: no parameter gets one, no process hears of it (DDP and
     DeepSpeed act when gradients are added up, which they are not), and torch's random streams are
     put back. Compiled code runs uncompiled: that takes more, and no compilation per size.
 
@@ -52,29 +42,8 @@ def on_gpu(run: Run, rows: int) -> int:
     return torch.cuda.max_memory_reserved(device)
 
 
-def on_host(run: Run) -> Callable[[int], float]:
-    """A function from rows to the bytes that a micro-step will take, beyond what is taken now."""
-    teacher = run.teacher.model if run.teacher else None
-    # Of its own: what wraps the run's module has hooks and a precision in it.
-    module = Distillation(run.student, teacher, run.module.terms, pad_id=run.module.pad_id)
-    length = run.manifest.row_length
-    few = -(-_POSITIONS // length)
-    with torch.compiler.set_stance("force_eager"):
-        one, two = (
-            of_micro_step(
-                module,
-                n * few,
-                length,
-                autocast=_HALF.get(run.config.train.precision),
-                masked=run.config.masking.probability,
-            ).peak
-            for n in (1, 2)
-        )
-    return lambda rows: _KEPT * (one + (two - one) * (rows - few) / few)
-
-
 def full_rows(run: Run, rows: int) -> MicroBatch:
-    """The rows that take most: no padding, and every mask slot used."""
+    """Build the rows that take most memory: no padding, and every mask slot used."""
     manifest, special = run.manifest, run.manifest.tokenizer.special_ids
     length, slots = manifest.row_length, run.dataset.masking.num_slots(manifest.row_length)
     word = min(set(range(manifest.tokenizer.vocab_size)) - {*special_ids(manifest)})

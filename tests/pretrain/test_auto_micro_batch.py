@@ -1,4 +1,4 @@
-"""`micro_batch_size: auto`: the most that fits, once, the same everywhere and ever after."""
+"""`micro_batch_size: auto`: the most rows that fit a GPU, a fixed number on a CPU."""
 
 import errno
 import json
@@ -18,27 +18,10 @@ from launch.config import ConfigError, load_config
 from pretrain import RunError, micro_batch
 from pretrain.config import RunConfig
 from pretrain.fitting import Found, largest, sizes
-from pretrain.memory import Memory, control_groups, host_memory, out_of_memory
-from pretrain.metrics import Silent
+from pretrain.memory import out_of_memory
+from pretrain.precision import with_defaults
 from pretrain.replay import replay
 from pretrain.train import train
-
-MB = 2**20
-GB = 2**30
-
-
-class Said(Silent):
-    """What a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    @property
-    def auto(self) -> list[str]:
-        return [line for line in self.lines if line.startswith("micro_batch_size auto: ")]
 
 
 @pytest.fixture
@@ -67,23 +50,8 @@ def settings(tmp_path: Path, corpus: Path) -> Callable[..., dict[str, Any]]:
     return make
 
 
-def run(values: dict[str, Any], **arguments: Any) -> Said:
-    said = Said()
-    train(RunConfig.model_validate(values), progress=said, **arguments)
-    return said
-
-
-def resolved(output: str | Path) -> int:
-    config = json.loads((Path(output) / "config.json").read_text(encoding="utf-8"))
-    rows = config["train"]["micro_batch_size"]
-    assert isinstance(rows, int)
-    return rows
-
-
-def state(output: str | Path, step: int) -> dict[str, Any]:
-    path = Path(output) / "checkpoints" / f"step-{step:08d}" / "state.json"
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return values
+def run(values: dict[str, Any]) -> None:
+    train(RunConfig.model_validate(values))
 
 
 @given(share=st.integers(1, 600), most=st.none() | st.integers(1, 64))
@@ -177,73 +145,6 @@ def test_errors_for_want_of_memory_are_told_from_others(error: Exception, is_one
     assert out_of_memory(error) == is_one
 
 
-def test_control_groups_of_both_kinds_limit_with_all_that_hold_them(tmp_path: Path) -> None:
-    def write(name: str, values: dict[str, Any]) -> None:
-        (tmp_path / name).mkdir(parents=True, exist_ok=True)
-        for file, value in values.items():
-            (tmp_path / name / file).write_text(f"{value}\n")
-
-    own = tmp_path / "own"
-    own.write_text("0::/user/job\n")
-    write("user", {"memory.max": 8 * GB, "memory.high": 6 * GB, "memory.current": 5 * GB})
-    write("user/job", {"memory.max": "max", "memory.high": "max", "memory.current": 1 * GB})
-    write("user", {"memory.stat": f"anon 7\ninactive_file {2 * GB}\nactive_file 1"})
-    assert list(control_groups(own, tmp_path)) == [Memory(6 * GB, 3 * GB)]
-
-    own.write_text("5:cpu,cpuacct:/elsewhere\n4:memory:/slurm/job_7\n")  # v1, in a container
-    write("memory", {"memory.limit_in_bytes": 4 * GB, "memory.usage_in_bytes": 1 * GB})
-    assert list(control_groups(own, tmp_path)) == [Memory(4 * GB, 3 * GB)]
-    assert list(control_groups(tmp_path / "none", tmp_path)) == []
-
-
-def test_processes_share_the_host() -> None:
-    one, four = host_memory(), host_memory(4)
-    assert 0 < one.free <= one.total
-    assert four.total == one.total // 4
-    assert four.free == pytest.approx(one.free / 4, rel=0.2)
-
-
-def test_it_is_resolved_once_and_a_resumed_run_repeats_it_bitwise(
-    settings: Callable[..., dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    one_thread: None,
-) -> None:
-    whole, halves = settings("whole"), settings("halves")
-    said = run(whole)
-    assert len(said.auto) == 1 and said.auto[0].startswith("micro_batch_size auto: 24 rows (0.")
-    assert any("= 24 rows x 1 micro-batches x 1 process" in line for line in said.lines)
-    assert resolved(whole["output"]) == 24
-    assert state(whole["output"], 4)["config"]["train"]["micro_batch_size"] == 24
-
-    run(halves, stop_after=2)
-    record = state(halves["output"], 2)["micro_batch"]
-    assert record == {
-        "rows": 24,
-        "processes": 1,
-        "device": "cpu",
-        "memory": pytest.approx(host_memory().total),
-        "activation_checkpointing": False,
-    }
-    # Less memory is free now: it is not asked, since the device is the same.
-    free = host_memory().total // 10**5
-    monkeypatch.setattr(micro_batch, "host_memory", lambda _: Memory(host_memory().total, free))
-    said = run(halves)
-    assert said.auto == ["micro_batch_size auto: 24 rows, as in the checkpoint"]
-    assert ranks.digests(Path(halves["output"]), 4) == ranks.digests(Path(whole["output"]), 4)
-    with pytest.raises(RunError, match=r"not even 1 row fits into 0\.0 GB of memory: train\."):
-        run(settings("new"))
-    assert not (Path(settings("new")["output"]) / "exit_status.json").exists()  # as any refusal
-
-
-def test_a_number_of_ones_own_wins_over_the_record(
-    settings: Callable[..., dict[str, Any]], one_thread: None
-) -> None:
-    run(settings(), stop_after=2)
-    run(settings(micro_batch_size=6))
-    assert resolved(settings()["output"]) == 6
-    assert state(settings()["output"], 4)["micro_batch"] is None
-
-
 @pytest.mark.parametrize(
     ("change", "kept"),
     [
@@ -266,95 +167,27 @@ def test_a_record_counts_only_in_a_place_like_its_own(change: dict[str, Any], ke
     assert micro_batch._recorded(None, where, 24) is None
 
 
-def test_replay_knows_the_micro_batches_of_such_a_run(
-    settings: Callable[..., dict[str, Any]], one_thread: None
+@pytest.mark.parametrize(("rows", "found"), [(24, 8), (6, 6), (26, 2), (22, 2), (7, 7)])
+def test_on_a_cpu_it_is_the_largest_divisor_up_to_eight(
+    rows: int, found: int, settings: Callable[..., dict[str, Any]], one_thread: None
 ) -> None:
-    run(settings(), stop_after=2)
-    output = Path(settings()["output"])
-    found = replay(output, 2)
-    assert found.micro_batch_size == 24
-    assert {row.micro_batch for row in found.rows()} == {0}
+    values = settings(global_batch_size=rows, max_steps=1)
+    config = with_defaults(RunConfig.model_validate(values), "cpu", 1)
+    assert config.train.micro_batch_size == found
+    assert with_defaults(RunConfig.model_validate(values), "cuda", 1) == RunConfig.model_validate(
+        values
+    )
 
 
-def test_nothing_of_the_run_moves(
+def test_on_a_cpu_a_run_has_the_bits_of_the_number_itself(
     settings: Callable[..., dict[str, Any]], one_thread: None
 ) -> None:
-    """The same bits as with the number itself."""
-    run(settings("auto")), run(settings("number", micro_batch_size=24))
+    run(settings("auto")), run(settings("number", micro_batch_size=8))
     outputs = [Path(settings(name)["output"]) for name in ("auto", "number")]
     assert ranks.digests(outputs[0], 4) == ranks.digests(outputs[1], 4)
-
-
-def test_the_prediction_is_a_straight_line_that_real_steps_stay_below(
-    settings: Callable[..., dict[str, Any]], one_thread: None
-) -> None:
-    """Bytes alive, counted on real tensors, against the line from two small sizes."""
-    from pretrain.footprint import Counter
-
-    counted: dict[int, float] = {}
-    lines: list[Callable[[int], float]] = []
-    resolve, on_host = micro_batch.resolve, micro_batch.trial.on_host
-
-    def counting(run: Any, saved: Any) -> None:
-        lines.append(on_host(run))
-        resolve(run, saved)
-        for rows in (8, 24):
-            inputs = micro_batch.trial.full_rows(run, rows)
-            with Counter() as counter:
-                loss, _ = run.module(*inputs, torch.ones(len(run.module.terms)))
-                torch.autograd.grad(loss, [*run.module.parameters()], allow_unused=True)
-            counted[rows] = counter.footprint.peak
-
-    import pretrain.train
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain.train, "resolve", counting)
-        run(settings(max_steps=1))
-    for rows, peak in counted.items():
-        # A good part is kept free for what malloc does not give back, but not everything.
-        assert 1.5 * peak < lines[0](rows) < 3 * peak
-
-
-def test_recomputed_activations_are_predicted_to_take_less(
-    settings: Callable[..., dict[str, Any]], one_thread: None
-) -> None:
-    predicted: list[float] = []
-    on_host = micro_batch.trial.on_host
-
-    def noting(run: Any) -> Callable[[int], float]:
-        line = on_host(run)
-        predicted.append(line(24))
-        return line
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_batch.trial, "on_host", noting)
-        run(settings("kept", max_steps=1))
-        run(settings("recomputed", max_steps=1, activation_checkpointing=True))
-    assert predicted[1] < 0.7 * predicted[0]
-
-
-def test_under_a_real_limit_it_takes_less_and_the_run_ends_well(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    tight = settings("tight", global_batch_size=96, max_steps=2)
-    ranks.run(1, rank_work.within, tight, [850], tmp_path / "tight")
-    assert json.loads((tmp_path / "tight.0").read_text()) == ["finished", ""]
-    ample = settings("ample", global_batch_size=96, max_steps=2)
-    ranks.run(1, rank_work.within, ample, [4000], tmp_path / "ample")
-    assert 1 <= resolved(tight["output"]) < resolved(ample["output"]) == 32
-
-
-def test_two_processes_agree_on_the_smaller(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    values = settings(global_batch_size=192, max_steps=2)
-    for limits in ([4000, 800], [800, 4000]):
-        name = f"limits {limits[0]}"
-        values["output"] = str(tmp_path / name)
-        ranks.run(2, rank_work.within, values, limits, tmp_path / name)
-        record = state(values["output"], 2)["micro_batch"]
-        assert record["processes"] == 2 and record["rows"] == resolved(values["output"])
-        assert 1 <= record["rows"] < 32 and 96 % record["rows"] == 0
+    assert replay(outputs[0], 2).micro_batch_size == 8
+    config = json.loads((outputs[0] / "config.json").read_text(encoding="utf-8"))
+    assert config["train"]["micro_batch_size"] == 8
 
 
 def test_memory_that_runs_out_names_the_fix(

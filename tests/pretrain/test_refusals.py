@@ -21,14 +21,14 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
+import pretrain.train
 from data_prep import CorpusError
 from data_prep.shards import canonical_json, load_manifest, open_shards, write_shard
 from data_prep.shards import manifest as shards_manifest
 from data_prep.shards.manifest import manifest_bytes, seal
-from pretrain import RunError, micro_batch
+from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.loading import load_model
-from pretrain.memory import Memory
 from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -559,13 +559,16 @@ def test_a_run_that_cannot_go_on(place: Place, stopped: Path, case: tuple[Any, .
 def test_a_run_for_which_memory_is_too_small_is_left_as_it_was(
     place: Place, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last refusal there is, after everything was built."""
+    """The last refusal there is, on a GPU, after everything was built."""
+
+    def refuse(*_: object) -> None:
+        raise RunError("micro_batch_size auto: not even 1 row fits")
+
     shutil.copytree(stopped, place.output)
     with (place.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "train", "step": 3, "loss": 1.0}\n')  # of a run that was killed
-    place.values["train"]["micro_batch_size"] = "auto"
     place.values["logging"]["tensorboard"] = True
-    monkeypatch.setattr(micro_batch, "host_memory", lambda processes: Memory(2**20, 2**20))
+    monkeypatch.setattr(pretrain.train, "resolve", refuse)
     assert_refused(place, "micro_batch_size auto: not even 1 row fits")
 
 
