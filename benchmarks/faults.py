@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from pretrain.status import read_status
+from pretrain.monitor.status import read_status
 
 TIMEOUT = 10
 LIMIT = 300  # seconds

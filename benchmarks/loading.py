@@ -31,10 +31,10 @@ from data_prep.shards import open_shards, write_shard
 from data_prep.shards.manifest import SpecialIds, manifest_bytes, seal
 from data_prep.smoothing import smoothing
 from pretrain.config import MaskingConfig
-from pretrain.hashing import derive, root
-from pretrain.masking import _EXPONENTIAL, IGNORE, Masked, Masking
-from pretrain.order import Order
-from pretrain.rows import StepDataset, build_masking, loader
+from pretrain.data.hashing import derive, root
+from pretrain.data.masking import _EXPONENTIAL, IGNORE, Masked, Masking
+from pretrain.data.order import Order
+from pretrain.data.rows import StepDataset, build_masking, loader
 
 V, LENGTH = 30522, 512
 SPECIAL = SpecialIds(pad=0, unk=100, cls=101, sep=102, mask=103)

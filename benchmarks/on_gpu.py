@@ -23,8 +23,8 @@ from pathlib import Path
 
 from benchmarks.gpu import plan
 from benchmarks.gpu.report import Report, read, slug, table
-from benchmarks.gpu.sizes import TINY, Sizes
 from benchmarks.gpu.supervise import Supervisor, work
+from pretrain.bench.sizes import TINY, Sizes
 
 _RESULTS = Path(__file__).parent / "results"
 

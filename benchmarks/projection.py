@@ -4,7 +4,7 @@
     python benchmarks/projection.py --check
 
 The first prints what docs/performance.md derives: seconds of an optimizer step from the cost model
-(`pretrain/cost.py`) at an assumed share of the peak, the time its one all-reduce takes at an
+(`pretrain/bench/cost.py`) at an assumed share of the peak, the time its one all-reduce takes at an
 assumed bandwidth, and the whole run. Nothing in that table is a measurement. `--check` measures the
 model's ingredients with two gloo processes on this machine (a micro-batch, the all-reduce of the
 gradients, the optimizer), predicts optimizer steps of 1, 2 and 4 micro-batches from them, and times
@@ -29,10 +29,10 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
-from pretrain.attention import IMPLEMENTATION
-from pretrain.batch import MicroBatch, micro_batch
-from pretrain.cost import flops_per_token
-from pretrain.distillation import Distillation
+from pretrain.bench.cost import flops_per_token
+from pretrain.data.batch import MicroBatch, micro_batch
+from pretrain.kernels.attention import IMPLEMENTATION
+from pretrain.model.distillation import Distillation
 from pretrain.objectives.terms import Term, cosine_term, kl_term, mlm_term
 
 ROW_LENGTH, ROWS = 512, 4096  # of the paper's optimizer step

@@ -33,7 +33,7 @@ from transformers import BertConfig, BertForMaskedLM
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from pretrain.config import RunConfig
-from pretrain.metrics import Silent
+from pretrain.monitor.metrics import Silent
 from pretrain.train import train
 
 LIMIT = 1.0  # MB in 1,000 steps

@@ -22,7 +22,7 @@ from launch import failures
 from launch.command import ENTRY
 from launch.rank import LOGS, STACK, log_file
 from launch.watch import Beat, Cause, Watch, cause
-from pretrain.heartbeat import FOLDER, STORE
+from pretrain.monitor.heartbeat import FOLDER, STORE
 
 _POLL = 0.1  # seconds
 _PATIENCE = 5.0  # seconds from the first failure to the end of all

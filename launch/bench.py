@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import cells, environment
-from benchmarks.gpu.sizes import Sizes
 from launch.tables import print_table, show
 from pretrain import RunError
-from pretrain.batch import MicroBatch
-from pretrain.cost import flops_per_token, peak_flops
+from pretrain.bench import cells, environment
+from pretrain.bench.cost import flops_per_token, peak_flops
+from pretrain.bench.sizes import Sizes
+from pretrain.data.batch import MicroBatch
+from pretrain.device.precision import allow_tf32
 from pretrain.objectives.terms import Term
-from pretrain.precision import allow_tf32
 
 SCHEMA = 1
 PRECISIONS = ("fp32", "bf16", "fp16")

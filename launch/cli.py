@@ -46,7 +46,7 @@ def main() -> None:
     except (Exception, KeyboardInterrupt) as error:
         from data_prep.messages import complain
         from launch.failures import record
-        from pretrain.status import verdict
+        from pretrain.monitor.status import verdict
 
         code, text = verdict(error)
         record(error, code, text)  # where a supervisor started this rank

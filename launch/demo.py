@@ -25,7 +25,7 @@ from launch.tables import print_table, show
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate_folder
-from pretrain.export import export
+from pretrain.export.export import export
 from pretrain.files import write_json
 from pretrain.output import foreign, is_run
 from pretrain.train import train

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.disk.credentials import masked
-from pretrain.heartbeat import FOLDER
-from pretrain.memory import OUT_OF_MEMORY
+from pretrain.device.memory import OUT_OF_MEMORY
+from pretrain.monitor.heartbeat import FOLDER
 
 # What a rank meets when another has ended, hangs or never came.
 _CONNECTION = re.compile(

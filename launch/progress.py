@@ -54,7 +54,7 @@ class _StageLines:
 
 
 class Training:
-    """Shows a training run; satisfies `pretrain.metrics.Progress`."""
+    """Shows a training run; satisfies `pretrain.monitor.metrics.Progress`."""
 
     def __init__(self) -> None:
         self.bar = _bar() if console.is_terminal else None

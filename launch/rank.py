@@ -18,7 +18,7 @@ from pathlib import Path
 from data_prep.disk.credentials import masked
 from launch import failures
 from launch.output import tolerant
-from pretrain.heartbeat import FOLDER, STORE, Heartbeat
+from pretrain.monitor.heartbeat import FOLDER, STORE, Heartbeat
 
 LOGS = "DISTIL_LOGS"  # environment: the folder of this attempt's logs
 STACK = signal.SIGUSR2  # a rank that receives it writes its stack to its log

@@ -31,10 +31,10 @@ from launch.hardware import Device, Hardware, hardware, visible_cores, visible_g
 from launch.supervise import supervise
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.gather import accumulation_steps
+from pretrain.device.precision import with_defaults
+from pretrain.distributed.processes import timeout
+from pretrain.inputs import accumulation_steps
 from pretrain.output import check_output
-from pretrain.precision import with_defaults
-from pretrain.processes import timeout
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from benchmarks import cells
-from benchmarks.documents import LAYOUTS, Document, SpecialIds, batch, drawn, packed, typical
-from benchmarks.gpu import subjects
-from benchmarks.gpu.sizes import Sizes
 from data_prep.shards import load_manifest, open_shards
 from launch.bench import Settings, Subject
 from pretrain import RunError
-from pretrain.batch import MicroBatch
+from pretrain.bench import cells, subjects
+from pretrain.bench.documents import LAYOUTS, Document, SpecialIds, batch, drawn, packed, typical
+from pretrain.bench.sizes import Sizes
 from pretrain.config import RunConfig
-from pretrain.models import recompute_activations
+from pretrain.data.batch import MicroBatch
+from pretrain.data.rows import build_masking
+from pretrain.model.encoder import recompute_activations
+from pretrain.model.student import build_student
+from pretrain.model.teacher import load_teacher
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.terms import Term
-from pretrain.rows import build_masking
-from pretrain.student import build_student
-from pretrain.teacher import load_teacher
 
 _DOCUMENTS = 2000  # drawn for a layout
 

@@ -25,8 +25,8 @@ from data_prep.disk.locks import is_alive, parsed, this_process
 from launch.attempt import Ended, attempt, say
 from launch.watch import Cause
 from pretrain.checkpoint.layout import checkpoints
-from pretrain.heartbeat import SUPERVISOR
-from pretrain.status import LAUNCH, read_status
+from pretrain.monitor.heartbeat import SUPERVISOR
+from pretrain.monitor.status import LAUNCH, read_status
 
 _SAME = 3  # ends at one step that stop a run
 _LONGEST = 60  # seconds between restarts

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from data_prep.shards import Manifest, ShardSet, check, open_shards
 from pretrain import checkpoint
-from pretrain.distillation import Distillation
-from pretrain.gpu import check_kernels
-from pretrain.loading import check_row_length, load_model
-from pretrain.masking import IGNORE, Masking
-from pretrain.models import MaskedLM
+from pretrain.data.masking import IGNORE, Masking
+from pretrain.data.rows import corrupt, masking_over, special_ids
+from pretrain.device.gpu import check_kernels
+from pretrain.model.distillation import Distillation
+from pretrain.model.encoder import MaskedLM
+from pretrain.model.loading import check_row_length, load_model
+from pretrain.model.teacher import check_vocabulary, load_teacher
 from pretrain.objectives.terms import Term, VocabularyTerm, cross_entropy, kl_divergence
-from pretrain.rows import corrupt, masking_over, special_ids
-from pretrain.teacher import check_vocabulary, load_teacher
 
 _KEY = 0x4556414C  # "EVAL"
 

@@ -23,9 +23,9 @@ from tokenizers import Tokenizer
 from data_prep.shards import ShardSet, open_shards, read_listed
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.masking import IGNORE, Masking
-from pretrain.order import Order
-from pretrain.rows import Skip, StepDataset, build_masking, skipped, with_skip
+from pretrain.data.masking import IGNORE, Masking
+from pretrain.data.order import Order
+from pretrain.data.rows import Skip, StepDataset, build_masking, skipped, with_skip
 
 if TYPE_CHECKING:
     from pretrain.checkpoint import Saved
@@ -211,7 +211,7 @@ def recorded_skips(run: Path, saved: Saved) -> tuple[Skip, ...]:
 
     A run dropped the entries of metrics.jsonl that its checkpoint did not cover when it continued.
     """
-    from pretrain import metrics
+    from pretrain.monitor import metrics
 
     skips = tuple(Skip(*values) for values in saved.state.get("skip_rows", ()))
     path = run / "metrics.jsonl"

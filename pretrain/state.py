@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from pretrain.rows import Skip
+from pretrain.data.rows import Skip
 
 
 @dataclass

@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 
 from pretrain import NonFiniteError
-from pretrain.batch import MicroBatch, send
-from pretrain.build import Run
 from pretrain.config import Optimizer
-from pretrain.hashing import root
-from pretrain.post_mortem import write_post_mortem
-from pretrain.rows import StepRows
+from pretrain.data.batch import MicroBatch, send
+from pretrain.data.hashing import root
+from pretrain.data.rows import StepRows
+from pretrain.monitor.post_mortem import write_post_mortem
+from pretrain.run import Run
 
 _DROPOUT = 3  # names this use of the seed; order and masking have theirs
 

@@ -10,17 +10,11 @@ import torch
 
 from data_prep.disk import Busy, Lock, lock
 from data_prep.shards import check
-from pretrain.agreement import compare_weights
-from pretrain.build import Ended, Run, build, save
 from pretrain.config import RunConfig
-from pretrain.evaluate import evaluate
-from pretrain.files import write_json
-from pretrain.gather import gather
-from pretrain.heartbeat import Heartbeat
-from pretrain.metrics import Clock, Progress, Silent
-from pretrain.micro_batch import explained, resolve
-from pretrain.output import check_output
-from pretrain.processes import (
+from pretrain.data.rows import StepRows, explained_workers, loader, next_rows
+from pretrain.device.micro_batch import explained, resolve
+from pretrain.distributed.agreement import compare_weights
+from pretrain.distributed.processes import (
     build_accelerator,
     jointly,
     patiently,
@@ -28,10 +22,16 @@ from pretrain.processes import (
     same_everywhere,
     timeout,
 )
-from pretrain.progress import describe, report
-from pretrain.rows import StepRows, explained_workers, loader, next_rows
+from pretrain.evaluate import evaluate
+from pretrain.files import write_json
+from pretrain.inputs import gather
+from pretrain.monitor.heartbeat import Heartbeat
+from pretrain.monitor.metrics import Clock, Progress, Silent
+from pretrain.monitor.progress import describe, report
+from pretrain.monitor.status import clear_status, read_status, verdict, write_status
+from pretrain.output import check_output
+from pretrain.run import Ended, Run, build, save
 from pretrain.signals import Signals, stop_on_signal
-from pretrain.status import clear_status, read_status, verdict, write_status
 from pretrain.step import micro_batches, train_step
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("benchmarks", "configs", "data_prep", "launch", "pretrain")
+INSTALLED = ("configs", "data_prep", "launch", "pretrain")
+PACKAGES = ("benchmarks", *INSTALLED)
 
 
 def imports(file: Path) -> set[str]:
@@ -48,24 +49,22 @@ def test_pretrain_sees_the_corpus_stage_through_a_few_modules_alone() -> None:
 CORE = [
     ROOT / "pretrain" / name
     for name in (
-        *("__init__.py", "batch.py", "compilation.py", "cost.py", "cpu_layers.py"),
-        *("distillation.py", "footprint.py", "hashing.py", "masking.py", "models.py"),
+        *("__init__.py", "data/__init__.py", "data/batch.py", "data/hashing.py"),
+        *("data/masking.py", "model/__init__.py", "model/distillation.py", "model/encoder.py"),
         *("objectives/__init__.py", "objectives/terms.py"),
     )
 ]
-
-
-MEASURING = ("baseline", "environment", "measure", "on_gpu")
+MEASURING = ("baseline", "cost", "environment", "footprint", "measure", "sizes", "subjects")
 
 
 def test_the_computation_needs_torch_transformers_and_numpy_alone() -> None:
     """A GPU machine that has no more can measure it; see `benchmarks/on_gpu.sh`."""
     allowed = {*sys.stdlib_module_names, "accelerate", "numpy", "torch", "transformers", "triton"}
-    measuring = [ROOT / "benchmarks" / f"{name}.py" for name in MEASURING]
-    packages = (*modules("pretrain/attention"), *modules("pretrain/head"))
-    within = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (*CORE, *packages)}
+    measuring = [ROOT / "pretrain" / "bench" / f"{name}.py" for name in ("__init__", *MEASURING)]
+    files = (*CORE, *modules("pretrain/kernels"), *measuring)
+    within = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
     within = {name.removesuffix(".__init__") for name in within}
-    for file in (*CORE, *packages, *measuring, *modules("benchmarks/gpu")):
+    for file in (*files, ROOT / "benchmarks" / "on_gpu.py", *modules("benchmarks/gpu")):
         for name in imports(file):
             if name.startswith("benchmarks."):
                 continue
@@ -74,7 +73,10 @@ def test_the_computation_needs_torch_transformers_and_numpy_alone() -> None:
             assert known if ours else name.split(".")[0] in allowed, f"{file}: {name}"
 
 
-def test_launch_sees_benchmarks_and_they_do_not_see_it() -> None:
+def test_nothing_imports_the_benchmarks() -> None:
+    for package in INSTALLED:
+        for file in modules(package):
+            assert not {n for n in imports(file) if n.split(".")[0] == "benchmarks"}, file
     for file in modules("benchmarks"):
         assert not {n for n in imports(file) if n.split(".")[0] == "launch"}, file
 
@@ -136,9 +138,8 @@ def test_only_the_listed_packages_are_built(tmp_path: Path) -> None:
     built = {p.relative_to(tmp_path / "lib") for p in (tmp_path / "lib").rglob("*") if p.is_file()}
     expected = {
         file.relative_to(ROOT)
-        for package in PACKAGES
+        for package in INSTALLED
         for pattern in ("*.py", "*.yaml", "*.json", "*.sbatch")
         for file in (ROOT / package).rglob(pattern)
-        if "results" not in file.parts  # figures
     }
     assert built == expected

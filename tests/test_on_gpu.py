@@ -16,15 +16,15 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from benchmarks import measure
 from benchmarks.gpu import capacity, heads, plan
 from benchmarks.gpu.attention import AttentionSizes, attention_error
 from benchmarks.gpu.heads import HeadSizes, head_error
 from benchmarks.gpu.report import Report, Row, read, table
-from benchmarks.gpu.sizes import TINY, Sizes
 from benchmarks.gpu.supervise import Section, Supervisor
-from pretrain.attention.backends import masked
-from pretrain.head import Projection
+from pretrain.bench import measure
+from pretrain.bench.sizes import TINY, Sizes
+from pretrain.kernels.attention.backends import masked
+from pretrain.kernels.head import Projection
 from pretrain.objectives.terms import VocabularyTerm
 
 ROOT = Path(__file__).parents[1]

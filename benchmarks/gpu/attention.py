@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.heads import relative_error
-from benchmarks.gpu.sizes import Sizes
-from pretrain.attention.backends import usable
+from pretrain.bench.sizes import Sizes
+from pretrain.kernels.attention.backends import usable
 
 # [B, L, H, D] of query, key, value [B, H, L, D], bounds [S + 1], dropout and scale.
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Tensor]

@@ -16,8 +16,8 @@ from benchmarks.gpu.plan import capacities
 from benchmarks.gpu.supervise import Answer
 from benchmarks.gpu.timings import runs
 from benchmarks.gpu.variants import Subjects, free
-from benchmarks.measure import Step
-from pretrain.head import Backend
+from pretrain.bench.measure import Step
+from pretrain.kernels.head import Backend
 
 PRECISION = "fp16"  # what a V100 has
 _MOST = 1 << 14

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.sizes import Sizes
-from pretrain.head import Backend, Projection, vocabulary_losses
+from pretrain.bench.sizes import Sizes
+from pretrain.kernels.head import Backend, Projection, vocabulary_losses
 from pretrain.objectives.terms import VocabularyTerm, kl_term, mlm_term
 
 TEMPERATURE = 2.0

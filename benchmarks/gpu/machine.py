@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import environment
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.subjects import batch, ids, masking
 from benchmarks.gpu.supervise import Answer
-from benchmarks.measure import OurStep, timed
-from pretrain.batch import MicroBatch
+from pretrain.bench import environment
+from pretrain.bench.measure import OurStep, timed
+from pretrain.bench.sizes import Sizes
+from pretrain.bench.subjects import batch, ids, masking
+from pretrain.data.batch import MicroBatch
 
 
 def machine(device: torch.device) -> dict[str, Any]:

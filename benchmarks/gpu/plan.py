@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 
 from benchmarks.gpu.report import Report, Row
-from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.supervise import Section
+from pretrain.bench.sizes import Sizes
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 HALF = ("bf16", "fp16")
@@ -18,7 +18,7 @@ KL = ("all", "masked")
 HEADS = ("torch", "compiled", "triton")
 MORE = ("compiled trunks", "checkpointing")  # with the head that should be the fastest
 CAPS = (16, 32, 80)
-ATTENTION = ("masked", "memory_efficient", "flash")  # of `pretrain.attention.backends`
+ATTENTION = ("masked", "memory_efficient", "flash")  # of `pretrain.kernels.attention.backends`
 STEP_TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, 2e-2), "fp16": (2e-2, 2e-2)}
 HEAD_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 # In fp32 the kernels put a product together from three in tf32.

@@ -13,12 +13,12 @@ from typing import cast
 import torch
 
 from benchmarks.gpu import attention, capacity, heads, machine, plan, timings
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.subjects import batch
 from benchmarks.gpu.supervise import Answer, Work, guarded
 from benchmarks.gpu.variants import Subjects, free
-from benchmarks.measure import DTYPES, OurStep, compare, ratio, timed
-from pretrain.head import Backend
+from pretrain.bench.measure import DTYPES, OurStep, compare, ratio, timed
+from pretrain.bench.sizes import Sizes
+from pretrain.bench.subjects import batch
+from pretrain.kernels.head import Backend
 
 _GATE_ROWS = 9  # 9 x 512 positions are more than a chunk of the head
 _NO_GPU = "no GPU"

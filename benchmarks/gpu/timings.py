@@ -8,12 +8,12 @@ from statistics import median
 
 import torch
 
-from benchmarks.baseline import UsualStep
 from benchmarks.gpu.plan import HEADS
 from benchmarks.gpu.supervise import Answer, guarded
 from benchmarks.gpu.variants import Subjects, free
-from benchmarks.measure import OurStep, Step, flops, memory, ratio, timings
-from pretrain.cost import peak_flops
+from pretrain.bench.baseline import UsualStep
+from pretrain.bench.cost import peak_flops
+from pretrain.bench.measure import OurStep, Step, flops, memory, ratio, timings
 
 _GB = 1e9
 

@@ -8,13 +8,13 @@ import gc
 import torch
 from torch import nn
 
-from benchmarks.baseline import UsualStep, padded, twin
-from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.subjects import PAD, batch, models
-from benchmarks.measure import DTYPES, OurStep
-from pretrain.distillation import Distillation
-from pretrain.head import Backend
-from pretrain.models import MaskedLM, recompute_activations
+from pretrain.bench.baseline import UsualStep, padded, twin
+from pretrain.bench.measure import DTYPES, OurStep
+from pretrain.bench.sizes import Sizes
+from pretrain.bench.subjects import PAD, batch, models
+from pretrain.kernels.head import Backend
+from pretrain.model.distillation import Distillation
+from pretrain.model.encoder import MaskedLM, recompute_activations
 from pretrain.objectives.terms import Term, cosine_term, kl_term, mlm_term
 
 # Drawn weights have larger gradients than trained ones: less than a scaler begins with.

@@ -76,8 +76,8 @@ def bench(
     from launch.bench import Settings, check, sizes_of
     from launch.bench import bench as run
     from launch.tables import show
-    from pretrain.gpu import check_kernels
-    from pretrain.precision import choose
+    from pretrain.device.gpu import check_kernels
+    from pretrain.device.precision import choose
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     on_gpu = device.type == "cuda"

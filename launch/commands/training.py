@@ -210,9 +210,9 @@ def export(
     Example: distil export runs/distilbert-base-uncased exported/my-distilbert
     """
     from launch.tables import show
-    from pretrain.export import export as write
-    from pretrain.export import hub_token
-    from pretrain.export import push as upload
+    from pretrain.export.export import export as write
+    from pretrain.export.export import hub_token
+    from pretrain.export.export import push as upload
 
     quiet()
     token = hub_token() if push else ""

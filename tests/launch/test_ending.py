@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from launch.output import keep_going
-from pretrain.status import read_status
+from pretrain.monitor.status import read_status
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds from the failure to the end
@@ -27,8 +27,8 @@ MANY = "train.max_steps=100000"
 
 # torch's own error, as it is raised where a step takes too much.
 NO_MEMORY = """
-import torch, launch.cli, pretrain.parallel
-kind, calls = pretrain.parallel.Replicated, iter(range(99))
+import torch, launch.cli, pretrain.distributed.parallel
+kind, calls = pretrain.distributed.parallel.Replicated, iter(range(99))
 forward_backward = kind.forward_backward
 def greedy(*args, **options):
     torch.empty(2**50 if next(calls) == 9 else 1)
@@ -38,8 +38,8 @@ launch.cli.main()
 """
 
 LONG_STEP = """
-import time, launch.cli, pretrain.parallel
-kind, calls = pretrain.parallel.Replicated, iter(range(99))
+import time, launch.cli, pretrain.distributed.parallel
+kind, calls = pretrain.distributed.parallel.Replicated, iter(range(99))
 forward_backward = kind.forward_backward
 def slow(*args, **options):
     time.sleep(600 if next(calls) == 16 else 0)

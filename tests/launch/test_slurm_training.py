@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pretrain.status import read_status
+from pretrain.monitor.status import read_status
 
 ROOT = Path(__file__).parents[2]
 # Runs a job at once, as Slurm would later, and once more each time it was queued again.

@@ -27,7 +27,7 @@ from launch.command import ENTRY
 from launch.rank import log_file
 from launch.supervise import _sweep, exit_code, may_restart, supervise
 from launch.watch import Beat, Cause, Watch
-from pretrain.status import read_status, write_status
+from pretrain.monitor.status import read_status, write_status
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds for what is promised

@@ -17,7 +17,7 @@ from data_prep.publish.card import dataset_card
 from data_prep.shards import load_manifest
 from launch.attempt import say
 from launch.cli import main
-from pretrain.card import model_card
+from pretrain.export.card import model_card
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\u2028"
 WORDS = [f"{a}{b}" for a in "klmn" for b in "opqr"]

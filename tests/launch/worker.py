@@ -16,9 +16,9 @@ import torch
 from torch import distributed
 
 from launch.failures import record
-from pretrain.heartbeat import Heartbeat
-from pretrain.processes import meeting_point
-from pretrain.status import write_status
+from pretrain.distributed.processes import meeting_point
+from pretrain.monitor.heartbeat import Heartbeat
+from pretrain.monitor.status import write_status
 
 OUTPUT = Path(os.environ["WORKER_OUTPUT"])
 

@@ -18,8 +18,8 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest
-from pretrain.attention import IMPLEMENTATION
-from pretrain.teacher import Teacher
+from pretrain.kernels.attention import IMPLEMENTATION
+from pretrain.model.teacher import Teacher
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
 VOCAB_SIZE = 200

@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 import torch
 
-import pretrain.parallel
-import pretrain.precision
-import pretrain.rows
+import pretrain.data.rows
+import pretrain.device.precision
+import pretrain.distributed.parallel
 import pretrain.train
 from pretrain.config import RunConfig
-from pretrain.heartbeat import Heartbeat
-from pretrain.processes import build_accelerator, patiently, processes
+from pretrain.distributed.processes import build_accelerator, patiently, processes
+from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.train import train
 
 
@@ -34,7 +34,7 @@ def once(values: dict[str, Any], arguments: dict[str, Any] | None = None) -> Non
 def on_machines(values: dict[str, Any], cpuinfo: Path, file: Path) -> None:
     """As `once`, each rank with a /proc/cpuinfo of its own; notes the error that it ends with."""
     rank = os.environ["RANK"]
-    pretrain.precision.CPUINFO = cpuinfo.with_suffix(f".{rank}")
+    pretrain.device.precision.CPUINFO = cpuinfo.with_suffix(f".{rank}")
     try:
         once(values)
         answer = ["", ""]
@@ -68,7 +68,7 @@ def on_nccl(values: dict[str, Any], file: Path) -> None:
 
 def seen(values: dict[str, Any], arguments: dict[str, Any] | None, file: Path) -> None:
     """As `once`; every rank notes the rows and masks of each step it is given."""
-    given = pretrain.rows.StepDataset.__getitem__
+    given = pretrain.data.rows.StepDataset.__getitem__
     notes: list[Any] = []
 
     def noting(self: Any, step: int) -> Any:
@@ -77,7 +77,7 @@ def seen(values: dict[str, Any], arguments: dict[str, Any] | None, file: Path) -
         notes.append([step, list(rows)])
         return item
 
-    pretrain.rows.StepDataset.__getitem__ = noting  # type: ignore[method-assign]
+    pretrain.data.rows.StepDataset.__getitem__ = noting  # type: ignore[method-assign]
     once(values, arguments)
     file.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(notes), encoding="utf-8")
 
@@ -110,15 +110,15 @@ def break_on_purpose(control: str) -> None:
         seed: Callable[[int], Any] = lambda number: None  # noqa: E731
         pretrain.train.torch.manual_seed = seed  # type: ignore[assignment]
     elif control == "buckets are not warmed up":
-        pretrain.parallel.Replicated.warm_up = lambda *_: None  # type: ignore[method-assign]
+        pretrain.distributed.parallel.Replicated.warm_up = lambda *_: None  # type: ignore[method-assign]
     elif control == "masks have no key":
-        masked = pretrain.rows.corrupt
+        masked = pretrain.data.rows.corrupt
         calls = iter(range(10**9))
 
         def unkeyed(shards: Any, masking: Any, epochs: Any, rows: Any, skipped: Any = None) -> Any:
             return masked(shards, masking, epochs + next(calls), rows, skipped)
 
-        pretrain.rows.corrupt = unkeyed
+        pretrain.data.rows.corrupt = unkeyed
     else:
         assert not control
 
@@ -128,7 +128,10 @@ def collectives(values: dict[str, Any], file: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     made: list[list[Any]] = []
-    for kind in (pretrain.parallel.Replicated, pretrain.parallel.Partitioned):
+    for kind in (
+        pretrain.distributed.parallel.Replicated,
+        pretrain.distributed.parallel.Partitioned,
+    ):
         original = kind.forward_backward
 
         def counting(self: Any, *inputs: Any, last: bool, original: Any = original) -> Any:
@@ -209,7 +212,7 @@ def within(values: dict[str, Any], limits: list[int], file: Path) -> None:
 
 def do_harm(harm: str, rank: int) -> None:
     """Spoil something in one rank at the fourth step, as failing hardware would."""
-    kind = pretrain.parallel.Replicated
+    kind = pretrain.distributed.parallel.Replicated
     forward, clip = kind.forward_backward, kind.clip
     calls = iter(range(10**9))  # the first call warms the buckets up
 

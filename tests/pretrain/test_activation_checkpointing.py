@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain import metrics
-from pretrain.batch import MicroBatch, micro_batch
 from pretrain.config import RunConfig
-from pretrain.distillation import Distillation
-from pretrain.masking import Masking
-from pretrain.models import MaskedLM, recompute_activations
+from pretrain.data.batch import MicroBatch, micro_batch
+from pretrain.data.masking import Masking
+from pretrain.model.distillation import Distillation
+from pretrain.model.encoder import MaskedLM, recompute_activations
+from pretrain.monitor import metrics
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.train import train

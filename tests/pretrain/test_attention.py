@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.attention import IMPLEMENTATION, Segments, block_diagonal_mask, segments
-from pretrain.batch import micro_batch
-from pretrain.models import MaskedLM, last_hidden_state, projection
+from pretrain.data.batch import micro_batch
+from pretrain.kernels.attention import IMPLEMENTATION, Segments, block_diagonal_mask, segments
+from pretrain.model.encoder import MaskedLM, last_hidden_state, projection
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLS, PAD = 2, 0

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.attention import _attention, cpu
-from pretrain.attention.backends import by_segment, flash, masked, memory_efficient, usable
-from pretrain.cpu_layers import draw, drop_levels
+from pretrain.kernels.attention import _attention, cpu
+from pretrain.kernels.attention.backends import by_segment, flash, masked, memory_efficient, usable
+from pretrain.kernels.cpu_layers import draw, drop_levels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BOUNDS = [0, 7, 8, 13, 24, 24, 48, 48, 48]  # in two rows of 24; some of no length

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.config import ConfigError, load_config
-from pretrain import RunError, micro_batch
+from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.fitting import Found, largest, sizes
-from pretrain.memory import out_of_memory
-from pretrain.precision import with_defaults
+from pretrain.device import micro_batch
+from pretrain.device.fitting import Found, largest, sizes
+from pretrain.device.memory import out_of_memory
+from pretrain.device.precision import with_defaults
 from pretrain.replay import replay
 from pretrain.train import train
 
@@ -223,7 +224,7 @@ def test_what_is_neither_a_number_nor_auto_is_refused_in_a_line(
 def test_auto_divides_among_processes_or_says_what_would(
     settings: Callable[..., dict[str, Any]],
 ) -> None:
-    from pretrain.gather import accumulation_steps
+    from pretrain.inputs import accumulation_steps
 
     config = RunConfig.model_validate(settings())
     assert accumulation_steps(config, 8) is None

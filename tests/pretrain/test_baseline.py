@@ -9,13 +9,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from benchmarks import cells, measure
-from benchmarks.baseline import Padded, UsualStep, padded, twin
-from benchmarks.documents import LAYOUTS, drawn, packed, typical
-from benchmarks.documents import SpecialIds as Special
 from pretrain import NumericalError
-from pretrain.attention import IMPLEMENTATION
-from pretrain.batch import MicroBatch, micro_batch
+from pretrain.bench import cells, measure
+from pretrain.bench.baseline import Padded, UsualStep, padded, twin
+from pretrain.bench.documents import LAYOUTS, drawn, packed, typical
+from pretrain.bench.documents import SpecialIds as Special
+from pretrain.data.batch import MicroBatch, micro_batch
+from pretrain.kernels.attention import IMPLEMENTATION
 from pretrain.objectives.distilbert import DistilBert
 
 pytestmark = pytest.mark.usefixtures("one_thread")

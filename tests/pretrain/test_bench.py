@@ -99,7 +99,7 @@ def test_a_config_is_measured_as_it_trains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "cpuinfo").write_text("flags : amx_bf16 amx_tile\n", encoding="utf-8")
-    monkeypatch.setattr("pretrain.precision.CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("pretrain.device.precision.CPUINFO", tmp_path / "cpuinfo")
     config["train"]["precision"] = precision
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     file = tmp_path / "bench.json"

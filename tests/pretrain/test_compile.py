@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from pretrain import RunError, metrics
-from pretrain.batch import micro_batch
-from pretrain.compilation import check_compiler
+from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.distillation import Distillation
-from pretrain.head import Projection, compiled, vocabulary, vocabulary_losses
+from pretrain.data.batch import micro_batch
+from pretrain.kernels.compilation import check_compiler
+from pretrain.kernels.head import Projection, compiled, vocabulary, vocabulary_losses
+from pretrain.model.distillation import Distillation
+from pretrain.monitor import metrics
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.terms import VocabularyTerm
 from pretrain.train import train

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from benchmarks.baseline import twin
-from pretrain.cpu_layers import (
+from pretrain.bench.baseline import twin
+from pretrain.kernels.cpu_layers import (
     Dropout,
     Linear,
     draw,
@@ -21,7 +21,7 @@ from pretrain.cpu_layers import (
     use_cpu_layers,
     use_torch_layers,
 )
-from pretrain.distillation import Distillation
+from pretrain.model.distillation import Distillation
 from pretrain.objectives.distilbert import DistilBert
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,7 +8,7 @@ import pytest
 import rank_work
 import ranks
 
-from pretrain import metrics
+from pretrain.monitor import metrics
 
 STEPS = list(range(1, 21))
 RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change

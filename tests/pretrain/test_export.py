@@ -18,14 +18,15 @@ from transformers import (
     pipeline,
 )
 
-import pretrain.export as export_module
-from pretrain import RunError, checkpoint, metrics
-from pretrain.card import model_card
+import pretrain.export.export as export_module
+from pretrain import RunError, checkpoint
 from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate_folder
-from pretrain.export import export, hub_token
-from pretrain.loading import load_model
-from pretrain.models import MaskedLM
+from pretrain.export.card import model_card
+from pretrain.export.export import export, hub_token
+from pretrain.model.encoder import MaskedLM
+from pretrain.model.loading import load_model
+from pretrain.monitor import metrics
 from pretrain.train import train
 
 
@@ -163,7 +164,7 @@ def rotating(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             shutil.rmtree(checkpoints / "step-00000002")
         return load_model(folder)
 
-    monkeypatch.setattr("pretrain.export.load_model", load)
+    monkeypatch.setattr("pretrain.export.export.load_model", load)
     monkeypatch.setattr("pretrain.evaluate.load_model", load)
     return run
 

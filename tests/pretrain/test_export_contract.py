@@ -11,8 +11,8 @@ from safetensors import safe_open
 from transformers import BertConfig, BertForMaskedLM, DistilBertForMaskedLM
 
 from pretrain.config import Student
-from pretrain.student import build_student
-from pretrain.teacher import Teacher
+from pretrain.model.student import build_student
+from pretrain.model.teacher import Teacher
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
-from benchmarks import baseline
-from benchmarks.baseline import Padded, UsualStep, twin
-from pretrain import attention, cpu_layers
-from pretrain.attention import IMPLEMENTATION, segments
-from pretrain.attention.backends import flash
-from pretrain.batch import MicroBatch
-from pretrain.distillation import Distillation
-from pretrain.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
-from pretrain.head import closed_form, vocabulary
-from pretrain.models import last_hidden_state, recompute_activations
+from pretrain.bench import baseline
+from pretrain.bench.baseline import Padded, UsualStep, twin
+from pretrain.bench.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
+from pretrain.data.batch import MicroBatch
+from pretrain.kernels import attention, cpu_layers
+from pretrain.kernels.attention import IMPLEMENTATION, segments
+from pretrain.kernels.attention.backends import flash
+from pretrain.kernels.head import closed_form, vocabulary
+from pretrain.model.distillation import Distillation
+from pretrain.model.encoder import last_hidden_state, recompute_activations
 from pretrain.objectives.distilbert import DistilBert
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "footprint.json"

@@ -17,9 +17,9 @@ from transformers import BertConfig, BertForMaskedLM
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
-from pretrain import metrics
 from pretrain.config import RunConfig
-from pretrain.hashing import derive, root
+from pretrain.data.hashing import derive, root
+from pretrain.monitor import metrics
 from pretrain.train import train
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "distilbert.txt"

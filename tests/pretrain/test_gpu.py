@@ -16,14 +16,14 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from pretrain import metrics
-from pretrain.batch import send
 from pretrain.checkpoint.snapshot import Snapshot
 from pretrain.config import RunConfig
-from pretrain.gpu import check_kernels
-from pretrain.parallel import Replicated
-from pretrain.precision import allow_tf32, choose
-from pretrain.processes import build_accelerator
+from pretrain.data.batch import send
+from pretrain.device.gpu import check_kernels
+from pretrain.device.precision import allow_tf32, choose
+from pretrain.distributed.parallel import Replicated
+from pretrain.distributed.processes import build_accelerator
+from pretrain.monitor import metrics
 from pretrain.train import train
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,9 @@ from accelerate.state import AcceleratorState, PartialState
 
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.memory import Memory
-from pretrain.processes import build_accelerator
-from pretrain.trial import gpu_memory
+from pretrain.device.memory import Memory
+from pretrain.device.trial import gpu_memory
+from pretrain.distributed.processes import build_accelerator
 
 GB = 2**30
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # of PyPI, torch 2.11 and later

@@ -13,13 +13,13 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 import pretrain.evaluate
 import pretrain.train
-from pretrain.batch import MicroBatch, micro_batch
-from pretrain.build import Run, build
 from pretrain.config import RunConfig
-from pretrain.distillation import Distillation
-from pretrain.masking import Masking
+from pretrain.data.batch import MicroBatch, micro_batch
+from pretrain.data.masking import Masking
+from pretrain.model.distillation import Distillation
+from pretrain.model.teacher import parameters_sha256
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.teacher import parameters_sha256
+from pretrain.run import Run, build
 from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

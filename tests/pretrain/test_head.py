@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.head import Projection, closed_form, vocabulary, vocabulary_losses
+from pretrain.kernels.head import Projection, closed_form, vocabulary, vocabulary_losses
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.terms import VocabularyTerm

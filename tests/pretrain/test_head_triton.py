@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pretrain import RunError
-from pretrain.head import Backend, Projection, backends, vocabulary_losses
-from pretrain.head.closed_form import Weights
+from pretrain.kernels.head import Backend, Projection, backends, vocabulary_losses
+from pretrain.kernels.head.closed_form import Weights
 from pretrain.objectives.terms import Count, kl_term, mlm_term
 
 needs_triton = pytest.mark.skipif(
@@ -58,7 +58,7 @@ def call() -> Iterator[Call]:
 
 def _narrow_programs() -> None:
     """64 words a step instead of 4,096: small vocabularies then have several, and a tail."""
-    from pretrain.head import triton_kernel
+    from pretrain.kernels.head import triton_kernel
 
     torch.set_num_threads(1)
     triton_kernel.NUM_WARPS = 1
@@ -111,7 +111,7 @@ def kernel_errors(
     dtype: torch.dtype, vocabulary: int, kl: bool, ce: bool, with_gradient: bool
 ) -> dict[str, float]:
     """The kernel's errors on seven rows, four with a label (one of them -100), one of weight 0."""
-    from pretrain.head.triton_kernel import losses_and_gradient
+    from pretrain.kernels.head.triton_kernel import losses_and_gradient
 
     n, m = 7, 4
     s = tile(3 * draw(0, n, vocabulary), dtype, 11)
@@ -172,7 +172,7 @@ def test_a_term_alone_and_no_gradient(call: Call, kl: bool, ce: bool, with_gradi
 
 def similar_logits(distance: float) -> tuple[float, float, float]:
     """(true KL, absolute error, gradient's error) of a student that is near its teacher."""
-    from pretrain.head.triton_kernel import losses_and_gradient
+    from pretrain.kernels.head.triton_kernel import losses_and_gradient
 
     t = tile(3 * draw(0, 4, 300), torch.float32, 0)
     s = tile(t.double().cpu() + distance * draw(1, 4, 300) + 5 * (distance > 0), t.dtype, 0)
@@ -219,7 +219,7 @@ def head(
 
 def head_errors(kl_over: Count, dtype: torch.dtype, num_labels: int, chunk: int) -> list[float]:
     """The head's errors with the kernel, against plain torch in fp64."""
-    from pretrain.head import vocabulary
+    from pretrain.kernels.head import vocabulary
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vocabulary.CHUNK, DEVICE, chunk)
@@ -287,7 +287,7 @@ def test_compiles_for_gpus(
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from pretrain.head import triton_kernel as kernel
+    from pretrain.kernels.head import triton_kernel as kernel
 
     class Driver:
         get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))

@@ -14,7 +14,8 @@ import pytest
 import rank_work
 import ranks
 
-from pretrain import checkpoint, metrics
+from pretrain import checkpoint
+from pretrain.monitor import metrics
 
 KILLS = int(os.environ.get("DISTIL_KILLS", "5"))
 WORLD = 4

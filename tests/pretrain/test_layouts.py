@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from data_prep.shards import open_shards
-from pretrain import RunError, metrics
+from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.gather import accumulation_steps
-from pretrain.heartbeat import Heartbeat
-from pretrain.order import Order
-from pretrain.rows import StepDataset, masking_over
+from pretrain.data.order import Order
+from pretrain.data.rows import StepDataset, masking_over
+from pretrain.inputs import accumulation_steps
+from pretrain.monitor import metrics
+from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.train import train
 
 

@@ -36,8 +36,8 @@ from data_prep import CorpusError
 from data_prep.shards import load_manifest
 from data_prep.tokens import load as load_tokenizer
 from pretrain import RunError
-from pretrain.loading import load_model
-from pretrain.teacher import load_teacher
+from pretrain.model.loading import load_model
+from pretrain.model.teacher import load_teacher
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -23,8 +23,8 @@ from data_prep.shards import load_manifest
 from data_prep.tokens import load as load_tokenizer
 from launch.cli import main
 from pretrain import RunError, checkpoint
-from pretrain.loading import load_model
-from pretrain.teacher import load_teacher
+from pretrain.model.loading import load_model
+from pretrain.model.teacher import load_teacher
 
 pytestmark = pytest.mark.usefixtures("one_thread", "limits")
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from data_prep.shards import Manifest, open_shards
 from pretrain.config import MaskingConfig
-from pretrain.hashing import derive, root
-from pretrain.masking import _EXPONENTIAL, IGNORE, Masked, Masking, _first_slots, _quick_slots
-from pretrain.rows import build_masking
+from pretrain.data.hashing import derive, root
+from pretrain.data.masking import _EXPONENTIAL, IGNORE, Masked, Masking, _first_slots, _quick_slots
+from pretrain.data.rows import build_masking
 
 Ids = NDArray[np.int64]
 

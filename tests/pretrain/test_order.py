@@ -6,8 +6,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pretrain.hashing import derive, mix, root
-from pretrain.order import Order, permutation
+from pretrain.data.hashing import derive, mix, root
+from pretrain.data.order import Order, permutation
 
 EDGES = [0, 1, 2, 3, 0x7FFFFFFF, 0x80000000, 0xDEADBEEF, 0xFFFFFFFF]
 

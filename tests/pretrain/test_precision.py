@@ -12,7 +12,7 @@ import torch
 
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.metrics import Silent
+from pretrain.monitor.metrics import Silent
 from pretrain.train import train
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | 
         file.unlink(missing_ok=True)
         if text is not None:
             file.write_text(text, encoding="utf-8")
-        monkeypatch.setattr("pretrain.precision.CPUINFO", file)
+        monkeypatch.setattr("pretrain.device.precision.CPUINFO", file)
 
     return set_cpuinfo
 
@@ -95,7 +95,7 @@ def recorded(output: str | Path) -> dict[str, Any]:
 def test_a_cpu_is_judged_by_its_flags(
     cpuinfo: str | None, expected: str, machine: Callable[[str | None], None]
 ) -> None:
-    from pretrain.precision import choose
+    from pretrain.device.precision import choose
 
     machine(cpuinfo)
     assert choose(CPU)[0] == expected
@@ -117,7 +117,7 @@ def test_a_cpu_is_judged_by_its_flags(
 def test_a_gpu_is_judged_by_its_capability(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pretrain.precision import choose
+    from pretrain.device.precision import choose
 
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -176,7 +176,7 @@ def test_processes_of_unlike_machines_are_refused_and_told_what_to_set(
 def test_the_default_micro_batch_is_auto_on_a_gpu_and_eight_rows_elsewhere(
     settings: Callable[..., dict[str, Any]], one_thread: None
 ) -> None:
-    from pretrain.precision import with_defaults
+    from pretrain.device.precision import with_defaults
 
     config = RunConfig.model_validate(settings())
     assert config.train.precision == "auto"

@@ -12,10 +12,11 @@ import pytest
 import rank_work
 import ranks
 
-from pretrain import RunError, checkpoint, metrics
+from pretrain import RunError, checkpoint
 from pretrain.config import RunConfig
-from pretrain.order import Order
-from pretrain.processes import timeout
+from pretrain.data.order import Order
+from pretrain.distributed.processes import timeout
+from pretrain.monitor import metrics
 from pretrain.replay import replay
 from pretrain.train import train
 

@@ -28,7 +28,7 @@ from data_prep.shards import manifest as shards_manifest
 from data_prep.shards.manifest import manifest_bytes, seal
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.loading import load_model
+from pretrain.model.loading import load_model
 from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,11 +16,11 @@ from data_prep import CorpusError
 from data_prep.shards import open_shards
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.distillation import Distillation
-from pretrain.hashing import root
-from pretrain.order import permutation
+from pretrain.data.hashing import root
+from pretrain.data.order import permutation
+from pretrain.data.rows import Skip, StepDataset
+from pretrain.model.distillation import Distillation
 from pretrain.replay import ReplayedRow, replay
-from pretrain.rows import Skip, StepDataset
 from pretrain.train import train
 
 ROWS, SEED, STEPS = 48, 7, 12  # more than two epochs of the tiny corpus

@@ -10,8 +10,8 @@ import pytest
 from data_prep import CorpusError
 from data_prep.shards import open_shards
 from pretrain.config import MaskingConfig
-from pretrain.order import Order
-from pretrain.rows import StepDataset, build_masking, explained_workers, loader
+from pretrain.data.order import Order
+from pretrain.data.rows import StepDataset, build_masking, explained_workers, loader
 
 STEPS = 400
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.hashing import mix, root
-from pretrain.safety import Culprit, Spikes, culprits, differing, fingerprint, post_mortem
+from pretrain.data.hashing import mix, root
+from pretrain.monitor.safety import Culprit, Spikes, culprits, differing, fingerprint, post_mortem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = ((300, 1000), (7,), (64, 64), (), (64, 64), (33, 5))  # the first takes several chunks

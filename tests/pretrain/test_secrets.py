@@ -20,7 +20,7 @@ import torch
 import yaml
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.export import export
+from pretrain.export.export import export
 
 ROOT = Path(__file__).parents[2]
 SECRETS = {

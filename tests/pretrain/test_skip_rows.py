@@ -15,12 +15,11 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 from data_prep.shards import ShardSet, open_shards
 from data_prep.shards.manifest import SpecialIds
 from pretrain import RunError
-from pretrain.batch import MicroBatch, micro_batch
 from pretrain.config import RunConfig
-from pretrain.distillation import Distillation
-from pretrain.masking import IGNORE, Masked, Masking
-from pretrain.order import Order
-from pretrain.rows import (
+from pretrain.data.batch import MicroBatch, micro_batch
+from pretrain.data.masking import IGNORE, Masked, Masking
+from pretrain.data.order import Order
+from pretrain.data.rows import (
     Skip,
     StepDataset,
     StepRows,
@@ -30,6 +29,7 @@ from pretrain.rows import (
     skipped,
     with_skip,
 )
+from pretrain.model.distillation import Distillation
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 PAD, CLS = SPECIAL.pad, SPECIAL.cls

@@ -24,11 +24,11 @@ from transformers import (
 from data_prep.shards import Manifest
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sha256
 from pretrain import RunError
-from pretrain.attention import IMPLEMENTATION
 from pretrain.config import Model, Student
-from pretrain.loading import load_model
-from pretrain.student import build_bert, build_student, default_layers
-from pretrain.teacher import Teacher, load_teacher, parameters_sha256
+from pretrain.kernels.attention import IMPLEMENTATION
+from pretrain.model.loading import load_model
+from pretrain.model.student import build_bert, build_student, default_layers
+from pretrain.model.teacher import Teacher, load_teacher, parameters_sha256
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REAL = Path(__file__).parents[3] / "shared" / "data" / "rxn-bert.tar.xz"

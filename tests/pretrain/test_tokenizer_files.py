@@ -22,7 +22,7 @@ from data_prep.inspect import summary
 from data_prep.prepare import prepare
 from data_prep.publish import to_parquet
 from pretrain.config import RunConfig
-from pretrain.export import export
+from pretrain.export.export import export
 from pretrain.replay import replay
 from pretrain.train import train
 

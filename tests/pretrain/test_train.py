@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from transformers import BertForMaskedLM
 
 from launch.progress import Training
-from pretrain import NonFiniteError, RunError, checkpoint, metrics
+from pretrain import NonFiniteError, RunError, checkpoint
 from pretrain.config import RunConfig
+from pretrain.monitor import metrics
 from pretrain.step import learning_rate
 from pretrain.train import Outcome, train
 

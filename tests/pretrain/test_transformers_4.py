@@ -23,7 +23,7 @@ from transformers import DistilBertForMaskedLM
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from pretrain.config import RunConfig
-from pretrain.export import export
+from pretrain.export.export import export
 from pretrain.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

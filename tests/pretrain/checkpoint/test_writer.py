@@ -24,7 +24,7 @@ from transformers import (
 from pretrain import RunError, checkpoint
 from pretrain.checkpoint.snapshot import without_weights
 from pretrain.checkpoint.writing import Contents, commit
-from pretrain.loading import load_model
+from pretrain.model.loading import load_model
 
 WEIGHTS = "student/model.safetensors"
 

@@ -1,0 +1,1 @@
+"""What `distil bench` needs: the baseline step, measurement, comparison."""

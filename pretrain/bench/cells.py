@@ -1,0 +1,229 @@
+"""One cell of the table `distil bench` prints: what is made, measured and reported in it.
+
+A step that memory does not suffice for is reported as such, and the others are still measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from pretrain.bench.baseline import UsualStep, padded, twin
+from pretrain.bench.measure import (
+    DTYPES,
+    LOSS_SCALES,
+    OurStep,
+    Step,
+    check,
+    flops,
+    memory,
+    ratio,
+    timing,
+    timings,
+)
+from pretrain.data.batch import MicroBatch
+from pretrain.device.memory import out_of_memory
+from pretrain.kernels.head.backends import use_triton
+from pretrain.model.distillation import Distillation
+from pretrain.model.encoder import MaskedLM
+from pretrain.objectives.terms import Term, VocabularyTerm
+
+Result = TypeVar("Result")
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What both steps are made of: one set of weights, on a device.
+
+    Our teacher is in the precision of its step, as in a run; the usual one's computes in it under
+    autocast.
+    """
+
+    student: MaskedLM
+    teachers: Mapping[str, MaskedLM]  # ours, by precision
+    usual_student: MaskedLM
+    usual_teacher: MaskedLM
+    device: torch.device
+    pad_id: int
+    compiled: bool
+
+    @classmethod
+    def of(
+        cls,
+        student: MaskedLM,
+        teacher: MaskedLM,
+        device: torch.device,
+        precisions: Sequence[str],
+        *,
+        pad_id: int,
+        compiled: bool = False,
+    ) -> Pair:
+        """Move both models to the device and make the usual step's twins."""
+        nn.Module.to(student, device)
+        nn.Module.to(teacher, device)
+        teachers = {}
+        for precision in precisions:
+            dtype = DTYPES[precision]
+            same = dtype is None
+            teachers[precision] = teacher if same else nn.Module.to(copy.deepcopy(teacher), dtype)
+        return cls(student, teachers, twin(student), twin(teacher), device, pad_id, compiled)
+
+    def ours(self, terms: Sequence[Term], batch: MicroBatch, precision: str) -> OurStep:
+        """Our step on a micro-batch in the host's memory."""
+        weight = next(self.student.parameters())
+        module = Distillation(
+            self.student,
+            self.teachers[precision],
+            terms,
+            pad_id=self.pad_id,
+            backend="compiled" if self.compiled and not use_triton("auto", weight) else "auto",
+            compiled=self.compiled,
+        )
+        dtype, scale = DTYPES[precision], LOSS_SCALES[precision]
+        return OurStep(module, batch.to(self.device), dtype, scale)
+
+    def usual(self, terms: Sequence[Term], batch: MicroBatch, precision: str) -> UsualStep:
+        """The usual step on the same."""
+        by_name = {term.name: term for term in terms}
+        kl = by_name.get("kl")
+        return UsualStep(
+            self.usual_student,
+            self.usual_teacher,
+            padded(batch.to(self.device), pad_id=self.pad_id),
+            kl_positions="masked" if kl and kl.over == "masked" else "all",
+            dtype=DTYPES[precision],
+            loss_scale=LOSS_SCALES[precision],
+            temperature=kl.temperature if isinstance(kl, VocabularyTerm) else 1.0,
+            weights={name: term.weight for name, term in by_name.items()},
+        )
+
+
+def agreement(
+    pair: Pair, terms: Sequence[Term], batch: MicroBatch, precision: str
+) -> dict[str, Any]:
+    """How far the two steps are apart.
+
+    Raises:
+        NumericalError: further than rounding explains.
+    """
+    ours, usual = pair.ours(terms, batch, precision), pair.usual(terms, batch, precision)
+    found = attempt(lambda: check(ours, usual, precision))
+    return {"error": OUT_OF_MEMORY} if found is None else found._asdict()
+
+
+def rows(
+    pair: Pair, terms: Sequence[Term], batch: MicroBatch, precision: str, repeats: int
+) -> dict[str, Any]:
+    """Both steps on rows of one document each: the gain of head and trunk."""
+    ours = pair.ours(terms, batch, precision)
+    usual = pair.usual(terms, batch, precision)
+    steps, times = _measured({"ours": ours, "usual": usual}, batch, repeats, pair.device)
+    for name in times:  # the same work for the loss, whatever else a step does
+        steps[name]["flops"] = flops(ours, steps[name]["milliseconds"])
+    found: dict[str, Any] = {"tokens": batch.num_tokens, "steps": steps, "ratio": None}
+    if len(times) == 2:
+        found["ratio"] = ratio(times["usual"], times["ours"])
+        above = [steps[name]["above_trunk_bytes"] for name in ("ours", "usual")]
+        found["above_trunk_share"] = above[0] / above[1]
+    return found
+
+
+def documents(
+    pair: Pair,
+    terms: Sequence[Term],
+    batches: Mapping[str, MicroBatch],
+    precision: str,
+    repeats: int,
+) -> dict[str, Any]:
+    """What packing gains, in real tokens a second.
+
+    `batches` are of one shape: documents "packed" into rows, one document a row and "padded", and
+    rows "full" of one document. Filling promises as many times the tokens a second as packed rows
+    are fuller than padded ones; `kept` is how much of that is reached, against our own step on
+    padded rows (which computes no padding in the head) and against the usual one; and what a
+    position of packed rows costs beside one of full rows.
+    """
+    steps: dict[str, Step] = {
+        f"ours {name}": pair.ours(terms, batch, precision) for name, batch in batches.items()
+    }
+    steps["usual padded"] = pair.usual(terms, batches["padded"], precision)
+    fills = {name: batch.num_tokens / batch.input_ids.numel() for name, batch in batches.items()}
+    found: dict[str, Any] = {"fills": fills, "promised": fills["packed"] / fills["padded"]}
+    found["steps"], times = {}, {}
+    runnable = {name: step for name, step in steps.items() if attempt(_once(step)) is not None}
+    if runnable:
+        times = timings(runnable, repeats, pair.device)
+    for name in steps:
+        if name not in times:
+            found["steps"][name] = {"error": OUT_OF_MEMORY}
+            continue
+        tokens = batches[name.split()[1]].num_tokens
+        found["steps"][name] = _rates(times[name], tokens)
+    for name in ("ours padded", "usual padded", "ours full"):
+        if name in times and "ours packed" in times:
+            promised = fills["packed"] / fills[name.split()[1]]
+            gain = promised * ratio(times[name], times["ours packed"])
+            found[f"against {name}"] = {"ratio": gain, "kept": gain / promised}
+    return found
+
+
+def attempt(work: Callable[[], Result]) -> Result | None:
+    """The result, or None where memory did not suffice."""
+    result = None
+    try:
+        result = work()
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+    if result is None:  # outside the handler: its error holds what the step had
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return result
+
+
+def _measured(
+    steps: Mapping[str, Step], batch: MicroBatch, repeats: int, device: torch.device
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[float]]]:
+    """(what is reported of each step, milliseconds of those that fit)."""
+    taken = {}
+    for name, step in steps.items():
+        if (found := attempt(lambda step=step: memory(step, device))) is not None:  # type: ignore[misc]
+            taken[name] = found
+        step.student.zero_grad(set_to_none=True)
+    fitting = {name: steps[name] for name in taken}
+    times = timings(fitting, repeats, device) if fitting else {}
+    reported: dict[str, dict[str, Any]] = {name: {"error": OUT_OF_MEMORY} for name in steps}
+    for name, milliseconds in times.items():
+        reported[name] = {
+            **_rates(milliseconds, batch.num_tokens),
+            "peak_bytes": taken[name].peak,
+            "above_trunk_bytes": taken[name].above_trunk,
+        }
+    return reported, times
+
+
+def _rates(milliseconds: list[float], tokens: int) -> dict[str, float]:
+    found = timing(milliseconds)
+    return {
+        "milliseconds": found.median,
+        "fastest": found.fastest,
+        "slowest": found.slowest,
+        "tokens_per_second": 1000 * tokens / found.median,
+    }
+
+
+def _once(step: Step) -> Callable[[], bool]:
+    def work() -> bool:
+        step.student.zero_grad(set_to_none=True)
+        step()
+        return True
+
+    return work

@@ -1,0 +1,60 @@
+"""The cost model: operations a token of distillation needs, and what matrix products reach."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pretrain.kernels.cpu_layers import have_product, product
+from pretrain.model.encoder import MaskedLM
+
+
+def flops_per_token(
+    student: MaskedLM, teacher: MaskedLM | None, row_length: int, head_share: float
+) -> float:
+    """Work the loss needs, a token: the teacher forward, the student forward and backward (x 3).
+
+    A layer's forward is 8 D^2 + 4 D F + 4 S D, the head's 2 D^2 + 2 D V at `head_share` of the
+    positions (1 with KL over all tokens, else the masked share).
+    """
+    total = 3 * _forward_flops(student, row_length, head_share)
+    if teacher is not None:
+        total += _forward_flops(teacher, row_length, head_share)
+    return total
+
+
+def _forward_flops(model: MaskedLM, row_length: int, head_share: float) -> float:
+    config = model.config
+    width, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or config.hidden_dim
+    layer = 8 * width**2 + 4 * width * inner + 4 * row_length * width
+    return layers * layer + head_share * (2 * width**2 + 2 * width * config.vocab_size)
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """Measure what large matrix products of random numbers reach on the device, in FLOP/s.
+
+    The best of several shapes and of many tries: no one shape is the fastest on every processor,
+    and other work on the machine only slows a product.
+    """
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    size = 1024 if device.type == "cpu" else 4096
+    best = 0.0
+    for inner in (size, 3 * size):
+        a = torch.randn(size, inner, device=device).to(dtype)
+        b = torch.randn(inner, size, device=device).to(dtype)
+        for _ in range(5):
+            for multiply in _products(a, b):
+                start = time.perf_counter()
+                multiply()[0, 0].item()
+                best = max(best, 2 * size * size * inner / (time.perf_counter() - start))
+    return best
+
+
+def _products(a: Tensor, b: Tensor) -> list[Callable[[], Tensor]]:
+    """`a b`, by each library that our layers use."""
+    ours = [lambda: product(a, b.t(), None)] if have_product(a, b) else []
+    return [lambda: a @ b, *ours]

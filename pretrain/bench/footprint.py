@@ -1,0 +1,253 @@
+"""What a training step costs, counted exactly: operations, bytes moved, bytes alive.
+
+A `Counter` sees every operator that torch dispatches, backward passes included; unlike timings its
+numbers are the same everywhere. Under `shapes_only` tensors have no memory, and BERT-base at
+64 x 512 takes seconds. It has the device's autocast, which torch's `meta` device has not.
+Not seen: what a kernel uses inside itself, the allocator's rounding, Triton's kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from math import inf, prod
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from pretrain.data.batch import MicroBatch
+from pretrain.kernels.head import Projection, vocabulary_losses
+from pretrain.model.distillation import Distillation
+from pretrain.model.encoder import MaskedLM, projection
+
+aten = torch.ops.aten
+Module = TypeVar("Module", bound=nn.Module)
+
+# torch's own formulas (a multiplication and an addition are two), and for operators it leaves out.
+_LIKE = {
+    aten.addmm_: aten.addmm,
+    aten.baddbmm_: aten.baddbmm,
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+_FLOPS: dict[Any, Any] = flop_registry | {op: flop_registry[like] for op, like in _LIKE.items()}
+if torch.backends.mkldnn.is_available():
+    _FLOPS[torch.ops.mkldnn._linear_pointwise] = lambda input, weight, *_, **__: (
+        2 * input.numel() * weight.shape[0]
+    )
+_DEVICE = torch.ops.prim.device.default  # what shapes are asked every second time
+_WHOLE: set[Any] = set()  # operators known to be no composition of others
+_ALLOCATE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
+_OVERWRITE = {aten.copy_, aten.fill_, aten.zero_}  # write to their first argument without a look
+_PICK = {aten.gather, aten.index, aten.index_select, aten.embedding}
+_PLACE = {aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_put_, aten.index_copy_}
+
+
+class Footprint(NamedTuple):
+    """Counts of a piece of work."""
+
+    flops: int  # of matrix products and attention
+    bytes: int  # every operator's inputs read once and its outputs written once
+    peak: int  # most bytes alive at a time, above what was alive before
+    largest: int  # bytes of the largest single piece of memory allocated
+
+
+class Counter(TorchDispatchMode):
+    """Counts what is done `with Counter() as counter:`, up to reading `counter.footprint`.
+
+    Memory is alive from the operator that returns it until its last tensor, or view, is gone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.bytes = self.peak = self.largest = 0
+        self.live = 0  # bytes alive now, above what was alive before
+        self._alive: dict[int, int] = {}  # bytes by storage
+
+    @property
+    def footprint(self) -> Footprint:
+        """The counts up to now."""
+        return Footprint(self.flops, self.bytes, self.peak, self.largest)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
+        packet, kwargs = func.overloadpacket, kwargs or {}
+        if func not in _WHOLE:
+            # Outside autograd (inference mode) composite operators arrive in one piece.
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+            _WHOLE.add(func)
+        result = func(*args, **kwargs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        if packet in _FLOPS:
+            self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
+        known = {_key(tensor) for tensor in inputs}
+        new = [tensor for tensor in outputs if _key(tensor) not in known]
+        if packet not in _ALLOCATE and (new or func._schema.is_mutable):
+            self.bytes += _moved(func, args, kwargs, inputs, outputs)
+        for tensor in new:
+            self._allocate(tensor)
+        return result
+
+    def _allocate(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key not in self._alive:
+            self._alive[key] = size = storage.nbytes()
+            self.live += size
+            self.peak, self.largest = max(self.peak, self.live), max(self.largest, size)
+            weakref.finalize(storage, self._free, key).atexit = False
+
+    def _free(self, key: int) -> None:
+        self.live -= self._alive.pop(key)
+
+
+class _HostValues(TorchDispatchMode):
+    """Under a mode of shapes, what is computed from tensors with values has values."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        tensors = _tensors((args, kwargs))
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def shapes_only(module: Module, device: str = "cpu") -> Iterator[Module]:
+    """Yields a copy of a module without values; all tensors made inside are shapes on `device`.
+
+    What was compiled, or Triton's, runs in plain torch. Tensors from outside keep their values, and
+    so does what is computed from them alone. "cuda" needs a GPU, though none of its memory.
+    """
+    teacher = getattr(module, "teacher", None)  # no submodule of Distillation
+    modules: list[nn.Module] = [module, *([teacher] if isinstance(teacher, nn.Module) else [])]
+    shapes: dict[int, Any] = {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, _HostValues(), torch.compiler.set_stance("force_eager"):
+        for t in chain.from_iterable([*m.parameters(), *m.buffers()] for m in modules):
+            shape = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+            if isinstance(t, nn.Parameter):
+                shape = nn.Parameter(shape, t.requires_grad)
+            shapes[id(t)] = shape
+        twin = copy.deepcopy(module, shapes)
+        if isinstance(twin, Distillation):
+            twin.backend = "torch"
+        yield twin
+
+
+def of_micro_step(
+    module: Distillation,
+    batch_size: int,
+    row_length: int,
+    *,
+    autocast: torch.dtype | None = None,
+    segments: int = 1,
+    masked: float = 0.15,
+    device: str = "cpu",
+) -> Footprint:
+    """Forward and backward of one micro-batch without padding.
+
+    The peak includes the batch and the gradients of all parameters, weights it does not.
+
+    Args:
+        module: what is trained, on any device; it is not changed.
+        batch_size, row_length: rows, and tokens of each.
+        autocast: the half precision, or None.
+        segments, masked: documents of a row, all as long; the share of tokens that is predicted.
+        device: where it would run, "cpu" or "cuda"; see `shapes_only`.
+    """
+    B, L, K = batch_size, row_length, max(1, round(masked * row_length))
+    begins = [row * L + i * L // segments for row in range(B) for i in range(segments)]
+    cu_seqlens = torch.tensor([*begins, B * L], dtype=torch.int32)
+    with shapes_only(module, device) as shapes, Counter() as counter:
+        ids = torch.zeros(B, L, dtype=torch.int64, device=device)
+        slots = torch.zeros(B, K, dtype=torch.int64, device=device)
+        batch = MicroBatch(ids, slots, slots.clone(), cu_seqlens, B * L, B * K)
+        with torch.autocast(device, autocast, enabled=autocast is not None):
+            loss, _ = shapes(*batch, torch.ones(len(shapes.terms), device=device))
+        (loss * (1 / batch.num_tokens)).backward()
+    return counter.footprint
+
+
+def of_head(
+    module: Distillation,
+    batch_size: int,
+    row_length: int,
+    *,
+    autocast: torch.dtype | None = None,
+    masked: float = 0.15,
+    device: str = "cpu",
+) -> Footprint:
+    """The vocabulary head and its losses alone: what a step needs above its trunks.
+
+    The arguments are those of `of_micro_step`. Inputs (hidden states and embeddings) are not in the
+    peak; the gradients of the student's are.
+    """
+    tokens, slots = batch_size * row_length, batch_size * max(1, round(masked * row_length))
+    terms = module.vocabulary_terms
+    rows = tokens if any(term.over == "tokens" for term in terms) else slots
+    with shapes_only(module, device) as shapes:
+        cast = partial(torch.autocast, device, autocast, enabled=autocast is not None)
+        with torch.no_grad(), cast():
+            student = _projection(shapes.student, rows, device)
+            needed = shapes.teacher if any(term.needs_teacher for term in terms) else None
+            teacher = _projection(needed, rows, device) if needed else None
+        student.hidden_ND.requires_grad_()
+        labels = torch.zeros(slots, dtype=torch.int64, device=device)
+        inputs = student, teacher, labels, terms, torch.ones(len(terms), device=device)
+        with Counter() as counter:
+            with cast():
+                loss, _ = vocabulary_losses(*inputs, backend=shapes.backend)
+            (loss * (1 / tokens)).backward()
+    return counter.footprint
+
+
+def _projection(model: MaskedLM, rows: int, device: str) -> Projection:
+    """The head's inputs as the model hands them over."""
+    hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
+    return projection(model, hidden)
+
+
+def _moved(
+    func: Any, args: tuple[Any, ...], kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
+) -> int:
+    """Bytes read and written by an operator that is no view."""
+    packet = func.overloadpacket
+    most: float = inf  # elements touched of each tensor, where an index picks some
+    if packet in _PICK | _PLACE:
+        most = max(t.numel() for t in (outputs if packet in _PICK else _tensors(args[1:])))
+    unread = {id(args[0])} if packet in _OVERWRITE else set()
+    unread |= {id(kwargs[a.name]) for a in func._schema.arguments if a.is_out and a.name in kwargs}
+    read = (tensor for tensor in inputs if id(tensor) not in unread)
+    return sum(int(min(_elements(t), most)) * t.element_size() for t in chain(read, outputs))
+
+
+def _elements(tensor: Tensor) -> int:
+    """An expanded dimension has a stride of 0, and is there once."""
+    return prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

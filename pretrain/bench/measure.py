@@ -1,0 +1,295 @@
+"""Our micro-step beside the usual one: the same function first, then time and memory.
+
+Both steps take the same weights, rows and masks. With dropout 0 their loss terms and gradients must
+agree; then they are timed in turn in one process, with dropout, forward and backward.
+
+Shapes: T terms.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pretrain import NumericalError
+from pretrain.bench.cost import flops_per_token
+from pretrain.bench.footprint import Counter
+from pretrain.data.batch import MicroBatch
+from pretrain.model.distillation import Distillation
+from pretrain.model.encoder import MaskedLM
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Without one, fp16 gradients of a mean vanish; much more overflows with drawn weights, whose
+# gradients are larger than trained ones'.
+LOSS_SCALES = {"fp32": 1.0, "bf16": 1.0, "fp16": 2.0**10}
+# Largest relative difference of a term, and of a gradient.
+TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, 2e-2), "fp16": (2e-2, 2e-2)}
+
+
+class Step(Protocol):
+    """A micro-step, ours or the usual one."""
+
+    @property
+    def student(self) -> MaskedLM:
+        """Whose gradients are made."""
+
+    @property
+    def teacher(self) -> MaskedLM | None:
+        """The frozen one."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradients are multiplied with."""
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        """Means of the last call."""
+
+    def __call__(self) -> None:
+        """Forward and backward."""
+
+    def trunk(self) -> Any:
+        """What the trunks' forward passes alone leave alive."""
+
+
+@dataclass
+class OurStep:
+    """The micro-step of `pretrain.train`, with the micro-batch's own counts.
+
+    Args:
+        module: student, teacher and terms.
+        batch: on their device.
+        dtype: what `torch.autocast` computes in; None for fp32 throughout.
+        loss_scale: what the loss is multiplied with before the backward pass, for fp16.
+    """
+
+    module: Distillation
+    batch: MicroBatch
+    dtype: torch.dtype | None = None
+    loss_scale: float = 1.0
+    _coefficients_T: Tensor = field(init=False)
+    _sums_T: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        counts = [self._count(term.over) for term in self.module.terms]
+        factors = [
+            term.weight * self.batch.num_tokens / count
+            for term, count in zip(self.module.terms, counts, strict=True)
+        ]
+        self._coefficients_T = torch.tensor(factors, device=self.batch.input_ids.device)
+
+    def __call__(self) -> None:
+        """Make the step."""
+        with self.autocast():
+            loss, self._sums_T = self.module(*self.batch, self._coefficients_T)
+        (loss * (self.loss_scale / self.batch.num_tokens)).backward()
+
+    def trunk(self) -> Any:
+        """What the trunks' forward passes alone leave alive."""
+        with self.autocast():
+            return self.module.trunks(self.batch.input_ids, self.batch.cu_seqlens)
+
+    def autocast(self) -> torch.autocast:
+        """The precision, as a context."""
+        device = self.batch.input_ids.device.type
+        return torch.autocast(device, self.dtype, enabled=self.dtype is not None)
+
+    @property
+    def student(self) -> MaskedLM:
+        """The module's."""
+        return self.module.student
+
+    @property
+    def teacher(self) -> MaskedLM | None:
+        """The module's."""
+        return self.module.teacher
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Means of the last call."""
+        assert self._sums_T is not None
+        sums = zip(self.module.terms, self._sums_T.tolist(), strict=True)
+        return {term.name: total / self._count(term.over) for term, total in sums}
+
+    def _count(self, over: str) -> int:
+        return self.batch.num_tokens if over == "tokens" else self.batch.num_masked
+
+
+class Agreement(NamedTuple):
+    """How far two steps are apart with dropout 0."""
+
+    term: float  # the largest relative difference of a loss term
+    gradient: float  # the largest difference of a gradient, see `compare`
+
+
+class Timing(NamedTuple):
+    """Of one step, in milliseconds."""
+
+    median: float
+    fastest: float
+    slowest: float
+
+
+class Memory(NamedTuple):
+    """Of one step, in bytes."""
+
+    peak: int  # weights of both models, activations, gradients; no optimizer state
+    above_trunk: int  # above weights and what the trunks' forward passes leave alive
+
+
+def check(ours: Step, usual: Step, precision: str) -> Agreement:
+    """`compare`, and raise NumericalError where the two are not the same function."""
+    found = compare(ours, usual, precision)
+    for what, error, limit in zip(found._fields, found, TOLERANCES[precision], strict=True):
+        if not error <= limit:  # NaN included
+            raise NumericalError(
+                f"our step and the usual one differ: a {what} by {error:.1e} in {precision}, at "
+                f"most {limit:.0e} is rounding; nothing was timed"
+            )
+    return found
+
+
+def compare(ours: Step, usual: Step, precision: str) -> Agreement:
+    """Make both steps with dropout 0 and hold their terms and gradients against one another.
+
+    A term's difference is relative to the sum of terms: the KL of a student that is near its
+    teacher is the difference of numbers as good as equal. In fp32 each parameter counts for itself,
+    its gradient's largest difference relative to its largest entry; in half precision the
+    gradient's is the norm of the difference relative to the norm, over all parameters.
+    `k_lin.bias` does not count in fp32: softmax ignores it, so its true gradient is 0.
+    """
+    with without_dropout(ours.student, usual.student):
+        gradients = [gradient(step) for step in (ours, usual)]
+    expected, total = usual.terms, sum(map(abs, usual.terms.values()))
+    terms = [abs(ours.terms[name] - value) / max(total, 1e-30) for name, value in expected.items()]
+    differences = {name: gradients[0][name] - theirs for name, theirs in gradients[1].items()}
+    if precision == "fp32":
+        errors = [
+            float(difference.abs().max() / gradients[1][name].abs().max().clamp(min=1e-30))
+            for name, difference in differences.items()
+            if not name.endswith(("k_lin.bias", "key.bias"))
+        ]
+    else:
+        errors = [_norm(differences.values()) / _norm(gradients[1].values())]
+    return Agreement(_largest(terms), _largest(errors))
+
+
+def gradient(step: Step) -> dict[str, Tensor]:
+    """A step's gradient by parameter, unscaled; none is left in the student."""
+    step.student.zero_grad(set_to_none=True)
+    step()
+    found = {}
+    for name, parameter in step.student.named_parameters():
+        made = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        found[name] = made.float() / step.loss_scale
+    step.student.zero_grad(set_to_none=True)
+    return found
+
+
+def timings(
+    steps: Mapping[str, Step], repeats: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Milliseconds of each step, in turn `repeats` times after one round that warms up."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(repeats + 1):
+        for name, step in steps.items():
+            step.student.zero_grad(set_to_none=True)
+            milliseconds = timed(step, device)
+            if repeat:
+                found[name].append(milliseconds)
+    for step in steps.values():
+        step.student.zero_grad(set_to_none=True)
+    return found
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds; on a GPU by its own clock, which does not see the wait for it."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        work()
+        return 1000 * (time.perf_counter() - begin)
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin_event.record()
+    work()
+    end_event.record()
+    torch.cuda.synchronize(device)
+    return float(begin_event.elapsed_time(end_event))
+
+
+def timing(milliseconds: list[float]) -> Timing:
+    """What is reported of several times."""
+    return Timing(median(milliseconds), min(milliseconds), max(milliseconds))
+
+
+def ratio(slow: list[float], fast: list[float]) -> float:
+    """How many times as long: the median over pairs that ran one after the other."""
+    return median(s / f for s, f in zip(slow, fast, strict=True))
+
+
+def memory(step: Step, device: torch.device) -> Memory:
+    """What a step takes at its highest. Weights are counted once, whoever else shares them."""
+    step.student.zero_grad(set_to_none=True)
+    models = [model for model in (step.student, step.teacher) if model is not None]
+    tensors = {id(t): t for m in models for t in chain(m.parameters(), m.buffers())}
+    weights = sum(t.numel() * t.element_size() for t in tensors.values())
+    _, trunk = _allocated(step.trunk, device)
+    peak, _ = _allocated(step, device)
+    step.student.zero_grad(set_to_none=True)
+    return Memory(weights + peak, peak - trunk)
+
+
+def _allocated(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """(bytes at most, bytes left while the result is held), above what was there before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = work()
+        peak, left = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        del result
+        return peak - before, left - before
+    with Counter() as counter:
+        result = work()
+        left = counter.live
+    del result
+    return counter.peak, left
+
+
+def flops(step: OurStep, milliseconds: float) -> float:
+    """FLOP/s that go into work the loss needs; for rows of one document."""
+    everywhere = any(t.over == "tokens" for t in step.module.vocabulary_terms)
+    share = 1.0 if everywhere else step.batch.num_masked / step.batch.num_tokens
+    work = flops_per_token(step.student, step.teacher, step.batch.input_ids.shape[1], share)
+    return 1000 * work * step.batch.num_tokens / milliseconds
+
+
+@contextmanager
+def without_dropout(*models: nn.Module) -> Iterator[None]:
+    """Dropout 0 for a while, that of attention included."""
+    layers = [m for model in models for m in model.modules() if isinstance(m, nn.Dropout)]
+    before = [layer.p for layer in layers]
+    for layer in layers:
+        layer.p = 0.0
+    try:
+        yield
+    finally:
+        for layer, p in zip(layers, before, strict=True):
+            layer.p = p
+
+
+def _norm(tensors: Any) -> float:
+    return float(torch.stack([tensor.norm() for tensor in tensors]).norm())
+
+
+def _largest(values: list[float]) -> float:
+    """The largest, or NaN if there is one."""
+    return next((value for value in values if value != value), max(values))

@@ -1,0 +1,88 @@
+"""The models and rows that are measured.
+
+Weights and rows are drawn, not read: nothing that is timed depends on what the words mean. Rows
+hold one document each, of full length, so that padded sequences and packed rows are the same work;
+what packing gains comes on top.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
+
+from pretrain.bench.sizes import Sizes
+from pretrain.data.batch import MicroBatch, micro_batch
+from pretrain.data.masking import Masking
+from pretrain.kernels.attention import IMPLEMENTATION
+from pretrain.model.encoder import MaskedLM
+
+PAD, CLS, SEP, MASK = 0, 101, 102, 103
+_SPECIAL = (PAD, 100, CLS, SEP, MASK)
+
+
+def models(sizes: Sizes, *, dropout: float = 0.1) -> tuple[DistilBertForMaskedLM, BertForMaskedLM]:
+    """(student in training mode, frozen teacher in eval mode), both in fp32 on the CPU."""
+    width, heads = sizes.width, max(1, sizes.width // 64)
+    torch.manual_seed(0)
+    teacher = BertForMaskedLM(
+        BertConfig(  # type: ignore[call-arg]
+            vocab_size=sizes.vocabulary,
+            hidden_size=width,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            max_position_embeddings=sizes.length,
+            attn_implementation=IMPLEMENTATION,
+        )
+    )
+    student = DistilBertForMaskedLM(
+        DistilBertConfig(  # type: ignore[call-arg]
+            vocab_size=sizes.vocabulary,
+            dim=width,
+            n_layers=sizes.layers // 2,
+            n_heads=heads,
+            hidden_dim=4 * width,
+            max_position_embeddings=sizes.length,
+            dropout=dropout,
+            attention_dropout=dropout,
+            attn_implementation=IMPLEMENTATION,
+        )
+    )
+    for model in (student, teacher):
+        _sharpen(model)
+    return student.train(), teacher.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _sharpen(model: MaskedLM) -> None:
+    """Logits of a deviation of about 2, so that a divergence is not lost in its rounding."""
+    weight: Tensor = model.get_parameter(
+        "vocab_projector.weight"
+        if isinstance(model, DistilBertForMaskedLM)
+        else "cls.predictions.decoder.weight"
+    )
+    weight.mul_(2 / (weight.std() * weight.shape[1] ** 0.5))
+
+
+@cache
+def masking(sizes: Sizes) -> Masking:
+    """DistilBERT's."""
+    return Masking(0.15, _SPECIAL, mask_id=MASK, vocab_size=sizes.vocabulary, seed=0)
+
+
+def ids(sizes: Sizes, num_rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Rows of one document each [B, L], int64."""
+    words = np.random.default_rng(0).integers(MASK + 1, sizes.vocabulary, (num_rows, sizes.length))
+    words[:, 0], words[:, -1] = CLS, SEP
+    return words
+
+
+def batch(sizes: Sizes, num_rows: int) -> MicroBatch:
+    """A micro-batch of one document a row, masked, in the host's memory."""
+    numbers = np.arange(num_rows)
+    masked = masking(sizes)(ids(sizes, num_rows), np.zeros_like(numbers), numbers)
+    return micro_batch(*map(torch.from_numpy, masked), cls_id=CLS, pad_id=PAD)

@@ -1,0 +1,210 @@
+"""Dynamic 80/10/10 masking (BERT, section 3.1; no next-sentence prediction) by integer hashing.
+
+The mask of a row is a pure function of (seed, epoch, row number, position): the same bits from
+numpy and torch, on CPU and GPU, whatever the batch, the rank or the number of workers. Shapes are
+static: every row has `num_slots` slots, and the unused ones carry the label IGNORE.
+
+Shapes: B rows, L row length, K slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pretrain.data.hashing import MASK32, derive, root
+
+IGNORE = -100  # label of a position or slot that is not predicted, as torch's cross-entropy has it
+
+_MASKING = 2  # names this use of the seed; order has its own
+_SELECT, _ACTION, _REPLACE = range(3)
+_POSITION_BITS = 12  # row lengths up to 4,096
+_POSITION = (1 << _POSITION_BITS) - 1
+_UNSELECTABLE = (1 << 63) - (1 << _POSITION_BITS)
+_COARSE = 19  # draws of smoothed masking are below 2**51
+_BLOCK_TOKENS = 1 << 15  # numpy's temporaries stay in the processor's cache
+
+
+class Masked(NamedTuple):
+    """Corrupted rows and what is to be predicted in them."""
+
+    input_ids: Any  # [B, L] corrupted ids
+    positions: Any  # [B, K] where the slots point
+    labels: Any  # [B, K] original id, or IGNORE in an unused slot
+
+
+@dataclass(frozen=True)
+class Masking:
+    """How rows of one vocabulary are corrupted.
+
+    Args:
+        probability: share of a row's ordinary tokens that is selected (0.15 in BERT).
+        special_ids: ids that are neither selected nor inserted.
+        mask_id: the id of [MASK].
+        vocab_size: V.
+        seed: of the run.
+        smoothing: None draws uniformly; an integer table [V] proportional to count**0.7 draws a
+            token with weight count**-0.7, so that rare tokens are predicted more often (XLM;
+            DistilBERT's training code).
+        replace: "80/10/10" for training; "mask" puts [MASK] everywhere, for evaluation.
+    """
+
+    probability: float
+    special_ids: tuple[int, ...]
+    mask_id: int
+    vocab_size: int
+    seed: int
+    smoothing: NDArray[np.int64] | None = None
+    replace: Literal["80/10/10", "mask"] = "80/10/10"
+
+    def num_slots(self, row_length: int) -> int:
+        """K, the most tokens that can be selected in a row of `row_length`."""
+        return max(1, int(self._num_wanted(np.int64(row_length))))
+
+    def __call__(self, input_ids: Any, epochs: Any, rows: Any) -> Masked:
+        """Corrupt rows `input_ids` [B, L], given each row's epoch [B] and number [B].
+
+        Integers, either all numpy or all torch; the result is of the same kind. It is int64, but
+        numpy's `input_ids` stay in the type they have in the shards, a quarter of that.
+        """
+        num_rows, length = input_ids.shape
+        assert length <= 1 << _POSITION_BITS
+        xp, like = _library(input_ids)
+        word = torch.int64 if xp is torch else np.uint32  # what `mix` is fast in
+        # One key a row and purpose; a bijection of the row number, so no two rows share a mask.
+        base = derive(root(self.seed, _MASKING), xp.asarray(epochs, dtype=word))
+        purposes = xp.arange(3, dtype=word, **like)[:, None]
+        keys = derive(derive(base, purposes), xp.asarray(rows, dtype=word))[:, :, None]
+
+        slots = (num_rows, self.num_slots(length))
+        narrow = xp.int64 if xp is torch else input_ids.dtype  # torch hardly computes with uint16
+        result = Masked(
+            xp.empty(input_ids.shape, dtype=narrow, **like),
+            *(xp.empty(slots, dtype=xp.int64, **like) for _ in range(2)),
+        )
+        size = max(1, num_rows if xp is torch else _BLOCK_TOKENS // length)
+        for start in range(0, num_rows, size):
+            block = slice(start, start + size)
+            result.input_ids[block] = input_ids[block]
+            ids = xp.asarray(input_ids[block], dtype=xp.int64)  # the fastest index into tables
+            self._corrupt(ids, Masked(*(values[block] for values in result)), keys[:, block])
+        return result
+
+    def _corrupt(self, ids: Any, rows: Masked, keys: Any) -> None:
+        """Corrupt `rows.input_ids`, which hold `ids`, and fill in the rest; keys [3, B, 1]."""
+        xp, like = _library(ids)
+        num_rows, length = ids.shape
+        num_slots = rows.positions.shape[1]
+        tables = (self._special, self._ordinary, _EXPONENTIAL)
+        special, ordinary, race = (xp.asarray(table, **like) for table in tables)
+
+        draw = derive(keys[_SELECT], xp.arange(length, dtype=keys.dtype, **like))
+        if self.smoothing is not None:  # an exponential race: the smallest E / w win
+            chance = xp.asarray(draw >> 16, dtype=xp.int64)
+            draw = race[chance] * xp.asarray(self.smoothing, **like)[ids]  # int64
+        selectable = ~special[ids]
+        slots = _first_slots(draw, selectable, num_slots)
+        used = xp.arange(num_slots, **like) < self._num_wanted(selectable.sum(1))[:, None]
+
+        flat = slots + xp.arange(0, num_rows * length, length, **like)[:, None]
+        original = ids.reshape(-1)[flat]
+        replacement = self._replacements(xp, keys, slots, original, ordinary)
+        rows.input_ids.reshape(-1)[flat] = xp.where(used, replacement, original)
+        rows.positions[:] = slots
+        rows.labels[:] = xp.where(used, original, IGNORE)
+
+    def count(self, input_ids: NDArray[np.int64]) -> int:
+        """How many tokens of rows [B, L] are predicted; the same number that masking them gives."""
+        return int(self._num_wanted((~self._special[input_ids]).sum(1)).sum())
+
+    def _num_wanted(self, num_selectable: Any) -> Any:
+        """round(probability * ordinary tokens) [B], but at least one where there is a token."""
+        share = int(self.probability * (1 << 16) + 0.5)
+        wanted = (num_selectable * share + (1 << 15)) >> 16
+        return wanted + ((wanted == 0) & (num_selectable > 0))
+
+    def _replacements(self, xp: Any, keys: Any, slots: Any, original: Any, ordinary: Any) -> Any:
+        if self.replace == "mask":
+            return xp.full_like(original, self.mask_id)
+        action, chance = derive(keys[_ACTION:], xp.asarray(slots, dtype=keys.dtype))
+        action %= 10
+        random_ids = ordinary[(xp.asarray(chance, dtype=xp.int64) * len(ordinary)) >> 32]
+        return xp.where(action < 8, self.mask_id, xp.where(action == 8, original, random_ids))
+
+    @cached_property
+    def _special(self) -> NDArray[np.bool_]:
+        special = np.zeros(self.vocab_size, dtype=bool)
+        special[list(self.special_ids)] = True
+        return special
+
+    @cached_property
+    def _ordinary(self) -> NDArray[np.int64]:
+        return np.flatnonzero(~self._special)
+
+
+def _integer_exponential() -> NDArray[np.int32]:
+    """-ln((i + 1/2) / 2**16) in units of 2**-22, for i below 2**16, by integer arithmetic alone.
+
+    log2 bit by bit: square the mantissa (31 fraction bits) and note each time it passes 2.
+    """
+    mantissa = 2 * np.arange(1 << 16, dtype=np.int64) + 1  # (i + 1/2) / 2**16 = mantissa / 2**17
+    exponent = np.zeros_like(mantissa)
+    for shift in (16, 8, 4, 2, 1):
+        big = mantissa >> exponent >= 1 << shift
+        exponent = exponent + np.where(big, shift, 0)
+    fraction = mantissa << (30 - exponent)  # in [1, 2) with 30 fraction bits
+    log2 = (exponent - 17) << 24
+    for bit in range(23, -1, -1):
+        fraction = (fraction * fraction) >> 30
+        over = fraction >= 1 << 31
+        log2 = log2 + np.where(over, 1 << bit, 0)
+        fraction = np.where(over, fraction >> 1, fraction)
+    ln2 = 2977044472  # round(ln(2) * 2**32)
+    return np.maximum((-log2 * ln2) >> 34, 1).astype(np.int32)  # half the cache
+
+
+_EXPONENTIAL = _integer_exponential()
+
+
+def _library(array: Any) -> tuple[Any, dict[str, Any]]:
+    """numpy or torch, and where that makes arrays beside this one."""
+    return (torch, {"device": array.device}) if isinstance(array, torch.Tensor) else (np, {})
+
+
+def _first_slots(draw: Any, selectable: Any, count: int) -> Any:
+    """Where the `count` smallest draws of each row are [B, count], in ascending order.
+
+    The first of equal draws comes first, and what is not selectable after all that is.
+    """
+    xp, like = _library(draw)
+    if xp is np and (slots := _quick_slots(draw, selectable, count)) is not None:
+        return slots
+    draw, position = xp.asarray(draw, dtype=xp.int64), xp.arange(draw.shape[1], **like)
+    keys = xp.where(selectable, (draw << _POSITION_BITS) | position, _UNSELECTABLE | position)
+    keys = keys.sort(dim=1).values if xp is torch else np.sort(keys, axis=1)
+    return keys[:, :count] & _POSITION
+
+
+def _quick_slots(
+    draw: NDArray[Any], selectable: NDArray[np.bool_], count: int
+) -> NDArray[np.int64] | None:
+    """The same, unless draws are equal or a row has hardly a word: then nothing.
+
+    numpy partitions 32-bit numbers up to ten times as fast as it sorts 64-bit ones.
+    """
+    coarse = draw if draw.dtype == np.uint32 else (draw >> _COARSE).astype(np.uint32)
+    coarse = np.where(selectable, coarse, np.uint32(MASK32))
+    bound = np.partition(coarse, count - 1, axis=1)[:, count - 1 : count]
+    chosen = selectable & (coarse <= bound)
+    # Just `count` within a bound are the smallest, whatever the bound.
+    if (chosen.sum(1) != count).any():
+        return None
+    flat = np.flatnonzero(chosen).reshape(-1, count)
+    keys = (draw.reshape(-1)[flat].astype(np.int64) << _POSITION_BITS) | (flat % draw.shape[1])
+    keys.sort(axis=1)
+    return keys & _POSITION

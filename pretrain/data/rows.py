@@ -1,0 +1,270 @@
+"""The rows of each optimizer step, corrupted and ready: one loader item a step and rank.
+
+Shapes: R rows of this rank in a step, L row length, K mask slots a row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from data_prep.shards import CorpusError, Manifest, ShardSet, read_listed
+from data_prep.shards.manifest import TOKEN_COUNTS, SpecialIds
+from data_prep.shards.reading import check_size
+from pretrain import RunError
+from pretrain.config import MaskingConfig
+from pretrain.data.batch import MicroBatch, micro_batch
+from pretrain.data.masking import IGNORE, Masking
+from pretrain.data.order import Order
+from pretrain.monitor.heartbeat import SUPERVISOR
+from pretrain.signals import Interrupted, Signals, stop_signals
+
+_SOCKET = len("/pymp-12345678/listener-12345678")  # what a worker makes in TMPDIR
+_LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; 107 on Linux
+
+
+class StepRows(NamedTuple):
+    """One rank's share of an optimizer step, in the narrowest types that hold it.
+
+    Masks are made on the host: one core does tens of millions of tokens a second, ahead of the step
+    that needs them, and at 0.66 GFLOP a token no GPU of today trains on two. A second road through
+    the device would gain nothing.
+    """
+
+    input_ids: Tensor  # [R, L] uint16 or uint32 as in the shards, corrupted
+    positions: Tensor  # [R, K] int16, where the mask slots point
+    labels: Tensor  # [R, K] int32, -100 in an unused slot
+    rows: Tensor  # [R] int64, row numbers in the shards
+    num_tokens: int  # all but padding
+    num_masked: int
+
+    def micro_batches(self, size: int, special: SpecialIds) -> Iterator[MicroBatch]:
+        """`size` rows at a time."""
+        tensors = (self.input_ids, self.positions, self.labels)
+        for rows in zip(*(t.split(size) for t in tensors), strict=True):
+            yield micro_batch(*rows, cls_id=special.cls, pad_id=special.pad)
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Rows left out from an optimizer step on: read as nothing but padding, so they add no token,
+    no mask and no loss, and every other row keeps its step, place, rank and mask."""
+
+    first: int  # in the train split, as `distil replay` and `distil audit` number rows
+    last: int  # exclusive
+    step: int  # from 0
+
+
+class StepDataset(Dataset[StepRows]):
+    """Item `step` is a pure function of the step: no state, so any worker may make it."""
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        order: Order,
+        masking: Masking,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        skips: Sequence[Skip] = (),
+    ) -> None:
+        """RunError if `skips` name rows that are not there."""
+        for skip in skips:
+            if not 0 <= skip.first < skip.last <= len(shards):
+                raise RunError(
+                    f"--skip-rows {skip.first}:{skip.last}: not all of these rows are there: the "
+                    f"training split of {shards.folder} has {len(shards)} rows, 0 to "
+                    f"{len(shards) - 1}; give a range 0 <= a < b <= {len(shards)}"
+                )
+        share = order.global_batch_size // world
+        self.shards, self.order, self.masking, self.skips = shards, order, masking, tuple(skips)
+        self.mine = slice(rank * share, (rank + 1) * share)
+
+    def __getitem__(self, step: int) -> StepRows:
+        """The rows of optimizer step `step`, counted from 0."""
+        epochs, rows = (values[self.mine] for values in self.order.at(step))
+        return corrupt(self.shards, self.masking, epochs, rows, skipped(rows, step, self.skips))
+
+
+def corrupt(
+    shards: ShardSet,
+    masking: Masking,
+    epochs: Any,
+    rows: Any,
+    skipped: NDArray[np.bool_] | None = None,
+) -> StepRows:
+    """Read rows [R], pad those `skipped` [R], and mask the others as their epochs [R] demand."""
+    ids = shards.rows(rows)
+    if skipped is not None:
+        ids[skipped] = shards.manifest.tokenizer.special_ids.pad
+    masked = masking(ids, epochs, rows)
+    return StepRows(
+        torch.from_numpy(masked.input_ids),
+        torch.from_numpy(masked.positions.astype(np.int16)),
+        torch.from_numpy(masked.labels.astype(np.int32)),
+        torch.from_numpy(rows),
+        int(np.count_nonzero(ids != shards.manifest.tokenizer.special_ids.pad)),
+        int(np.count_nonzero(masked.labels != IGNORE)),
+    )
+
+
+def skipped(rows: NDArray[np.int64], step: int, skips: Sequence[Skip]) -> NDArray[np.bool_]:
+    """Which of `rows` [R] are left out of optimizer step `step`, counted from 0 [R]."""
+    result = np.zeros(rows.shape, dtype=bool)
+    for skip in skips:
+        if step >= skip.step:
+            result |= (rows >= skip.first) & (rows < skip.last)
+    return result
+
+
+def with_skip(skips: Sequence[Skip], skip: Skip) -> tuple[Skip, ...]:
+    """`skips` and one more, unless one of them covers it: the same command may be given again."""
+    for old in skips:
+        if old.first <= skip.first and skip.last <= old.last and old.step <= skip.step:
+            return tuple(skips)
+    return (*skips, skip)
+
+
+@contextmanager
+def loader(
+    dataset: StepDataset, first: int, last: int, num_workers: int
+) -> Iterator[Iterator[StepRows]]:
+    """Yield steps `first` to `last` - 1 in order, made ahead by `num_workers` processes.
+
+    The processes end with the block. A worker ignores the SIGTERM with which Python ends its
+    children, so one that outlived the block would be waited for without end, and the block may be
+    left by an error whose traceback keeps the loader alive.
+
+    The generator of its own keeps `iter(DataLoader)` from drawing its base seed from the global
+    stream, where it would shift every later dropout mask of a resumed run.
+    """
+    generator = torch.Generator().manual_seed(0)
+    batches = iter(
+        DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=range(first, last),
+            num_workers=num_workers,
+            generator=generator,
+            worker_init_fn=_ignore_signals if num_workers else None,
+        )
+    )
+    try:
+        yield batches
+    finally:
+        if isinstance(batches, _MultiProcessingDataLoaderIter):
+            batches._shutdown_workers()
+            for worker in batches._workers:
+                worker.kill()  # if it is still there: it was stopped, or hangs
+
+
+def next_rows(batches: Iterator[StepRows], signals: Signals, seconds: float) -> StepRows | None:
+    """Wait for the rows of the next step; None as soon as a signal has come.
+
+    Args:
+        batches: of `loader`; of no use after None.
+        signals: those that have come.
+        seconds: how long to wait. A supervisor has its own limit, and starts the run again.
+
+    Raises:
+        RunError: the workers made no rows for so long.
+    """
+    try:
+        with signals.interrupt_after(0 if SUPERVISOR in os.environ else seconds):
+            return next(batches)
+    except Interrupted:
+        if signals:
+            return None
+    workers = getattr(batches, "_workers", [])
+    who = f"loader worker {', '.join(str(worker.pid) for worker in workers)}"
+    raise RunError(
+        f"no rows for {seconds:g} s (DISTIL_TIMEOUT): {who if workers else 'this process'} is "
+        "stopped, or the disk of the shards does not answer; run the same command again, which "
+        "goes on after the newest checkpoint"
+    )
+
+
+def check_workers(num_workers: int) -> None:
+    """Refuse loader workers where TMPDIR is too long for the sockets they send rows through."""
+    folder = tempfile.gettempdir()
+    if num_workers and len(os.fsencode(folder)) + _SOCKET > _LONGEST_SOCKET:
+        raise RunError(
+            f"TMPDIR {folder}: too long a path for the sockets of loader workers; set TMPDIR to a "
+            f"folder of at most {_LONGEST_SOCKET - _SOCKET} bytes, or train.num_workers to 0"
+        )
+
+
+def build_masking(config: MaskingConfig, folder: Path, manifest: Manifest, seed: int) -> Masking:
+    """The training masks a config asks for, over the shards' vocabulary."""
+    smoothing = None
+    if config.mode == "smoothed":
+        table = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))
+        smoothing = np.asarray(table["smoothing"], dtype=np.int64)
+    return replace(masking_over(manifest, config.probability, seed), smoothing=smoothing)
+
+
+def masking_over(manifest: Manifest, probability: float, seed: int) -> Masking:
+    """Uniform masks over the shards' vocabulary."""
+    return Masking(
+        probability=probability,
+        special_ids=special_ids(manifest),
+        mask_id=manifest.tokenizer.special_ids.mask,
+        vocab_size=manifest.tokenizer.vocab_size,
+        seed=seed,
+    )
+
+
+def special_ids(manifest: Manifest) -> tuple[int, ...]:
+    """The ids that are never predicted nor inserted: [PAD], [UNK], [CLS], [SEP], [MASK]."""
+    special = manifest.tokenizer.special_ids
+    return special.pad, special.unk, special.cls, special.sep, special.mask
+
+
+@contextmanager
+def explained_workers(shards: ShardSet) -> Iterator[None]:
+    """Around the loop, which a dead worker's signal interrupts anywhere: name the true error.
+
+    torch puts a worker's traceback before its error, and takes every SIGBUS for a want of shared
+    memory; a file that is cut off while it is mapped ends a process the same way.
+
+    Raises:
+        CorpusError: damaged shards, as without workers.
+    """
+    try:
+        yield
+    except CorpusError as error:
+        lines = str(error).splitlines()
+        raise CorpusError(lines[-1].removeprefix("data_prep.CorpusError: ")) from error
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        if not isinstance(error, RuntimeError):
+            with suppress(RuntimeError):  # torch's, for the worker that was sending rows
+                time.sleep(1)
+        if not isinstance(error, RuntimeError) or "DataLoader worker" in str(error):
+            for record in shards.manifest.splits[shards.split].shards:
+                check_size(shards.folder, record)
+        raise
+
+
+def _ignore_signals(worker: int) -> None:
+    # Ctrl-C, a closed terminal, and what a scheduler or torchrun sends, reach the whole process
+    # group; the main process finishes its step and saves. A worker ends with its queue, or when its
+    # parent is gone.
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
+    # torch's handler prints that shared memory is short; see `explained_workers`.
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)

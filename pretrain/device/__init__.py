@@ -1,0 +1,1 @@
+"""What the hardware offers: precision, kernels, memory, micro-batch size."""

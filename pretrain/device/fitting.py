@@ -1,0 +1,92 @@
+"""The largest micro-batch within a budget of memory, found with few measurements. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pretrain.device.memory import out_of_memory
+
+
+class Found(NamedTuple):
+    """A micro-batch that fits."""
+
+    rows: int
+    used: float  # bytes, of those that there are
+
+
+def sizes(share: int, most: int | None = None) -> list[int]:
+    """Return the micro-batches that a rank's `share` of a step can be made of, ascending."""
+    return [n for n in range(1, min(share, most or share) + 1) if share % n == 0]
+
+
+def largest(
+    sizes: Sequence[int], measure: Callable[[int], float], budget: float, *, multiple: int = 1
+) -> Found | None:
+    """The largest of `sizes` whose memory is within the budget; None if not even the smallest is.
+
+    Memory is taken to grow with the rows in nearly a straight line, so few sizes are measured: the
+    two smallest, then where the line through the last two reaches the budget.
+
+    Args:
+        sizes: ascending.
+        measure: rows -> bytes; an out-of-memory error says that they do not fit.
+        budget: bytes.
+        multiple: a multiple of this is taken instead if it is at least 3/4 as large.
+    """
+    fits: list[Found] = []
+    low, high, over = -1, len(sizes), math.inf  # sizes[low] fits, sizes[high] takes `over`
+    guess: int | None = 0
+    while guess is not None:
+        used = measured(measure, sizes[guess])
+        if used <= budget:
+            low, fits = guess, [*fits, Found(sizes[guess], used)]
+        else:
+            high, over = guess, used
+        beyond = [Found(sizes[high], over)] if high < len(sizes) else []
+        guess = _next(sizes[low + 1 : high], fits, beyond, budget)
+        guess = None if guess is None else low + 1 + guess
+    if not fits:
+        return None
+    rows = sizes[low]
+    rounded = [n for n in sizes if n <= rows and n % multiple == 0]
+    if rounded and 4 * rounded[-1] >= 3 * rows:
+        rows = rounded[-1]
+    return Found(rows, _line(fits, rows))
+
+
+def _next(
+    between: Sequence[int], fits: Sequence[Found], beyond: Sequence[Found], budget: float
+) -> int | None:
+    """Which of the sizes `between` the largest that fits and one that does not to measure next."""
+    if not between or not fits:
+        return None
+    points = [*fits, *(point for point in beyond if point.used < math.inf)][-2:]
+    if len(points) == 1 and not beyond:
+        return 0  # a second point
+    if len(points) == 2:
+        reached = [i for i, n in enumerate(between) if _line(points, n) <= budget]
+        if not reached:
+            return None
+        if not (beyond and len(reached) == len(between)):
+            return reached[-1]
+    return len(between) // 2  # the line was wrong
+
+
+def _line(points: Sequence[Found], rows: int) -> float:
+    """Bytes of so many rows, on the line through the last two points."""
+    if len(points) == 1:
+        return points[0].used
+    (x, y), (x2, y2) = points[-2:]
+    return y + (y2 - y) / (x2 - x) * (rows - x)
+
+
+def measured(measure: Callable[[int], float], rows: int) -> float:
+    """Bytes that so many rows take; infinite if they ran out of memory."""
+    try:
+        return measure(rows)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return math.inf

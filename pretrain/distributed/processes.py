@@ -1,0 +1,244 @@
+"""The processes of a run: how they start, agree and end together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    parse_flag_from_env,
+)
+
+from data_prep.messages import extra
+from pretrain import RunError
+from pretrain.config import RunConfig
+from pretrain.data.hashing import root
+from pretrain.device.gpu import check_kernels
+from pretrain.device.precision import allow_tf32
+from pretrain.distributed.parallel import uses_deepspeed
+from pretrain.monitor.heartbeat import STORE
+from pretrain.objectives.terms import VocabularyTerm
+
+Result = TypeVar("Result")
+
+TIMEOUT = 300.0  # seconds that a process waits for the others in a collective operation
+# "auto" is decided after the checkpoint was read, by processes that communicate by then.
+_MIXED = {"auto": "no", "fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+# Process groups that have ended, kept until the interpreter does: else DDP's reducer is the last to
+# own one, and torch 2.13 frees it there without letting go of the GIL, for which a thread of gloo
+# that the group waits for may wait in turn.
+_KEPT: list[Any] = []
+
+
+@contextmanager
+def processes(config: RunConfig) -> Iterator[Accelerator]:
+    """This process's Accelerator; a process group that was not there before ends with the block.
+
+    After an error NCCL's is left to the end of the process: it would wait for ranks that are gone.
+
+    Raises:
+        RunError: the environment does not fit the config.
+    """
+    there = torch.distributed.is_initialized()
+    accelerator = build_accelerator(config)
+    ended = False
+    try:
+        yield accelerator
+        ended = True
+    finally:
+        ours = accelerator.num_processes > 1 and not there
+        if ours and (ended or torch.distributed.get_backend() == "gloo"):
+            # A gloo group that is alive when the interpreter ends aborts the process.
+            _KEPT.append(torch.distributed.group.WORLD)
+            PartialState().destroy_process_group()
+            PartialState._reset_state()
+
+
+def build_accelerator(config: RunConfig) -> Accelerator:
+    """Accelerate's device and process set-up, with accumulation and saving left to us.
+
+    Raises:
+        RunError: fp16 without a GPU, where Accelerate would silently compute in fp32; or a
+            package that is not installed.
+    """
+    gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    gpu = gpu and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    deepspeed = uses_deepspeed()
+    if not gpu:  # Accelerate imports DeepSpeed where it is installed, which then warns of this
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout()), **meeting_point()}
+    if deepspeed:
+        _need("deepspeed", "ACCELERATE_USE_DEEPSPEED")
+        if not gpu:
+            settings["backend"] = "gloo"
+            _prepare_deepspeed_for_cpus()
+        if "LOCAL_RANK" not in os.environ:
+            raise RunError(
+                "ACCELERATE_USE_DEEPSPEED is set, but no launcher has started this process: "
+                "use `distil launch CONFIG --zero 1`"
+            )
+    # Without `cpu=True` Accelerate runs one process where several were started on CPUs.
+    cpu = not gpu and not deepspeed
+    state = PartialState(cpu=cpu, **settings)
+    check_kernels(state.device)
+    if state.device == torch.device("cuda"):  # of an unlaunched process: some calls need an index
+        state.device = torch.device("cuda", torch.cuda.current_device())
+    device, precision = state.device, config.train.precision
+    if precision == "fp32":
+        allow_tf32(device)
+    if config.logging.tensorboard:
+        _need("tensorboard", "logging.tensorboard")
+    if precision == "fp16" and device.type != "cuda":
+        raise RunError(
+            f"train.precision fp16 needs a CUDA GPU, this is {device.type}; use bf16 or fp32"
+        )
+    # Accelerate keeps the first precision of a process for ever; a second run may want another.
+    AcceleratorState._reset_state()
+    # The head's parameters get no gradient when no term looks at logits.
+    unused = not any(isinstance(term, VocabularyTerm) for term in config.objective.terms())
+    return Accelerator(
+        cpu=cpu,
+        # DeepSpeed would round the weights to bf16; autocast keeps them in fp32, as DDP does.
+        mixed_precision="no" if deepspeed and precision == "bf16" else _MIXED[precision],
+        log_with="tensorboard" if config.logging.tensorboard else None,
+        project_dir=config.output,
+        # Ours is the loop's; a launcher's environment would divide every loss.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=unused,
+            )
+        ],
+    )
+
+
+def meeting_point() -> dict[str, Any]:
+    """Return init_process_group's arguments for the supervisor's file; none if there is no file."""
+    if STORE not in os.environ:
+        return {}
+    return {
+        "init_method": f"file://{os.environ[STORE]}",
+        "rank": int(os.environ["RANK"]),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+    }
+
+
+def timeout() -> float:
+    """Seconds that a process waits for the others, DISTIL_TIMEOUT of the environment.
+
+    Raises:
+        RunError: it is no positive number.
+    """
+    text = os.environ.get("DISTIL_TIMEOUT", str(TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise RunError(f"DISTIL_TIMEOUT {text}: not a number of seconds; take 300, for instance")
+    return seconds
+
+
+def jointly(
+    accelerator: Accelerator, action: Callable[[], Result], *, here: bool = True
+) -> Result | None:
+    """Act where `here`; if that fails anywhere all end, the others without a word of their own.
+
+    A process that raised alone would leave the rest waiting for it until their timeout.
+    """
+    result, error = None, None
+    if here:
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+    failed = any_process(accelerator, error is not None)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            error = None  # its traceback holds this frame, and would keep all that it refers to
+    if failed:
+        raise SystemExit(2)
+    return result
+
+
+def patiently(
+    accelerator: Accelerator, action: Callable[[], Result], *, here: bool = True
+) -> Result | None:
+    """As `jointly`, for what may take longer than the timeout and communicates nothing itself.
+
+    It runs in a thread, while the processes tell one another that they are still there.
+    """
+    if accelerator.num_processes == 1:
+        return action() if here else None
+    done: Future[Result] = Future()
+    with ThreadPoolExecutor(1, thread_name_prefix="start") as thread:
+        if here:
+            done = thread.submit(action)
+        else:
+            done.cancel()
+        while any_process(accelerator, not done.done()):
+            wait([done], timeout=min(1.0, timeout() / 4))
+
+    def outcome() -> Result:
+        return done.result()
+
+    return jointly(accelerator, outcome, here=here)
+
+
+def any_process(accelerator: Accelerator, flag: bool) -> bool:
+    """Whether the flag is set in any process; all call it."""
+    if accelerator.num_processes == 1:
+        return flag
+    flags = accelerator.reduce(torch.tensor([int(flag)], device=accelerator.device), "sum")
+    return bool(flags.item())
+
+
+def same_everywhere(
+    accelerator: Accelerator,
+    values: Mapping[str, str],
+    fix: str = "start all nodes with the same command, on files that all of them share",
+) -> None:
+    """Hold what the processes have read against one another.
+
+    Raises:
+        RunError: in every process, naming the value, who differs and the `fix`.
+    """
+    if accelerator.num_processes == 1:
+        return
+    keys = torch.tensor([root(0, *value.encode()) for value in values.values()])
+    gathered = accelerator.gather(keys[None].to(accelerator.device)).tolist()
+    for name, column in zip(values, zip(*gathered, strict=True), strict=True):
+        odd = [rank for rank, key in enumerate(column) if key != column[0]]
+        if odd:
+            raise RunError(f"process {odd[0]} has another {name} than process 0: {fix}")
+
+
+def _prepare_deepspeed_for_cpus() -> None:
+    """Let DeepSpeed use CPUs, without the operation that it would compile at its first start.
+
+    That one only speeds up processes of one host, needs a C++ compiler, and when a start is killed
+    while it compiles, torch's lock file (torch/utils/file_baton.py) stays and every later start
+    waits for it for ever.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _need(package: str, who: str) -> None:
+    if find_spec(package) is None:
+        raise RunError(f"{who} needs {package}: {extra(package)}")

@@ -1,0 +1,158 @@
+"""A run -> a folder that plain `transformers` loads: weights, tokenizer, model card."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi
+from transformers import AutoModelForMaskedLM
+
+from data_prep.disk import hash_file
+from pretrain import RunError, checkpoint
+from pretrain.export.card import model_card
+from pretrain.files import writing_to
+from pretrain.model import tokenizer_files
+from pretrain.model.encoder import MaskedLM
+from pretrain.model.loading import load_model
+from pretrain.model.model_files import first_line
+
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how far its logits are from the run's when read back."""
+
+    architecture: str
+    step: int
+    num_parameters: int
+    num_bytes: int
+    difference: float
+
+
+def export(
+    run: Path, folder: Path, warn: Callable[[str], None], *, again: bool = False
+) -> Exported:
+    """Write the newest checkpoint's student to `folder`, and read it back before saying so.
+
+    The layout is that of `distilbert-base-uncased` (or a BERT's, for objective mlm). Everything is
+    made in a folder beside the target and renamed, so the target is whole or not there.
+
+    Args:
+        run: the output folder of a run, which may go on meanwhile.
+        folder: the target; missing or empty.
+        warn: is told of newer checkpoints that do not verify or were removed by the run.
+        again: accept a target that holds exactly what would be written.
+
+    Raises:
+        RunError: there is no checkpoint, the folder is taken, or what was read back differs.
+        OSError: the disk is full or read-only.
+    """
+    target = folder.resolve()
+    taken = f"{folder}: already there; export to another folder, or remove it first"
+    if not again and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RunError(taken)
+    if target.is_relative_to((run / "checkpoints").resolve()):
+        raise RunError(f"{folder}: lies among the run's checkpoints; export to another folder")
+    # A unique name: another export may be writing to the same target.
+    temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
+
+    def read(saved: Path) -> tuple[MaskedLM, dict[str, bytes]]:
+        model = load_model(saved / "student").eval()
+        positions = model.config.max_position_embeddings
+        return model, tokenizer_files.of_checkpoint(saved / "student", positions)
+
+    try:
+        found = checkpoint.read_newest(run / "checkpoints", read, warn)
+        if found is None:
+            raise RunError(f"{run}: no checkpoint to export; run `distil pretrain` first")
+        saved, (student, tokenizer) = found
+        with writing_to(folder):
+            temporary.mkdir(parents=True)
+            for name, data in tokenizer.items():
+                (temporary / name).write_bytes(data)
+            student.save_pretrained(temporary)
+            # safetensors writes for the owner alone; an export is for all who may read its folder.
+            shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
+            model_card(student, saved.state).save(temporary / "README.md")
+        difference = _read_back(student, temporary)
+        if not (again and target.is_dir() and _hashes(target) == _hashes(temporary)):
+            try:
+                temporary.rename(target)  # an empty folder is replaced, any other is an error
+            except OSError as error:
+                if not target.exists():
+                    raise
+                hint = ", or upload it as it is with `hf upload`" if again else ""
+                raise RunError(taken + hint) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Exported(
+        architecture=type(student).__name__,
+        step=saved.step,
+        num_parameters=sum(p.numel() for p in student.parameters()),
+        num_bytes=(folder / "model.safetensors").stat().st_size,
+        difference=difference,
+    )
+
+
+def hub_token() -> str:
+    """HF_TOKEN's value; a token comes from the environment and nowhere else.
+
+    Raises:
+        RunError: it is not set.
+    """
+    token = os.environ.get("HF_TOKEN")
+    if not token:
+        raise RunError(
+            "--push needs a token with write access in the environment variable HF_TOKEN; nothing "
+            "was written"
+        )
+    return token
+
+
+def push(folder: Path, repository: str, token: str) -> str:
+    """Upload an export to a hub.
+
+    Raises:
+        RunError: the hub refused, or cannot be reached.
+    """
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repository, exist_ok=True)
+        commit = api.upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:  # of the HTTP library, the hub or its transfer library
+        reason = first_line(error).replace(token, "***")
+        raise RunError(
+            f"{folder} is written, but not uploaded to {repository}: {reason}; the same command "
+            f"tries again (once the run has gone on, `hf upload {repository} {folder}` does)"
+        ) from None
+    return f"uploaded to {repository} ({commit.oid[:12]})"
+
+
+def _read_back(student: MaskedLM, folder: Path) -> float:
+    """The largest difference of logits between the student and its export, in fp32."""
+    reloaded = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    vocabulary, length = student.config.vocab_size, min(32, student.config.max_position_embeddings)
+    ids = torch.arange(4 * length).reshape(4, length) * 7919 % vocabulary
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        ours = student(input_ids=ids, attention_mask=mask).logits
+        theirs = reloaded(input_ids=ids, attention_mask=mask).logits
+    difference = float((ours - theirs).abs().max())
+    if not difference <= _TOLERANCE:
+        raise RunError(
+            f"{folder}: what was written reads back with logits off by {difference:.1e}; nothing "
+            "was exported. Check the disk and the transformers version"
+        )
+    return difference
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): hash_file(path)[0] for path in files}

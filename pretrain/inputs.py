@@ -1,0 +1,167 @@
+"""What a process reads before it meets the others: corpus, teacher, checkpoint, student."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+
+from data_prep.shards import Manifest, load_manifest, open_shards
+from pretrain import RunError, checkpoint
+from pretrain.checkpoint import Saved, check_optimizer
+from pretrain.config import RunConfig
+from pretrain.data.order import Order
+from pretrain.data.rows import Skip, StepDataset, build_masking, check_workers, with_skip
+from pretrain.device.precision import resolve, with_defaults
+from pretrain.model import tokenizer_files
+from pretrain.model.encoder import MaskedLM
+from pretrain.model.loading import check_row_length, load_model
+from pretrain.model.student import build_bert, build_student
+from pretrain.model.teacher import Teacher, load_teacher
+from pretrain.monitor.metrics import Progress
+from pretrain.state import FIELDS, TrainState
+
+# What a run continues from, in state.json.
+_NEEDED = (*FIELDS, "shaping", "shards", "teacher")
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """What a process reads before it meets the others."""
+
+    config: RunConfig  # without `precision: auto`
+    manifest: Manifest
+    teacher: Teacher | None
+    saved: Saved | None
+    state: TrainState
+    student: MaskedLM
+    moments: dict[str, Tensor]
+    dataset: StepDataset
+    tokenizer: dict[str, bytes]  # its files, by name
+
+    def names(self, stop_after: int | None) -> dict[str, str]:
+        """What all processes of a run must have read alike; paths may differ, what is there not."""
+        told = self.config.model_dump(mode="json", exclude={"output", "shards", "teacher"})
+        return {
+            "configuration": repr((told, stop_after, self.dataset.skips)),
+            "corpus": self.manifest.digest,
+            "teacher": self.teacher.sha256 if self.teacher else "",
+            "checkpoint": str(self.saved.step if self.saved else None),
+        }
+
+
+def gather(
+    config: RunConfig,
+    accelerator: Accelerator,
+    progress: Progress,
+    skip_rows: Sequence[tuple[int, int]] = (),
+) -> Ingredients:
+    """Read all that the run is made of, and hold it against the config.
+
+    Raises:
+        RunError: batches that do not divide, a teacher that does not fit, a checkpoint of another
+            run, rows that are not there, or loader workers that cannot send.
+    """
+    check_workers(config.train.num_workers)
+    manifest = load_manifest(config.shards)
+    config = with_defaults(config, accelerator.device.type, accelerator.num_processes)
+    accumulation_steps(config, accelerator.num_processes)  # or it refuses
+    saved = checkpoint.newest(config.output / "checkpoints", progress.say)
+    config = resolve(config, accelerator.device, saved and saved.state, progress.say)
+    teacher = None
+    if config.teacher is not None:
+        same = config.teacher_vocabulary == "same"
+        teacher = load_teacher(config.teacher, manifest, config.shards, same_vocabulary=same)
+    student: MaskedLM
+    moments: dict[str, Tensor] = {}
+    if saved is not None:
+        check_same_run(config, manifest, teacher, saved)
+        student = load_model(saved.folder / "student").train()
+        if teacher and student.config.hidden_size != teacher.model.config.hidden_size:
+            raise RunError(
+                f"{saved.folder}: its student has width {student.config.hidden_size}, the teacher "
+                f"{teacher.model.config.hidden_size}; continue from another checkpoint"
+            )
+        moments = saved.optimizer()
+        check_optimizer(moments, student)
+    elif teacher is not None:
+        student = build_student(config.student, teacher, config.train.seed)
+    else:
+        assert config.model is not None
+        student = build_bert(config.model, manifest, config.train.seed)
+    check_row_length("student.init", student.config.max_position_embeddings, manifest)
+    state = TrainState.read(saved.state) if saved else TrainState()
+    for first, last in skip_rows:
+        state.skip_rows = with_skip(state.skip_rows, Skip(first, last, state.step))
+    rows = open_shards(config.shards)
+    dataset = StepDataset(
+        rows,
+        Order(len(rows), config.train.global_batch_size, config.train.seed),
+        build_masking(config.masking, config.shards, manifest, config.train.seed),
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+        skips=state.skip_rows,
+    )
+    positions = student.config.max_position_embeddings
+    tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
+    return Ingredients(
+        config, manifest, teacher, saved, state, student, moments, dataset, tokenizer
+    )
+
+
+def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:
+    """Micro-batches a process works through in one optimizer step; None, yet, if they are `auto`.
+
+    Raises:
+        RunError: the batches do not divide.
+    """
+    rows, micro = config.train.global_batch_size, config.train.micro_batch_size
+    assert micro is not None  # `with_defaults` has filled it in
+    at_once = num_processes if micro == "auto" else micro * num_processes
+    if rows % at_once == 0:
+        return None if micro == "auto" else rows // at_once
+    below, above = rows // at_once * at_once, (rows // at_once + 1) * at_once
+    fits = f"take {below} or {above}" if below else f"take {above}"
+    product, other = f"{num_processes} process(es)", ""
+    if micro != "auto":
+        product = f"micro_batch_size {micro} x {product} = {at_once}"
+        other = ", or another micro_batch_size"
+    raise RunError(f"train.global_batch_size {rows} is not a multiple of {product}; {fits}{other}")
+
+
+def check_same_run(
+    config: RunConfig, manifest: Manifest, teacher: Teacher | None, saved: Saved
+) -> None:
+    """Refuse to continue a checkpoint under another recipe, other data or another teacher."""
+    if lacking := [key for key in _NEEDED if key not in saved.state]:
+        raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
+    before, now = flatten(saved.state["shaping"]), flatten(config.shaping())
+    changes = [
+        f"{key} was {before.get(key)} and is now {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if saved.state["shards"] != manifest.digest:
+        changes.append(f"the shards in {config.shards} are other ones")
+    before_sha256 = (saved.state["teacher"] or {}).get("sha256")
+    if teacher is not None and before_sha256 not in (None, teacher.sha256):
+        changes.append(f"the teacher {teacher.name} has other weights")
+    if changes:
+        raise RunError(
+            f"{saved.folder} was made by another run: {'; '.join(changes)}. Take back the change, "
+            "or give this run an `output:` of its own"
+        )
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,62 @@
+"""Packed rows: documents that share a row neither attend to one another nor shift positions.
+
+Models are loaded with the attention that is registered here. Given the segments' bounds, each
+layer attends within them, by the kernel of its device; no mask of [rows, length, length] is made.
+In plain use, without bounds, it is Transformers' `sdpa`, masks included.
+
+Transformers' own ways are no substitutes: with packed `position_ids` and no mask `sdpa` lets
+documents attend to one another silently, and `eager` *adds* a boolean mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from pretrain.kernels.attention.backends import usable
+from pretrain.kernels.attention.layout import Segments, block_diagonal_mask, segments
+
+__all__ = ["IMPLEMENTATION", "Segments", "block_diagonal_mask", "segments"]
+
+IMPLEMENTATION = "packed"
+_SDPA, _SDPA_MASK = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What Transformers calls in every layer, with [B, H, L, D]; gives ([B, L, H, D], None)."""
+    if cu_seqlens is None:
+        return _SDPA(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if attention_mask is not None:
+        raise ValueError("give cu_seqlens or attention_mask, not both: neither knows of the other")
+    query, key, value = _as_autocast_has_it(query, key, value)
+    width = query.shape[-1]
+    attend = usable(query.device, query.dtype, width)[0]
+    return attend(query, key, value, cu_seqlens, dropout, scaling or width**-0.5), None
+
+
+def _as_autocast_has_it(*tensors: Tensor) -> list[Tensor]:
+    """In the half precision of the region, where there is one: as sdpa takes its inputs."""
+    device = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return [*tensors]
+    dtype = torch.get_autocast_dtype(device)
+    return [t if t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionMaskInterface.register(IMPLEMENTATION, _SDPA_MASK)

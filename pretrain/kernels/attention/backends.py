@@ -1,0 +1,86 @@
+"""Attention within segments: which kernel, by device and dtype.
+
+Every backend takes (query, key, value [B, H, L, D], cu_seqlens [S + 1], dropout, scale), gives
+[B, L, H, D], and asks the device nothing.
+
+Shapes: B rows, H heads, L row length, D head width, N = B * L positions, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.kernels.attention import cpu
+from pretrain.kernels.attention.layout import block_diagonal_mask
+
+Backend = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Tensor]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def usable(device: torch.device, dtype: torch.dtype, head_width: int) -> list[Backend]:
+    """Those that can be used, the fastest first; the last, `masked`, always can.
+
+    The meta device counts as a GPU of today.
+    """
+    if device.type == "cpu":
+        return [by_segment, masked]
+    if device.type == "meta":
+        capability = (9, 0)
+    elif device.type == "cuda" and torch.version.cuda:
+        capability = torch.cuda.get_device_capability(device)
+    else:
+        return [masked]
+    found: list[Backend] = []
+    if dtype in _HALF and capability >= (8, 0) and head_width % 8 == 0 and head_width <= 192:
+        found.append(flash)
+    dtypes = (torch.float32, *_HALF) if capability >= (8, 0) else (torch.float32, torch.float16)
+    if dtype in dtypes and head_width % 8 == 0:
+        found.append(memory_efficient)
+    return [*found, masked]
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
+    """FlashAttention 2 over segments of various lengths."""
+    length = q.shape[2]  # no segment is longer than its row
+    q_NHD, k_NHD, v_NHD = (_positions(t) for t in (q, k, v))
+    output = torch.ops.aten._flash_attention_forward(
+        q_NHD, k_NHD, v_NHD, cu, cu, length, length, dropout, False, False, scale=scale
+    )[0]
+    return output.unflatten(0, (len(q), length))
+
+
+# Compiled, its backward fails in torch 2.13: the operator's shape function takes other arguments.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def memory_efficient(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float
+) -> Tensor:
+    """The same by the kernels of xFormers: older GPUs, and fp32."""
+    length = q.shape[2]
+    one_row = [_positions(t)[None] for t in (q, k, v)]
+    output = torch.ops.aten._efficient_attention_forward(
+        *one_row, None, cu, cu, length, length, dropout, 0, True, scale=scale
+    )[0]
+    return output[0].unflatten(0, (len(q), length))
+
+
+def by_segment(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
+    """On the CPU, one segment after the other."""
+    q_NHD, k_NHD, v_NHD = (_positions(t) for t in (q, k, v))
+    output = cpu.attend(q_NHD, k_NHD, v_NHD, cu, dropout, scale)
+    return output.unflatten(0, (len(q), q.shape[2]))
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
+    """Whole rows with a mask: any device, any dtype, and what the others are compared with."""
+    mask = block_diagonal_mask(cu, len(q), q.shape[2])
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return output.transpose(1, 2)
+
+
+def _positions(t_BHLD: Tensor) -> Tensor:
+    """[N, H, D], with no copy where a model split heads off its width."""
+    return t_BHLD.transpose(1, 2).flatten(0, 1)

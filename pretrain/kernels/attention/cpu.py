@@ -1,0 +1,113 @@
+"""Attention on the CPU, a segment at a time.
+
+torch's own attention draws dropout one number after the other and then leaves its fused kernel; in
+bf16 that kernel takes as long as in fp32. Here both are a few large matrix products.
+
+Shapes: N positions of all rows, H heads, D head width, n positions of a segment, h heads at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pretrain.kernels.cpu_layers import LEVELS, draw, drop_levels
+
+_BYTES_PER_THREAD = 2**20  # of scores: what is done to them one after the other finds them cached
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths decide what is run
+def attend(
+    query_NHD: Tensor,
+    key_NHD: Tensor,
+    value_NHD: Tensor,
+    cu_seqlens: Tensor,
+    dropout: float,
+    scale: float,
+) -> Tensor:
+    """Attention within segments [N, H, D]; `cu_seqlens` [S + 1] may repeat its last bound."""
+    lengths = [length for length in cu_seqlens.diff().tolist() if length]
+    q, k, v = (t.transpose(0, 1) for t in (query_NHD, key_NHD, value_NHD))
+    with torch.autocast("cpu", enabled=False):
+        if dropout == 0 and q.dtype in (torch.float32, torch.float64):
+            output = _fused(q, k, v, lengths, scale)
+        else:
+            output = _Attention.apply(q, k, v, lengths, dropout, scale)
+    return output.transpose(0, 1)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
+    # The gradients of a split are put together; slices would have one of full size each.
+    parts = zip(*(t[None].split(lengths, dim=2) for t in (q, k, v)), strict=True)
+    outputs = [F.scaled_dot_product_attention(*part, scale=scale) for part in parts]  # type: ignore[misc]
+    return torch.cat(outputs, dim=2)[0]
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of [H, N, D] with dropout; keeps the probabilities, with a minus where dropped."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: list[int],
+        dropout: float,
+        scale: float,
+    ) -> Tensor:
+        levels = drop_levels(dropout)
+        keep = 1 - levels / LEVELS
+        query, key = (query * scale).contiguous(), _centred(key, lengths)
+        output, saved = torch.empty_like(value), []
+        blocks = list(_blocks(query, lengths))
+        for at in blocks:
+            scores = torch.bmm(query[at], key[at].mT)
+            probabilities = kept = torch.softmax(scores, -1)
+            if levels:
+                noise = draw(len(scores), scores[0].numel(), levels).view(scores.shape)
+                kept = probabilities.copysign_(noise.to(scores.dtype)).relu()
+            torch.bmm(kept, value[at], out=output[at])
+            if any(ctx.needs_input_grad):
+                saved.append(probabilities)
+        ctx.save_for_backward(query, key, value, *saved)
+        ctx.blocks, ctx.keep, ctx.scale = blocks, keep, scale
+        return output.div_(keep) if levels else output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *saved = ctx.saved_tensors
+        grad_query, grad_key, grad_value = (torch.empty_like(value) for _ in range(3))
+        with torch.autocast("cpu", enabled=False):
+            grad = grad / ctx.keep
+            for at, probabilities in zip(ctx.blocks, saved, strict=True):
+                torch.bmm(probabilities.relu().mT, grad[at], out=grad_value[at])
+                slope = torch.bmm(grad[at], value[at].mT)
+                # ReLU's derivative: 0 where the sign says dropped.
+                slope = torch.ops.aten.threshold_backward(slope, probabilities, 0)
+                slope = torch._softmax_backward_data(slope, probabilities.abs(), -1, slope.dtype)
+                torch.bmm(slope, key[at], out=grad_query[at])
+                torch.bmm(slope.mT, query[at], out=grad_key[at])
+        return grad_query.mul_(ctx.scale), grad_key, grad_value, None, None, None
+
+
+def _centred(key: Tensor, lengths: list[int]) -> Tensor:
+    """Less the mean key of its segment, which no probability feels; half-precision scores do."""
+    return torch.cat([k - k.mean(1, keepdim=True) for k in key.split(lengths, dim=1)], dim=1)
+
+
+def _blocks(query: Tensor, lengths: list[int]) -> Iterator[tuple[slice, slice]]:
+    """(heads, positions): every segment, by as many heads as the caches hold the scores of."""
+    chunk_bytes = _BYTES_PER_THREAD * torch.get_num_threads()
+    start = 0
+    for length in lengths:
+        heads = max(1, chunk_bytes // (length**2 * query.element_size()))
+        for first in range(0, len(query), heads):
+            yield slice(first, first + heads), slice(start, start + length)
+        start += length

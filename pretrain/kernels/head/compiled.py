@@ -1,0 +1,151 @@
+"""The closed forms in compiled functions: a few passes over the logits instead of some twenty.
+
+Computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and their gradients.
+
+Rows are worked through in blocks of one size, and what is left of a chunk by `closed_form`: shapes
+are static, so a function is compiled once whatever the chunks are, and is the same in a run that
+was left and continued.
+
+Shapes: R rows of a block; n positions of a chunk, the first m of which have a label; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.kernels.compilation import compile_static
+from pretrain.kernels.head import closed_form
+from pretrain.kernels.head.closed_form import Values, Weights
+
+# Rows of a block: on a processor its logits should stay in the cache between passes.
+ROWS = {"cpu": 32}
+ROWS_GPU = 512
+
+
+def losses_and_gradient(
+    student_nV: Tensor,
+    teacher_nV: Tensor | None,
+    labels_m: Tensor,
+    weights: Weights,
+    *,
+    temperature: float,
+    with_gradient: bool,
+) -> Values:
+    """As `closed_form.losses_and_gradient`, which also does what needs no gradient."""
+    kl_n, ce_m = (None if w is None else torch.empty_like(w) for w in weights)
+    m = 0 if ce_m is None else len(ce_m)
+    n = m if kl_n is None else len(kl_n)  # behind them there is nothing to do
+    rows = ROWS.get(student_nV.device.type, ROWS_GPU)
+    whole = n - n % rows if with_gradient else 0
+    for start in range(0, whole, rows):
+        block = slice(start, start + rows)
+        values = _compiled()(
+            student_nV[block],
+            _teacher(teacher_nV, weights, block),
+            _labels(labels_m, weights, block) if start < m else None,
+            temperature,
+        )
+        if kl_n is not None and values.kl_n is not None:
+            kl_n[block] = values.kl_n
+        if ce_m is not None and values.cross_entropy_m is not None:
+            ce_m[block] = values.cross_entropy_m[: m - start]
+    if whole < n:
+        rest = slice(whole, n)
+        values = closed_form.losses_and_gradient(
+            student_nV[rest],
+            None if teacher_nV is None else teacher_nV[rest],
+            labels_m[rest],
+            Weights(*(None if w is None else w[rest] for w in weights)),
+            temperature=temperature,
+            with_gradient=with_gradient,
+        )
+        for of_all, of_rest in zip((kl_n, ce_m), values, strict=True):
+            if of_all is not None and of_rest is not None:
+                of_all[rest] = of_rest
+    if with_gradient:
+        student_nV[n:] = 0
+    return Values(kl_n, ce_m)
+
+
+class _Teacher(NamedTuple):
+    logits_RV: Tensor
+    weights_R: Tensor  # of the KL
+
+
+class _Labels(NamedTuple):
+    labels_R: Tensor  # -100 where there is none
+    weights_R: Tensor  # of the cross-entropy
+
+
+def _teacher(teacher_nV: Tensor | None, weights: Weights, block: slice) -> _Teacher | None:
+    if weights.kl_n is None:
+        return None
+    assert teacher_nV is not None
+    return _Teacher(teacher_nV[block], weights.kl_n[block])
+
+
+def _labels(labels_m: Tensor, weights: Weights, block: slice) -> _Labels:
+    assert weights.cross_entropy_m is not None
+    missing = (0, max(0, block.stop - len(labels_m)))
+    return _Labels(
+        F.pad(labels_m[block], missing, value=-100),
+        F.pad(weights.cross_entropy_m[block], missing),
+    )
+
+
+class _Block(Protocol):
+    def __call__(
+        self,
+        student_RV: Tensor,
+        teacher: _Teacher | None,
+        labels: _Labels | None,
+        temperature: float,
+    ) -> Values: ...
+
+
+@cache
+def _compiled() -> _Block:
+    return compile_static(_block, whole=True)
+
+
+def _block(
+    student_RV: Tensor, teacher: _Teacher | None, labels: _Labels | None, temperature: float
+) -> Values:
+    """Values, and in `student_RV` the gradient; the formulas are in `closed_form`'s docstring."""
+    s = _wide(student_RV)
+    s = s - s.amax(-1, keepdim=True)
+    warm = torch.exp(s * (1 / temperature))
+    kl_R = ce_R = gradient = None
+    if teacher is not None:
+        t = _wide(teacher.logits_RV)
+        t = t - t.amax(-1, keepdim=True)
+        theirs = torch.exp(t * (1 / temperature))
+        ours_sum, their_sum = warm.sum(-1), theirs.sum(-1)
+        # log p - log q = (t - s) / T + log(ours_sum / their_sum)
+        kl_R = (theirs * (t - s)).sum(-1) / their_sum * temperature
+        kl_R = kl_R + (ours_sum / their_sum).log() * temperature**2
+        factor = teacher.weights_R * temperature
+        gradient = warm * (factor / ours_sum)[:, None] - theirs * (factor / their_sum)[:, None]
+    if labels is not None:
+        # exp(s) from exp(s / 2) is one exponential less; 2 is the usual temperature.
+        cold = warm * warm if temperature == 2 else torch.exp(s)
+        total = cold.sum(-1)
+        known, index = labels.labels_R >= 0, labels.labels_R.clamp(min=0)[:, None]
+        ce_R = torch.where(known, total.log() - s.gather(1, index)[:, 0], 0)
+        factor = torch.where(known, labels.weights_R, 0)
+        words = torch.arange(s.shape[1], device=s.device)
+        of_label = torch.where(words == index, factor[:, None], 0)
+        ce_gradient = cold * (factor / total)[:, None] - of_label
+        gradient = ce_gradient if gradient is None else gradient + ce_gradient
+    assert gradient is not None
+    student_RV.copy_(gradient)
+    return Values(kl_R, ce_R)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,271 @@
+"""From hidden states to losses and gradients, chunk by chunk.
+
+At 64 x 512 positions and 30,522 words, student and teacher logits with their softmaxes take tens
+of gigabytes; this takes one chunk's worth. Each chunk's gradient is made while its logits are
+there, in the forward pass, so backward only scales what is already known.
+
+Shapes: N positions, M of them with a label, n positions of a chunk, D width, V vocabulary, T terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.kernels.cpu_layers import have_product, product
+from pretrain.kernels.head import closed_form, compiled
+from pretrain.kernels.head.backends import use_triton
+from pretrain.kernels.head.closed_form import Values, Weights
+from pretrain.objectives.terms import VocabularyTerm
+
+# Positions at a time: smaller chunks lose the speed of large matrix products.
+CHUNK = {"cpu": 512}
+CHUNK_GPU = 2048
+# At a time in a product of half precision, 13 MB of BERT-base's 47; elsewhere all, in one kernel.
+WORDS = {"cpu": 8192}
+
+Backend = Literal["auto", "torch", "compiled", "triton"]
+
+
+class Projection(NamedTuple):
+    """Hidden states after the MLM transform, and the output embedding that turns them to logits."""
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor
+
+    def logits(self, rows: slice, tile_nV: Tensor | None) -> Tensor:
+        """Logits [n, V] of some positions, over the first rows of a tile where there is one."""
+        hidden = self.hidden_ND[rows]
+        if tile_nV is None:
+            return product(hidden, self.weight_VD, self.bias_V)
+        out = tile_nV[: hidden.shape[0]]
+        return torch.addmm(self.bias_V, hidden, self.weight_VD.t(), out=out)
+
+
+def vocabulary_losses(
+    student: Projection,
+    teacher: Projection | None,
+    labels_M: Tensor,
+    terms: Sequence[VocabularyTerm],
+    coefficients_T: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(loss [], sums [T]): loss = sum_t coefficient_t * sums_t, sums_t = sum_n values_tn.
+
+    The loss carries the gradient to the student's hidden states, weight and bias; the sums carry
+    none. Divide the loss by a count *after* it: the gradients are made unnormalised, which keeps
+    them within fp16's range. fp32, fp16, bf16 and fp64 all sum up in fp32 at least.
+
+    Args:
+        student: of N positions; those with a label come first.
+        teacher: of the same positions, where a term needs it.
+        labels_M: of the first M positions, -100 where there is none after all; the others have
+            none. So the work for labels is not done where there cannot be one.
+        terms: over all N positions ("tokens") or the first M ("masked"). One KL and one
+            cross-entropy at most are computed by `backend`; with other terms, all by autograd.
+        coefficients_T: the factor of each term's sum.
+        backend: "auto" is Triton on a GPU of compute capability 8.0 or more, else plain torch.
+    """
+    result: tuple[Tensor, Tensor] = _VocabularyLosses.apply(
+        *student, teacher, labels_M, terms, coefficients_T, backend, torch.is_grad_enabled()
+    )
+    return result
+
+
+class _VocabularyLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor,
+        teacher: Projection | None,
+        labels_M: Tensor,
+        terms: Sequence[VocabularyTerm],
+        coefficients_T: Tensor,
+        backend: Backend,
+        grad_enabled: bool,  # in here it always reads False
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden_ND.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else hidden_ND.dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        student = Projection(hidden_ND.to(dtype), weight_VD.to(dtype), bias_V.to(dtype))
+        if teacher is not None:
+            teacher = Projection(*(tensor.to(dtype) for tensor in teacher))
+        with_grad = grad_enabled and any(ctx.needs_input_grad)
+        coefficients_T = coefficients_T.to(wide)
+        chunk_losses = partial(_autograd_losses, terms)
+        if _fused(terms):
+            chunk_losses = partial(_fused_losses, _backend(backend, hidden_ND), terms)
+
+        N, V = hidden_ND.shape[0], weight_VD.shape[0]
+        labelled = torch.arange(N, device=hidden_ND.device) < len(labels_M)
+        masks_TN = torch.stack(
+            [labelled if term.over == "masked" else torch.ones_like(labelled) for term in terms]
+        ).to(wide)
+        chunk = CHUNK.get(device, CHUNK_GPU)
+        tiles = [_tile(min(chunk, N), model) for model in (student, teacher) if model]
+        sums_T = torch.zeros(len(terms), dtype=wide, device=hidden_ND.device)
+        grad_weight: Tensor | None = None
+        logits, hidden = student.hidden_ND.new_empty(0, V), student.hidden_ND[:0]
+        if with_grad:
+            grad_hidden = torch.empty_like(hidden_ND)
+            grad_bias = torch.zeros_like(bias_V, dtype=wide)
+        with torch.autocast(device, enabled=False):
+            for start in range(0, N, chunk):
+                rows = slice(start, min(start + chunk, N))
+                if with_grad and start:
+                    grad_weight = _add_product(grad_weight, logits, hidden, wide)
+                del logits  # where chunks share no tile, two would be alive
+                hidden = student.hidden_ND[rows]
+                logits = student.logits(rows, tiles[0])  # after the losses their gradient
+                chunk_T = chunk_losses(
+                    logits,
+                    teacher.logits(rows, tiles[1]) if teacher else None,
+                    labels_M[rows],
+                    masks_TN[:, rows],
+                    coefficients_T,
+                    with_grad,
+                )
+                sums_T += chunk_T
+                if with_grad:
+                    grad_hidden[rows] = logits @ student.weight_VD
+                    grad_bias += logits.sum(0, dtype=wide)
+
+        if with_grad:
+            # The last chunk's product is left to the backward pass: by then the teacher's tile is
+            # gone, and with one chunk there is no gradient of the embedding before it is due.
+            ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, logits, hidden)
+            ctx.dtypes = weight_VD.dtype, bias_V.dtype
+        ctx.mark_non_differentiable(sums_T)
+        return (sums_T * coefficients_T).sum(), sums_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, grad_bias, grad_logits, hidden = ctx.saved_tensors
+        scale = grads[0]
+        # In place, since a second copy is as large as the embedding; a second backward pass through
+        # the same graph is refused by autograd, which sees the change.
+        wide = grad_bias.dtype
+        grad_weight = _add_product(grad_weight, grad_logits, hidden, wide).mul_(scale)
+        return (
+            (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype),
+            grad_weight.to(ctx.dtypes[0]),
+            (grad_bias * scale).to(ctx.dtypes[1]),
+            *[None] * 6,
+        )
+
+
+def _tile(rows: int, model: Projection) -> Tensor | None:
+    """Room for logits [rows, V], or None where the product is faster that brings its own.
+
+    On a GPU each row begins where tensor cores like it to.
+    """
+    if have_product(model.hidden_ND, model.weight_VD):
+        return None
+    vocabulary, like = len(model.weight_VD), model.hidden_ND
+    stride = vocabulary if like.device.type == "cpu" else -(-vocabulary // 64) * 64
+    return torch.empty(rows, stride, dtype=like.dtype, device=like.device)[:, :vocabulary]
+
+
+def _add_product(
+    total_VD: Tensor | None, grad_logits_nV: Tensor, hidden_nD: Tensor, wide: torch.dtype
+) -> Tensor:
+    """total + grad_logits^T hidden, in place and in fp32, also of factors in half precision."""
+    if hidden_nD.dtype == wide:
+        if total_VD is None:
+            return grad_logits_nV.t() @ hidden_nD
+        return total_VD.addmm_(grad_logits_nV.t(), hidden_nD)
+    vocabulary = grad_logits_nV.shape[1]
+    # The product comes in half precision first; of some words at a time, it takes no memory. A sum
+    # over thousands of positions may pass fp16's 65,504.
+    shrink = 64.0 if hidden_nD.dtype == torch.float16 else 1.0
+    hidden_nD = hidden_nD / shrink
+    if total_VD is None:
+        total_VD = hidden_nD.new_zeros(vocabulary, hidden_nD.shape[1], dtype=wide)
+    step = WORDS.get(hidden_nD.device.type, vocabulary)
+    for start in range(0, vocabulary, step):
+        words = slice(start, start + step)
+        total_VD[words].add_(grad_logits_nV[:, words].t() @ hidden_nD, alpha=shrink)
+    return total_VD
+
+
+def _fused(terms: Sequence[VocabularyTerm]) -> bool:
+    """Whether the backends have the formulas of all these terms."""
+    formulas = [term.fused for term in terms]
+    return None not in formulas and len(set(formulas)) == len(formulas)
+
+
+def _backend(backend: Backend, like: Tensor) -> Callable[..., Values]:
+    """Choose the function that computes values and, in place of the logits, their gradient."""
+    if use_triton(backend, like):
+        from pretrain.kernels.head import triton_kernel  # needs the package triton
+
+        return triton_kernel.losses_and_gradient
+    if backend == "compiled":
+        return compiled.losses_and_gradient
+    return closed_form.losses_and_gradient
+
+
+def _fused_losses(
+    compute: Callable[..., Values],
+    terms: Sequence[VocabularyTerm],
+    student_nV: Tensor,
+    teacher_nV: Tensor | None,
+    labels_m: Tensor,
+    masks_Tn: Tensor,
+    coefficients_T: Tensor,
+    with_grad: bool,
+) -> Tensor:
+    """Return a chunk's sums [T]; with `with_grad`, put their gradient in place of the logits."""
+    m = len(labels_m)
+    index = {term.fused: i for i, term in enumerate(terms)}
+    kl, ce = index.get("kl"), index.get("cross_entropy")
+    values = compute(
+        student_nV,
+        teacher_nV,
+        labels_m,
+        Weights(
+            None if kl is None else masks_Tn[kl] * coefficients_T[kl],
+            None if ce is None else masks_Tn[ce, :m] * coefficients_T[ce],
+        ),
+        temperature=1.0 if kl is None else terms[kl].temperature,
+        with_gradient=with_grad,
+    )
+    by_formula = {"kl": values.kl_n, "cross_entropy": values.cross_entropy_m}
+    sums = []
+    for term, mask_n in zip(terms, masks_Tn, strict=True):
+        value = by_formula[str(term.fused)]
+        assert value is not None
+        sums.append((value * mask_n[: len(value)]).sum())
+    return torch.stack(sums)
+
+
+def _autograd_losses(
+    terms: Sequence[VocabularyTerm],
+    student_nV: Tensor,
+    teacher_nV: Tensor | None,
+    labels_m: Tensor,
+    masks_Tn: Tensor,
+    coefficients_T: Tensor,
+    with_grad: bool,
+) -> Tensor:
+    """As `_fused_losses`, for terms of any form: by the terms' own formulas, and autograd."""
+    labels_n = F.pad(labels_m, (0, len(student_nV) - len(labels_m)), value=-100)
+    logits_nV = student_nV.detach().requires_grad_(with_grad)
+    with torch.set_grad_enabled(with_grad):
+        values = (term.values(logits_nV, teacher_nV, labels_n) for term in terms)
+        sums_T = torch.stack([(v * mask).sum() for v, mask in zip(values, masks_Tn, strict=True)])
+        if with_grad:
+            (gradient_nV,) = torch.autograd.grad(sums_T @ coefficients_T, logits_nV)
+    if with_grad:
+        student_nV.copy_(gradient_nV)
+    return sums_T.detach()

@@ -1,0 +1,1 @@
+"""Teacher and student: load, build, and run them together on a micro-batch."""

@@ -1,0 +1,150 @@
+"""The module that is trained: student and frozen teacher on the same corrupted rows.
+
+Shapes: B rows, L row length, K mask slots a row, M masked positions, D width, T terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from pretrain.data.masking import IGNORE
+from pretrain.kernels.attention import Segments, segments
+from pretrain.kernels.compilation import compile_static
+from pretrain.kernels.cpu_layers import use_cpu_layers
+from pretrain.kernels.head import Backend, Projection, vocabulary_losses
+from pretrain.model.encoder import MaskedLM, keep_embeddings_eager, last_hidden_state, projection
+from pretrain.objectives.terms import Encoded, SignalTerm, Term, VocabularyTerm
+
+
+class Distillation(nn.Module):
+    """Forward gives the unnormalised loss of a micro-batch and the sum of each term.
+
+    The teacher is no submodule: it is neither wrapped, nor moved, nor saved with the student.
+
+    Args:
+        backend: of the vocabulary head, see `vocabulary_losses`.
+        compiled: compile both trunks, at the first call and anew for other shapes of batches.
+    """
+
+    def __init__(
+        self,
+        student: MaskedLM,
+        teacher: MaskedLM | None,
+        terms: Sequence[Term],
+        *,
+        pad_id: int,
+        backend: Backend = "auto",
+        compiled: bool = False,
+    ) -> None:
+        super().__init__()
+        self.student = student
+        needed = any(term.needs_teacher for term in terms)
+        # A tuple, so that nn.Module does not register it.
+        self._teacher = (teacher if needed else None,)
+        self.vocabulary_terms = [term for term in terms if isinstance(term, VocabularyTerm)]
+        self.signal_terms = [term for term in terms if isinstance(term, SignalTerm)]
+        self.terms: list[Term] = [*self.vocabulary_terms, *self.signal_terms]
+        self.pad_id = pad_id
+        self.backend, self.compiled = backend, compiled
+        for model in (student, self.teacher):
+            if model is not None:
+                use_cpu_layers(model)
+        self._trunk = last_hidden_state
+        if compiled:
+            self._trunk = compile_static(last_hidden_state, whole=False)
+            keep_embeddings_eager(student)
+
+    @property
+    def teacher(self) -> MaskedLM | None:
+        """The frozen teacher, where a term needs one."""
+        return self._teacher[0]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor,
+        num_tokens: int,
+        num_masked: int,
+        coefficients_T: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """(sum over terms of coefficient * sum [], sums [T] in the order of `self.terms`).
+
+        Args:
+            input_ids .. num_masked: a `MicroBatch`.
+            coefficients_T: the factor of each term's sum; the caller divides by a count.
+        """
+        packed, hidden, teacher_hidden = self.trunks(input_ids, cu_seqlens)
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        sums = []
+        num = len(self.vocabulary_terms)
+        if self.vocabulary_terms:
+            index, labels_M = _head_rows(packed.token_mask, positions, labels, num_masked)
+            # KL over all tokens needs the head at every one; otherwise the slots are enough.
+            everywhere = any(term.over == "tokens" for term in self.vocabulary_terms)
+            index = index[: num_tokens if everywhere else num_masked]
+            head_loss, head_sums = vocabulary_losses(
+                _project(self.student, hidden, index),
+                self._teacher_projection(teacher_hidden, index),
+                labels_M,
+                self.vocabulary_terms,
+                coefficients_T[:num],
+                backend=self.backend,
+            )
+            loss, sums = loss + head_loss, [*head_sums]
+        for term, coefficient in zip(self.signal_terms, coefficients_T[num:], strict=True):
+            # A clone, because autograd cannot save a tensor made in inference mode.
+            teacher = None if teacher_hidden is None else Encoded(teacher_hidden.clone())
+            total = term.total(Encoded(hidden), teacher, packed.token_mask)
+            loss, sums = loss + coefficient * total, [*sums, total.detach()]
+        return loss, torch.stack(sums)
+
+    def trunks(
+        self, input_ids: Tensor, cu_seqlens: Tensor
+    ) -> tuple[Segments, Tensor, Tensor | None]:
+        """(segments, last hidden states of the student and of the teacher [B, L, D])."""
+        if self.compiled:  # shapes are the same from step to step but for the number of segments
+            torch._dynamo.mark_dynamic(cu_seqlens, 0)
+        packed = segments(input_ids, cu_seqlens, pad_id=self.pad_id)
+        hidden = self._trunk(self.student, input_ids, packed)
+        if self.teacher is None:
+            return packed, hidden, None
+        with _inference(self.teacher):
+            return packed, hidden, self._trunk(self.teacher, input_ids, packed)
+
+    def _teacher_projection(self, hidden_BLD: Tensor | None, index: Tensor) -> Projection | None:
+        if hidden_BLD is None or not any(term.needs_teacher for term in self.vocabulary_terms):
+            return None
+        assert self.teacher is not None
+        with _inference(self.teacher):
+            return _project(self.teacher, hidden_BLD, index)
+
+
+@contextmanager
+def _inference(teacher: MaskedLM) -> Iterator[None]:
+    """Inference mode; without autocast where the weights are in half precision themselves."""
+    device = teacher.device.type
+    autocast = torch.is_autocast_enabled(device) and teacher.dtype == torch.float32
+    dtype = torch.get_autocast_dtype(device)
+    with torch.inference_mode(), torch.autocast(device, dtype, enabled=autocast):
+        yield
+
+
+def _project(model: MaskedLM, hidden_BLD: Tensor, index: Tensor) -> Projection:
+    return projection(model, hidden_BLD.flatten(0, 1).index_select(0, index))
+
+
+def _head_rows(
+    token_mask: Tensor, positions: Tensor, labels: Tensor, num_masked: int
+) -> tuple[Tensor, Tensor]:
+    """(all B*L positions, masked ones first and padding last [B*L]; labels of the first [M])."""
+    spread = torch.full(token_mask.shape, IGNORE, device=labels.device, dtype=labels.dtype)
+    spread = spread.scatter(1, positions, labels).flatten()
+    rank = torch.where(spread != IGNORE, 0, torch.where(token_mask.flatten(), 1, 2))
+    index = rank.argsort(stable=True)
+    return index, spread[index[:num_masked]]

@@ -1,0 +1,121 @@
+"""A BERT or DistilBERT with its MLM head, out of a folder that is not trusted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
+
+from data_prep.shards import Manifest
+from pretrain import RunError
+from pretrain.kernels.attention import IMPLEMENTATION
+from pretrain.model.encoder import MaskedLM
+from pretrain.model.model_files import first_line, read_config, read_tensors
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_LABELS = ("id2label", "label2id", "num_labels", "_num_labels")
+_UNTRAINED = 2**20  # parameters that tiny weights may lack: the missing ones are named later
+
+
+def load_model(folder: Path) -> MaskedLM:
+    """A BERT or DistilBERT with its MLM head, as a run saved it, in fp32.
+
+    Raises:
+        RunError: it cannot be read, could run code, is neither, or has no such head.
+    """
+    kinds: dict[str, Any] = {
+        "bert": (BertForMaskedLM, BertConfig),
+        "distilbert": (DistilBertForMaskedLM, DistilBertConfig),
+    }
+    raw = read_config(str(folder), folder)
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise RunError(f"{folder}: a {kind} model; only {' and '.join(kinds)} can be used here")
+    architecture, config = kinds[kind]
+    tensors = read_tensors(str(folder), folder)
+    loaded: MaskedLM = assemble(str(folder), architecture, config, raw, tensors)
+    return loaded
+
+
+def assemble(
+    who: str, architecture: Any, config: Any, raw: dict[str, Any], tensors: dict[str, Tensor]
+) -> Any:
+    """A model of a class of transformers' own from a config.json and all its weights, in fp32.
+
+    Raises:
+        RunError: they do not make one with a trained MLM head; `who` opens the message.
+    """
+    for name, tensor in tensors.items():
+        # Cast without their scale, quantised weights would make another model.
+        if tensor.dtype not in _DTYPES and not name.endswith("position_ids"):
+            raise RunError(
+                f"{who}: {name} holds {tensor.dtype}; save the model in fp32, fp16 or bf16"
+            )
+    try:
+        # A classifier's labels, of which there may be any number, are no part of a language model.
+        values = {key: value for key, value in raw.items() if key not in _LABELS}
+        settings = config.from_dict(values)
+        check_sizes(who, architecture, settings, tensors)
+        model, report = architecture.from_pretrained(
+            None,
+            config=settings,
+            state_dict=tensors,
+            dtype=torch.float32,
+            attn_implementation=IMPLEMENTATION,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except RunError:
+        raise
+    except Exception as error:  # a damaged config raises whatever the model comes upon
+        raise RunError(f"{who}: config.json cannot be used ({first_line(error)})") from error
+    for name, found, wanted in sorted(report["mismatched_keys"]):
+        raise RunError(
+            f"{who}: its weights do not fit its config.json: {name} is {list(found)} there, "
+            f"{list(wanted)} by config.json"
+        )
+    model.config.return_dict = True
+    # The decoder is tied to the embeddings and its bias to `predictions.bias`: not in old files.
+    missing = sorted(key for key in report["missing_keys"] if ".decoder." not in key)
+    if any(key.startswith(("cls.predictions", "vocab_")) for key in missing):
+        raise RunError(
+            f"{who}: it has no trained masked-language-model head ({missing[0]} is not in its "
+            f"weights); take one that was saved as {architecture.__name__}"
+        )
+    # A pooler or a next-sentence head may lie there unused; a layer that config.json does not count
+    # was meant to be part of the model.
+    unused = [key for key in report["unexpected_keys"] if ".layer." in key]
+    if odd := [*missing, *sorted(unused)]:
+        raise RunError(f"{who}: its weights do not fit its config.json (see {odd[0]})")
+    return model
+
+
+def check_sizes(who: str, architecture: Any, config: Any, tensors: dict[str, Tensor]) -> None:
+    """Refuse a config that describes far more than its weights hold, before that is allocated."""
+    key = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    if config.num_hidden_layers > len(tensors):
+        raise RunError(
+            f"{who}: its weights do not fit its config.json: {key} is {config.num_hidden_layers} "
+            f"there, and the weights have {len(tensors)} tensors"
+        )
+    with torch.device("meta"):
+        described = sum(p.numel() for p in architecture(config).parameters())
+    held = sum(tensor.numel() for tensor in tensors.values())
+    if described > 2 * held + _UNTRAINED:  # old files lack a tied matrix
+        raise RunError(
+            f"{who}: its weights do not fit its config.json: config.json describes "
+            f"{described:,} parameters, the weights hold {held:,}"
+        )
+
+
+def check_row_length(who: str, max_position_embeddings: int, manifest: Manifest) -> None:
+    """Refuse rows that are longer than a model's positions."""
+    if manifest.row_length > max_position_embeddings:
+        raise RunError(
+            f"{who}: rows of {manifest.row_length} tokens need as many positions, but "
+            f"max_position_embeddings is {max_position_embeddings}; prepare the corpus with "
+            f"row_length: {max_position_embeddings}"
+        )

@@ -1,0 +1,181 @@
+"""The student: from the teacher's layers, at random, or continued; or a new BERT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
+
+from data_prep.shards import Manifest
+from pretrain import RunError
+from pretrain.config import Model, Student
+from pretrain.kernels.attention import IMPLEMENTATION
+from pretrain.model.loading import check_row_length, load_model
+from pretrain.model.teacher import Teacher, check_vocabulary
+
+_PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as the authors' released code takes them
+
+
+def build_student(config: Student, teacher: Teacher, seed: int) -> DistilBertForMaskedLM:
+    """The student a config asks for, in fp32 and in training mode.
+
+    Raises:
+        RunError: layers that the teacher does not have, or a folder that does not fit it.
+    """
+    bert = teacher.model.config
+    if isinstance(config.init, str) and config.init not in ("teacher", "random"):
+        return _continue_from(Path(config.init), config, teacher)
+    num_layers = config.num_layers or max(1, bert.num_hidden_layers // 2)
+    if config.init == "random":
+        student = DistilBertForMaskedLM(_student_config(bert, num_layers, config))
+        reinitialise(student, seed)
+        return student.train()
+    if config.init == "teacher":
+        layers = default_layers(bert.num_hidden_layers, num_layers)
+    else:
+        assert not isinstance(config.init, str)
+        layers = config.init
+    student = DistilBertForMaskedLM(_student_config(bert, len(layers), config))
+    copy_layers(teacher.model, student, layers)
+    return student.train()
+
+
+def default_layers(num_teacher_layers: int, num_layers: int) -> tuple[int, ...]:
+    """Which teacher layers a student starts from: the authors' six of twelve, else evenly spaced.
+
+    Half the layers means every other one.
+    """
+    if num_layers > num_teacher_layers:
+        raise RunError(
+            f"student.num_layers {num_layers} is more than the teacher's {num_teacher_layers}; "
+            "ask for fewer, or set student.init: random"
+        )
+    if (num_teacher_layers, num_layers) == (12, 6):
+        return _PAPER_LAYERS
+    return tuple(i * num_teacher_layers // num_layers for i in range(num_layers))
+
+
+@torch.no_grad()
+def copy_layers(
+    teacher: BertForMaskedLM, student: DistilBertForMaskedLM, layers: tuple[int, ...]
+) -> None:
+    """Copy embeddings, the given layers (from 0) and the whole MLM head into the student.
+
+    A DistilBERT has no token-type embeddings; the teacher always sees type 0, so its row 0 is added
+    to every position and the student's embedding output equals the teacher's from the start. (The
+    original drops it.)
+    """
+    if teacher.config.layer_norm_eps != 1e-12:
+        raise RunError(
+            f"the teacher's layer_norm_eps is {teacher.config.layer_norm_eps}; DistilBERT fixes it "
+            "at 1e-12, so its layers cannot be copied; set student.init: random"
+        )
+    bad = [layer for layer in layers if not 0 <= layer < len(teacher.bert.encoder.layer)]
+    if bad:
+        raise RunError(
+            f"student.init: the teacher has layers 0 to {len(teacher.bert.encoder.layer) - 1}, "
+            f"not {bad[0]}"
+        )
+    source, target = teacher.bert.embeddings, student.distilbert.embeddings
+    target.word_embeddings.load_state_dict(source.word_embeddings.state_dict())
+    target.LayerNorm.load_state_dict(source.LayerNorm.state_dict())
+    types = source.token_type_embeddings.weight[0]
+    target.position_embeddings.weight.copy_(source.position_embeddings.weight + types)
+    for block, layer in zip(student.distilbert.transformer.layer, layers, strict=True):
+        for ours, theirs in _block_pairs(block, teacher.bert.encoder.layer[layer]):
+            ours.load_state_dict(theirs.state_dict())
+    head = teacher.cls.predictions
+    student.vocab_transform.load_state_dict(head.transform.dense.state_dict())
+    student.vocab_layer_norm.load_state_dict(head.transform.LayerNorm.state_dict())
+    student.vocab_projector.bias.copy_(head.decoder.bias)
+
+
+def build_bert(config: Model, manifest: Manifest, seed: int) -> BertForMaskedLM:
+    """A randomly initialised BERT for `objective: mlm`, over the shards' vocabulary."""
+    check_row_length("model", config.max_position_embeddings, manifest)
+    bert = BertConfig(  # type: ignore[call-arg]  # any PreTrainedConfig takes it
+        vocab_size=manifest.tokenizer.vocab_size,
+        pad_token_id=manifest.tokenizer.special_ids.pad,
+        attn_implementation=IMPLEMENTATION,
+        **config.model_dump(),
+    )
+    model = BertForMaskedLM(bert)
+    reinitialise(model, seed)
+    return model.train()
+
+
+@torch.no_grad()
+def reinitialise(model: nn.Module, seed: int) -> None:
+    """BERT's initialisation (normal 0.02, biases 0, LayerNorm 1 and 0) from a seed of its own.
+
+    A generator of its own, parameter by parameter in name order, so that nothing else that draws
+    random numbers changes a run's first weights.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 0.02, generator=generator)
+        else:
+            parameter.fill_(1.0 if name.lower().endswith("norm.weight") else 0.0)
+
+
+def _student_config(bert: BertConfig, num_layers: int, config: Student) -> DistilBertConfig:
+    return DistilBertConfig(  # type: ignore[call-arg]
+        vocab_size=bert.vocab_size,
+        max_position_embeddings=bert.max_position_embeddings,
+        n_layers=num_layers,
+        n_heads=bert.num_attention_heads,
+        dim=bert.hidden_size,
+        hidden_dim=bert.intermediate_size,
+        activation=bert.hidden_act,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
+        pad_token_id=bert.pad_token_id,
+        attn_implementation=IMPLEMENTATION,
+    )
+
+
+def _continue_from(folder: Path, config: Student, teacher: Teacher) -> DistilBertForMaskedLM:
+    bert = teacher.model.config
+    if not (folder / "config.json").is_file():
+        raise RunError(
+            f"student.init: {folder} is no folder with a config.json; give a DistilBERT's folder, "
+            "a list of teacher layers, teacher or random"
+        )
+    model = load_model(folder)
+    if not isinstance(model, DistilBertForMaskedLM):
+        raise RunError(f"student.init: {folder} holds a {model.config.model_type}, no DistilBERT")
+    wanted = {"vocab_size": bert.vocab_size, "dim": bert.hidden_size}
+    if config.num_layers is not None:
+        wanted["n_layers"] = config.num_layers
+    for key, value in wanted.items():
+        if getattr(model.config, key) != value:
+            raise RunError(
+                f"student.init: {folder} has {key} {getattr(model.config, key)}, but this run "
+                f"needs {value} (the losses compare student and teacher position by position)"
+            )
+    if teacher.manifest is not None:
+        check_vocabulary(f"student.init: {folder}", folder, model.config, teacher.manifest)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.p = config.attention_dropout if "attention" in name else config.dropout
+    model.config.dropout = config.dropout
+    model.config.attention_dropout = config.attention_dropout
+    return model.train()
+
+
+def _block_pairs(block: Any, layer: Any) -> list[tuple[nn.Module, nn.Module]]:
+    attention = layer.attention
+    return [
+        (block.attention.q_lin, attention.self.query),
+        (block.attention.k_lin, attention.self.key),
+        (block.attention.v_lin, attention.self.value),
+        (block.attention.out_lin, attention.output.dense),
+        (block.sa_layer_norm, attention.output.LayerNorm),
+        (block.ffn.lin1, layer.intermediate.dense),
+        (block.ffn.lin2, layer.output.dense),
+        (block.output_layer_norm, layer.output.LayerNorm),
+    ]

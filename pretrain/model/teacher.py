@@ -1,0 +1,143 @@
+"""The teacher: a BERT with a trained MLM head, held against the shards before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM
+
+from data_prep.shards import CorpusError, Manifest, vocabulary_sha256
+from data_prep.tokens.comparison import difference
+from pretrain import RunError
+from pretrain.model.loading import assemble, check_row_length
+from pretrain.model.model_files import fetch, read_config, read_tensors, read_words
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A frozen BERT with a trained MLM head, and what identifies it."""
+
+    model: BertForMaskedLM
+    name: str
+    local: bool  # a folder of this machine, which means nothing elsewhere
+    revision: str | None  # the commit, where it came from a hub
+    sha256: str  # of its parameters
+    manifest: Manifest | None = None  # of the shards it was held against
+
+
+def load_teacher(
+    name: str, manifest: Manifest, shards: Path | None = None, *, same_vocabulary: bool = False
+) -> Teacher:
+    """Load a teacher from a folder, a hub name or `name@revision`, and compare it with the shards.
+
+    Args:
+        name: the teacher.
+        manifest: of the shards.
+        shards: their folder, to compare what the two tokenizers make of a text.
+        same_vocabulary: accept one without tokenizer files, whose vocabulary cannot be compared,
+            or with a tokenizer that makes other ids of a text.
+
+    Raises:
+        RunError: it cannot be read, is no BERT, has no trained MLM head, its tokenizer is not the
+            shards', or its positions are fewer than a row's.
+        CorpusError: the shards' tokenizer is damaged.
+    """
+    if Path(name).is_file():
+        raise RunError(
+            f"teacher {name}: a file; give the folder that holds config.json and weights"
+        )
+    who = f"teacher {name}"
+    source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
+    folder, commit = fetch(who, source, revision or None)
+    raw = read_config(who, folder)
+    _refuse_config(who, raw)
+    tensors = read_tensors(who, folder, pickled=True)
+    model = assemble(who, BertForMaskedLM, BertConfig, raw, tensors)
+    check_vocabulary(who, folder, model.config, manifest, required=not same_vocabulary)
+    if shards is not None and not same_vocabulary:
+        check_tokenizer(who, folder, shards, manifest)
+    check_row_length(who, model.config.max_position_embeddings, manifest)
+    model.eval().requires_grad_(False)
+    return Teacher(model, name, commit is None, commit, parameters_sha256(model), manifest)
+
+
+def parameters_sha256(model: nn.Module) -> str:
+    """A digest of names and values of all parameters: two models agree on it only if equal."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_vocabulary(
+    who: str, folder: Path, config: Any, manifest: Manifest, *, required: bool = True
+) -> None:
+    """Refuse a model, read from `folder`, whose vocabulary is not that of the shards.
+
+    Args:
+        who: opens the message.
+        folder: of the model.
+        config: its config.
+        manifest: of the shards.
+        required: refuse a folder without tokenizer files; else sizes and padding are compared.
+    """
+    tokenizer = manifest.tokenizer
+    if config.vocab_size != tokenizer.vocab_size:
+        raise RunError(
+            f"{who}: it knows {config.vocab_size} words, the shards were made with "
+            f"{tokenizer.vocab_size}; prepare the corpus with its tokenizer"
+        )
+    words = read_words(who, folder)
+    if words is None and required:
+        raise RunError(
+            f"{who}: no vocab.txt or tokenizer.json, so its vocabulary cannot be compared with the "
+            "shards'; add its tokenizer files, or, for a run's teacher whose tokenizer the corpus "
+            "was prepared with, set `teacher_vocabulary: same`"
+        )
+    if words and vocabulary_sha256(words.vocabulary) != tokenizer.vocabulary_sha256:
+        raise RunError(
+            f"{who}: its vocabulary has the shards' size but other words; prepare the corpus with "
+            "its tokenizer"
+        )
+    special = [] if config.pad_token_id is None else [("pad", config.pad_token_id)]
+    for role, id in [*special, *(words.special_ids.items() if words else ())]:
+        expected = getattr(tokenizer.special_ids, role)
+        if id != expected:
+            raise RunError(
+                f"{who}: its {role} token has id {id}, the shards' has {expected}; prepare the "
+                "corpus with its tokenizer"
+            )
+
+
+def check_tokenizer(who: str, folder: Path, shards: Path, manifest: Manifest) -> None:
+    """Refuse a model whose tokenizer, in `folder`, encodes text otherwise than the shards' own."""
+    try:
+        found = difference(folder, shards, manifest)
+    except CorpusError as error:
+        raise RunError(f"{who}: its tokenizer cannot be compared ({error})") from None
+    if found:
+        raise RunError(
+            f"{who}: its tokenizer is not that of the shards: {found}; prepare the corpus with its "
+            "tokenizer, or set `teacher_vocabulary: same` if the shards are as you want them"
+        )
+
+
+def _refuse_config(who: str, raw: dict[str, Any]) -> None:
+    """Nothing but a BERT (old configs name no model_type) whose head a DistilBERT can have."""
+    if raw.get("tie_word_embeddings") is False:
+        raise RunError(
+            f"{who}: its tie_word_embeddings is false, so its head cannot be copied to a "
+            "DistilBERT, whose output embedding is tied"
+        )
+    if raw.get("model_type", "bert") != "bert":
+        raise RunError(
+            f"{who}: a {raw['model_type']} cannot be a teacher here; objective distilbert takes a "
+            "BERT with a masked-language-model head"
+        )
+    if raw.get("is_decoder"):
+        raise RunError(f"{who}: its is_decoder is true; a teacher looks at both sides of a word")

@@ -1,0 +1,70 @@
+"""What a run tells while it goes: what is about to happen, each step's terms, a checkpoint."""
+
+from __future__ import annotations
+
+import math
+
+from pretrain.monitor.metrics import Clock
+from pretrain.run import Run
+from pretrain.step import Step
+
+
+def describe(run: Run) -> None:
+    """Say in three lines what is about to happen."""
+    config, accelerator, manifest = run.config, run.accelerator, run.manifest
+    say = run.progress.say
+    size = sum(p.numel() for p in run.student.parameters())
+    teacher = ""
+    if run.teacher is not None:
+        teacher = f", teacher {run.teacher.model.config.num_hidden_layers} layers"
+        teacher += f" ({run.teacher.name})"
+    say(
+        f"{config.objective.name}: {run.student.config.num_hidden_layers} layers x "
+        f"{run.student.config.hidden_size}, {size / 1e6:.1f} M parameters{teacher}"
+    )
+    split = manifest.splits["train"]
+    fill = split.tokens / (split.rows * manifest.row_length)
+    held = (
+        f", {len(run.held_out)} held out"
+        if run.held_out
+        else "; no validation split: no evaluation"
+    )
+    say(
+        f"{split.rows:,} rows x {manifest.row_length}, {split.tokens:,} tokens "
+        f"({fill:.1%} full){held}"
+    )
+    say(
+        f"{run.num_steps:,} steps of {config.train.global_batch_size} rows = "
+        f"{run.micro_batch_size} rows x {run.accumulation} micro-batches x "
+        f"{accelerator.num_processes} process(es), {config.train.precision} on "
+        f"{accelerator.device.type}{run.parallel.name}"
+    )
+    if config.train.compile:
+        say("train.compile: the first step compiles, which may take a minute or a few")
+    if run.state.step:
+        say(f"continuing after step {run.state.step:,}")
+    for skip in run.dataset.skips:
+        say(f"rows {skip.first} to {skip.last - 1} are left out from step {skip.step + 1} on")
+        if skip.step == run.state.step:
+            values = {"first": skip.first, "last": skip.last}
+            run.metrics.write("skip_rows", run.state.step, values)
+    run.progress.step(run.state.step, run.num_steps, {})
+
+
+def report(run: Run, clock: Clock, step: Step) -> None:
+    """Show a step that was made; if it is due, write its terms, rates and gradient norm."""
+    values: dict[str, float] = {}
+    counts, norm = step.counts, step.grad_norm
+    terms = {
+        term.name: total / max(counts[term.over], 1)
+        for term, total in zip(run.module.terms, step.totals, strict=True)
+    }
+    loss = sum(term.weight * terms[term.name] for term in run.module.terms)
+    made = math.isfinite(norm)  # else fp16's scaled gradients overflowed, or the step was left out
+    for warning in run.spikes.seen(run.state.step, loss, norm) if made and counts["tokens"] else ():
+        run.progress.say(f"warning: {warning}")
+    if run.due(run.config.logging.every) and made:
+        values = {"loss": loss, **terms, "grad_norm": norm, "learning_rate": step.learning_rate}
+        values |= {"tokens": run.state.tokens, **clock.read(run.state.tokens)}
+        run.metrics.write("train", run.state.step, values)
+    run.progress.step(run.state.step, run.num_steps, values)

@@ -1,0 +1,89 @@
+"""`exit_status.json`: how a run ended, for a launcher that cannot see the ranks' exit codes.
+
+torchrun returns 1 whatever code its ranks end with. The file names the launch that wrote it
+(environment DISTIL_LAUNCH), so that an old one is not taken for this one's.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from data_prep.disk.credentials import masked
+from data_prep.shards import CorpusError
+from pretrain import NumericalError, RunError
+from pretrain.device.memory import out_of_memory
+from pretrain.files import write_json
+
+LAUNCH = "DISTIL_LAUNCH"  # environment: the id of the launch
+_NAME = "exit_status.json"
+_FULL = "; free some space, then run the same command again; what is finished stays"
+_TAKEN = "; a file is where a folder should be, or the other way round; choose another path"
+_REMEDIES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EROFS: "; the disk is read-only; set `output:` to a place that can be written",
+    errno.EACCES: "; change its permissions, or use a path that this user may read and write",
+    errno.ENOTDIR: _TAKEN,
+    errno.EEXIST: _TAKEN,
+    errno.EFBIG: "; a file-size limit was reached; raise it (ulimit -f) or write elsewhere",
+}
+
+
+def verdict(error: BaseException) -> tuple[int, str]:
+    """Return the exit code that an error ends a process with, and its message.
+
+    2: the user can correct it, in one line; 3: the numbers went wrong; 130: an interrupt; 1: a bug.
+    """
+    name = type(error).__name__
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1 if error.code else 0
+        return code, "another process of this run failed; its log says why"
+    if isinstance(error, KeyboardInterrupt):
+        return 130, f"{name}: interrupted at once, without a checkpoint"
+    if isinstance(error, NumericalError):
+        return 3, str(error)
+    if isinstance(error, RunError | CorpusError):
+        return 2, str(error)
+    if out_of_memory(error):
+        said = str(error).partition("\n")[0] or name
+        return 2, f"out of memory ({said}): end other programs, or use a machine with more"
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return 2, f"{where}{error.strerror or error or name}{_REMEDIES.get(error.errno or 0, '')}"
+    return 1, f"{name}: {error}".removesuffix(": ")
+
+
+def write_status(
+    output: Path, *, ended: str, step: int, num_steps: int, exit_code: int, error: str = ""
+) -> None:
+    """Replace the file; by one rank only. OSError if it cannot be written."""
+    values = {
+        "launch": os.environ.get(LAUNCH, ""),
+        "ended": ended,
+        "step": step,
+        "num_steps": num_steps,
+        "exit_code": exit_code,
+        "error": masked(error),
+        "time": time.time(),
+    }
+    write_json(output / _NAME, values)
+
+
+def read_status(output: Path) -> dict[str, Any] | None:
+    """What the file says; None if there is none, or none that can be read."""
+    try:
+        values = json.loads((output / _NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    sound = isinstance(values, dict) and type(values.get("exit_code")) is int
+    return values if sound else None
+
+
+def clear_status(output: Path) -> None:
+    """Remove the file, if there is one."""
+    (output / _NAME).unlink(missing_ok=True)

@@ -1,0 +1,224 @@
+"""Everything the loop touches, put together; and its state as a checkpoint keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import AdamW
+
+from data_prep.disk import Lock
+from data_prep.shards import Manifest, ShardSet, open_shards
+from pretrain.checkpoint import Writer
+from pretrain.config import Optimizer, RunConfig
+from pretrain.data.rows import StepDataset
+from pretrain.distributed.parallel import Parallel, parallelise
+from pretrain.distributed.processes import jointly
+from pretrain.inputs import Ingredients
+from pretrain.kernels.compilation import check_compiler
+from pretrain.kernels.head.backends import use_triton
+from pretrain.model.distillation import Distillation
+from pretrain.model.encoder import MaskedLM, recompute_activations
+from pretrain.model.teacher import Teacher
+from pretrain.monitor.heartbeat import Heartbeat
+from pretrain.monitor.metrics import Metrics, Progress
+from pretrain.monitor.safety import Spikes
+from pretrain.state import TrainState
+
+_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Ended = Literal["finished", "stopped", "interrupted", "up to date"]
+
+
+@dataclass
+class Run:
+    """Everything the loop touches. `state` changes with each step, the rest stays.
+
+    Only `micro_batch.resolve` changes `config`, before the first step: afterwards its
+    `micro_batch_size` is a number, and `micro_batch` says where `auto` found it.
+    """
+
+    config: RunConfig
+    accelerator: Accelerator
+    progress: Progress
+    heartbeat: Heartbeat
+    metrics: Metrics
+    writer: Writer
+    dataset: StepDataset
+    held_out: ShardSet | None
+    teacher: Teacher | None
+    module: Distillation
+    parallel: Parallel
+    spikes: Spikes
+    num_steps: int
+    state: TrainState
+    ended: Ended = "up to date"
+    micro_batch: dict[str, Any] | None = None
+
+    @property
+    def student(self) -> MaskedLM:
+        """The model that is trained."""
+        return self.module.student
+
+    @property
+    def share(self) -> int:
+        """A process's rows of an optimizer step."""
+        return self.config.train.global_batch_size // self.accelerator.num_processes
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows at a time."""
+        rows = self.config.train.micro_batch_size
+        assert isinstance(rows, int)
+        return rows
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a process in an optimizer step."""
+        return self.share // self.micro_batch_size
+
+    @property
+    def manifest(self) -> Manifest:
+        """The shards'."""
+        return self.dataset.shards.manifest
+
+    def due(self, every: int) -> bool:
+        """Every `every` steps (0: never in between) and at the last of the schedule."""
+        step = self.state.step
+        return step == self.num_steps or (every > 0 and step % every == 0)
+
+
+def build(
+    config: RunConfig,
+    accelerator: Accelerator,
+    read: Ingredients,
+    *,
+    progress: Progress,
+    heartbeat: Heartbeat,
+    lock: Lock | None,
+) -> Run:
+    """Put a run together; with a checkpoint, exactly as it was when that was written.
+
+    All processes call it. `lock` is held by the first, which writes.
+    """
+    manifest, teacher, saved, student = read.manifest, read.teacher, read.saved, read.student
+    device, train = accelerator.device, config.train
+    if teacher is not None:
+        # Its sha256 is taken, its layers are copied: nothing needs it in fp32 any more.
+        teacher.model.to(device, _DTYPE[train.precision])
+    student.to(device)
+    if train.activation_checkpointing:
+        recompute_activations(student)
+    if train.compile:
+        jointly(accelerator, lambda: check_compiler(device))
+    # The compiled head is for where Triton's, which reads the logits less often, cannot run.
+    compiled_head = train.compile and not use_triton("auto", next(student.parameters()))
+    module = Distillation(
+        student,
+        teacher.model if teacher else None,
+        config.objective.terms(),
+        pad_id=manifest.tokenizer.special_ids.pad,
+        backend="compiled" if compiled_head else "auto",
+        compiled=train.compile,
+    )
+    optimizer = build_optimizer(student, config.optimizer, accelerator.device)
+    parallel = parallelise(accelerator, module, optimizer, config)
+    if saved is not None:
+        parallel.load(student, read.moments)
+        parallel.load_scaler_state(read.state.scaler)
+
+    fence = lock.check if lock else lambda: None
+    epochs = read.dataset.order.steps_for(config.train.epochs)
+    return Run(
+        config=config,
+        accelerator=accelerator,
+        progress=progress,
+        heartbeat=heartbeat,
+        metrics=Metrics(config.output / "metrics.jsonl", accelerator, fence),
+        writer=Writer(
+            config.output / "checkpoints",
+            tokenizer=read.tokenizer,
+            keep=config.checkpoint.keep,
+            phase=heartbeat.saving,
+            fence=fence,
+            warn=progress.say,
+        ),
+        dataset=read.dataset,
+        held_out=open_shards(config.shards, "validation") if has_validation(manifest) else None,
+        teacher=teacher,
+        module=module,
+        parallel=parallel,
+        spikes=Spikes(),
+        num_steps=config.train.max_steps or epochs,
+        state=read.state,
+    )
+
+
+def save(run: Run, *, wait: bool = False) -> float:
+    """Write a checkpoint of the run as it stands; all processes call it, the first writes.
+
+    Returns the seconds that training stood still. With `wait` the checkpoint is on the disk after
+    it; without, it is written while training goes on.
+
+    Raises:
+        OSError: with `wait`, in the first process: the disk is full or read-only.
+    """
+    weights, moments = run.parallel.weights(run.student), run.parallel.moments(run.student)
+    if not run.accelerator.is_main_process:
+        return 0.0
+    return run.writer.save(
+        run.state.step,
+        student=run.student,
+        weights=weights,
+        optimizer=moments,
+        state=record(run),
+        wait=wait,
+    )
+
+
+def record(run: Run) -> dict[str, Any]:
+    """Return the content of state.json: the run's state, and what it was made from."""
+    config, manifest, teacher = run.config, run.manifest, run.teacher
+    run.state.scaler = run.parallel.scaler_state()
+    return {
+        **run.state.write(),
+        "num_steps": run.num_steps,
+        "config": config.model_dump(mode="json"),
+        "micro_batch": run.micro_batch,
+        "shaping": config.shaping(),
+        "shards": manifest.digest,
+        "sources": [source.model_dump(mode="json") for source in manifest.sources],
+        "teacher": teacher
+        and {
+            "name": None if teacher.local else teacher.name,
+            "revision": teacher.revision,
+            "sha256": teacher.sha256,
+        },
+        "num_processes": run.accelerator.num_processes,
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
+
+
+def has_validation(manifest: Manifest) -> bool:
+    """Whether there are held-out rows."""
+    return "validation" in manifest.splits and manifest.splits["validation"].rows > 0
+
+
+def build_optimizer(student: nn.Module, config: Optimizer, device: torch.device) -> AdamW:
+    """AdamW with decay on matrices only: DistilBERT's norms defy a filter by name."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in student.parameters() if p.dim() > 1]},
+        {"params": [p for p in student.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=device.type in ("cpu", "cuda"),
+    )
