@@ -3,7 +3,7 @@
     python benchmarks/extraction.py enwiki-pages-articles.xml.bz2 --pages 200
 
 Three ways, in turns on the same pages: mwparserfromhell's own `strip_code`, every page through
-mwparserfromhell with this project's rendering, and `data_prep.wikipedia.plain_text`.
+mwparserfromhell with this project's rendering, and `data_prep.text.wikipedia.plain_text`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from xml.etree import ElementTree
 
 import mwparserfromhell
 
-from data_prep.cleaning import clean
-from data_prep.wikipedia import plain_text
-from data_prep.wikipedia.articles import prose
-from data_prep.wikipedia.leftovers import count
-from data_prep.wikipedia.wikitext import is_ordinary, parsed
+from data_prep.text.cleaning import clean
+from data_prep.text.wikipedia import plain_text
+from data_prep.text.wikipedia.articles import prose
+from data_prep.text.wikipedia.leftovers import count
+from data_prep.text.wikipedia.wikitext import is_ordinary, parsed
 
 NOT_PROSE = frozenset(("file", "image", "category", "media"))
 

@@ -27,9 +27,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
 
+from data_prep.pipeline.smoothing import smoothing
 from data_prep.shards import open_shards, write_shard
 from data_prep.shards.manifest import SpecialIds, manifest_bytes, seal
-from data_prep.smoothing import smoothing
 from pretrain.config import MaskingConfig
 from pretrain.data.hashing import derive, root
 from pretrain.data.masking import _EXPONENTIAL, IGNORE, Masked, Masking

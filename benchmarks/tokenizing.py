@@ -17,7 +17,7 @@ from pathlib import Path
 
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
-from data_prep.cleaning import clean
+from data_prep.text.cleaning import clean
 from data_prep.tokens import load
 
 _ARTICLE = re.compile(r"<doc [^\n]*>\n(.*?)\n</doc>", re.DOTALL)

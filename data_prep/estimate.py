@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from data_prep.config import CorpusConfig, TrainTokenizer
-from data_prep.packing import cut, pack
-from data_prep.plan import Plan
+from data_prep.pipeline.engines import started
+from data_prep.pipeline.packing import cut, pack
+from data_prep.pipeline.plan import Plan
+from data_prep.pipeline.stages.documents import read_part
+from data_prep.pipeline.stages.extract import ExtractTask, extract
 from data_prep.sources import Document, Piece, Source
 from data_prep.sources.compressed import decompressed, is_compressed
 from data_prep.sources.files import opened
-from data_prep.stages.documents import read_part
-from data_prep.stages.extract import ExtractTask, extract
 from data_prep.tokens import Tokens, load
 from data_prep.tokens.wordpiece import train
-from data_prep.work.engines import started
 
 SAMPLE_BYTES = 2**22  # as stored, of each source
 PIECE_BYTES = 2**19

@@ -15,14 +15,14 @@ from typing import Literal, get_args
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import Lock, lock
-from data_prep.finished import check_inputs_apart, find_finished, open_work
-from data_prep.plan import FUNCTIONS, PART_BYTES, PIECE_BYTES, Plan, StageName
+from data_prep.pipeline.engines import Engine, Run, WorkerDiedError, started
+from data_prep.pipeline.finished import check_inputs_apart, find_finished, open_work
+from data_prep.pipeline.plan import FUNCTIONS, PART_BYTES, PIECE_BYTES, Plan, StageName
+from data_prep.pipeline.stages.deduplicate import TRAIN
+from data_prep.pipeline.stages.finish import finish
+from data_prep.pipeline.units import Unit, bound, inputs_are_same, is_output_whole
+from data_prep.pipeline.watchdog import last_seen
 from data_prep.shards import Manifest
-from data_prep.stages.deduplicate import TRAIN
-from data_prep.stages.finish import finish
-from data_prep.work.engines import Engine, Run, WorkerDiedError, started
-from data_prep.work.units import Unit, bound, inputs_are_same, is_output_whole
-from data_prep.work.watchdog import last_seen
 
 STAGES: tuple[StageName, ...] = get_args(StageName)
 Progress = Callable[[str, int, int], None]

@@ -10,12 +10,12 @@ from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.estimate import estimate
 from data_prep.messages import warn
+from data_prep.pipeline.engines import Engine
+from data_prep.pipeline.memory import return_large_blocks
 from data_prep.prepare import STAGES, finalise, prepare, prepare_stage
 from data_prep.publish import to_parquet, upload
 from data_prep.shards import load_manifest
 from data_prep.sources.remote import shown
-from data_prep.work.engines import Engine
-from data_prep.work.memory import return_large_blocks
 from launch.output import keep_going
 from launch.progress import stages
 from launch.tables import corpus_lines, estimated, show

@@ -1,7 +1,7 @@
 """Files written whole and locks on shared folders: what the corpus stage and training both need;
 and texts without the credentials in their URLs."""
 
+from data_prep.disk.atomic import hash_file, sync, write_file
 from data_prep.disk.locks import Busy, Lock, lock, refuse_if_held
-from data_prep.disk.writing import hash_file, sync, write_file
 
 __all__ = ["Busy", "Lock", "hash_file", "lock", "refuse_if_held", "sync", "write_file"]

@@ -22,11 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as as_safetensors
 
 from data_prep import CorpusError
-from data_prep.cleaning import clean
 from data_prep.disk import write_file
 from data_prep.duplicates import minhash
 from data_prep.duplicates.minhash import Words, ngrams, word_hashes
 from data_prep.sources.files import chunks
+from data_prep.text.cleaning import clean
 
 NGRAM = 13
 LIMIT = 1 << 28  # bytes of one evaluation file, decompressed

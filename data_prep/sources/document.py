@@ -9,8 +9,8 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from data_prep.keys import Keys
-from data_prep.language import CODES
 from data_prep.sources.remote import bare, is_remote
+from data_prep.text.language import CODES
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from data_prep.sources.compressed import is_compressed
 from data_prep.sources.document import Document, FileSource, Piece, Rejected
 from data_prep.sources.files import chunks, cut, whole
 from data_prep.sources.remote import shown
-from data_prep.wikipedia import plain_text
+from data_prep.text.wikipedia import plain_text
 
 # Dumps come whole or in parts named like `...articles1.xml-p1p41242.bz2`; indexes end in .txt.bz2.
 PATTERNS = ("*.xml", "*.xml.bz2", "*.xml.gz", "*.xml.zst", "*.xml-p*[0-9]", "*.xml-p*.bz2")

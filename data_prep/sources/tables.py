@@ -15,7 +15,7 @@ from data_prep.sources.document import Document, FileSource, Piece, Rejected
 from data_prep.sources.files import LINE_LIMIT, LONG_LINE, cut, lines, opened, relative_name, whole
 from data_prep.sources.pages import largest_page
 from data_prep.sources.remote import shown
-from data_prep.wikipedia import repaired
+from data_prep.text.wikipedia import repaired
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch

@@ -12,7 +12,7 @@ from data_prep import CorpusError
 from data_prep.sources.document import Document, FileSource, Piece, Rejected
 from data_prep.sources.files import LONG_LINE, lines, relative_name, whole
 from data_prep.sources.remote import shown
-from data_prep.wikipedia import repaired
+from data_prep.text.wikipedia import repaired
 
 _OPEN = re.compile(r'<doc id="([^"]*)"(?: revid="[^"]*")?(?: url="([^"]*)")?(?: title="(.*)")?>')
 _PATTERNS = ("wiki_*", "*.json", "*.jsonl", "*.txt", "*.gz", "*.bz2")

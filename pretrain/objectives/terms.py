@@ -8,8 +8,8 @@ of positions in `over`: "tokens" (all but padding) or "masked" (the selected pos
 Which code runs when. Evaluation, and every term without `fused`, runs the functions below. In a
 training step the LM head computes KL and cross-entropy with their gradients, without a tensor of
 [positions, vocabulary]: `kernels/head/triton_kernel.py` on GPUs of compute capability 8.0 or more,
-`kernels/head/compiled.py` with `train.compile` elsewhere, else `kernels/head/closed_form.py`. They compute exactly
-these formulas, and `tests/pretrain/test_head*.py` compare each with fp64.
+`kernels/head/compiled.py` with `train.compile` elsewhere, else `kernels/head/closed_form.py`. They
+compute exactly these formulas, and `tests/pretrain/test_head*.py` compare each with fp64.
 
 All functions compute in fp32 whatever the precision of their inputs (fp64 stays fp64): a bf16
 softmax over 30,000 tokens is wrong in the second digit.

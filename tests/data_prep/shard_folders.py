@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.packing import fill_rows, pack
+from data_prep.pipeline.packing import fill_rows, pack
 from data_prep.shards import Manifest, write_shard
 from data_prep.shards.manifest import SourceRecord, SplitRecord, manifest_bytes, seal
 from data_prep.shards.writing import file_record

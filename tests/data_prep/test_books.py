@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import language
-from data_prep.cleaning import clean
 from data_prep.sources import Books, Document, Piece, Rejected, pieces, read
+from data_prep.text import language
+from data_prep.text.cleaning import clean
 
 BODY = (
     "CHAPTER I\n\nIt was a long line\nthat goes on here\nand on.\n\n"

@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from data_prep.cleaning import clean
+from data_prep.text.cleaning import clean
 
 
 @pytest.mark.parametrize(

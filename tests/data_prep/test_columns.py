@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from data_prep.stages.columns import batch, fixed_width
+from data_prep.pipeline.stages.columns import batch, fixed_width
 
 SCHEMA = pa.schema(
     {

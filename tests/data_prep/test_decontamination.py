@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from data_prep import CorpusError
-from data_prep.cleaning import clean
 from data_prep.duplicates import decontamination
 from data_prep.duplicates.decontamination import Contamination, build, load, read_examples, save
 from data_prep.duplicates.minhash import word_hashes
+from data_prep.text.cleaning import clean
 
 SENTENCE = "The committee that met on Tuesday couldn't agree, so its chair postponed every vote."
 WORDS = re.findall(r"\w+", SENTENCE)  # 15: couldn, t

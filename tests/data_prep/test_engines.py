@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from data_prep import CorpusError
-from data_prep.work.engines import Engine, Report, WorkerDiedError, started
+from data_prep.pipeline.engines import Engine, Report, WorkerDiedError, started
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,7 +1,7 @@
 """Each stage's bytes for four small corpora: they change only with the stage's `behaviour`.
 
 `tests/golden/corpora.json` holds them, and the libraries they were made with. After a change that
-is meant, raise the stage's number in data_prep/work/code.py and renew the file:
+is meant, raise the stage's number in data_prep/pipeline/code.py and renew the file:
 `python -m tests.data_prep.test_golden_corpora`.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from data_prep.config import CorpusConfig
+from data_prep.pipeline.code import BEHAVIOUR, code_of
 from data_prep.prepare import prepare
 from data_prep.shards import canonical_json
-from data_prep.work.code import BEHAVIOUR, code_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "corpora.json"
 RENEW = "python -m tests.data_prep.test_golden_corpora"
@@ -160,7 +160,7 @@ def problem(golden: dict[str, Any], name: str, found: dict[str, str]) -> str:
         return f"{text}: its behaviour was raised, so renew the file: {RENEW}"
     return (
         f"{text}, and its behaviour is still {BEHAVIOUR[stage]}: if that is meant, raise it in "
-        f"data_prep/work/code.py, then {RENEW}"
+        f"data_prep/pipeline/code.py, then {RENEW}"
     )
 
 

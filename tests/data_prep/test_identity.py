@@ -18,12 +18,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
+from data_prep.pipeline import code, engines, units
 from data_prep.prepare import STAGES, prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
 from data_prep.shards.manifest import manifest_bytes, seal
 from data_prep.shards.writing import file_record
 from data_prep.sources import HuggingFace, Piece, PythonDocs, pieces
-from data_prep.work import code, engines, units
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"part_bytes": 2_000, "piece_bytes": 500}
@@ -276,9 +276,9 @@ def copy(tmp_path: Path) -> Any:
 
 # An edit that shapes every text, and one that shapes nothing.
 CLEAN = "def clean(text: str) -> str:\n"
-CLEANER = {"cleaning.py": (CLEAN, f"{CLEAN}    text += ' edited'\n")}
+CLEANER = {"text/cleaning.py": (CLEAN, f"{CLEAN}    text += ' edited'\n")}
 REWORDED = {
-    "cleaning.py": ('"""', '"""Reworded. '),
+    "text/cleaning.py": ('"""', '"""Reworded. '),
     "publish/card.py": ("import json", "import json as json"),
 }
 
@@ -313,7 +313,7 @@ def test_a_worker_with_other_code_is_refused(
     # Workers get these paths; this process has imported its modules already.
     monkeypatch.syspath_prepend(other)
     # Ray's workers look first where the engine's own file lies.
-    monkeypatch.setattr(engines, "__file__", f"{other}/data_prep/work/engines.py")
+    monkeypatch.setattr(engines, "__file__", f"{other}/data_prep/pipeline/engines.py")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     runner: Any = "ray" if engine == "ray" else "processes"
     with pytest.raises(CorpusError, match="has other code") as caught:
@@ -346,8 +346,10 @@ def test_finished_shards_of_other_code_are_not_up_to_date(make_config: Any, copy
 @pytest.mark.parametrize(
     ("file", "old", "new", "changed"),
     [
-        pytest.param("cleaning.py", '"""', '"""Reworded. ', set(), id="docstring"),
-        pytest.param("cleaning.py", "import re\n", "import re  # why\n\n", set(), id="comment"),
+        pytest.param("text/cleaning.py", '"""', '"""Reworded. ', set(), id="docstring"),
+        pytest.param(
+            "text/cleaning.py", "import re\n", "import re  # why\n\n", set(), id="comment"
+        ),
         pytest.param("publish/card.py", "import json", "import json as json", set(), id="card"),
         pytest.param(
             "sources/tables.py",
@@ -357,14 +359,14 @@ def test_finished_shards_of_other_code_are_not_up_to_date(make_config: Any, copy
             id="type checking",
         ),
         pytest.param(
-            "cleaning.py",
+            "text/cleaning.py",
             "0xAD, ",
             "",
             {"examples", "extract"},
             id="cleaning",
         ),
-        pytest.param("packing.py", "import", "import os\nimport", {"pack"}, id="packing"),
-        pytest.param("plan.py", "import", "import os\nimport", set(), id="plan"),
+        pytest.param("pipeline/packing.py", "import", "import os\nimport", {"pack"}, id="packing"),
+        pytest.param("pipeline/plan.py", "import", "import os\nimport", set(), id="plan"),
         pytest.param("__init__.py", "class", "X = 1\n\n\nclass", set(code.BEHAVIOUR), id="all"),
     ],
 )
@@ -375,9 +377,9 @@ def test_a_stage_is_what_it_imports(
     found = {
         stage
         for stage in code.BEHAVIOUR
-        if code.source_of(f"data_prep.stages.{stage}", root) != code.code_of(stage).source
+        if code.source_of(f"data_prep.pipeline.stages.{stage}", root) != code.code_of(stage).source
     }
-    shapes = changed | {"finish"} if changed or file == "plan.py" else changed
+    shapes = changed | {"finish"} if changed or file == "pipeline/plan.py" else changed
     assert found == shapes
 
 

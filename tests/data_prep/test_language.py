@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import CorpusError, language
+from data_prep import CorpusError
+from data_prep.text import language
 
 # The first article of the Universal Declaration of Human Rights.
 ARTICLES = {

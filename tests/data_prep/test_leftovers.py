@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from data_prep import CorpusError
 from data_prep.sources import Document, Parquet, Rejected, WikiExtractor, pieces, read
-from data_prep.wikipedia import repaired
-from data_prep.wikipedia.leftovers import CLASSES, count, find
+from data_prep.text.wikipedia import repaired
+from data_prep.text.wikipedia.leftovers import CLASSES, count, find
 
 FOUND = {
     "table row": ["| a", "x\n|}", " | a", "! head", '!colspan="2"| head', "!a!!b"],

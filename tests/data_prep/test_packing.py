@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from data_prep.packing import cut, cut_at_lines, fill_rows, pack
-from data_prep.plan import group
+from data_prep.pipeline.packing import cut, cut_at_lines, fill_rows, pack
+from data_prep.pipeline.plan import group
 
 
 def first_fit_decreasing(lengths: list[int], capacity: int) -> int:

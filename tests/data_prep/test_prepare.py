@@ -15,10 +15,10 @@ import pytest
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.inspect import summary
+from data_prep.pipeline.smoothing import smoothing
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest, open_shards, verify
 from data_prep.shards.manifest import SpecialIds
-from data_prep.smoothing import smoothing
 from data_prep.sources import Document, pieces, read
 
 SMALL_PARTS = 2_000  # bytes: several parts, units and shards from a few kB

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from shard_folders import make_folder
 
-from data_prep.packing import cut, cut_at_lines, fill_rows, pack
+from data_prep.pipeline.packing import cut, cut_at_lines, fill_rows, pack
 from data_prep.shards import load_manifest, open_shards, write_shard
 from data_prep.shards.manifest import SplitRecord, manifest_bytes, seal
 

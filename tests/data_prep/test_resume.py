@@ -16,7 +16,7 @@ import pytest
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
-from data_prep.plan import Plan
+from data_prep.pipeline.plan import Plan
 from data_prep.prepare import STAGES, finalise, prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
 

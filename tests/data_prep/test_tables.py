@@ -15,7 +15,7 @@ from reading import LIMITS, documents, lines_of, read_all, reasons
 from data_prep import CorpusError
 from data_prep.sources import Document, HuggingFace, Jsonl, Parquet, files, pieces, tables
 from data_prep.sources.pages import largest_page
-from data_prep.wikipedia import repaired
+from data_prep.text.wikipedia import repaired
 
 
 def test_jsonl(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.work.engines import WorkerDiedError, started
-from data_prep.work.watchdog import FILE, Watchdog, last_seen
+from data_prep.pipeline.engines import WorkerDiedError, started
+from data_prep.pipeline.watchdog import FILE, Watchdog, last_seen
 
 ENDLESS = re.compile("(a+)+$")
 

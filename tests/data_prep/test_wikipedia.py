@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import CorpusError
-from data_prep.cleaning import clean
 from data_prep.sources import Document, Mediawiki, Rejected, Source, pieces, read
-from data_prep.wikipedia import plain_text
-from data_prep.wikipedia.articles import prose
-from data_prep.wikipedia.leftovers import count
-from data_prep.wikipedia.wikitext import is_ordinary, parsed, substituted
+from data_prep.text.cleaning import clean
+from data_prep.text.wikipedia import plain_text
+from data_prep.text.wikipedia.articles import prose
+from data_prep.text.wikipedia.leftovers import count
+from data_prep.text.wikipedia.wikitext import is_ordinary, parsed, substituted
 
 Read = Callable[[str, frozenset[str]], str]
 NOT_PROSE = frozenset(("file", "image", "category", "media"))

@@ -48,7 +48,7 @@ def test_a_value_that_the_user_has_set_wins(given: dict[str, str]) -> None:
 WORKERS = """
 import os
 import launch
-from data_prep.work.engines import started
+from data_prep.pipeline.engines import started
 from torch.utils.data import DataLoader
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from traps import (
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import hash_file
-from data_prep.plan import StageName
+from data_prep.pipeline.plan import StageName
 from data_prep.prepare import prepare_stage
 from data_prep.shards import load_manifest, open_shards
 from data_prep.shards.manifest import manifest_bytes, seal

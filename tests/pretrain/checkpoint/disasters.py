@@ -26,13 +26,13 @@ from typing import Any
 
 import tiny_run
 
-import data_prep.disk.writing
+import data_prep.disk.atomic
 import pretrain.checkpoint
 import pretrain.files
 from pretrain.checkpoint import newest
 
 PACKAGE = Path(pretrain.checkpoint.__file__).parent
-WRITES = {str(PACKAGE / "writing.py"), data_prep.disk.writing.__file__, pretrain.files.__file__}
+WRITES = {str(PACKAGE / "writing.py"), data_prep.disk.atomic.__file__, pretrain.files.__file__}
 READS = {str(PACKAGE / "reading.py"), str(PACKAGE / "layout.py")}
 
 Told = dict[str, Any]

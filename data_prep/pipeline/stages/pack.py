@@ -14,12 +14,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.packing import cut, cut_at_lines, fill_rows, pack
+from data_prep.pipeline.packing import cut, cut_at_lines, fill_rows, pack
+from data_prep.pipeline.stages.columns import batch
+from data_prep.pipeline.stages.deduplicate import TRAIN, VALIDATION
+from data_prep.pipeline.stages.documents import read_part
 from data_prep.shards import write_shard
 from data_prep.sources import Document
-from data_prep.stages.columns import batch
-from data_prep.stages.deduplicate import TRAIN, VALIDATION
-from data_prep.stages.documents import read_part
 from data_prep.tokens import Tokens, load
 from data_prep.tokens.fast import NO_WORD_PIECE
 

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from data_prep import language
-from data_prep.cleaning import clean
 from data_prep.config import Deduplicate
 from data_prep.duplicates import decontamination
 from data_prep.duplicates.decontamination import Contamination
 from data_prep.duplicates.dedup import draw, text_hash
 from data_prep.duplicates.minhash import word_hashes
+from data_prep.pipeline.stages.documents import DocumentWriter, valid
+from data_prep.pipeline.watchdog import Watchdog
 from data_prep.sources import Document, Piece, Rejected, Source, read
-from data_prep.stages.documents import DocumentWriter, valid
-from data_prep.wikipedia import leftovers
-from data_prep.work.watchdog import Watchdog
+from data_prep.text import language
+from data_prep.text.cleaning import clean
+from data_prep.text.wikipedia import leftovers
 
 DETAIL_CHARACTERS = 200
 EXAMPLES = 20  # of leftovers, by class

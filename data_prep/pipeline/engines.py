@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from data_prep import CorpusError
 from data_prep.messages import extra
-from data_prep.work.memory import return_large_blocks
+from data_prep.pipeline.memory import return_large_blocks
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -77,7 +77,7 @@ def code_of(stage: str) -> Code:
     return Code(
         behaviour={stage: BEHAVIOUR[stage] for stage in stages},
         libraries={"python": python, **dict(sorted(libraries.items()))},
-        source=source_of(f"data_prep.stages.{stage}"),
+        source=source_of(f"data_prep.pipeline.stages.{stage}"),
     )
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from data_prep.config import JsonTokenizer, TrainWordPiece, VocabularyTokenizer
 from data_prep.duplicates.dedup import draw
-from data_prep.stages.deduplicate import TRAIN
-from data_prep.stages.documents import read_index, read_part
+from data_prep.pipeline.stages.deduplicate import TRAIN
+from data_prep.pipeline.stages.documents import read_index, read_part
 from data_prep.tokens import load
 from data_prep.tokens.wordpiece import stripped_words, train
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from mwparserfromhell.parser import ParserError
 
-from data_prep.wikipedia.leftovers import without_holes
-from data_prep.wikipedia.wikitext import is_ordinary, parsed, substituted
+from data_prep.text.wikipedia.leftovers import without_holes
+from data_prep.text.wikipedia.wikitext import is_ordinary, parsed, substituted
 
 _SWITCH = re.compile(r"__[A-Z]{3,}__")
 _QUOTES = re.compile("''+")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.duplicates.dedup import chunks, clusters, draw
-from data_prep.stages.documents import read_index
+from data_prep.pipeline.stages.documents import read_index
 
 TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
 FATES = ("train", "validation", "duplicate", "near duplicate")

@@ -13,17 +13,17 @@ import numpy as np
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig, TrainTokenizer, source_keys
 from data_prep.duplicates import minhash
+from data_prep.pipeline.code import BEHAVIOUR, Code, code_of
+from data_prep.pipeline.stages.deduplicate import TRAIN, VALIDATION, DeduplicateTask, deduplicate
+from data_prep.pipeline.stages.examples import FILE, ExamplesTask, examples
+from data_prep.pipeline.stages.extract import ExtractTask, extract
+from data_prep.pipeline.stages.match import MatchTask, match
+from data_prep.pipeline.stages.pack import PackTask, PartSlice, pack_unit
+from data_prep.pipeline.stages.vocabulary import VocabularyTask, vocabulary
+from data_prep.pipeline.units import NamedPiece, Record, Unit, group, make_unit, sha256_of
 from data_prep.shards.manifest import FileRecord, TokenizerRecord
 from data_prep.sources import Piece, name_of, pieces
-from data_prep.stages.deduplicate import TRAIN, VALIDATION, DeduplicateTask, deduplicate
-from data_prep.stages.examples import FILE, ExamplesTask, examples
-from data_prep.stages.extract import ExtractTask, extract
-from data_prep.stages.match import MatchTask, match
-from data_prep.stages.pack import PackTask, PartSlice, pack_unit
-from data_prep.stages.vocabulary import VocabularyTask, vocabulary
 from data_prep.tokens import load
-from data_prep.work.code import BEHAVIOUR, Code, code_of
-from data_prep.work.units import NamedPiece, Record, Unit, group, make_unit, sha256_of
 
 PART_BYTES = 32 * 2**20  # of text, before it is tokenised into a shard
 # As stored. Reading is slower than packing, inputs may be compressed, and the last units of a stage

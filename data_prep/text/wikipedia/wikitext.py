@@ -11,7 +11,7 @@ import mwparserfromhell
 from mwparserfromhell import nodes
 from mwparserfromhell.wikicode import Wikicode
 
-from data_prep.wikipedia.templates import render
+from data_prep.text.wikipedia.templates import render
 
 # mwparserfromhell looks for the closer of every opener, often to the end of the page, and starts
 # over where there is none: its time goes with openers without closer times length of the page.

@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from data_prep.config import Deduplicate
 from data_prep.duplicates.dedup import Items, draw, text_hash
+from data_prep.pipeline.stages.columns import batch, column, fixed_width
 from data_prep.sources import Document
-from data_prep.stages.columns import batch, column, fixed_width
 
 BATCH_BYTES = 2**20
 BATCH_DOCUMENTS = 2**14

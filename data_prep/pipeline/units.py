@@ -23,11 +23,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from data_prep import CorpusError, sources
 from data_prep.disk import sync, write_file
+from data_prep.pipeline.code import Code, code_of
 from data_prep.shards import canonical_json
 from data_prep.shards.manifest import FileRecord
 from data_prep.shards.writing import file_record
 from data_prep.sources.document import Piece
-from data_prep.work.code import Code, code_of
 
 Task = TypeVar("Task")
 

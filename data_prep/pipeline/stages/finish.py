@@ -14,7 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.disk import sync, write_file
-from data_prep.plan import Plan
+from data_prep.pipeline.code import installed
+from data_prep.pipeline.plan import Plan
+from data_prep.pipeline.smoothing import smoothing
+from data_prep.pipeline.stages.deduplicate import FATES, TRAIN, VALIDATION
+from data_prep.pipeline.units import remove
 from data_prep.shards import Manifest
 from data_prep.shards.manifest import (
     MANIFEST,
@@ -27,10 +31,6 @@ from data_prep.shards.manifest import (
     seal,
 )
 from data_prep.shards.writing import file_record
-from data_prep.smoothing import smoothing
-from data_prep.stages.deduplicate import FATES, TRAIN, VALIDATION
-from data_prep.work.code import installed
-from data_prep.work.units import remove
 
 PROVENANCE = "provenance.jsonl"
 CODE = "code.json"  # what made the shards

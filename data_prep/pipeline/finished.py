@@ -12,12 +12,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from data_prep import CorpusError
 from data_prep.config import TrainTokenizer, VocabularyTokenizer
-from data_prep.plan import Plan
+from data_prep.pipeline.code import Code, installed
+from data_prep.pipeline.plan import Plan
+from data_prep.pipeline.stages.finish import ACCEPTED, CODE, OURS, PROVENANCE, write_json
+from data_prep.pipeline.units import InputRecord, is_same
 from data_prep.shards import Manifest, load_manifest, verify
 from data_prep.shards.manifest import MANIFEST
-from data_prep.stages.finish import ACCEPTED, CODE, OURS, PROVENANCE, write_json
-from data_prep.work.code import Code, installed
-from data_prep.work.units import InputRecord, is_same
 
 _ACCEPTED = TypeAdapter(list[Code])
 

@@ -1,0 +1,1 @@
+"""From raw text to clean text: whitespace, language, Wikipedia's markup."""

@@ -1,1 +1,0 @@
-"""How work is done: units that are skipped when done, and who runs them."""
