@@ -1,8 +1,26 @@
 """Packages are listed by hand: find_packages() would install the tests."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).parent
+
+
+class BuildPy(build_py):  # type: ignore[misc]
+    """Copy configs/ into the wheel as launch/shipped/; a checkout reads configs/ itself."""
+
+    def run(self) -> None:
+        """Build, then copy."""
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "launch", "shipped")
+            target.mkdir(parents=True, exist_ok=True)
+            for config in sorted((HERE / "configs").glob("*.yaml")):
+                shutil.copyfile(config, target / config.name)
+
 
 setup(
     name="distil-pretraining",
@@ -14,7 +32,6 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
     packages=[
-        "configs",
         "data_prep",
         "data_prep.disk",
         "data_prep.duplicates",
@@ -43,9 +60,9 @@ setup(
         "pretrain.objectives",
     ],
     package_data={
-        "configs": ["*.yaml"],
         "launch": ["accelerate/*.yaml", "deepspeed/*.json", "slurm/*.sbatch"],
     },
+    cmdclass={"build_py": BuildPy},
     entry_points={"console_scripts": ["distil=launch.cli:main"]},
     install_requires=[
         "accelerate>=1.10,<2",

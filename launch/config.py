@@ -6,7 +6,6 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -164,11 +163,17 @@ def _file(path: Path) -> Path:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {_SHIPPED}{close[0]}?" if close else f"there are {', '.join(names)}"
         raise ConfigError(f"{path}: not shipped; {hint}")
-    return Path(str(files("configs") / name))
+    return _shipped_folder() / name
 
 
 def _shipped() -> list[str]:
-    return sorted(file.name for file in files("configs").iterdir() if file.name.endswith(".yaml"))
+    return sorted(file.name for file in _shipped_folder().glob("*.yaml"))
+
+
+def _shipped_folder() -> Path:
+    """Return the folder of shipped configs: of an installed wheel, or of a checkout."""
+    here = Path(__file__).resolve().parent
+    return folder if (folder := here / "shipped").is_dir() else here.parent / "configs"
 
 
 def _parse(where: str, text: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("benchmarks", "configs", "data_prep", "launch", "pretrain")
+FOLDERS = ("benchmarks", "data_prep", "launch", "pretrain")
 
 MODULES = {
     *("pickle", "_pickle", "cPickle", "pickletools", "dill", "cloudpickle", "joblib", "jsonpickle"),

@@ -88,7 +88,7 @@ def test_shards_of_other_code_are_kept_on_request(config: Path, tmp_path: Path) 
     shutil.copytree(ROOT / "data_prep", root / "data_prep")
     for package in ("launch", "pretrain", "configs"):
         (root / package).symlink_to(ROOT / package)
-    cleaning = root / "data_prep" / "cleaning.py"
+    cleaning = root / "data_prep" / "text" / "cleaning.py"
     cleaning.write_text(cleaning.read_text() + "\nEDITED = True\n")
     refused = distil("prepare", config, root=root)
     assert refused.returncode == 2, refused.stdout + refused.stderr

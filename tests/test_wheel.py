@@ -1,0 +1,85 @@
+"""The wheel: only our packages, with shipped files, in any working directory."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"),
+            *("--no-build-isolation", "--wheel-dir", folder, "."),
+        ],
+        cwd=ROOT,
+        check=True,
+        timeout=600,
+    )
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_nothing_else_is_at_the_top(installed: Path) -> None:
+    names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
+    assert names == {"data_prep", "pretrain", "launch"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["prepare", "shipped:corpus-demo.yaml", "workers=0"], 2, "workers"),
+        (["pretrain", "shipped:demo.yaml"], 2, "holds no finished shards"),
+        (["pretrain", "shipped:demo.yml"], 2, "did you mean shipped:demo.yaml"),
+        (["launch", "shipped:distilbert-base-uncased.yaml", "--dry-run", "--slurm"], 2, "--gpus"),
+        (
+            ["launch", "shipped:distilbert-base-uncased.yaml", "--dry-run", "--slurm", "--gpus=8"],
+            0,
+            "launch/slurm/pretrain.sbatch",
+        ),
+        (
+            ["launch", "shipped:demo.yaml", "--dry-run", "--hardware=cpu", "--zero=1"],
+            0,
+            "launch/deepspeed/zero1.json",
+        ),
+        (["verify", "nowhere"], 2, "nowhere"),
+        (["inspect", "nowhere"], 2, "nowhere"),
+        (["audit", "nowhere", "--row=1"], 2, "nowhere"),
+        (["evaluate", "nowhere", "nowhere"], 2, "nowhere"),
+        (["replay", "nowhere", "--step=1"], 2, "nowhere"),
+        (["export", "nowhere", "out"], 2, "nowhere"),
+        (["bench", "nowhere.yaml"], 2, "nowhere.yaml"),
+        (["demo", "--help"], 0, "Usage"),
+    ],
+    ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_each_command_runs_beside_folders_with_the_names_of_our_packages(
+    installed: Path, tmp_path: Path, arguments: list[str], code: int, said: str
+) -> None:
+    for name in ("launch", "pretrain", "configs", "data_prep", "benchmarks"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported from here')\n")
+    done = subprocess.run(
+        [sys.executable, installed / "launch" / "entry.py", "launch", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    screen = done.stdout + done.stderr
+    assert done.returncode == code, screen
+    assert said in screen.replace("\n", " ") and "Traceback" not in screen
+    assert "imported from here" not in screen
