@@ -141,12 +141,12 @@ def test_on_a_model_card() -> None:
         "config": {
             **dict.fromkeys(("model", "student", "masking", "optimizer"), section),
             "objective": {"name": "distilbert"},
-            "train": section,
+            "train": {**section, "max_steps": 1},
             "teacher": EVIL,
         },
         "teacher": {"name": EVIL, "revision": EVIL, "sha256": "0" * 64},
         **{"step": 1, "num_steps": 1, "tokens": 1, "shards": "0" * 64},
-        **{"evaluation": {}, "evaluation_step": 0},
+        **{"evaluation": {}, "evaluation_step": 0, "skip_rows": []},
         "sources": [{"name": EVIL, "kind": "text", "documents_kept": 1, "licence": EVIL}],
     }
     assert is_harmless(str(model_card(student, state)))
