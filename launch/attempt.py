@@ -135,7 +135,8 @@ def _until_over(
             return True
         if failing is None and (watch.failed or watch.lost):
             failing = now
-            for beat in watch.awaited:
+            watch.left = watch.awaited  # torchrun is about to stop them, and they will move
+            for beat in watch.left:
                 watch.examine(beat)
                 _stack(beat)
         # Later than a collective operation, whose error names the rank that is waited for.

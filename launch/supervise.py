@@ -108,6 +108,9 @@ def supervise(
                 say("stopped before training had begun; the same command starts it")
             if code in (0, 75):
                 return code
+            if ended.forced and not ended.failed:  # torchrun would name the ranks killed here
+                say(f"logs: {logs / 'rank-*.log'}")
+                return code
             show(ended.cause, code, logs, str(status.get("error", "")))
             if ended.cause.nodes is not None:
                 say(fewer(ended.cause.nodes))

@@ -70,6 +70,7 @@ class Watch:
     stood: dict[int, float] = field(default_factory=dict)  # seconds at one step and phase
     longest: dict[str, float] = field(default_factory=dict)  # seconds that a rank was in a phase
     stuck: list[Beat] = field(default_factory=list)  # as `standing` when the supervisor gave up
+    left: list[Beat] = field(default_factory=list)  # as `awaited` at the first failure
     stopped: dict[int, str] = field(default_factory=dict)  # a rank's loader workers
     gone: dict[int, Beat] = field(default_factory=dict)  # in this order
     failed: dict[int, Failure] = field(default_factory=dict)
@@ -205,8 +206,8 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
         line = f"{beat.name} has stood at {beat.place} for {watch.stood[beat.rank]:.0f} s"
         advice = watch.stopped.get(beat.rank, "a loader worker, a disk or a device hangs")
         return Cause(line, step, details=watch.details(beat), hint=advice)
-    if watch.waiting and watch.awaited:
-        beat, waiting = watch.awaited[0], watch.waiting[0]
+    if watch.waiting and (awaited := watch.left or watch.awaited):
+        beat, waiting = awaited[0], watch.waiting[0]
         line = f"{beat.name} stood at {beat.place}, and rank {waiting.rank} waited for it in vain"
         line += f" at {waiting.place}"
         advice = watch.stopped.get(beat.rank, WAITED)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from data_prep.disk import refuse_if_held
 from pretrain import RunError
 from pretrain.checkpoint.layout import MANIFEST, checkpoints
 from pretrain.config import RunConfig
@@ -53,9 +54,10 @@ def check_output(config: RunConfig) -> None:
         )
     before = None if _has_checkpoint(output) else _recorded(output)
     if before is not None and _shaping(before) != _shaping(config):
+        refuse_if_held(output, "pretrain", who="distil pretrain")  # alive, and has not saved yet
         raise RunError(
             f"output {output} holds the config.json of another run, whose checkpoints are gone; "
-            "set another `output:`, or remove the folder"
+            "set another `output:`"
         )
 
 

@@ -55,7 +55,8 @@ def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
 
     # Counts of the whole step. This is the only communication before the last micro-batch, and
     # with it all ranks agree to stop at the same step.
-    heartbeat.at(state.step, "counts")
+    if rows is not None:  # else the rank stopped where it waited for rows
+        heartbeat.at(state.step, "counts")
     numbers = [rows.num_tokens, rows.num_masked, int(stop)] if rows else [0, 0, int(stop)]
     if world > 1:
         numbers = accelerator.reduce(torch.tensor(numbers, device=device), "sum").tolist()

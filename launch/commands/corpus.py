@@ -8,6 +8,7 @@ from typing import Annotated, cast, get_args
 import typer
 
 from launch.commands import Config, Overrides
+from launch.output import keep_going
 
 
 def prepare(
@@ -67,6 +68,8 @@ def prepare(
             "--parquet and --upload: need finished shards: use them without --stage and --dry-run"
         )
     settings = load_config(CorpusConfig, config, overrides or [])
+    if not dry_run:
+        keep_going()
     show([config_line(config)])
     runner = corpus.engine_named(engine)
     if dry_run:

@@ -209,13 +209,20 @@ def export(
 
     Example: distil export runs/distilbert-base-uncased exported/my-distilbert
     """
+    # transformers imports DeepSpeed where it is installed, which then warns that there is no GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    keep_going()
+
     from launch.tables import show
+    from pretrain.export.export import check_repository, hub_token
     from pretrain.export.export import export as write
-    from pretrain.export.export import hub_token
     from pretrain.export.export import push as upload
 
     quiet()
-    token = hub_token() if push else ""
+    token = ""
+    if push is not None:
+        check_repository(push)
+        token = hub_token()
     exported = write(run, folder, warn, again=bool(push))
     show(
         [
@@ -224,7 +231,7 @@ def export(
             f"read back: logits differ by at most {exported.difference:.1e}",
         ]
     )
-    if push:
+    if push is not None:
         show([upload(folder, push, token)])
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import AutoModelForMaskedLM
 
 from data_prep.disk import hash_file
@@ -99,6 +101,14 @@ def export(
         num_bytes=(folder / "model.safetensors").stat().st_size,
         difference=difference,
     )
+
+
+def check_repository(name: str) -> None:
+    """Raise RunError for what cannot be a repository's name on a hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise RunError(f"--push {name!r}: not NAME or OWNER/NAME; nothing was written") from None
 
 
 def hub_token() -> str:

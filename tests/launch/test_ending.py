@@ -184,6 +184,20 @@ def test_a_run_whose_worker_is_stopped_ends_and_names_it(start: Callable[..., Tr
     assert said in training.screen.read_text().splitlines()[-1]
 
 
+def test_a_start_beside_a_run_that_has_not_saved_yet_names_that_run(
+    start: Callable[..., Training],
+) -> None:
+    first = start(MANY)
+    first.until("step 2/")
+    second = start(MANY, "train.seed=5")
+    said = second.screen  # the same file for both
+    assert second.code() == 2
+    assert "another `distil pretrain` (" in said.read_text()
+    assert "checkpoints are gone" not in said.read_text()
+    first.process.send_signal(signal.SIGTERM)
+    assert first.code() == 75
+
+
 def test_a_tmpdir_too_long_for_a_worker_s_sockets_is_refused(
     start: Callable[..., Training], run: Path
 ) -> None:

@@ -275,17 +275,22 @@ def test_a_rank_alone_that_waits_for_data_without_end_is_named_with_its_stack(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "stopped"), [(1, 0), (2, 0), (2, 1)])
 def test_a_stopped_loader_worker_ends_the_run_and_is_named(
-    start: Callable[..., Supervised], run: Path
+    start: Callable[..., Supervised], run: Path, ranks: int, stopped: int
 ) -> None:
     command = (ENTRY, "launch", "pretrain", str(run), "train.max_steps=100000")
-    supervised = start(1, *command, "train.num_workers=1", timeout=15)
+    supervised = start(ranks, *command, "train.num_workers=1", timeout=15)
     supervised.until("step 3/")
     processes = [p for p in supervised.started() if "RANK" in p.environ()]
-    (worker,) = (p for p in processes if p.ppid() in [other.pid for other in processes])
-    worker.suspend()
+    parents = [p.pid for p in processes]
+    workers = {p.environ()["RANK"]: p for p in processes if p.ppid() in parents}
+    assert len(workers) == ranks
+    workers[str(stopped)].suspend()
     assert supervised.code(START) == 1
-    assert f"its loader worker, pid {worker.pid}, is stopped" in supervised.screen
+    pid = workers[str(stopped)].pid
+    assert f"its loader worker, pid {pid}, is stopped" in supervised.screen
+    assert re.search(rf"rank {stopped} \(.*\) (has )?stood at step \d+ \(data\)", supervised.screen)
 
 
 @pytest.mark.slow

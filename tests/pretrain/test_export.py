@@ -257,3 +257,11 @@ def test_push_takes_its_token_from_the_environment_alone(
         hub_token()
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert hub_token() == "secret"
+
+
+@pytest.mark.parametrize("name", ["", "a b/../c", "a/b/c", "--all", "name/", "ünï/x"])
+def test_a_name_that_no_hub_accepts_is_refused_before_anything_is_written(name: str) -> None:
+    with pytest.raises(RunError, match="nothing was written"):
+        export_module.check_repository(name)
+    for good in ("student", "me/my-student_1.0"):
+        export_module.check_repository(good)
