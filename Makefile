@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Half of the tests wait for processes of their own; each takes all cores when it computes.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo demo-quick test test-slow test-gpu checks torture clean
+.PHONY: install demo demo-quick test test-slow test-gpu checks figures torture clean
 
 install: .venv/.installed
 
@@ -39,7 +39,12 @@ checks: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/figures.py --check
 	$(PYTEST)
+
+# Figures about the code's structure, and their ceilings.
+figures: install
+	$(BIN)/python benchmarks/figures.py
 
 # Kills a run 100 times, at every phase, and compares it with one that nobody disturbed.
 torture: install
