@@ -24,7 +24,7 @@ CEILINGS = {
     "functions per 100 lines": 5.3,
     "private functions, %": 39.0,
     "private functions called once, %": 54.2,
-    "docstrings that begin with What, Whether, Who, How, %": 11.1,
+    "docstrings that begin with What, Whether, Who, How, %": 4.4,
     "longest file, lines": 410,
     "longest function, lines": 94,
     "files in the largest folder": 21,

@@ -74,7 +74,8 @@ class Found:
 
 
 def documents_of_row(folder: Path | str, row: int, split: Split = "train") -> list[Segment]:
-    """The pieces in a row, decoded; rows are numbered over the whole split, as training does.
+    """Return the pieces in a row, decoded; rows are numbered over the whole split, as training
+    does.
 
     Raises:
         CorpusError: no such split or row, or a side table that does not fit its shard.
@@ -86,7 +87,7 @@ def documents_of_row(folder: Path | str, row: int, split: Split = "train") -> li
 
 
 def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
-    """The pieces in a row of an open split."""
+    """Return the pieces in a row of an open split."""
     split = shards.manifest.splits[shards.split]
     starts = np.cumsum([0] + [shard.rows for shard in split.shards])
     shard = int(np.searchsorted(starts, row, side="right")) - 1
@@ -120,7 +121,7 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
 
 
 def rows_of_document(folder: Path | str, value: str, source: str | None = None) -> Found:
-    """Every place that holds the document whose id, or else URL, or else title is `value`.
+    """Return every place that holds the document whose id, or else URL, or else title is `value`.
 
     The comparison is exact. Side tables are read one batch at a time, so memory grows with what is
     found alone.
@@ -174,13 +175,13 @@ def _places(folder: Path, manifest: Manifest, wanted: pc.Expression) -> Iterator
 
 
 def side_table(folder: Path, manifest: Manifest, shard: str) -> Path:
-    """The file that names a shard's segments, compared with the manifest."""
+    """Return the file that names a shard's segments, compared with the manifest."""
     name = Path("segments", shard).with_suffix(".parquet").as_posix()
     return check_file(folder, manifest, name)
 
 
 def _batches(path: Path, wanted: pc.Expression | None = None) -> Iterator[pa.Table]:
-    """The rows of a side table that are wanted, in order."""
+    """Yield the rows of a side table that are wanted, in order."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS):
             table = pa.Table.from_batches([batch])

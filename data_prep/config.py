@@ -131,16 +131,17 @@ class CorpusConfig(Keys):
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """All lengths that rows are packed to."""
+        """Return all lengths that rows are packed to."""
         return self.row_length if isinstance(self.row_length, tuple) else (self.row_length,)
 
     def folder(self, row_length: int) -> Path:
-        """Where the shards of one length lie: `output`, or a folder in it if there are several."""
+        """Return where the shards of one length lie: `output`, or a folder in it if there are
+        several."""
         several = isinstance(self.row_length, tuple)
         return self.output / str(row_length) if several else self.output
 
     def content(self, row_length: int) -> dict[str, Any]:
-        """The keys that shape the bytes of one length: no paths, names, licences or workers.
+        """Return the keys that shape the bytes of one length: no paths, names, licences or workers.
 
         A tokenizer given by name or path is left out: the manifest records its fingerprint.
         """
@@ -155,6 +156,6 @@ class CorpusConfig(Keys):
 
 
 def source_keys(source: Source) -> dict[str, Any]:
-    """What of a source's entry shapes its documents."""
+    """Return what of a source's entry shapes its documents."""
     values: dict[str, Any] = source.model_dump(mode="json")
     return {key: value for key, value in values.items() if key not in ("path", "name", "licence")}

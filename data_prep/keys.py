@@ -45,7 +45,7 @@ class Keys(BaseModel):
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """Every type and every literal string that an annotation names."""
+    """Yield every type and every literal string that an annotation names."""
     for part in get_args(annotation):
         yield from _kinds(part)
     if isinstance(annotation, type | str):

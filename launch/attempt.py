@@ -172,7 +172,8 @@ def _stack(beat: Beat) -> None:
 
 
 def _started(folder: Path) -> list[psutil.Process]:
-    """Every process of this attempt: the environment tells, whatever has become of its parent."""
+    """Return every process of this attempt: the environment tells, whatever has become of its
+    parent."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

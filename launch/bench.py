@@ -156,7 +156,7 @@ def _introduce(report: dict[str, Any], subject: Subject, settings: Settings) -> 
 
 
 def _seconds(report: dict[str, Any], subject: Subject, settings: Settings) -> float:
-    """A rough estimate from the cost model."""
+    """Return a rough estimate from the cost model."""
     pair, total = subject.pair, 0.0
     work = flops_per_token(pair.student, pair.usual_teacher, subject.row_length, 1.0)
     rounds = settings.repeats + 3  # memory, a trunk alone, warming up

@@ -38,7 +38,7 @@ class Head:
 def pretrain(
     config: Path, overrides: Sequence[str], stop_after: int | None, skip_rows: Sequence[str]
 ) -> list[str]:
-    """What each process runs, as arguments of `distil`."""
+    """Return what each process runs, as arguments of `distil`."""
     arguments = ["pretrain", str(config), *overrides]
     if stop_after is not None:
         arguments += ["--stop-after", str(stop_after)]
@@ -76,7 +76,7 @@ def static_rendezvous(nodes: int, node_rank: int, head: Head, limit: int) -> lis
 def environment(
     layout: Layout, zero: int | None, *, timeout: float, cores: int, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """What the processes find in their environment beside what is `given` to them."""
+    """Return what the processes find in their environment beside what is `given` to them."""
     values = {"DISTIL_TIMEOUT": f"{timeout:g}"}
     if layout.device == "cpu":
         threads = str(max(1, cores // layout.processes))
@@ -109,6 +109,6 @@ def sbatch(layout: Layout, config: Path, arguments: Sequence[str]) -> list[str]:
 
 
 def shell_line(environment: Mapping[str, str], argv: Sequence[str]) -> str:
-    """A line for a shell: assignments, then the command."""
+    """Return a line for a shell: assignments, then the command."""
     assigned = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     return " ".join([*assigned, shlex.join(argv)])

@@ -44,7 +44,7 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node that is no alias, at most so deep."""
+        """Return a node that is no alias, at most so deep."""
         event = self.peek_event()
         mark: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent):
@@ -61,7 +61,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping whose keys differ."""
+        """Return a mapping whose keys differ."""
         seen = set()
         for key, _ in node.value:
             name = (key.tag, str(key.value))
@@ -90,7 +90,7 @@ class _Loader(yaml.SafeLoader):
         return value
 
     def construct_yaml_int(self, node: Any) -> int:
-        """A whole number in decimal."""
+        """Return a whole number in decimal."""
         text = self.construct_scalar(node)
         if re.fullmatch(r"[-+]?0[0-9_]+", text):
             raise yaml.MarkedYAMLError(
@@ -177,7 +177,7 @@ def _shipped_folder() -> Path:
 
 
 def _parse(where: str, text: str) -> Any:
-    """A YAML text's value; `where` opens the message."""
+    """Return a YAML text's value; `where` opens the message."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -229,7 +229,7 @@ def _index(shown: str, part: str, items: list[Any]) -> int:
 
 
 def _sentence(model: type[BaseModel], error: ValidationError) -> str:
-    """The first mistake in words; unknown keys first, since they cause the missing ones."""
+    """Return the first mistake in words; unknown keys first, since they cause the missing ones."""
     known = _known(model)
 
     def rank(entry: Any) -> tuple[bool, int]:
@@ -280,7 +280,7 @@ def _without_tags(model: type[BaseModel], loc: Sequence[Any]) -> list[Any]:
 
 @cache
 def _known(model: type[BaseModel]) -> frozenset[str]:
-    """The dotted path of every key."""
+    """Return the dotted path of every key."""
     return frozenset(_paths(model.model_json_schema()))
 
 
@@ -312,7 +312,7 @@ def _plain(key: str) -> str:
 
 
 def _paths(schema: dict[str, Any]) -> Iterator[str]:
-    """The dotted path of every key a JSON schema knows."""
+    """Yield the dotted path of every key a JSON schema knows."""
     definitions = schema.get("$defs", {})
 
     def walk(node: dict[str, Any], prefix: str) -> Iterator[str]:

@@ -82,7 +82,7 @@ def publish_shown(config: CorpusConfig, parquet: Path | None, url: str | None) -
 
 
 def _task(task: str | None) -> tuple[int, int]:
-    """The i and N of "i/N"."""
+    """Return the i and N of "i/N"."""
     found = re.fullmatch(r"([0-9]+)/([0-9]+)", "1/1" if task is None else task)
     number, count = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= number <= count:
@@ -91,7 +91,7 @@ def _task(task: str | None) -> tuple[int, int]:
 
 
 def engine_named(name: str) -> Engine:
-    """The engine of that name."""
+    """Return the engine of that name."""
     if name not in get_args(Engine):
         raise CorpusError(f"--engine {name}: no such engine: {' or '.join(get_args(Engine))}")
     chosen: Engine = "ray" if name == "ray" else "processes"

@@ -57,29 +57,29 @@ class Failure:
 
     @property
     def waited(self) -> bool:
-        """Whether it waited in vain for another rank."""
+        """Return whether it waited in vain for another rank."""
         return self.exit_code == 1 and timed_out(self.message)
 
     @property
     def follows(self) -> bool:
-        """Whether it is likely another rank's failure seen from here, or says nothing."""
+        """Return whether it is likely another rank's failure seen from here, or says nothing."""
         lost = self.exit_code == 1 and bool(_CONNECTION.search(self.message))
         return lost or self.waited or not self.message
 
     @property
     def hint(self) -> str:
-        """What to look at, if that is known."""
+        """Return what to look at, if that is known."""
         # Not from the traceback, which also quotes errors that were dealt with on the way.
         return hint(f"{self.type}: {self.message}", follows=self.follows)
 
 
 def timed_out(text: str) -> bool:
-    """Whether an error of this text comes of waiting for another rank for too long."""
+    """Return whether an error of this text comes of waiting for another rank for too long."""
     return bool(_TIMEOUT.search(text))
 
 
 def hint(text: str, *, follows: bool = False) -> str:
-    """What to look at after an error of this text; "" if nothing is known."""
+    """Return what to look at after an error of this text; "" if nothing is known."""
     if follows and timed_out(text):
         return WAITED
     if follows and _CONNECTION.search(text):
@@ -118,7 +118,7 @@ def record(error: BaseException, code: int, text: str) -> None:
 
 
 def read(folder: Path) -> dict[int, Failure]:
-    """The failures so far, by rank."""
+    """Return the failures so far, by rank."""
     found = [
         Failure(**json.loads(path.read_text(encoding="utf-8")))
         for path in sorted(folder.glob("failure-*.json"))
@@ -127,7 +127,7 @@ def read(folder: Path) -> dict[int, Failure]:
 
 
 def earliest(failures: dict[int, Failure]) -> Failure | None:
-    """The first that is no mere consequence of another; else the first."""
+    """Return the first that is no mere consequence of another; else the first."""
     order = sorted(failures.values(), key=lambda f: (f.follows, not f.message, f.time))
     return order[0] if order else None
 

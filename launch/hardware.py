@@ -24,7 +24,7 @@ class Hardware:
     tried: bool = False
 
     def overrides(self, given: Sequence[str]) -> list[str]:
-        """What the hardware asks for, less what the user's own overrides say."""
+        """Return what the hardware asks for, less what the user's own overrides say."""
         keys = {override.partition("=")[0].strip() for override in given}
         asked = {
             "train.precision": self.precision,
@@ -46,7 +46,7 @@ PRESET_NAMES = ", ".join(preset.name for preset in PRESETS)
 
 
 def hardware(name: str) -> Hardware:
-    """The preset of that name; RunError with the known ones."""
+    """Return the preset of that name; RunError with the known ones."""
     for preset in PRESETS:
         if preset.name == name:
             return preset

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def log_file(folder: Path, rank: int) -> Path:
-    """Where a rank's output goes."""
+    """Return where a rank's output goes."""
     return folder / f"rank-{rank:05d}.log"
 
 

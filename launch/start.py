@@ -168,7 +168,7 @@ def check_zero(zero: int | None) -> None:
 def describe(
     asked: Launch, preset: Hardware | None, added: list[str], layout: Layout, config: RunConfig
 ) -> Iterator[str]:
-    """What will run, in lines; RunError where it could not."""
+    """Yield what will run, in lines; RunError where it could not."""
     world = layout.nodes * layout.processes
     config = with_defaults(config, layout.device, world)
     accumulation = accumulation_steps(config, world)
@@ -240,7 +240,7 @@ def with_fewer_nodes(asked: Launch, layout: Layout, overrides: list[str], came: 
 
 
 def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
-    """The head, and the nodes to give a command for: this one, or all in a dry run."""
+    """Return the head, and the nodes to give a command for: this one, or all in a dry run."""
     ranks = range(asked.nodes)
     environment = os.environ
     found = re.fullmatch(r"(\[[^]]+\]|[^:]+)(?::([0-9]+))?", asked.head or "")
@@ -305,7 +305,7 @@ def check_private(head: Head, *, here: bool) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of the hosts in Slurm's list, such as gpu[01-04]."""
+    """Return the first of the hosts in Slurm's list, such as gpu[01-04]."""
     try:
         argv = ["scontrol", "show", "hostnames", nodes]
         names = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
@@ -315,7 +315,8 @@ def first_host(nodes: str) -> str:
 
 
 def launch_id(head: Head | None) -> str:
-    """A name for this launch, the same on all nodes that meet at `head`, else of this one alone."""
+    """Return a name for this launch, the same on all nodes that meet at `head`, else of this one
+    alone."""
     slurm = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     names = [".".join(os.environ.get(name, "0") for name in slurm)]
     if slurm[0] not in os.environ:

@@ -63,7 +63,7 @@ def synthetic(sizes: Sizes, device: torch.device, settings: Settings) -> Subject
 
 
 def configured(config: RunConfig, device: torch.device, settings: Settings) -> Subject:
-    """A config's teacher, new student, objective and shards.
+    """Return a config's teacher, new student, objective and shards.
 
     Raises:
         RunError: it has no teacher, or they do not fit.
@@ -131,7 +131,7 @@ def configured(config: RunConfig, device: torch.device, settings: Settings) -> S
 
 
 def _documents(row: Document, special: SpecialIds) -> list[Document]:
-    """A row's, without padding."""
+    """Return a row's tokens, without padding."""
     tokens = row[row != special.pad]
     return [d for d in np.split(tokens, np.flatnonzero(tokens == special.cls)) if len(d)]
 

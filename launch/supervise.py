@@ -183,7 +183,7 @@ def _temporary_files(scratch: Path) -> dict[str, str]:
 
 
 def exit_code(ended: Ended, said: int | None, *, stopped: bool, saved: bool) -> int:
-    """What an end means to whoever started the run.
+    """Return what an end means to whoever started the run.
 
     Args:
         ended: the attempt.
@@ -204,7 +204,7 @@ def exit_code(ended: Ended, said: int | None, *, stopped: bool, saved: bool) -> 
 
 
 def may_restart(steps: Sequence[int], max_restarts: int) -> bool:
-    """Whether to start again after ends at these steps; says so if not."""
+    """Return whether to start again after ends at these steps; says so if not."""
     if max_restarts and len(steps) >= _SAME and len(set(steps[-_SAME:])) == 1:
         say(f"the last {_SAME} attempts all ended at step {steps[-1]}: it would happen again")
         return False

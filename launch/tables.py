@@ -26,7 +26,7 @@ def show(lines: Iterable[str]) -> None:
 
 
 def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
-    """What a prepared corpus holds, a line a split and a source."""
+    """Return what a prepared corpus holds, a line a split and a source."""
     lines = []
     for name, split in manifest.splits.items():
         full = split.tokens / max(1, split.rows * manifest.row_length)

@@ -42,17 +42,17 @@ class Beat:
 
     @property
     def name(self) -> str:
-        """Which rank, and where it runs."""
+        """Return which rank, and where it runs."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     @property
     def place(self) -> str:
-        """Where in the run it was."""
+        """Return where in the run it was."""
         return f"step {self.step} ({', '.join(filter(None, [self.phase, self.background]))})"
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs or is stopped."""
+        """Return whether its process runs or is stopped."""
         try:
             return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -158,11 +158,12 @@ class Watch:
         ]
 
     def details(self, beat: Beat) -> str:
-        """A rank's last words, unless they are on the screen."""
+        """Return a rank's last words, unless they are on the screen."""
         return "" if beat.rank == self.shown else self.last_words(beat)
 
     def last_words(self, beat: Beat) -> str:
-        """What a rank's log ends with, if that is a crash or the stack that it was asked for."""
+        """Return what a rank's log ends with, if that is a crash or the stack that it was asked
+        for."""
         try:
             text = log_file(self.logs, beat.rank).read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -184,7 +185,7 @@ class Cause:
 
 
 def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cause:
-    """The rank to blame, and what is known of it.
+    """Return the rank to blame, and what is known of it.
 
     Args:
         watch: the ranks before the supervisor ended any.
@@ -243,7 +244,8 @@ def _failed(watch: Watch, failure: Failure, step: int) -> Cause:
 
 
 def _lost(watch: Watch, chatter: str) -> tuple[Beat | None, int]:
-    """The rank that ended first without a word, and its exit code; 0 if that is not known."""
+    """Return the rank that ended first without a word, and its exit code; 0 if that is not
+    known."""
     found = _FIRST.search(chatter)
     code, pid = (int(found[1]), int(found[2])) if found else (0, 0)
     for rank, beat in watch.gone.items():

@@ -186,7 +186,8 @@ class RunConfig(Keys):
         return self
 
     def shaping(self) -> dict[str, Any]:
-        """What a resumed run must share with its checkpoint: all but where, how fast, how often."""
+        """Return what a resumed run must share with its checkpoint: all but where, how fast, how
+        often."""
         shaping = self.model_dump(
             mode="json",
             exclude={

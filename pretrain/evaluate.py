@@ -88,7 +88,7 @@ def evaluate(
 
 
 def evaluation_masking(manifest: Manifest, probability: float) -> Masking:
-    """The fixed masks of evaluation: uniform, all [MASK], the same for every run."""
+    """Return the fixed masks of evaluation: uniform, all [MASK], the same for every run."""
     return replace(masking_over(manifest, probability, _KEY), replace="mask")
 
 

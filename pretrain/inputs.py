@@ -43,7 +43,8 @@ class Ingredients:
     tokenizer: dict[str, bytes]  # its files, by name
 
     def names(self, stop_after: int | None) -> dict[str, str]:
-        """What all processes of a run must have read alike; paths may differ, what is there not."""
+        """Return what all processes of a run must have read alike; paths may differ, what is there
+        not."""
         told = self.config.model_dump(mode="json", exclude={"output", "shards", "teacher"})
         return {
             "configuration": repr((told, stop_after, self.dataset.skips)),

@@ -47,7 +47,7 @@ class ReplayedRow:
 
     @property
     def shown(self) -> NDArray[np.int64]:
-        """What stands at the masked positions now [M]: [MASK], a random id or the same."""
+        """Return what stands at the masked positions now [M]: [MASK], a random id or the same."""
         return self.input_ids[self.positions]
 
     def as_json(self, step: int) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Replay:
         return self.order.global_batch_size
 
     def rows(self, rank: int | None = None) -> Iterator[ReplayedRow]:
-        """The rows of one rank, or of all, in the order of the global batch.
+        """Yield the rows of one rank, or of all, in the order of the global batch.
 
         Raises:
             RunError: there is no such rank.
@@ -127,7 +127,7 @@ class Replay:
                 )
 
     def token(self, id: int) -> str:
-        """The vocabulary's entry for an id."""
+        """Return the vocabulary's entry for an id."""
         return self._tokenizer.id_to_token(id) or f"id {id}"
 
     @cached_property
@@ -207,7 +207,8 @@ def replay(
 
 
 def recorded_skips(run: Path, saved: Saved) -> tuple[Skip, ...]:
-    """The rows a run left out: what its checkpoint says, and metrics.jsonl of the time since.
+    """Return the rows a run left out: what its checkpoint says, and metrics.jsonl of the time
+    since.
 
     A run dropped the entries of metrics.jsonl that its checkpoint did not cover when it continued.
     """

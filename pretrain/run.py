@@ -61,12 +61,12 @@ class Run:
 
     @property
     def student(self) -> MaskedLM:
-        """The model that is trained."""
+        """Return the model that is trained."""
         return self.module.student
 
     @property
     def share(self) -> int:
-        """A process's rows of an optimizer step."""
+        """Return a process's rows of an optimizer step."""
         return self.config.train.global_batch_size // self.accelerator.num_processes
 
     @property
@@ -83,11 +83,11 @@ class Run:
 
     @property
     def manifest(self) -> Manifest:
-        """The shards'."""
+        """Return the shards' manifest."""
         return self.dataset.shards.manifest
 
     def due(self, every: int) -> bool:
-        """Every `every` steps (0: never in between) and at the last of the schedule."""
+        """Return every `every` steps (0: never in between) and at the last of the schedule."""
         step = self.state.step
         return step == self.num_steps or (every > 0 and step % every == 0)
 
@@ -204,7 +204,7 @@ def record(run: Run) -> dict[str, Any]:
 
 
 def has_validation(manifest: Manifest) -> bool:
-    """Whether there are held-out rows."""
+    """Return whether there are held-out rows."""
     return "validation" in manifest.splits and manifest.splits["validation"].rows > 0
 
 

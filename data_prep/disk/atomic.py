@@ -32,7 +32,7 @@ def sync(path: Path) -> None:
 
 
 def hash_file(path: Path) -> tuple[str, int]:
-    """The sha256 of a file and its size in bytes."""
+    """Return the sha256 of a file and its size in bytes."""
     whole, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -201,7 +201,7 @@ class _Contender:
         return self.folder / f"{self.name}.{generation:06d}.lock"
 
     def generations(self) -> list[int]:
-        """The numbers that a listing shows."""
+        """Return the numbers that a listing shows."""
         pattern = re.compile(re.escape(self.name) + r"\.(\d{6,})\.lock")
         try:
             names = os.listdir(self.folder)
@@ -260,7 +260,7 @@ class _Contender:
             raise self.busy(holder)
 
     def busy(self, holder: Identity | None) -> Busy:
-        """The error that names who has the lock."""
+        """Return the error that names who has the lock."""
         return Busy(
             f"{self.output}: another `{self.who}` ({_named(holder)}) is at work on {self.name}: "
             "wait for it"
@@ -298,7 +298,7 @@ def _named(holder: Identity | None) -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes of a lock file; None if its folder was removed."""
+    """Return the bytes of a lock file; None if its folder was removed."""
     try:
         with path.open("rb", buffering=0) as file:
             return file.read(2 * RECORD)
@@ -330,7 +330,7 @@ def _end(path: Path) -> None:
 
 
 def is_alive(process: Identity) -> bool:
-    """Whether a process of this machine still runs, and is not another with its pid."""
+    """Return whether a process of this machine still runs, and is not another with its pid."""
     try:
         os.kill(process.pid, 0)
     except ProcessLookupError:

@@ -51,7 +51,8 @@ class Contamination:
     files: npt.NDArray[np.uint32]
 
     def overlap(self, words: Words) -> tuple[int, tuple[str, ...]]:
-        """How many of a document's 13-grams stand in the files, and the names of these files.
+        """Return how many of a document's 13-grams stand in the files, and the names of these
+        files.
 
         `words` are the document's `minhash.word_hashes`.
         """
@@ -75,7 +76,7 @@ class Contamination:
 
     @cached_property
     def _marks(self) -> npt.NDArray[np.uint8]:
-        """A bitmap: the first bits of a hash choose a byte, the last three its bit.
+        """Return a bitmap: the first bits of a hash choose a byte, the last three its bit.
 
         At most 1 in 32 bits is set, until there are 16M hashes.
         """
@@ -94,7 +95,7 @@ def _lowest_3_bits(hashes: Words) -> npt.NDArray[np.uint8]:
 
 
 def build(files: Sequence[Path]) -> Contamination:
-    """The 13-grams of evaluation files; CorpusError names a file that cannot serve."""
+    """Return the 13-grams of evaluation files; CorpusError names a file that cannot serve."""
     assert files
     hashes: list[Words] = []
     texts, short = [0] * len(files), [0] * len(files)
@@ -133,7 +134,7 @@ def save(contamination: Contamination, path: Path) -> None:
 
 
 def load(path: Path) -> Contamination:
-    """What `save` wrote; CorpusError if the file is none or of another version."""
+    """Return what `save` wrote; CorpusError if the file is none or of another version."""
     try:
         with safe_open(path, framework="numpy") as file:
             about = json.loads(file.metadata()["contamination"])
@@ -148,7 +149,7 @@ def load(path: Path) -> Contamination:
 
 
 def read_examples(path: Path) -> Iterator[str]:
-    """The text fields of an evaluation file, plain or compressed (.gz, .bz2, .zst).
+    """Yield the text fields of an evaluation file, plain or compressed (.gz, .bz2, .zst).
 
     .tsv and .csv: every field; .json and .jsonl: every string in a value, at any depth; .txt: every
     line. A tab in a .csv file's first line makes it a .tsv file (as in STS-B). Raises CorpusError
@@ -258,7 +259,7 @@ _READERS: dict[str, Callable[[str], Iterator[str]]] = {
 
 
 def _names(files: Sequence[Path]) -> tuple[str, ...]:
-    """The files' names relative to the folder they share: GLUE's are all called dev.tsv."""
+    """Return the files' names relative to the folder they share: GLUE's are all called dev.tsv."""
     absolute = [os.path.abspath(file) for file in files]
     folder = os.path.commonpath([os.path.dirname(file) for file in absolute])
     return tuple(Path(os.path.relpath(file, folder)).as_posix() for file in absolute)

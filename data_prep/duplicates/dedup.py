@@ -25,12 +25,12 @@ PAIRS_AT_ONCE = 2**16  # a kilobyte of signatures each
 
 
 def text_hash(text: str) -> bytes:
-    """The 16 bytes that stand for a text: equal texts are duplicates."""
+    """Return the 16 bytes that stand for a text: equal texts are duplicates."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def draw(key: bytes, seed: int, purpose: Literal["fraction", "validation", "vocabulary"]) -> float:
-    """A number in [0, 1) that depends on the text, the seed and the purpose only.
+    """Return a number in [0, 1) that depends on the text, the seed and the purpose only.
 
     Each purpose hashes again under its own name: the documents that `fraction` keeps must not be
     a biased half of the hashes that `validation` looks at.

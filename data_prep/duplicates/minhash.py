@@ -55,7 +55,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def word_hashes(text: str) -> Words:
-    """A hash of every word of a text, in order, [words].
+    """Return a hash of every word of a text, in order, [words].
 
     A word is a run of letters, marks and digits, compared without case or compatibility forms;
     each character is one where words are written without spaces (Han, kana, Thai, Lao, Khmer,
@@ -66,7 +66,7 @@ def word_hashes(text: str) -> Words:
 
 
 def ngrams(words: Words, n: int) -> Words:
-    """A hash of every `n` consecutive words, in their order, [max(0, words - n + 1)]."""
+    """Return a hash of every `n` consecutive words, in their order, [max(0, words - n + 1)]."""
     size = max(0, len(words) - n + 1)
     hashes = words[:size].copy()
     for offset in range(1, n):
@@ -107,7 +107,7 @@ def signatures(texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArra
 
 
 def bands(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """A hash of each band of `signatures` [n, NUM_PERMUTATIONS], [n, NUM_BANDS].
+    """Return a hash of each band of `signatures` [n, NUM_PERMUTATIONS], [n, NUM_BANDS].
 
     The band's number goes in: equal hashes mean equal bands at the same place.
     """
@@ -121,7 +121,7 @@ def bands(signatures: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
 
 
 def similarity(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
-    """The estimated Jaccard of each pair of signatures [n, NUM_PERMUTATIONS], [n]."""
+    """Return the estimated Jaccard of each pair of signatures [n, NUM_PERMUTATIONS], [n]."""
     return np.asarray((a == b).mean(axis=1))
 
 
@@ -135,7 +135,7 @@ def _sketched(shingles: Sequence[Words]) -> npt.NDArray[np.uint32]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces of at most _PIECE characters, cut where a word ends if one does."""
+    """Yield the text in pieces of at most _PIECE characters, cut where a word ends if one does."""
     start = 0
     while len(text) - start > _PIECE:
         end = start + _PIECE
@@ -146,7 +146,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _folded(text: str) -> bytes:
-    """The text's words in UTF-8, separated by NUL bytes."""
+    """Return the text's words in UTF-8, separated by NUL bytes."""
     if text.isascii():
         return text.encode().translate(_ascii_table())
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -70,7 +70,8 @@ class Code(BaseModel):
 
 @cache
 def code_of(stage: str) -> Code:
-    """The code of one stage; that of `finish` is that of all, because it makes the shards."""
+    """Return the code of one stage; that of `finish` is that of all, because it makes the
+    shards."""
     stages = list(BEHAVIOUR) if stage == "finish" else [stage]
     libraries = {name: installed(name) for stage in stages for name in _LIBRARIES[stage]}
     python = ".".join(map(str, sys.version_info[:2]))
@@ -123,7 +124,8 @@ class _Meaning(ast.NodeTransformer):
 
 
 def _shape(node: Any) -> Any:
-    """A syntax tree as tuples, the same in each Python: `ast.dump` spells empty fields otherwise,
+    """Return a syntax tree as tuples, the same in each Python: `ast.dump` spells empty fields
+    otherwise,
     and `repr` knows more printable characters with every Unicode."""
     if isinstance(node, ast.AST):
         fields = ((name, _shape(value)) for name, value in ast.iter_fields(node))
@@ -134,7 +136,7 @@ def _shape(node: Any) -> Any:
 
 
 def installed(package: str) -> str:
-    """A package's version, or that it is not there."""
+    """Return a package's version, or that it is not there."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

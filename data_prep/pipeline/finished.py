@@ -25,7 +25,8 @@ _ACCEPTED = TypeAdapter(list[Code])
 def find_finished(
     plan: Plan, warn: Callable[[str], None], accept_code: bool = False
 ) -> list[Manifest] | None:
-    """The manifests of an output that already holds this corpus, None if there is work to do.
+    """Return the manifests of an output that already holds this corpus, None if there is work to
+    do.
 
     CorpusError if it holds another corpus, wholly or in part, or if other code made it, unless
     `accept_code` (which is recorded) and the behaviour is the same. What is damaged is to be made

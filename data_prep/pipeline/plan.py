@@ -71,7 +71,7 @@ class Plan:
         self._records: dict[StageName, list[Record]] = {}
 
     def units(self, stage: StageName) -> list[Unit]:
-        """The stage's units; CorpusError while an earlier stage is not complete."""
+        """Return the stage's units; CorpusError while an earlier stage is not complete."""
         if stage not in self._units:
             self._units[stage] = getattr(self, f"_{stage}")()
         return self._units[stage]
@@ -81,7 +81,7 @@ class Plan:
         self._records[stage] = list(records)
 
     def records(self, stage: StageName) -> list[Record]:
-        """What the stage's units wrote; CorpusError if one is missing."""
+        """Return what the stage's units wrote; CorpusError if one is missing."""
         if stage not in self._records:
             found = [unit.record() for unit in self.units(stage)]
             missing = sum(record is None for record in found)
@@ -100,12 +100,12 @@ class Plan:
         return self._records[stage]
 
     def of_other_code(self, stage: StageName) -> dict[int, str]:
-        """The numbers of the units that other code left on disk, and how it differs."""
+        """Return the numbers of the units that other code left on disk, and how it differs."""
         found = {unit.number: unit.other_code() for unit in self.units(stage)}
         return {number: difference for number, difference in found.items() if difference}
 
     def folders(self, stage: StageName) -> tuple[Path, ...]:
-        """Where the stage's units wrote."""
+        """Return where the stage's units wrote."""
         return tuple(unit.folder for unit in self.units(stage))
 
     def _unit(
@@ -125,13 +125,13 @@ class Plan:
 
     @cached_property
     def tokenizer(self) -> TokenizerRecord | None:
-        """The tokenizer that was named, None if one is trained; CorpusError if it is unusable."""
+        """Return the tokenizer that was named, None if one is trained; or raise CorpusError."""
         named = self.config.tokenizer
         return None if isinstance(named, TrainTokenizer) else load(named).record()
 
     @property
     def examples(self) -> list[NamedPiece]:
-        """The evaluation files, each whole."""
+        """Return the evaluation files, each whole."""
         settings = self.config.decontaminate
         files = () if settings is None else settings.files
         return [
@@ -148,7 +148,7 @@ class Plan:
     def read_by(
         self, stage: StageName | Literal["finish"], units: Sequence[Unit]
     ) -> Iterator[tuple[StageName, Unit, Record, list[FileRecord]]]:
-        """What a stage, or some units of it, read of earlier stages: by unit, the outputs."""
+        """Yield what a stage, or some units of it, read of earlier stages: by unit, the outputs."""
         parts = {part.file for unit in units if stage == "pack" for part in unit.task.slices}
         trains = isinstance(self.config.tokenizer, TrainTokenizer)
         for earlier, patterns in _READS[stage].items() if stage != "vocabulary" or trains else ():
@@ -164,7 +164,7 @@ class Plan:
     def extract_task(
         self, source_number: int, pieces: tuple[Piece, ...], contamination: Path | None = None
     ) -> ExtractTask:
-        """How pieces of a source are read; `contamination` holds the 13-grams to look for."""
+        """Return how pieces of a source are read; `contamination` holds 13-grams to look for."""
         config = self.config
         return ExtractTask(
             source_number=source_number,
@@ -210,7 +210,7 @@ class Plan:
         return units
 
     def _bounds(self, level: str) -> tuple[int, ...]:
-        """The number of each extracted unit's first item, and of all items."""
+        """Return the number of each extracted unit's first item, and of all items."""
         counts = [
             sum(part["documents"] for part in record.result["parts"])
             if level == "documents"

@@ -61,12 +61,13 @@ class Record(BaseModel):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the record is as it was written."""
+        """Return whether the record is as it was written."""
         return self.self_sha256 == _seal(self.model_dump(mode="json"))
 
     @property
     def digest(self) -> str:
-        """What a later unit that reads this one's outputs depends on: these, however made."""
+        """Return what a later unit that reads this one's outputs depends on: these, however
+        made."""
         return sha256_of([(output.file, output.sha256) for output in self.outputs])
 
 
@@ -92,16 +93,18 @@ class Unit:
 
     @property
     def folder(self) -> Path:
-        """Where the outputs lie."""
+        """Return where the outputs lie."""
         return self.home / f"{self.number:06d}"
 
     def record(self) -> Record | None:
-        """What this code has left on disk of this very unit, None if there is nothing (valid)."""
+        """Return what this code has left on disk of this very unit, None if there is nothing
+        (valid)."""
         record = self._written()
         return record if record is not None and record.code == self.code else None
 
     def other_code(self) -> str:
-        """How the code differs that left this very unit on disk; "" if none or this one did."""
+        """Return how the code differs that left this very unit on disk; "" if none or this one
+        did."""
         if record := self._written():
             return record.code.differences(self.code)
         try:
@@ -132,14 +135,15 @@ def make_unit(
     upstream: tuple[str, ...] = (),
     pieces: tuple[NamedPiece, ...] = (),
 ) -> Unit:
-    """A unit; `keys` are all the settings that shape its outputs."""
+    """Return a unit; `keys` are all the settings that shape its outputs."""
     read = [(source, name, piece.start, piece.end, piece.size) for source, name, piece in pieces]
     identity = sha256_of([stage, keys, read, upstream])
     return Unit(stage, number, task, identity, code_of(stage), upstream, home, pieces)
 
 
 def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Record:
-    """The unit's record, after `function(task, folder)` has filled a folder if there was none.
+    """Return the unit's record, after `function(task, folder)` has filled a folder if there was
+    none.
 
     CorpusError if this worker would make it with other code than it was planned with.
     """
@@ -207,7 +211,7 @@ def _seal(values: dict[str, Any]) -> str:
 
 
 def inputs_are_same(unit: Unit, record: Record) -> bool:
-    """Whether the unit's pieces still hold what the record says was read."""
+    """Return whether the unit's pieces still hold what the record says was read."""
     pieces = [piece for _, _, piece in unit.pieces]
     return len(pieces) == len(record.inputs) and all(
         is_same(piece, read) for piece, read in zip(pieces, record.inputs, strict=True)
@@ -215,7 +219,7 @@ def inputs_are_same(unit: Unit, record: Record) -> bool:
 
 
 def is_same(piece: Piece, read: InputRecord) -> bool:
-    """Whether a piece still holds what was read; a copy's time differs, so then by content.
+    """Return whether a piece still holds what was read; a copy's time differs, so then by content.
 
     What is empty says nothing, and is never equal.
     """
@@ -225,7 +229,7 @@ def is_same(piece: Piece, read: InputRecord) -> bool:
 
 
 def is_output_whole(unit: Unit, output: FileRecord) -> bool:
-    """Whether a file that the unit wrote still has the bytes it had."""
+    """Return whether a file that the unit wrote still has the bytes it had."""
     try:
         return file_record(unit.folder, output.file) == output
     except OSError:
@@ -233,7 +237,7 @@ def is_output_whole(unit: Unit, output: FileRecord) -> bool:
 
 
 def _finished(unit: Unit) -> Record | None:
-    """The unit's record, if what it was made of and what was made of it are as they were."""
+    """Return the unit's record, if what it was made of and what was made of it are as they were."""
     record = unit.record()
     if record is None or not inputs_are_same(unit, record):
         return None
@@ -256,7 +260,7 @@ def _flushed(folder: Path) -> tuple[FileRecord, ...]:
 
 
 def sha256_of(value: object) -> str:
-    """The hash of a value's one JSON spelling."""
+    """Return the hash of a value's one JSON spelling."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 

@@ -52,7 +52,8 @@ class Watchdog:
 
 
 def last_seen(home: Path, since: float = 0) -> list[str]:
-    """The last document of each worker that died in a stage's folder after `since` (time.time)."""
+    """Return the last document of each worker that died in a stage's folder after `since`
+    (time.time)."""
     documents = []
     for file in sorted(home.glob(f".*/{FILE}")):
         with suppress(FileNotFoundError):  # of a worker that has finished meanwhile

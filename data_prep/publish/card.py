@@ -28,7 +28,8 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
 
 
 def dataset_card(name: str, manifest: Manifest) -> DatasetCard:
-    """A card from the manifest; the strings of users stay text in its YAML and its Markdown."""
+    """Return a card from the manifest; the strings of users stay text in its YAML and its
+    Markdown."""
     rows = sum(split.rows for split in manifest.splits.values())
     data = DatasetCardData(
         pretty_name=one_line(name),

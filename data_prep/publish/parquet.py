@@ -79,7 +79,7 @@ def to_parquet(
 
 
 def _holds(destination: Path, manifest: Manifest) -> bool:
-    """Whether the destination is this corpus, whole; CorpusError if it is something else."""
+    """Return whether the destination is this corpus, whole; CorpusError if it is something else."""
     if not destination.exists():
         return False
     if not destination.is_dir():

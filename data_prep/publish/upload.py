@@ -88,7 +88,7 @@ class _Place:
         self._fs.invalidate_cache()
 
     def holds(self, sealed: bytes, self_sha256: str) -> bool:
-        """Whether this very corpus is there, whole; CorpusError if there is another."""
+        """Return whether this very corpus is there, whole; CorpusError if there is another."""
         with self._errors("cannot be read"):
             try:
                 there: bytes = self._fs.cat_file(f"{self._root}/{MANIFEST}")
@@ -107,7 +107,7 @@ class _Place:
         return True
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """What the file system tells of each file there, by its name below the folder."""
+        """Return what the file system tells of each file there, by its name below the folder."""
         with self._errors("cannot be listed"):
             try:
                 found = self._fs.find(self._root, detail=True)
@@ -147,7 +147,8 @@ class _Place:
 
 
 def _same(info: dict[str, Any] | None, path: Path, record: FileRecord) -> bool:
-    """Whether a file that is there has this content, as far as the place tells a hash of it."""
+    """Return whether a file that is there has this content, as far as the place tells a hash of
+    it."""
     if info is None or info.get("size") != record.bytes:
         return False
     if (lfs := info.get("lfs")) is not None:  # hf://
@@ -168,7 +169,7 @@ def _md5(path: Path) -> str:
 
 
 def _without_secrets(url: str) -> tuple[str, list[str]]:
-    """The URL as it may be shown, and the parts of it that may not."""
+    """Return the URL as it may be shown, and the parts of it that may not."""
     try:
         parts = urlsplit(url)
         user, _, host = parts.netloc.rpartition("@")

@@ -147,12 +147,12 @@ class Manifest(BaseModel):
 
 
 def vocabulary_sha256(tokens: list[str]) -> str:
-    """The sha256 of a vocabulary, its tokens in id order."""
+    """Return the sha256 of a vocabulary, its tokens in id order."""
     return hashlib.sha256("\n".join(tokens).encode()).hexdigest()
 
 
 def canonical_json(value: object) -> bytes:
-    """The one JSON spelling that hashes are taken of."""
+    """Return the one JSON spelling that hashes are taken of."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -166,7 +166,7 @@ def seal(fields: dict[str, Any]) -> Manifest:
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The one spelling of `manifest.json`."""
+    """Return the one spelling of `manifest.json`."""
     values = manifest.model_dump(mode="json")
     return (json.dumps(values, indent=1, sort_keys=True) + "\n").encode()
 
@@ -203,7 +203,7 @@ def load_manifest(folder: Path | str) -> Manifest:
 
 
 def _digest(values: dict[str, Any]) -> str:
-    """What two manifests with the same content share: no names, versions, paths or times."""
+    """Return what two manifests with the same content share: no names, versions, paths or times."""
     counts = [file["sha256"] for file in values["files"] if file["file"] == TOKEN_COUNTS]
     shards = {
         name: [shard["sha256"] for shard in split["shards"]]

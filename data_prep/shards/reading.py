@@ -38,7 +38,7 @@ class MappedShard:
         self._start = self.view.ctypes.data - buffer.address
 
     def rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """A copy of rows [n, row_length] of the shard, verified."""
+        """Return a copy of rows [n, row_length] of the shard, verified."""
         if self._unverified.any():
             starts = self._start + indices * self._row_bytes
             self._verify(starts, starts + self._row_bytes)
@@ -143,7 +143,7 @@ def check_size(folder: Path, record: ShardRecord) -> None:
 
 
 def block_differs(path: Path, record: ShardRecord, block: int) -> str:
-    """The sentence for a damaged block."""
+    """Return the sentence for a damaged block."""
     start = block * record.block_bytes
     end = min(start + record.block_bytes, record.bytes)
     return f"{path}: block {block} differs from the manifest (bytes {start}-{end}): {AGAIN}"

@@ -133,7 +133,7 @@ def _file_bytes(folder: Path, record: FileRecord, full: bool) -> Iterator[str]:
 
 
 def _counts(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """The manifest's own sums."""
+    """Check the manifest's own sums; yield what is wrong."""
     for name, split in manifest.splits.items():
         rows = sum(shard.rows for shard in split.shards)
         tokens = sum(shard.tokens for shard in split.shards)
@@ -145,7 +145,7 @@ def _counts(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """What the rows themselves say."""
+    """Check the rows themselves; yield what is wrong."""
     counts = np.zeros(manifest.tokenizer.vocab_size, dtype=np.int64)
     for name, split in manifest.splits.items():
         segments = 0
@@ -200,7 +200,7 @@ def _outside(id: int) -> str:
 
 
 def _segments(path: Path, starts: npt.NDArray[np.int64]) -> Iterator[str]:
-    """The side table names each segment of the shard, in order."""
+    """Check that the side table names each segment of the shard, in order."""
     path = path.with_suffix(".parquet")
     try:
         table = pq.read_table(path, columns=["row", "start"], page_checksum_verification=True)

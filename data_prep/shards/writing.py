@@ -44,7 +44,8 @@ def file_record(folder: Path, name: str) -> FileRecord:
 
 
 def hash_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> tuple[str, ...]:
-    """The xxh3-128 of each block of a file: no defence against malice, but 20 times the speed."""
+    """Return the xxh3-128 of each block of a file: no defence against malice, but 20 times the
+    speed."""
     with path.open("rb") as file:
         blocks = iter(lambda: file.read(block_bytes), b"")
         return tuple(xxhash.xxh3_128_hexdigest(block) for block in blocks)

@@ -68,7 +68,8 @@ _READERS: dict[str, tuple[_Pieces, _Read]] = {
 
 
 def pieces(source: Source, limit: int) -> list[Piece]:
-    """The source's inputs in order, cut into pieces of about `limit` bytes where they can be.
+    """Return the source's inputs in order, cut into pieces of about `limit` bytes where they can
+    be.
 
     Depends on nothing but the files and `limit`. Raises CorpusError when there are no inputs.
     """
@@ -79,7 +80,8 @@ def pieces(source: Source, limit: int) -> list[Piece]:
 
 
 def name_of(source: Source, piece: Piece) -> str:
-    """What records call an input: its name within the source or on the hub, or a package's."""
+    """Return what records call an input: its name within the source or on the hub, or a
+    package's."""
     if isinstance(source, PythonDocs):
         return python_docs.versioned(piece.path)
     if isinstance(source, HuggingFace):
@@ -106,7 +108,7 @@ def _state(piece: Piece, of: Callable[[str], str]) -> str:
 
 
 def read(source: Source, piece: Piece) -> Iterator[Document | Rejected]:
-    """The documents of one piece, in order and in bounded memory.
+    """Yield the documents of one piece, in order and in bounded memory.
 
     All pieces together hold the documents of the inputs, each once, whatever `limit` was. A bad
     document is yielded as Rejected; a truncated or unreadable file raises CorpusError.

@@ -82,7 +82,7 @@ class Books(FileSource):
 
 
 def pieces(source: Books, limit: int) -> list[Piece]:
-    """The books' files, each whole whatever `limit` is; CorpusError if there are none."""
+    """Return the books' files, each whole whatever `limit` is; CorpusError if there are none."""
     return whole(source.path, ("*.txt", "*.txt.gz", "*.txt.bz2", "*.txt.zst"))
 
 
@@ -115,7 +115,8 @@ def read(source: Books, piece: Piece) -> Iterator[Document | Rejected]:
 
 
 def without_licence(text: str) -> tuple[str, str, bool]:
-    """The book between Project Gutenberg's header and footer, its title, and whether it is whole.
+    """Return the book between Project Gutenberg's header and footer, its title, and whether it is
+    whole.
 
     A text without them is returned whole; one with a header only is not. No title: "".
     """
@@ -145,7 +146,7 @@ def without_licence(text: str) -> tuple[str, str, bool]:
 
 
 def without_credits(text: str) -> str:
-    """A book without pictures' captions, and without notes on its electronic edition.
+    """Return a book without pictures' captions, and without notes on its electronic edition.
 
     These stand in brackets anywhere, else near the beginning or the end.
     """
@@ -224,7 +225,7 @@ def unwrapped(text: str) -> str:
 
 
 def _decoded(raw: bytes) -> tuple[str, tuple[str, ...]] | None:
-    """The text and what is to be noted of its encoding; None if it is no text."""
+    """Return the text and what is to be noted of its encoding; None if it is no text."""
     guess = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
     if guess != "utf-16" and b"\0" in raw:
         return None

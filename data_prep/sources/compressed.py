@@ -39,12 +39,12 @@ class Part:
 
 
 def is_compressed(name: str) -> bool:
-    """Whether a file's name says that it is compressed."""
+    """Return whether a file's name says that it is compressed."""
     return name.endswith((".gz", ".bz2", ".zst"))
 
 
 def decompressed(raw: Reader, name: str) -> Iterator[bytes]:
-    """The content of a file of this name, in chunks; raises one of DAMAGED."""
+    """Yield the content of a file of this name, in chunks; raises one of DAMAGED."""
     if name.endswith(".zst"):
         return _zstd_chunks(raw)
     if name.endswith(".gz"):
@@ -55,7 +55,7 @@ def decompressed(raw: Reader, name: str) -> Iterator[bytes]:
 
 
 def blocks(stream: Reader | gzip.GzipFile, size: int = CHUNK) -> Iterator[bytes]:
-    """A stream to its end."""
+    """Yield a stream to its end."""
     while block := stream.read(size):
         yield block
 

@@ -84,6 +84,6 @@ class FileSource(SourceKeys):
 
     @property
     def label(self) -> str:
-        """The name given, else the last part of the path."""
+        """Return the name given, else the last part of the path."""
         path = bare(self.path) if is_remote(self.path) else self.path
         return self.name or PurePath(path).name or path

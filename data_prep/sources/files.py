@@ -37,12 +37,12 @@ def whole(path: str, patterns: tuple[str, ...]) -> list[Piece]:
 
 
 def list_files(path: str, patterns: tuple[str, ...]) -> list[str]:
-    """The paths of `whole`'s pieces."""
+    """Return the paths of `whole`'s pieces."""
     return [piece.path for piece in whole(path, patterns)]
 
 
 def cut(piece: Piece, limit: int) -> list[Piece]:
-    """A whole file -> ranges of `limit` bytes; a compressed one stays whole."""
+    """Cut a whole file into ranges of `limit` bytes; a compressed one stays whole."""
     if piece.size <= limit or is_compressed(_file_name(piece.path)):
         return [piece]
     if not local(piece.path) and not remote.takes_ranges(piece.path):
@@ -53,12 +53,12 @@ def cut(piece: Piece, limit: int) -> list[Piece]:
 
 
 def local(path: str) -> bool:
-    """Whether a path lies in this machine's file system, as far as its form says."""
+    """Return whether a path lies in this machine's file system, as far as its form says."""
     return not remote.is_remote(path)
 
 
 def relative_name(path: str, input: str) -> str:
-    """The input's name within the source's path, with forward slashes: the stem of ids."""
+    """Return the input's name within the source's path, with forward slashes: the stem of ids."""
     if remote.is_remote(path):
         root: PurePath = PurePosixPath(remote.bare(path))
         file: PurePath = PurePosixPath(remote.bare(input))
@@ -89,7 +89,7 @@ def version(path: str) -> str:
 
 
 def sha256(piece: Piece) -> str:
-    """The hash of a piece's bytes as stored; "" of what is not there.
+    """Return the hash of a piece's bytes as stored; "" of what is not there.
 
     Of the row groups of a parquet file: of its footer, and of the columns of these row groups.
     """
@@ -109,7 +109,7 @@ def state_of_folder(folder: str, paths: Iterable[str], state: Callable[[str], st
 
 
 def opened(path: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
-    """A file for reading from byte `start` on; CorpusError if it cannot be."""
+    """Return a file for reading from byte `start` on; CorpusError if it cannot be."""
     if remote.is_remote(path):
         return remote.opened(path, start, seekable=seekable)
     try:
@@ -121,7 +121,7 @@ def opened(path: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
 
 
 def chunks(path: str, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """The decompressed bytes of a file's stored bytes `start` to `end`, in bounded chunks.
+    """Yield the decompressed bytes of a file's stored bytes `start` to `end`, in bounded chunks.
 
     Raises CorpusError if the file is unreadable, damaged or cut short.
     """

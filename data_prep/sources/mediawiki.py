@@ -101,7 +101,8 @@ class _Dump:
 
 
 def pieces(source: Mediawiki, limit: int) -> list[Piece]:
-    """The dump's files, in ranges of bytes if plain, or of bz2 streams where an index lies beside.
+    """Return the dump's files, in ranges of bytes if plain, or of bz2 streams where an index lies
+    beside.
 
     Raises CorpusError if there are no files, or if an index does not fit its file.
     """
@@ -119,7 +120,7 @@ def pieces(source: Mediawiki, limit: int) -> list[Piece]:
 
 
 def read(source: Mediawiki, piece: Piece) -> Iterator[Document | Rejected]:
-    """The articles that begin in a piece.
+    """Yield the articles that begin in a piece.
 
     Raises CorpusError if the dump is cut short, no XML, or declares a DTD.
     """
@@ -193,7 +194,7 @@ def _feed(piece: Piece, dump: _Dump) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_streams(piece: Piece) -> bool:
-    """Whether a piece is a range of bz2 streams."""
+    """Return whether a piece is a range of bz2 streams."""
     return is_compressed(piece.path) and (piece.start > 0 or piece.end is not None)
 
 
@@ -222,7 +223,7 @@ def _until_page(
 
 
 def _first_page(piece: Piece) -> int | None:
-    """Where the first page begins that begins in a piece of a plain file."""
+    """Return where the first page begins that begins in a piece of a plain file."""
     at = piece.start
     held = b""
     for chunk in chunks(piece.path, piece.start):

@@ -19,12 +19,12 @@ _STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # a header and the magic of a block, t
 
 
 def is_index(path: str) -> bool:
-    """Whether this is no dump but the index of one."""
+    """Return whether this is no dump but the index of one."""
     return _INDEX.fullmatch(path) is not None
 
 
 def index_of(path: str) -> str | None:
-    """The index that lies beside a multistream dump, if there is one."""
+    """Return the index that lies beside a multistream dump, if there is one."""
     if not (name := _DUMP.fullmatch(path)):
         return None
     index = f"{name[1]}-index{name[2]}.txt{name[3] or ''}.bz2"
@@ -33,7 +33,7 @@ def index_of(path: str) -> str | None:
 
 
 def cut(file: Piece, index: str, limit: int) -> list[Piece]:
-    """A dump -> pieces of at least `limit` bytes that begin where a bz2 stream does.
+    """Cut a dump into pieces of at least `limit` bytes that begin where a bz2 stream does.
 
     Raises CorpusError if the index does not fit the file.
     """
@@ -60,7 +60,7 @@ def cut(file: Piece, index: str, limit: int) -> list[Piece]:
 
 
 def _offsets(index: str, size: int) -> Iterator[int]:
-    """The offsets of the lines `offset:page id:title`, in order."""
+    """Yield the offsets of the lines `offset:page id:title`, in order."""
     last = 0
     for at, line in lines(index):
         number = (line or b"").split(b":", 1)[0]

@@ -19,7 +19,7 @@ _BOOLEANS, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _MAP, _STRUCT = (
 
 
 def largest_page(file: BinaryIO, metadata: FileMetaData, row_group: int, columns: list[str]) -> int:
-    """The decompressed bytes of the largest page of these columns, as the page headers say.
+    """Return the decompressed bytes of the largest page of these columns, as the page headers say.
 
     Neither the footer's sizes nor the compressed ones bound what a page takes once it is read.
     Raises OSError if a header is damaged.
@@ -73,7 +73,7 @@ def _column_chunks(metadata: FileMetaData, row_group: int) -> Iterator[tuple[int
 
 
 def _page_header(file: BinaryIO, start: int) -> tuple[int, tuple[int, int]]:
-    """The header's length, and the page's size decompressed and as stored."""
+    """Return the header's length, and the page's size decompressed and as stored."""
     window = _WINDOW
     while True:
         file.seek(start)
@@ -90,7 +90,7 @@ def _page_header(file: BinaryIO, start: int) -> tuple[int, tuple[int, int]]:
 
 
 def _struct(data: bytes, at: int, *, depth: int) -> tuple[dict[int, int], int]:
-    """The integer fields of a struct in Thrift's compact protocol, and where it ends.
+    """Return the integer fields of a struct in Thrift's compact protocol, and where it ends.
 
     https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
     """
@@ -113,7 +113,7 @@ def _struct(data: bytes, at: int, *, depth: int) -> tuple[dict[int, int], int]:
 
 
 def _skipped(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Where a value ends."""
+    """Return where a value ends."""
     if depth > 8:
         raise KeyError("nested")
     if kind == _BYTE or kind in _BOOLEANS:

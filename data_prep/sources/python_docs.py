@@ -55,12 +55,12 @@ class PythonDocs(SourceKeys):
 
     @property
     def label(self) -> str:
-        """The name given, else the kind."""
+        """Return the name given, else the kind."""
         return self.name or self.kind
 
 
 def pieces(source: PythonDocs, limit: int) -> list[Piece]:
-    """The packages that are installed, each whole; CorpusError if none is."""
+    """Return the packages that are installed, each whole; CorpusError if none is."""
     found = [name for name in sorted(set(source.packages)) if _folder(name) is not None]
     if not found:
         raise CorpusError(f"packages: none of {', '.join(source.packages)} is installed")
@@ -69,7 +69,7 @@ def pieces(source: PythonDocs, limit: int) -> list[Piece]:
 
 
 def read(source: PythonDocs, piece: Piece) -> Iterator[Document | Rejected]:
-    """A document a module: its docstrings, in the order of the file, each block once."""
+    """Yield a document a module: its docstrings, in the order of the file, each block once."""
     package = piece.path
     folder = _folder(package)
     if folder is None:
@@ -92,7 +92,7 @@ def read(source: PythonDocs, piece: Piece) -> Iterator[Document | Rejected]:
 
 
 def versioned(package: str) -> str:
-    """A package and its version: the docstrings are those of one release."""
+    """Return a package and its version: the docstrings are those of one release."""
     if package == _STDLIB:
         return f"{package} {platform.python_version()}"
     names = packages_distributions().get(package, [])
@@ -147,7 +147,7 @@ def _prose_of(path: Path) -> str:
 
 
 def _paragraphs(docstring: str) -> Iterator[str]:
-    """The blocks of a docstring, a line each, without the lines of interactive sessions."""
+    """Yield the blocks of a docstring, a line each, without the lines of interactive sessions."""
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
         lines = [line.strip() for line in block.split("\n")]
         words = " ".join(line for line in lines if not line.startswith((">>>", "..."))).split()

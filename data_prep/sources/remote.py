@@ -34,17 +34,17 @@ _STALL = 120  # seconds without a byte
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is a URL."""
+    """Return whether a path is a URL."""
     return "://" in path
 
 
 def shown(text: str) -> str:
-    """A path or an error's text on one line, without the credentials in its URLs."""
+    """Return a path or an error's text on one line, without the credentials in its URLs."""
     return " ".join(masked(text).split())
 
 
 def bare(url: str) -> str:
-    """The URL without its protocol, credentials and query, for names."""
+    """Return the URL without its protocol, credentials and query, for names."""
     return unquote(shown(url)).split("://", 1)[-1] if _is_http(url) else shown(url).split("://")[-1]
 
 
@@ -80,7 +80,7 @@ def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
 
 
 def opened(url: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
-    """The bytes of a file from `start` on; `seekable` for those who read here and there."""
+    """Return the bytes of a file from `start` on; `seekable` for those who read here and there."""
     with _reaching(url):
         files, path = _filesystem(url)
         if _is_http(url) and start == 0 and not seekable:
@@ -93,14 +93,14 @@ def opened(url: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
 
 
 def exists(url: str) -> bool:
-    """Whether there is such a file."""
+    """Return whether there is such a file."""
     with _reaching(url):
         files, path = _filesystem(url)
         return bool(files.exists(path))
 
 
 def takes_ranges(url: str) -> bool:
-    """Whether parts of a file can be asked for: not of every HTTP server."""
+    """Return whether parts of a file can be asked for: not of every HTTP server."""
     if not _is_http(url):
         return True
     with _reaching(url):
@@ -115,7 +115,8 @@ def takes_ranges(url: str) -> bool:
 
 
 def version(url: str) -> str:
-    """A hash of the size and of what the store says of the file's state (etag, time of change).
+    """Return a hash of the size and of what the store says of the file's state (etag, time of
+    change).
 
     "" if it says nothing of the kind: a size alone tells no two states apart.
     """
@@ -130,7 +131,7 @@ def version(url: str) -> str:
 
 
 def failed(url: str, error: Exception) -> CorpusError:
-    """The error of a file system, without credentials."""
+    """Return the error of a file system, without credentials."""
     reason = shown(str(error)).strip("'\"")[:200] or type(error).__name__
     return CorpusError(f"{shown(url)}: cannot be read ({reason}); check path, access and network")
 

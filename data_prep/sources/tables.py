@@ -63,14 +63,14 @@ class HuggingFace(RecordSource):
 
 
 def jsonl_pieces(source: Jsonl, limit: int) -> list[Piece]:
-    """The .jsonl files, plain ones in ranges of bytes; CorpusError if there are none."""
+    """Return the .jsonl files, plain ones in ranges of bytes; CorpusError if there are none."""
     ends = ("", ".gz", ".bz2", ".zst")
     kinds = tuple(kind + end for kind in ("*.jsonl", "*.ndjson", "*.json") for end in ends)
     return [piece for file in whole(source.path, kinds) for piece in cut(file, limit)]
 
 
 def read_jsonl(source: Jsonl, piece: Piece) -> Iterator[Document | Rejected]:
-    """The records that begin in a piece; CorpusError if a compressed file is cut short."""
+    """Yield the records that begin in a piece; CorpusError if a compressed file is cut short."""
     name = relative_name(source.path, piece.path)
     for offset, line in lines(piece.path, piece.start, piece.end):
         where = f"{name}@{offset}"
@@ -101,7 +101,7 @@ def parquet_pieces(source: Parquet, limit: int) -> list[Piece]:
 
 
 def read_parquet(source: Parquet, piece: Piece) -> Iterator[Document | Rejected]:
-    """The records of row groups; CorpusError if the file is damaged or a column is missing.
+    """Yield the records of row groups; CorpusError if the file is damaged or a column is missing.
 
     Takes up to 400 MB beyond a few documents: a row group with a page above 128 MiB is rejected.
     """
@@ -199,7 +199,8 @@ def _numbered(records: Iterator[Record], path: str, before: int) -> Iterator[tup
 
 
 def huggingface_pieces(source: HuggingFace, limit: int) -> list[Piece]:
-    """The dataset itself, as one piece: a local folder, or a commit of a dataset of the hub."""
+    """Return the dataset itself, as one piece: a local folder, or a commit of a dataset of the
+    hub."""
     local = os.path.exists(source.path)
     return [Piece(source.path, kind="dataset", commit="" if local else _commit(source))]
 
@@ -229,12 +230,13 @@ def _commit(source: HuggingFace) -> str:
 
 
 def dataset_name(piece: Piece) -> str:
-    """The name of a dataset of the hub, or of the folder of a local one: the stem of ids."""
+    """Return the name of a dataset of the hub, or of the folder of a local one: the stem of ids."""
     return piece.path if piece.commit else PurePath(piece.path).name
 
 
 def dataset_files(piece: Piece) -> Iterator[str]:
-    """All files of a local dataset, behind links, too, but for what git and the hub keep there."""
+    """Yield all files of a local dataset, behind links, too, but for what git and the hub keep
+    there."""
     seen = set()
     for folder, folders, names in os.walk(piece.path, followlinks=True):
         seen.add(os.path.realpath(folder))
@@ -251,7 +253,7 @@ def dataset_files(piece: Piece) -> Iterator[str]:
 
 
 def read_huggingface(source: HuggingFace, piece: Piece) -> Iterator[Document | Rejected]:
-    """The records of one split, streamed; CorpusError if it cannot be had."""
+    """Yield the records of one split, streamed; CorpusError if it cannot be had."""
     path, stem = piece.path, dataset_name(piece)
     for number, record in _numbered(_dataset(source, piece), path, 0):
         fields = () if isinstance(record, Rejected) else tuple(record)

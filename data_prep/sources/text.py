@@ -39,7 +39,7 @@ def pieces(source: Text | Sentences, limit: int) -> list[Piece]:
 
 
 def read_text(source: Text, piece: Piece) -> Iterator[Document | Rejected]:
-    """The documents that begin in a piece; a file above PART bytes is cut at a line end."""
+    """Yield the documents that begin in a piece; a file above PART bytes is cut at a line end."""
     name = relative_name(source.path, piece.path)
     if source.document == "file":
         yield from _read_file(piece.path, name)
@@ -157,7 +157,7 @@ def _parts(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _last_character(part: bytes) -> int:
-    """Where the last character of UTF-8 begins."""
+    """Return where the last character of UTF-8 begins."""
     return next(at for at in range(len(part) - 1, -1, -1) if part[at] & 0xC0 != 0x80)
 
 

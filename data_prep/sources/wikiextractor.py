@@ -27,7 +27,8 @@ class WikiExtractor(FileSource):
 
 
 def pieces(source: WikiExtractor, limit: int) -> list[Piece]:
-    """The extractor's files (AA/wiki_00 ...), each whole whatever `limit`: it makes them of 1 MB.
+    """Return the extractor's files (AA/wiki_00 ...), each whole whatever `limit`: it makes them of
+    1 MB.
 
     CorpusError if there are none.
     """
@@ -35,7 +36,7 @@ def pieces(source: WikiExtractor, limit: int) -> list[Piece]:
 
 
 def read(source: WikiExtractor, piece: Piece) -> Iterator[Document | Rejected]:
-    """The articles of one file; CorpusError if its last article has no end."""
+    """Yield the articles of one file; CorpusError if its last article has no end."""
     name = relative_name(source.path, piece.path)
     head: re.Match[str] | None = None
     start, size = 0, 0

@@ -28,7 +28,8 @@ _LEAST_LETTERS = 40  # of sentences with fewer 2 to 3 % are misjudged, with 40 t
 
 
 def identify(text: str) -> str:
-    """The ISO 639-1 code of the language most of the text is in; "" if it has under 40 letters.
+    """Return the ISO 639-1 code of the language most of the text is in; "" if it has under 40
+    letters.
 
     A text of more than 1,500 characters is judged by three excerpts, from the middle of each
     third, by majority. "" means undecided: a filter keeps such a text, because a wrong guess would

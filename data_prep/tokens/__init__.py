@@ -83,7 +83,8 @@ class Tokens:
         return [np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in ids]
 
     def _encode_call(self, texts: list[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[Any]]:
-        """The ids of all texts, one after the other, and where each begins and the last ends."""
+        """Return the ids of all texts, one after the other, and where each begins and the last
+        ends."""
         if self._fast is not None:
             ids, offsets = self._fast(texts)
             return self._safe[ids], offsets
@@ -114,7 +115,7 @@ class Tokens:
         return str(self.backend.decode([int(id) for id in ids], skip_special_tokens=False))
 
     def record(self) -> TokenizerRecord:
-        """What the manifest keeps."""
+        """Return what the manifest keeps."""
         state = [json.loads(self.backend.to_str()), self.special_ids.model_dump()]
         return TokenizerRecord(
             fingerprint=hashlib.sha256(canonical_json(state)).hexdigest(),
@@ -165,7 +166,8 @@ class Tokens:
 
 
 def _found(backend: Tokenizer, roles: list[str], origin: str) -> dict[str, str]:
-    """The special tokens of a tokenizer by role, where only one can be meant; else CorpusError."""
+    """Return the special tokens of a tokenizer by role, where only one can be meant; else
+    CorpusError."""
     empty = backend.encode("", add_special_tokens=True)  # what the post-processor puts around it
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     found: dict[str, str] = {}
@@ -350,7 +352,7 @@ def _parse(path: Path, data: bytes) -> Tokenizer:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """What a folder says of its tokenizer, in either of two files."""
+    """Return what a folder says of its tokenizer, in either of two files."""
     settings: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
@@ -366,7 +368,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _names(folder: Path) -> dict[str, str]:
-    """The special tokens that a folder's settings name."""
+    """Return the special tokens that a folder's settings name."""
     settings = _settings(folder)
     named = {role: settings.get(f"{role}_token") for role in NAMES}
     contents = {r: t.get("content") if isinstance(t, dict) else t for r, t in named.items()}

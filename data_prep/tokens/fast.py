@@ -30,7 +30,7 @@ PROBE = (
 
 
 def fast_encoder(backend: Tokenizer) -> Encoder | str:
-    """A function from texts to (ids [n], offsets [texts + 1]), or in a few words why not.
+    """Return a function from texts to (ids [n], offsets [texts + 1]), or in a few words why not.
 
     Special tokens in a text are text, as under `backend.encode_special_tokens = True`.
     """

@@ -40,7 +40,7 @@ def _begins_word(character: str) -> bool:
 
 
 def calls(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
-    """The (number of text, piece) of all texts, in lists of at most CALL_CHARACTERS."""
+    """Yield the (number of text, piece) of all texts, in lists of at most CALL_CHARACTERS."""
     held: list[tuple[int, str]] = []
     size = 0
     for number, text in enumerate(texts):

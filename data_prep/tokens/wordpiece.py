@@ -70,7 +70,7 @@ def _training_pieces(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _alphabet(backend: Tokenizer, texts: Iterator[str], limit: int) -> list[str]:
-    """The `limit` most frequent characters (the lower code point of equals), sorted."""
+    """Return the `limit` most frequent characters (the lower code point of equals), sorted."""
     counts = np.zeros(0x110000, dtype=np.int64)
     for text in texts:
         for piece in pieces(text):

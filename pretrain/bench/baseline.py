@@ -39,7 +39,8 @@ class Padded(NamedTuple):
 
 
 def padded(batch: MicroBatch, *, pad_id: int) -> Padded:
-    """The same rows and masks; that is the same work only where no row holds two documents."""
+    """Return the same rows and masks; that is the same work only where no row holds two
+    documents."""
     labels = torch.full_like(batch.input_ids, IGNORE).scatter(1, batch.positions, batch.labels)
     return Padded(batch.input_ids, (batch.input_ids != pad_id).long(), labels)
 
@@ -76,7 +77,7 @@ class UsualStep:
         self.terms = {name: mean.item() for name, mean in means.items()}
 
     def losses(self) -> dict[str, Tensor]:
-        """The mean of each term whose weight is above 0, as a graph."""
+        """Return the mean of each term whose weight is above 0, as a graph."""
         input_ids, attention_mask, labels = self.batch
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs |= {"output_hidden_states": True, "return_dict": True}
@@ -105,7 +106,7 @@ class UsualStep:
         return means
 
     def trunk(self) -> Any:
-        """What the trunks' forward passes alone leave alive."""
+        """Return what the trunks' forward passes alone leave alive."""
         input_ids, attention_mask, _ = self.batch
         with self.autocast():
             student = _trunk(self.student)(input_ids=input_ids, attention_mask=attention_mask)
@@ -114,19 +115,20 @@ class UsualStep:
         return student.last_hidden_state, teacher.last_hidden_state
 
     def autocast(self) -> torch.autocast:
-        """The precision, as a context."""
+        """Return the precision, as a context."""
         device = self.batch.input_ids.device.type
         return torch.autocast(device, self.dtype, enabled=self.dtype is not None)
 
 
 def selected(values_BLX: Tensor, mask_BL: Tensor) -> Tensor:
-    """The positions of a mask, copied out [N, X]."""
+    """Return the positions of a mask, copied out [N, X]."""
     width = values_BLX.shape[-1]
     return values_BLX.masked_select(mask_BL[:, :, None].expand_as(values_BLX)).view(-1, width)
 
 
 def twin(model: Model) -> Model:
-    """The same model around the same parameters, with Transformers' attention and torch's layers.
+    """Return the same model around the same parameters, with Transformers' attention and torch's
+    layers.
 
     Its configuration and its dropout are its own; weights and their gradients are one.
     """

@@ -90,7 +90,7 @@ class Pair:
         return OurStep(module, batch.to(self.device), dtype, scale)
 
     def usual(self, terms: Sequence[Term], batch: MicroBatch, precision: str) -> UsualStep:
-        """The usual step on the same."""
+        """Return the baseline step on the same data."""
         by_name = {term.name: term for term in terms}
         kl = by_name.get("kl")
         return UsualStep(
@@ -108,7 +108,7 @@ class Pair:
 def agreement(
     pair: Pair, terms: Sequence[Term], batch: MicroBatch, precision: str
 ) -> dict[str, Any]:
-    """How far the two steps are apart.
+    """Return how far the two steps are apart.
 
     Raises:
         NumericalError: further than rounding explains.
@@ -142,7 +142,7 @@ def documents(
     precision: str,
     repeats: int,
 ) -> dict[str, Any]:
-    """What packing gains, in real tokens a second.
+    """Return what packing gains, in real tokens a second.
 
     `batches` are of one shape: documents "packed" into rows, one document a row and "padded", and
     rows "full" of one document. Filling promises as many times the tokens a second as packed rows
@@ -175,7 +175,7 @@ def documents(
 
 
 def attempt(work: Callable[[], Result]) -> Result | None:
-    """The result, or None where memory did not suffice."""
+    """Return the result, or None where memory did not suffice."""
     result = None
     try:
         result = work()

@@ -15,7 +15,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy")
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """The processor, and the GPU if that is what computes."""
+    """Return the processor, and the GPU if that is what computes."""
     found: dict[str, Any] = {
         "device": device.type,
         "processor": _processor(),
@@ -42,7 +42,8 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The commit this code is at, with a `+` if there are changes; None outside a git checkout."""
+    """Return the commit this code is at, with a `+` if there are changes; None outside a git
+    checkout."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None

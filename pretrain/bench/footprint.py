@@ -77,7 +77,7 @@ class Counter(TorchDispatchMode):
 
     @property
     def footprint(self) -> Footprint:
-        """The counts up to now."""
+        """Return the counts up to now."""
         return Footprint(self.flops, self.bytes, self.peak, self.largest)
 
     def __torch_dispatch__(
@@ -196,7 +196,7 @@ def of_head(
     masked: float = 0.15,
     device: str = "cpu",
 ) -> Footprint:
-    """The vocabulary head and its losses alone: what a step needs above its trunks.
+    """Return the vocabulary head and its losses alone: what a step needs above its trunks.
 
     The arguments are those of `of_micro_step`. Inputs (hidden states and embeddings) are not in the
     peak; the gradients of the student's are.
@@ -221,7 +221,7 @@ def of_head(
 
 
 def _projection(model: MaskedLM, rows: int, device: str) -> Projection:
-    """The head's inputs as the model hands them over."""
+    """Return the head's inputs as the model hands them over."""
     hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
     return projection(model, hidden)
 
@@ -241,7 +241,7 @@ def _moved(
 
 
 def _elements(tensor: Tensor) -> int:
-    """An expanded dimension has a stride of 0, and is there once."""
+    """Count the elements that exist: an expanded dimension has a stride of 0."""
     return prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
 
 

@@ -43,11 +43,11 @@ class Step(Protocol):
 
     @property
     def teacher(self) -> MaskedLM | None:
-        """The frozen one."""
+        """Return the frozen teacher."""
 
     @property
     def loss_scale(self) -> float:
-        """What the gradients are multiplied with."""
+        """Return what the gradients are multiplied with."""
 
     @property
     def terms(self) -> Mapping[str, float]:
@@ -57,7 +57,7 @@ class Step(Protocol):
         """Forward and backward."""
 
     def trunk(self) -> Any:
-        """What the trunks' forward passes alone leave alive."""
+        """Return what the trunks' forward passes alone leave alive."""
 
 
 @dataclass
@@ -93,23 +93,23 @@ class OurStep:
         (loss * (self.loss_scale / self.batch.num_tokens)).backward()
 
     def trunk(self) -> Any:
-        """What the trunks' forward passes alone leave alive."""
+        """Return what the trunks' forward passes alone leave alive."""
         with self.autocast():
             return self.module.trunks(self.batch.input_ids, self.batch.cu_seqlens)
 
     def autocast(self) -> torch.autocast:
-        """The precision, as a context."""
+        """Return the precision, as a context."""
         device = self.batch.input_ids.device.type
         return torch.autocast(device, self.dtype, enabled=self.dtype is not None)
 
     @property
     def student(self) -> MaskedLM:
-        """The module's."""
+        """Return the module's student."""
         return self.module.student
 
     @property
     def teacher(self) -> MaskedLM | None:
-        """The module's."""
+        """Return the module's teacher."""
         return self.module.teacher
 
     @property
@@ -183,7 +183,7 @@ def compare(ours: Step, usual: Step, precision: str) -> Agreement:
 
 
 def gradient(step: Step) -> dict[str, Tensor]:
-    """A step's gradient by parameter, unscaled; none is left in the student."""
+    """Return a step's gradient by parameter, unscaled; none is left in the student."""
     step.student.zero_grad(set_to_none=True)
     step()
     found = {}
@@ -226,17 +226,18 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def timing(milliseconds: list[float]) -> Timing:
-    """What is reported of several times."""
+    """Return what is reported of several times."""
     return Timing(median(milliseconds), min(milliseconds), max(milliseconds))
 
 
 def ratio(slow: list[float], fast: list[float]) -> float:
-    """How many times as long: the median over pairs that ran one after the other."""
+    """Return how many times as long: the median over pairs that ran one after the other."""
     return median(s / f for s, f in zip(slow, fast, strict=True))
 
 
 def memory(step: Step, device: torch.device) -> Memory:
-    """What a step takes at its highest. Weights are counted once, whoever else shares them."""
+    """Return what a step takes at its highest. Weights are counted once, whoever else shares
+    them."""
     step.student.zero_grad(set_to_none=True)
     models = [model for model in (step.student, step.teacher) if model is not None]
     tensors = {id(t): t for m in models for t in chain(m.parameters(), m.buffers())}
@@ -291,5 +292,5 @@ def _norm(tensors: Any) -> float:
 
 
 def _largest(values: list[float]) -> float:
-    """The largest, or NaN if there is one."""
+    """Return the largest, or NaN if there is one."""
     return next((value for value in values if value != value), max(values))

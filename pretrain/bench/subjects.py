@@ -82,7 +82,7 @@ def ids(sizes: Sizes, num_rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.
 
 
 def batch(sizes: Sizes, num_rows: int) -> MicroBatch:
-    """A micro-batch of one document a row, masked, in the host's memory."""
+    """Return a micro-batch of one document a row, masked, in the host's memory."""
     numbers = np.arange(num_rows)
     masked = masking(sizes)(ids(sizes, num_rows), np.zeros_like(numbers), numbers)
     return micro_batch(*map(torch.from_numpy, masked), cls_id=CLS, pad_id=PAD)

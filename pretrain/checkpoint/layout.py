@@ -20,7 +20,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, behind the parameter's 
 
 
 def folder_name(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """Return the name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 

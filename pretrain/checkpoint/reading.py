@@ -38,7 +38,7 @@ class Saved(NamedTuple):
     state: dict[str, Any]
 
     def optimizer(self) -> dict[str, Tensor]:
-        """The optimizer's tensors by name; `check_optimizer` says whether they fit."""
+        """Return the optimizer's tensors by name; `check_optimizer` says whether they fit."""
         try:
             return load_file(self.folder / OPTIMIZER)
         except (SafetensorError, OSError) as error:
@@ -53,7 +53,7 @@ class DamagedError(ValueError):
 
 
 def newest(root: Path, warn: Callable[[str], None]) -> Saved | None:
-    """The newest checkpoint that verifies; `warn` is told of each that was skipped, and why.
+    """Return the newest checkpoint that verifies; `warn` is told of each that was skipped, and why.
 
     Raises:
         RunError: there are checkpoints and none verifies, or one is of another version.
@@ -105,7 +105,7 @@ def read_newest(
 
 
 def verify(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None.
+    """Return what is wrong with a checkpoint, or None.
 
     Raises:
         RunError: it is whole, but of another version.

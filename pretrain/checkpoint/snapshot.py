@@ -62,6 +62,6 @@ def complete(weights: Mapping[str, Tensor], student: PreTrainedModel) -> dict[st
 
 
 def without_weights(student: PreTrainedModel) -> PreTrainedModel:
-    """The same model on no device: it knows how to write weights, and has none to write."""
+    """Return the same model on no device: it knows how to write weights, and has none to write."""
     with torch.device("meta"):
         return type(student)(copy.deepcopy(student.config))

@@ -47,7 +47,7 @@ class Contents:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes on disk, nearly."""
+        """Return what it takes on disk, nearly."""
         tensors = {t.data_ptr(): t for t in [*self.weights.values(), *self.optimizer.values()]}
         files = [self.state, *self.tokenizer.values()]
         return sum(t.nbytes for t in tensors.values()) + sum(map(len, files))
@@ -161,7 +161,7 @@ def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> N
 
 
 def _held_out_loss(state: Mapping[str, Any]) -> float:
-    """The loss at this checkpoint's own step; infinite if it was not evaluated there."""
+    """Return the loss at this checkpoint's own step; infinite if it was not evaluated there."""
     if state.get("evaluation_step") != state["step"]:
         return math.inf
     loss = (state.get("evaluation") or {}).get("loss", math.inf)

@@ -39,12 +39,13 @@ def mix(x: Integers) -> Integers:
 
 
 def derive(key: Integers, index: Integers) -> Integers:
-    """The key of child `index` under `key`: injective in `index` (below 2**32) for a fixed key."""
+    """Return the key of child `index` under `key`: injective in `index` (below 2**32) for a fixed
+    key."""
     return mix(mix(index * _STRIDE) + key)
 
 
 def root(seed: int, *names: int) -> int:
-    """A 32-bit key from a seed of up to 64 bits and the integers that name its use."""
+    """Return a 32-bit key from a seed of up to 64 bits and the integers that name its use."""
     key = derive(derive(0, seed & MASK32), (seed >> 32) & MASK32)
     for name in names:
         key = derive(key, name)

@@ -119,7 +119,8 @@ class Masking:
         rows.labels[:] = xp.where(used, original, IGNORE)
 
     def count(self, input_ids: NDArray[np.int64]) -> int:
-        """How many tokens of rows [B, L] are predicted; the same number that masking them gives."""
+        """Return how many tokens of rows [B, L] are predicted; the same number that masking them
+        gives."""
         return int(self._num_wanted((~self._special[input_ids]).sum(1)).sum())
 
     def _num_wanted(self, num_selectable: Any) -> Any:
@@ -177,7 +178,7 @@ def _library(array: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _first_slots(draw: Any, selectable: Any, count: int) -> Any:
-    """Where the `count` smallest draws of each row are [B, count], in ascending order.
+    """Return where the `count` smallest draws of each row are [B, count], in ascending order.
 
     The first of equal draws comes first, and what is not selectable after all that is.
     """
@@ -193,7 +194,7 @@ def _first_slots(draw: Any, selectable: Any, count: int) -> Any:
 def _quick_slots(
     draw: NDArray[Any], selectable: NDArray[np.bool_], count: int
 ) -> NDArray[np.int64] | None:
-    """The same, unless draws are equal or a row has hardly a word: then nothing.
+    """Return the same as `_first_slots`; None if draws are equal or a row has few tokens.
 
     numpy partitions 32-bit numbers up to ten times as fast as it sorts 64-bit ones.
     """

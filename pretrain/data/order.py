@@ -19,7 +19,7 @@ _ROUNDS = 6
 
 
 def permutation(index: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """Where the keyed permutation of 0..size-1 sends each `index` [n].
+    """Return where the keyed permutation of 0..size-1 sends each `index` [n].
 
     A balanced Feistel network over the next even power of two, walked until it lands inside (Black
     and Rogaway, "Ciphers with arbitrary finite domains", 2002): at most four walks on average.

@@ -96,7 +96,7 @@ class StepDataset(Dataset[StepRows]):
         self.mine = slice(rank * share, (rank + 1) * share)
 
     def __getitem__(self, step: int) -> StepRows:
-        """The rows of optimizer step `step`, counted from 0."""
+        """Return the rows of optimizer step `step`, counted from 0."""
         epochs, rows = (values[self.mine] for values in self.order.at(step))
         return corrupt(self.shards, self.masking, epochs, rows, skipped(rows, step, self.skips))
 
@@ -124,7 +124,7 @@ def corrupt(
 
 
 def skipped(rows: NDArray[np.int64], step: int, skips: Sequence[Skip]) -> NDArray[np.bool_]:
-    """Which of `rows` [R] are left out of optimizer step `step`, counted from 0 [R]."""
+    """Return which of `rows` [R] are left out of optimizer step `step`, counted from 0 [R]."""
     result = np.zeros(rows.shape, dtype=bool)
     for skip in skips:
         if step >= skip.step:
@@ -210,7 +210,7 @@ def check_workers(num_workers: int) -> None:
 
 
 def build_masking(config: MaskingConfig, folder: Path, manifest: Manifest, seed: int) -> Masking:
-    """The training masks a config asks for, over the shards' vocabulary."""
+    """Return the training masks a config asks for, over the shards' vocabulary."""
     smoothing = None
     if config.mode == "smoothed":
         table = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))
@@ -230,7 +230,7 @@ def masking_over(manifest: Manifest, probability: float, seed: int) -> Masking:
 
 
 def special_ids(manifest: Manifest) -> tuple[int, ...]:
-    """The ids that are never predicted nor inserted: [PAD], [UNK], [CLS], [SEP], [MASK]."""
+    """Return the ids that are never predicted nor inserted: [PAD], [UNK], [CLS], [SEP], [MASK]."""
     special = manifest.tokenizer.special_ids
     return special.pad, special.unk, special.cls, special.sep, special.mask
 

@@ -24,7 +24,8 @@ def sizes(share: int, most: int | None = None) -> list[int]:
 def largest(
     sizes: Sequence[int], measure: Callable[[int], float], budget: float, *, multiple: int = 1
 ) -> Found | None:
-    """The largest of `sizes` whose memory is within the budget; None if not even the smallest is.
+    """Return the largest of `sizes` whose memory is within the budget; None if not even the
+    smallest is.
 
     Memory is taken to grow with the rows in nearly a straight line, so few sizes are measured: the
     two smallest, then where the line through the last two reaches the budget.
@@ -59,7 +60,8 @@ def largest(
 def _next(
     between: Sequence[int], fits: Sequence[Found], beyond: Sequence[Found], budget: float
 ) -> int | None:
-    """Which of the sizes `between` the largest that fits and one that does not to measure next."""
+    """Return which of the sizes `between` the largest that fits and one that does not to measure
+    next."""
     if not between or not fits:
         return None
     points = [*fits, *(point for point in beyond if point.used < math.inf)][-2:]

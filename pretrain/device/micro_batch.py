@@ -103,7 +103,7 @@ def _find(run: Run, share: int) -> tuple[Found, str]:
 
 
 def _recorded(record: Any, where: Mapping[str, Any], share: int) -> int | None:
-    """The rows that a checkpoint records for a place like this one."""
+    """Return the rows that a checkpoint records for the same kind of device."""
     if not isinstance(record, dict) or record.keys() != {"rows", *where}:
         return None
     rows, memory = record["rows"], record["memory"]

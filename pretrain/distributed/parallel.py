@@ -24,7 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def uses_deepspeed() -> bool:
-    """Whether this process was started for DeepSpeed, as `accelerate launch` says it."""
+    """Return whether this process was started for DeepSpeed, as `accelerate launch` says it."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
@@ -38,7 +38,7 @@ class Replicated:
         self.model, self.optimizer = accelerator.prepare(module, optimizer)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The run's precision, for a forward pass outside `forward_backward`."""
+        """Return the run's precision, for a forward pass outside `forward_backward`."""
         return self.accelerator.autocast()
 
     def warm_up(self, inputs: MicroBatch, coefficients: Tensor) -> None:
@@ -93,7 +93,7 @@ class Replicated:
         return None if scaler is None else scaler.get_scale()
 
     def scaler_state(self) -> dict[str, Any] | None:
-        """What fp16's loss scale needs to go on: numbers."""
+        """Return what fp16's loss scale needs to go on: numbers."""
         return self.accelerator.scaler and self.accelerator.scaler.state_dict()
 
     def load_scaler_state(self, state: Mapping[str, Any] | None) -> None:
@@ -102,7 +102,8 @@ class Replicated:
             self.accelerator.scaler.load_state_dict(dict(state))
 
     def weights(self, student: nn.Module) -> dict[str, Tensor] | None:
-        """All weights in fp32 by name where they are not the student's own; every process calls."""
+        """Return all weights in fp32 by name where they are not the student's own; every process
+        calls."""
         return None
 
     def moments(self, student: nn.Module) -> dict[str, Tensor]:
@@ -150,7 +151,7 @@ class Partitioned:
         self._initialise(exact)
 
     def autocast(self) -> torch.autocast:
-        """The run's precision, for a forward pass outside `forward_backward`."""
+        """Return the run's precision, for a forward pass outside `forward_backward`."""
         device = self.accelerator.device.type
         return torch.autocast(device, self._half, enabled=self._half is not None)
 
@@ -167,7 +168,7 @@ class Partitioned:
         return loss.detach(), sums
 
     def clip(self, max_norm: float) -> Tensor:
-        """The gradients' norm before clipping []; DeepSpeed clips in `step`."""
+        """Return the gradients' norm before clipping []; DeepSpeed clips in `step`."""
         norm = self.zero.scaled_global_norm() / self.zero.loss_scale
         return torch.where(norm < 0, torch.inf, norm)  # -1 is DeepSpeed's "not finite"
 
@@ -194,7 +195,7 @@ class Partitioned:
         return float(self.zero.loss_scale) if self._half is torch.float16 else None
 
     def scaler_state(self) -> dict[str, Any] | None:
-        """What fp16's loss scale needs to go on: numbers."""
+        """Return what fp16's loss scale needs to go on: numbers."""
         if self._half is not torch.float16:
             return None
         state = vars(self.zero.loss_scaler)
@@ -206,7 +207,7 @@ class Partitioned:
             vars(self.zero.loss_scaler).update(state)
 
     def weights(self, student: nn.Module) -> dict[str, Tensor] | None:
-        """All weights in fp32 by name; every process calls."""
+        """Return all weights in fp32 by name; every process calls."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         if self._half is not torch.float16:

@@ -200,7 +200,7 @@ def patiently(
 
 
 def any_process(accelerator: Accelerator, flag: bool) -> bool:
-    """Whether the flag is set in any process; all call it."""
+    """Return whether the flag is set in any process; all call it."""
     if accelerator.num_processes == 1:
         return flag
     flags = accelerator.reduce(torch.tensor([int(flag)], device=accelerator.device), "sum")

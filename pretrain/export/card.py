@@ -25,7 +25,7 @@ _FIGURES = {
 
 
 def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
-    """A card from a checkpoint's state; says what was measured and nothing else."""
+    """Return a card from a checkpoint's state; says what was measured and nothing else."""
     config, teacher = state["config"], state["teacher"]
     distilled = teacher is not None and _from_teacher(config)
     data = ModelCardData(
@@ -98,7 +98,7 @@ def _figures(evaluation: Mapping[str, float], step: int) -> Iterable[str]:
 
 
 def _recipe(config: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """The keys of the config that shape the run; no paths of the machine it ran on."""
+    """Return the keys of the config that shape the run; no paths of the machine it ran on."""
     rows: list[tuple[str, object]] = []
     for section in ("objective", "model", "student", "masking", "optimizer", "train"):
         for key, value in (config[section] or {}).items():
@@ -112,7 +112,7 @@ def _recipe(config: Mapping[str, Any]) -> list[tuple[str, object]]:
 
 
 def _skipped(skips: Sequence[Sequence[int]]) -> Iterator[tuple[str, object]]:
-    """The training rows that were left out by --skip-rows."""
+    """Yield the training rows that were left out by --skip-rows."""
     for first, last, step in skips:
         yield "left out", f"training rows {first} to {last - 1}, from step {step + 1} on"
 

@@ -146,7 +146,7 @@ def push(folder: Path, repository: str, token: str) -> str:
 
 
 def _read_back(student: MaskedLM, folder: Path) -> float:
-    """The largest difference of logits between the student and its export, in fp32."""
+    """Return the largest difference of logits between the student and its export, in fp32."""
     reloaded = AutoModelForMaskedLM.from_pretrained(folder).eval()
     vocabulary, length = student.config.vocab_size, min(32, student.config.max_position_embeddings)
     ids = torch.arange(4 * length).reshape(4, length) * 7919 % vocabulary

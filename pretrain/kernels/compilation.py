@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compile_static(function: Function, *, whole: bool) -> Function:
-    """The function, compiled anew for every shape; in one piece if `whole`.
+    """Return the function, compiled anew for every shape; in one piece if `whole`.
 
     By default the compiler times several versions of a GPU kernel and takes the fastest, which
     another start may find to be another: a resumed run would have other bits.

@@ -62,7 +62,7 @@ class Dropout(nn.Dropout):
     """`torch.nn.Dropout` with `draw`'s numbers, never in place."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Each entry 0 with probability p or else divided by 1 - p."""
+        """Return each entry 0 with probability p or else divided by 1 - p."""
         elsewhere = torch.compiler.is_compiling() or input.device.type != "cpu"
         if elsewhere or not self.training or not 0 < self.p < 1:
             return F.dropout(input, self.p, self.training)
@@ -75,7 +75,7 @@ _OURS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Linear, nn.Dropout: 
 
 
 def have_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether `product` takes these and is faster; what is wrong with others, torch says."""
+    """Return whether `product` takes these and is faster; what is wrong with others, torch says."""
     return (
         _X86
         and input.device.type == "cpu"

@@ -60,7 +60,7 @@ class Distillation(nn.Module):
 
     @property
     def teacher(self) -> MaskedLM | None:
-        """The frozen teacher, where a term needs one."""
+        """Return the frozen teacher, where a term needs one."""
         return self._teacher[0]
 
     def forward(

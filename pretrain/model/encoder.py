@@ -21,7 +21,7 @@ MaskedLM = BertForMaskedLM | DistilBertForMaskedLM
 
 
 def last_hidden_state(model: MaskedLM, input_ids: Tensor, segments: Segments) -> Tensor:
-    """The trunk's output [B, L, D] over packed rows.
+    """Return the trunk's output [B, L, D] over packed rows.
 
     Raises:
         ValueError: a model with another attention, in which documents would mix.
@@ -41,7 +41,7 @@ def last_hidden_state(model: MaskedLM, input_ids: Tensor, segments: Segments) ->
 
 
 def projection(model: MaskedLM, hidden_ND: Tensor) -> Projection:
-    """The MLM transform of some positions, with the output embedding and bias."""
+    """Return the MLM transform of some positions, with the output embedding and bias."""
     if isinstance(model, BertForMaskedLM):
         head = model.cls.predictions
         return Projection(head.transform(hidden_ND), head.decoder.weight, head.decoder.bias)

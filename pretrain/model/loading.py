@@ -21,7 +21,7 @@ _UNTRAINED = 2**20  # parameters that tiny weights may lack: the missing ones ar
 
 
 def load_model(folder: Path) -> MaskedLM:
-    """A BERT or DistilBERT with its MLM head, as a run saved it, in fp32.
+    """Return a BERT or DistilBERT with its MLM head, as a run saved it, in fp32.
 
     Raises:
         RunError: it cannot be read, could run code, is neither, or has no such head.
@@ -43,7 +43,8 @@ def load_model(folder: Path) -> MaskedLM:
 def assemble(
     who: str, architecture: Any, config: Any, raw: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Any:
-    """A model of a class of transformers' own from a config.json and all its weights, in fp32.
+    """Return a model of a class of transformers' own from a config.json and all its weights, in
+    fp32.
 
     Raises:
         RunError: they do not make one with a trained MLM head; `who` opens the message.

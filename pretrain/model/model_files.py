@@ -69,7 +69,7 @@ def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str |
 
 
 def read_text(who: str, path: Path, limit: int) -> str:
-    """A text file's content: a pipe would block, and a sparse file fill the memory."""
+    """Return a text file's content: a pipe would block, and a sparse file fill the memory."""
     if not path.is_file():
         raise RunError(f"{who}: {path} is no file; copy or download it again")
     if (size := path.stat().st_size) > limit:
@@ -80,7 +80,7 @@ def read_text(who: str, path: Path, limit: int) -> str:
 
 
 def read_config(who: str, folder: Path) -> dict[str, Any]:
-    """The config.json of a folder; one that could run code is refused."""
+    """Return the config.json of a folder; one that could run code is refused."""
     path = folder / "config.json"
     if not path.is_file():
         raise RunError(f"{who}: there is no {path}; check the path")
@@ -88,7 +88,7 @@ def read_config(who: str, folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, Tensor]:
-    """All weights of a folder by name, on the CPU and in memory of their own.
+    """Return all weights of a folder by name, on the CPU and in memory of their own.
 
     Safetensors, whole or in parts; with `pickled` also a pytorch_model.bin where there are none.
     """
@@ -154,7 +154,7 @@ def read_words(who: str, folder: Path) -> Words | None:
 
 
 def first_line(error: Exception) -> str:
-    """What a library said, without the rest of the page."""
+    """Return what a library said, without the rest of the page."""
     lines = str(error).strip().splitlines()[:1]
     if not lines or isinstance(error, LookupError | ArithmeticError):  # "'x'" says little
         lines.insert(0, type(error).__name__)
@@ -180,7 +180,7 @@ def _read_json(who: str, path: Path) -> dict[str, Any]:
 
 
 def _keys(value: object) -> Iterator[str]:
-    """The keys of an object and of the objects in it."""
+    """Yield the keys of an object and of the objects in it."""
     if isinstance(value, dict):
         yield from value
         for inner in value.values():
@@ -188,7 +188,7 @@ def _keys(value: object) -> Iterator[str]:
 
 
 def _weight_files(who: str, folder: Path, name: str) -> list[Path]:
-    """The file of this name, or those that its index lists; none is outside the folder."""
+    """Return the file of this name, or those that its index lists; none is outside the folder."""
     if (folder / name).is_file():
         return [folder / name]
     index = folder / f"{name}.index.json"

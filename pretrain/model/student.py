@@ -20,7 +20,7 @@ _PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as the authors' released code ta
 
 
 def build_student(config: Student, teacher: Teacher, seed: int) -> DistilBertForMaskedLM:
-    """The student a config asks for, in fp32 and in training mode.
+    """Return the student a config asks for, in fp32 and in training mode.
 
     Raises:
         RunError: layers that the teacher does not have, or a folder that does not fit it.
@@ -44,7 +44,8 @@ def build_student(config: Student, teacher: Teacher, seed: int) -> DistilBertFor
 
 
 def default_layers(num_teacher_layers: int, num_layers: int) -> tuple[int, ...]:
-    """Which teacher layers a student starts from: the authors' six of twelve, else evenly spaced.
+    """Return which teacher layers a student starts from: the authors' six of twelve, else evenly
+    spaced.
 
     Half the layers means every other one.
     """
@@ -94,7 +95,7 @@ def copy_layers(
 
 
 def build_bert(config: Model, manifest: Manifest, seed: int) -> BertForMaskedLM:
-    """A randomly initialised BERT for `objective: mlm`, over the shards' vocabulary."""
+    """Return a randomly initialised BERT for `objective: mlm`, over the shards' vocabulary."""
     check_row_length("model", config.max_position_embeddings, manifest)
     bert = BertConfig(  # type: ignore[call-arg]  # any PreTrainedConfig takes it
         vocab_size=manifest.tokenizer.vocab_size,

@@ -66,7 +66,8 @@ def load_teacher(
 
 
 def parameters_sha256(model: nn.Module) -> str:
-    """A digest of names and values of all parameters: two models agree on it only if equal."""
+    """Return a digest of names and values of all parameters: two models agree on it only if
+    equal."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())

@@ -121,7 +121,7 @@ class Heartbeat:
 
 
 def path(folder: Path, rank: int) -> Path:
-    """The file of a rank's heartbeat."""
+    """Return the file of a rank's heartbeat."""
     return folder / f"rank-{rank:05d}.json"
 
 
@@ -133,7 +133,7 @@ def _process(pid: str) -> psutil.Process | None:
 
 
 def _is_alive(process: psutil.Process | None) -> bool:
-    """Whether it still runs, and is not another one that got its pid."""
+    """Return whether it still runs, and is not another one that got its pid."""
     try:
         return (
             process is not None

@@ -96,7 +96,7 @@ def _forget(path: Path, step: int) -> dict[str, Any] | None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl; a last line cut short with its process is left out."""
+    """Return the entries of a metrics.jsonl; a last line cut short with its process is left out."""
     entries = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -120,7 +120,7 @@ class Clock:
         self._waited += time.perf_counter() - start
 
     def read(self, tokens: int) -> dict[str, float]:
-        """The rates since the last call, given how many tokens have been seen by now."""
+        """Return the rates since the last call, given how many tokens have been seen by now."""
         now = time.perf_counter()
         seconds = max(now - self._start, 1e-9)
         rate = (tokens - self._tokens) / seconds

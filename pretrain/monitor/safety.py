@@ -27,7 +27,8 @@ _SHOWN = 16  # rows named in a message
 
 @torch.no_grad()
 def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
-    """A 64-bit hash [] (int64) of every bit of the parameters and of their order, on their device.
+    """Return a 64-bit hash [] (int64) of every bit of the parameters and of their order, on their
+    device.
 
     The sum, modulo 2**64, of each element's bits as an integer times an odd weight of its own: one
     flipped bit therefore always changes it, and no order of summation does. Nothing is read back
@@ -49,7 +50,8 @@ def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def differing(fingerprints: Sequence[int]) -> list[int]:
-    """The ranks whose fingerprint is not the most frequent one; all of them where two are."""
+    """Return the ranks whose fingerprint is not the most frequent one; all of them where two
+    are."""
     ranked = Counter(fingerprints).most_common(2)
     if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
         return list(range(len(fingerprints)))
@@ -135,7 +137,7 @@ def culprits(
     sums: Sequence[Sequence[Sequence[float]]],
     names: Sequence[str],
 ) -> list[Culprit]:
-    """Every micro-batch of a step whose loss is not finite, from what the ranks gathered.
+    """Return every micro-batch of a step whose loss is not finite, from what the ranks gathered.
 
     Args:
         rows: [W, R] row numbers of each rank, in the order of its micro-batches.
@@ -213,7 +215,7 @@ def post_mortem(
 
 
 def _strict(value: Any) -> Any:
-    """The value with "nan", "inf" and "-inf" for the numbers that JSON does not have."""
+    """Return the value with "nan", "inf" and "-inf" for the numbers that JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -75,7 +75,7 @@ def write_status(
 
 
 def read_status(output: Path) -> dict[str, Any] | None:
-    """What the file says; None if there is none, or none that can be read."""
+    """Return what the file says; None if there is none, or none that can be read."""
     try:
         values = json.loads((output / _NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -39,7 +39,7 @@ class DistilBert(Keys):
 
     @property
     def needs_teacher(self) -> bool:
-        """A student is always distilled from, and compared with, a teacher."""
+        """Return a student is always distilled from, and compared with, a teacher."""
         return True
 
     @property

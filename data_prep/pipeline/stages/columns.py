@@ -11,7 +11,7 @@ import pyarrow as pa
 
 
 def batch(columns: Mapping[str, Sequence[Any]], schema: pa.Schema) -> pa.RecordBatch:
-    """A record batch without nulls; `columns` are as `schema` has them."""
+    """Return a record batch without nulls; `columns` are as `schema` has them."""
     arrays = [column(columns[field.name], field.type) for field in schema]
     return pa.record_batch(arrays, schema=schema)
 
@@ -33,7 +33,7 @@ def column(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Ar
 
 
 def fixed_width(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    """A column of numbers, or of bytes of one width, without nulls."""
+    """Return a column of numbers, or of bytes of one width, without nulls."""
     kind = column.type
     binary = pa.types.is_fixed_size_binary(kind)
     dtype = np.dtype(f"V{kind.byte_width}" if binary else kind.to_pandas_dtype())

@@ -120,7 +120,7 @@ def _clusters(
 def _smallest_keys(
     task: DeduplicateTask, items: npt.NDArray[np.int64], cluster_of: npt.NDArray[np.int64]
 ) -> dict[int, bytes]:
-    """The smallest text hash of each cluster."""
+    """Return the smallest text hash of each cluster."""
     smallest: dict[int, bytes] = {}
     for unit, (start, end) in zip(task.extracted, pairwise(task.bounds), strict=True):
         mine = slice(*np.searchsorted(items, [start, end]))

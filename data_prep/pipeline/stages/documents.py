@@ -58,7 +58,8 @@ class DocumentWriter:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The parts, each with its file, documents and bytes; the number of paragraphs hashed."""
+        """Return the parts, each with its file, documents and bytes; the number of paragraphs
+        hashed."""
         paragraphs = self._levels.get("paragraphs")
         return {"parts": self._parts, "paragraphs": paragraphs.count if paragraphs else 0}
 
@@ -130,7 +131,7 @@ def read_part(file: Path, keep: npt.NDArray[np.bool_]) -> Iterator[tuple[int, Do
 
 
 def read_index(unit: Path) -> dict[str, npt.NDArray[Any]]:
-    """The columns of INDEX: an entry for each document that a unit of extraction kept."""
+    """Return the columns of INDEX: an entry for each document that a unit of extraction kept."""
     with pa.ipc.open_stream(pa.memory_map(str(unit / "index.arrow"))) as stream:
         table = stream.read_all()
     return {name: fixed_width(table[name]) for name in INDEX.names}

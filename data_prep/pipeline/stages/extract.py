@@ -122,7 +122,7 @@ def _contaminated(
     counts: _Counts,
     logs: Mapping[str, IO[str]],
 ) -> str:
-    """The reason to drop a document that overlaps an evaluation file ("" to keep it)."""
+    """Return the reason to drop a document that overlaps an evaluation file ("" to keep it)."""
     overlap, names = examples.overlap(word_hashes(text))
     if not overlap:
         return ""

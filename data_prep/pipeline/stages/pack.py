@@ -159,7 +159,8 @@ class _Rows:
 
 
 def _counts(ids: npt.NDArray[Any], size: int) -> npt.NDArray[np.int64]:
-    """How often each id occurs; bincount takes eight bytes an id, so a few rows at a time."""
+    """Return how often each id occurs; bincount takes eight bytes an id, so a few rows at a
+    time."""
     counts = np.zeros(size, dtype=np.int64)
     for start in range(0, len(ids), 1024):
         counts += np.bincount(ids[start : start + 1024].reshape(-1), minlength=size)
@@ -191,7 +192,8 @@ def _num_characters(document: Document) -> int:
 def _documents(
     task: PackTask, tokens: Tokens, without_tokens: Counter[int], characters: Counter[int]
 ) -> Iterator[_Tokenised]:
-    """The documents as ids; those without any and the characters of the others are counted."""
+    """Yield the documents as ids; those without any and the characters of the others are
+    counted."""
     for part in task.slices:
         for documents in _until(_kept(part, task.split), _num_characters, BATCH_CHARACTERS):
             texts = [doc.text.split("\n") if part.by_line else [doc.text] for doc in documents]
@@ -208,7 +210,7 @@ def _documents(
 
 
 def _kept(part: PartSlice, split: str) -> Iterator[Document]:
-    """The documents of one split, without the paragraphs that others have before them."""
+    """Yield the documents of one split, without the paragraphs that others have before them."""
     wanted = VALIDATION if split == "validation" else TRAIN
     fates = np.load(part.fates)[part.first : part.last]
     taken_out: dict[int, set[int]] = {}  # document of the unit -> lines

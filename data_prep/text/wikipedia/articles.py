@@ -43,7 +43,7 @@ class PlainText(NamedTuple):
 
 
 def plain_text(wikitext: str, *, not_prose: frozenset[str] = _NOT_PROSE) -> PlainText:
-    """The prose of an article, one paragraph, list item or heading a line.
+    """Return the prose of an article, one paragraph, list item or heading a line.
 
     Markup that nests properly is replaced from the inside out. A page where it does not is left to
     mwparserfromhell, unless it is beyond the limits of `is_ordinary`: then `fallback` is set.
@@ -124,7 +124,8 @@ _PASSES = 8
 
 
 def repaired(text: str) -> str:
-    """The text of an article that another extractor made, less leftover markup, holes and tails.
+    """Return the text of an article that another extractor made, less leftover markup, holes and
+    tails.
 
     For the output of WikiExtractor and for the parquet files of wikimedia/wikipedia. Idempotent;
     linear time: should one repair lay open the next for ever, all brackets and marks go.
@@ -180,7 +181,8 @@ def _repaired_once(text: str) -> str:
 
 
 def _has(text: str, *marks: str) -> bool:
-    """Whether one of the marks occurs; a single character is found ten times as fast as two."""
+    """Return whether one of the marks occurs; a single character is found ten times as fast as
+    two."""
     return any(mark[0] in text and mark in text for mark in marks)
 
 

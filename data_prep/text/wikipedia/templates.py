@@ -51,7 +51,7 @@ _NUMBER = re.compile(r"[-\u2212+]?[\d,.]*\d(?:[/+ \u2044]\d+)*")
 
 
 def render(call: list[str]) -> str:
-    """What a template call (name and arguments, markup in them already plain) reads as."""
+    """Return what a template call (name and arguments, markup in them already plain) reads as."""
     name = " ".join(call[0].replace("_", " ").split())
     function, colon, argument = name.partition(":")
     if colon and function.lower() in _FUNCTIONS:

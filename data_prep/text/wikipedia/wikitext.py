@@ -78,7 +78,8 @@ class Substituted(NamedTuple):
 
 
 def is_ordinary(wikitext: str) -> bool:
-    """Whether mwparserfromhell will read this page in seconds at most, by counts and not a clock.
+    """Return whether mwparserfromhell will read this page in seconds at most, by counts and not a
+    clock.
 
     A page is not if it is very long, holds a great deal of markup, or leaves many templates, links,
     tables or elements open.
@@ -105,7 +106,8 @@ def is_ordinary(wikitext: str) -> bool:
 
 
 def parsed(wikitext: str, not_prose: frozenset[str]) -> str:
-    """The text of an ordinary page by mwparserfromhell, headings and list marks left in place.
+    """Return the text of an ordinary page by mwparserfromhell, headings and list marks left in
+    place.
 
     `not_prose`: the lower-case namespaces (file, category) whose links show no text.
     """
@@ -115,7 +117,8 @@ def parsed(wikitext: str, not_prose: frozenset[str]) -> str:
 
 
 def substituted(wikitext: str, not_prose: frozenset[str]) -> Substituted:
-    """The text of any page in linear time: the innermost markup is replaced until none is left.
+    """Return the text of any page in linear time: the innermost markup is replaced until none is
+    left.
 
     That is what a parser would read where markup nests properly; `nested` says whether it did.
     """
@@ -215,7 +218,7 @@ def _element(tag: nodes.Tag, not_prose: frozenset[str]) -> str:
 
 
 def _link(target: str, text: str, not_prose: frozenset[str]) -> str:
-    """What [[target|text]] reads as."""
+    """Return what [[target|text]] reads as."""
     target = target.strip()
     namespace, colon, _ = target.partition(":")
     if (colon and namespace.strip().lower() in not_prose) or _LANGUAGE_LINK.match(target):

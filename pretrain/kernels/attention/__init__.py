@@ -36,7 +36,8 @@ def _attention(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls in every layer, with [B, H, L, D]; gives ([B, L, H, D], None)."""
+    """Return what Transformers calls in every layer, with [B, H, L, D]; gives ([B, L, H, D],
+    None)."""
     if cu_seqlens is None:
         return _SDPA(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

@@ -58,7 +58,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: fl
 def memory_efficient(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float
 ) -> Tensor:
-    """The same by the kernels of xFormers: older GPUs, and fp32."""
+    """Return the same by the kernels of xFormers: older GPUs, and fp32."""
     length = q.shape[2]
     one_row = [_positions(t)[None] for t in (q, k, v)]
     output = torch.ops.aten._efficient_attention_forward(

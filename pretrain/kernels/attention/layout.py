@@ -20,7 +20,8 @@ class Segments(NamedTuple):
 
 
 def segments(input_ids: Tensor, cu_seqlens: Tensor, *, pad_id: int) -> Segments:
-    """The segments of packed rows [B, L] that begin at `cu_seqlens` [S + 1], the last being B * L.
+    """Return the segments of packed rows [B, L] that begin at `cu_seqlens` [S + 1], the last being
+    B * L.
 
     Padding at the end of a row is a segment of its own, so that no query is left without a key. The
     last bound may be repeated: segments of no length, which keep S the same from step to step.

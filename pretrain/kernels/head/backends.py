@@ -17,7 +17,8 @@ from pretrain import RunError
 
 
 def use_triton(backend: str, hidden: Tensor) -> bool:
-    """Whether "auto" or "triton" means the Triton kernel for a tensor's device and precision.
+    """Return whether "auto" or "triton" means the Triton kernel for a tensor's device and
+    precision.
 
     "auto" takes it on GPUs of compute capability 8.0 or more, and warns where such a GPU has to do
     without. Set TRITON_INTERPRET=1 before triton is imported, and "triton" runs on CPU tensors,
@@ -40,7 +41,7 @@ def use_triton(backend: str, hidden: Tensor) -> bool:
 
 
 def _unfit(hidden: Tensor) -> str | None:
-    """What keeps a tensor from the kernel."""
+    """Return what keeps a tensor from the kernel."""
     if hidden.dtype == torch.float64:
         return "it computes in fp32, and the tensors are fp64; give fp32, bf16 or fp16"
     if _interpreted():
@@ -55,7 +56,8 @@ def _unfit(hidden: Tensor) -> str | None:
 
 @functools.cache
 def _missing() -> str | None:
-    """What keeps Triton from this machine; it compiles a small C module before the first kernel."""
+    """Return what keeps Triton from this machine; it compiles a small C module before the first
+    kernel."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed; pip install triton"
     if _interpreted():

@@ -45,7 +45,8 @@ def losses_and_gradient(
     temperature: float,
     with_gradient: bool,
 ) -> Values:
-    """The values; with `with_gradient`, `student_nV` becomes the gradient of their weighted sum.
+    """Return the values; with `with_gradient`, `student_nV` becomes the gradient of their weighted
+    sum.
 
     With s and t the logits, q = softmax(s / T), p = softmax(t / T), r = softmax(s):
 

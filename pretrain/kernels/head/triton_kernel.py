@@ -203,7 +203,7 @@ def _gather(
     E: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """The maxima and sums after W * E more words; no thread waits for another."""
+    """Return the maxima and sums after W * E more words; no thread waits for another."""
     columns_WE = _columns(start, W, E)
     s_WE = _logits(s_row, columns_WE, V, MASKED)
     s_new_W = tl.maximum(s_max_W, tl.max(s_WE, 1))

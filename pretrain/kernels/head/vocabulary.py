@@ -199,7 +199,7 @@ def _add_product(
 
 
 def _fused(terms: Sequence[VocabularyTerm]) -> bool:
-    """Whether the backends have the formulas of all these terms."""
+    """Return whether the backends have the formulas of all these terms."""
     formulas = [term.fused for term in terms]
     return None not in formulas and len(set(formulas)) == len(formulas)
 
