@@ -83,13 +83,13 @@ class Train(Keys):
     """How long, in what batches, in what precision.
 
     `global_batch_size` counts rows of one optimizer step over all processes; gradient accumulation
-    follows from it. `micro_batch_size: auto` takes the most rows that fit, found before the first
-    step; it is the default on a GPU, 8 rows on a CPU. `precision: auto` is bf16 or fp16 where the
-    hardware is faster in it, else fp32. `max_steps` wins over `epochs`. `skip_non_finite` is how
-    many steps may be left out because their loss or gradient was not finite before the run stops.
-    Every `compare_every` steps, and before a checkpoint, the processes compare their weights (0:
-    never). `compile` makes steps faster and the first one slower; `activation_checkpointing` saves
-    memory for time.
+    follows from it. `micro_batch_size: auto`, the default, is the most rows that fit a GPU, found
+    before the first step; on a CPU at most 8, by what divides a rank's rows. `precision: auto` is
+    bf16 or fp16 where the hardware is faster in it, else fp32. `max_steps` wins over `epochs`.
+    `skip_non_finite` is how many steps may be left out because their loss or gradient was not
+    finite before the run stops. Every `compare_every` steps, and before a checkpoint, the ranks
+    compare their weights (0: never). `compile` makes steps faster and the first one slower;
+    `activation_checkpointing` saves memory for time.
     """
 
     epochs: float = Field(3, gt=0, le=1e6)
