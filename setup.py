@@ -45,6 +45,8 @@ setup(
         "data_prep.tokens",
         "launch",
         "launch.commands",
+        "launch.console",
+        "launch.torchrun",
         "pretrain",
         "pretrain.bench",
         "pretrain.checkpoint",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_prep.audit import Found, Segment
 from data_prep.messages import one_line
-from launch.tables import print_table, show
+from launch.console.tables import print_table, show
 from pretrain.replay import Replay, ReplayedRow
 
 _MASKS = 6  # of a row, on its line

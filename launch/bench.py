@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from launch.tables import print_table, show
+from launch.console.tables import print_table, show
 from pretrain import RunError
 from pretrain.bench import cells, environment
 from pretrain.bench.cost import flops_per_token, peak_flops

@@ -45,7 +45,7 @@ def main() -> None:
         end(stop.code if isinstance(stop.code, int) else 1 if stop.code else 0)
     except (Exception, KeyboardInterrupt) as error:
         from data_prep.messages import complain
-        from launch.failures import record
+        from launch.torchrun.failures import record
         from pretrain.monitor.status import verdict
 
         code, text = verdict(error)
@@ -65,7 +65,9 @@ def end(code: int) -> NoReturn:
     fifty runs).
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if alone or "DISTIL_HEARTBEATS" in os.environ:  # `launch.rank` has still something to say
+    if (
+        alone or "DISTIL_HEARTBEATS" in os.environ
+    ):  # `launch.torchrun.rank` has still something to say
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

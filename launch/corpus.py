@@ -16,9 +16,9 @@ from data_prep.prepare import STAGES, finalise, prepare, prepare_stage
 from data_prep.publish import to_parquet, upload
 from data_prep.shards import load_manifest
 from data_prep.sources.remote import shown
-from launch.output import keep_going
-from launch.progress import stages
-from launch.tables import corpus_lines, estimated, show
+from launch.console.output import keep_going
+from launch.console.progress import stages
+from launch.console.tables import corpus_lines, estimated, show
 
 
 def prepare_shown(

@@ -19,9 +19,9 @@ from data_prep.config import CorpusConfig
 from data_prep.messages import warn
 from data_prep.shards.manifest import MANIFEST
 from launch.config import config_line, load_config
+from launch.console.progress import Training
+from launch.console.tables import print_table, show
 from launch.corpus import prepare_shown
-from launch.progress import Training
-from launch.tables import print_table, show
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate_folder

@@ -71,7 +71,7 @@ def test_each_command_runs_beside_folders_with_the_names_of_our_packages(
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported from here')\n")
     done = subprocess.run(
-        [sys.executable, installed / "launch" / "entry.py", "launch", *arguments],
+        [sys.executable, installed / "launch" / "torchrun" / "entry.py", "launch", *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"},
         capture_output=True,

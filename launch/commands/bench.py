@@ -75,7 +75,7 @@ def bench(
 
     from launch.bench import Settings, check, sizes_of
     from launch.bench import bench as run
-    from launch.tables import show
+    from launch.console.tables import show
     from pretrain.device.gpu import check_kernels
     from pretrain.device.precision import choose
 

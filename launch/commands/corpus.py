@@ -8,7 +8,7 @@ from typing import Annotated, cast, get_args
 import typer
 
 from launch.commands import Config, Overrides
-from launch.output import keep_going
+from launch.console.output import keep_going
 
 
 def prepare(
@@ -51,7 +51,7 @@ def prepare(
     from data_prep.config import CorpusConfig
     from launch import corpus
     from launch.config import config_line, load_config
-    from launch.tables import show
+    from launch.console.tables import show
 
     if task is not None and stage is None:
         raise CorpusError("--task: needs --stage")
@@ -91,7 +91,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="A folder of shards.")]) 
     from data_prep import CorpusError
     from data_prep.shards import load_manifest
     from data_prep.shards import verify as problems_of
-    from launch.tables import show
+    from launch.console.tables import show
 
     problems = problems_of(folder)
     if problems:
@@ -113,7 +113,7 @@ def inspect(
     Example: distil inspect shards/wikipedia-books --rows 5
     """
     from data_prep import inspect as data
-    from launch import tables
+    from launch.console import tables
 
     if leftovers:
         tables.leftovers(data.leftovers(folder))

@@ -11,8 +11,8 @@ import typer
 
 from data_prep.messages import warn
 from launch.commands import Config, Overrides, quiet
-from launch.hardware import PRESET_NAMES
-from launch.output import keep_going
+from launch.console.output import keep_going
+from launch.torchrun.hardware import PRESET_NAMES
 from pretrain.signals import end_on_signal
 
 StopAfter = Annotated[
@@ -42,8 +42,8 @@ def pretrain(
         skipped = [_rows(text) for text in skip_rows or []]
 
         # torch takes seconds to import: a mistake in the config is answered before.
-        from launch.progress import Training
-        from launch.tables import show
+        from launch.console.progress import Training
+        from launch.console.tables import show
         from pretrain.train import train
 
         keep_going()
@@ -118,7 +118,7 @@ def launch(
 
         load_config(RunConfig, config, overrides or [])  # a mistake is answered before torch
 
-        from launch.start import Launch, start
+        from launch.torchrun.start import Launch, start
 
         if not dry_run:
             keep_going()
@@ -155,7 +155,7 @@ def evaluate(
 
     Example: distil evaluate runs/demo/student runs/demo/shards --teacher runs/demo/teacher-export
     """
-    from launch.tables import show
+    from launch.console.tables import show
     from pretrain.evaluate import evaluate_folder
 
     quiet()
@@ -213,7 +213,7 @@ def export(
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     keep_going()
 
-    from launch.tables import show
+    from launch.console.tables import show
     from pretrain.export.export import check_repository, hub_token
     from pretrain.export.export import export as write
     from pretrain.export.export import push as upload

@@ -16,12 +16,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
 
 from data_prep.disk import lock
-from launch import command
 from launch.cli import main
-from launch.command import Head, Layout
 from launch.config import load_config
-from launch.hardware import PRESETS, hardware
-from launch.start import Launch, first_host, launch_id, layout_of
+from launch.torchrun import command
+from launch.torchrun.command import Head, Layout
+from launch.torchrun.hardware import PRESETS, hardware
+from launch.torchrun.start import Launch, first_host, launch_id, layout_of
 from pretrain import RunError
 from pretrain.config import RunConfig
 
@@ -364,7 +364,9 @@ def test_an_output_that_holds_something_else_is_refused_before_anything_starts(
 def test_a_launch_beside_a_living_run_is_refused_at_once(
     run: Path, shards: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.start.supervise", lambda *_, **__: pytest.fail("it was started"))
+    monkeypatch.setattr(
+        "launch.torchrun.start.supervise", lambda *_, **__: pytest.fail("it was started")
+    )
     output = run.parent / "out"
     with lock(output, "pretrain"):
         code, _, err = distil(

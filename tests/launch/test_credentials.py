@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from data_prep.disk.credentials import masked
-from launch import failures
 from launch.cli import main
+from launch.torchrun import failures
 
 URL = "https://me:hunter2@host.invalid/data?signature=abcdef123"
 SECRETS = ("hunter2", "abcdef123")

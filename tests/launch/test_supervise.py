@@ -22,11 +22,11 @@ import psutil
 import pytest
 
 from data_prep.disk.locks import this_process
-from launch.attempt import Ended, Tail
-from launch.command import ENTRY
-from launch.rank import log_file
-from launch.supervise import _sweep, exit_code, may_restart, supervise
-from launch.watch import Beat, Cause, Watch
+from launch.torchrun.attempt import Ended, Tail
+from launch.torchrun.command import ENTRY
+from launch.torchrun.rank import log_file
+from launch.torchrun.supervise import _sweep, exit_code, may_restart, supervise
+from launch.torchrun.watch import Beat, Cause, Watch
 from pretrain.monitor.status import read_status, write_status
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ CANARY = "canary-b1946ac92492d234"
 
 # A supervisor is forked from a process that has imported torch.
 context = get_context("forkserver")
-context.set_forkserver_preload(["torch.distributed", "launch.supervise"])
+context.set_forkserver_preload(["torch.distributed", "launch.torchrun.supervise"])
 
 
 def under_supervision(output: Path, ranks: int, command: list[str], options: Any) -> None:
@@ -498,7 +498,7 @@ def test_a_log_on_a_full_disk_does_not_end_a_rank(tmp_path: Path) -> None:
     environment = {**os.environ, **dict.fromkeys(names, str(tmp_path))}
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
     # A module that prints; without the wrapper it fails.
-    argv = [sys.executable, ENTRY, "launch.rank", "this"]
+    argv = [sys.executable, ENTRY, "launch.torchrun.rank", "this"]
     assert subprocess.run(argv, env=environment, timeout=LIMIT).returncode == 0
     with open("/dev/full", "w") as full:
         plain = subprocess.run([sys.executable, "-m", "this"], stdout=full, timeout=LIMIT)

@@ -15,8 +15,8 @@ import yaml
 
 from data_prep.publish.card import dataset_card
 from data_prep.shards import load_manifest
-from launch.attempt import say
 from launch.cli import main
+from launch.torchrun.attempt import say
 from pretrain.export.card import model_card
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\u2028"
@@ -156,8 +156,8 @@ def test_on_a_real_terminal(tmp_path: Path) -> None:
     """Our own colours and bars may pass; of another's string nothing that is not text."""
     program = (
         "import sys\n"
-        "from launch.progress import Training\n"
-        "from launch.tables import print_table\n"
+        "from launch.console.progress import Training\n"
+        "from launch.console.tables import print_table\n"
         "with Training() as progress:\n"
         "    progress.say(sys.argv[1])\n"
         "    progress.step(1, 2, {})\n"

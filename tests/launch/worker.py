@@ -1,6 +1,6 @@
 """A rank for the tests of the supervisor: steps of real collectives, and at most one fault.
 
-launch/entry.py worker STEPS [FAULT RANK STEP]
+launch/torchrun/entry.py worker STEPS [FAULT RANK STEP]
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from launch.failures import record
+from launch.torchrun.failures import record
 from pretrain.distributed.processes import meeting_point
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.status import write_status

@@ -13,8 +13,8 @@ import yaml
 
 import pretrain.train
 from data_prep import CorpusError
-from launch import failures
 from launch.cli import main
+from launch.torchrun import failures
 from pretrain import NonFiniteError, RunError
 
 ENDS: list[tuple[BaseException, int, str]] = [

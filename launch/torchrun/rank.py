@@ -1,6 +1,6 @@
 """One rank under the supervisor: its own log, its heartbeat, a record of what it failed of.
 
-    python launch/entry.py launch.rank MODULE [ARGUMENT ...]
+    python launch/torchrun/entry.py launch.torchrun.rank MODULE [ARGUMENT ...]
 
 runs MODULE as `python -m MODULE` would, with standard output and error in a file of this rank.
 """
@@ -16,8 +16,8 @@ import traceback
 from pathlib import Path
 
 from data_prep.disk.credentials import masked
-from launch import failures
-from launch.output import tolerant
+from launch.console.output import tolerant
+from launch.torchrun import failures
 from pretrain.monitor.heartbeat import FOLDER, STORE, Heartbeat
 
 LOGS = "DISTIL_LOGS"  # environment: the folder of this attempt's logs

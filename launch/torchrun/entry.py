@@ -1,6 +1,6 @@
 """Run a module as `python -m` does, but import nothing from the working directory.
 
-    python .../launch/entry.py MODULE [ARGUMENT ...]
+    python .../launch/torchrun/entry.py MODULE [ARGUMENT ...]
 
 `python -m` puts the working directory first on the import path: a yaml.py there would be executed
 in place of the library. Python's own option against that (-P) is not in 3.10.
@@ -14,8 +14,9 @@ if __name__ == "__main__":
     # Python puts a script's folder there, unless PYTHONSAFEPATH is set.
     if sys.path and os.path.abspath(sys.path[0]) == here:
         del sys.path[0]
-    if os.path.dirname(here) not in sys.path:  # a checkout that is not installed
-        sys.path.insert(0, os.path.dirname(here))
+    root = os.path.dirname(os.path.dirname(here))
+    if root not in sys.path:  # a checkout that is not installed
+        sys.path.insert(0, root)
     import runpy
 
     del sys.argv[0]

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.hardware import Device
+from launch.torchrun.hardware import Device
 
 # SIGUSR1 is what Slurm is told to send before a time limit; by default it would end torchrun and
 # leave the ranks behind.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 PORT = 29500
+LAUNCH = Path(__file__).parents[1]
 ENTRY = str(Path(__file__).with_name("entry.py"))  # runs the module that follows it
 LATE = 30  # seconds by which one node may start its processes later than another
 
@@ -86,7 +87,7 @@ def environment(
             values["ACCELERATE_USE_CPU"] = "true"
     if zero is not None:
         values["ACCELERATE_USE_DEEPSPEED"] = "true"
-        file = Path(__file__).with_name("deepspeed") / f"zero{zero}.json"
+        file = LAUNCH / "deepspeed" / f"zero{zero}.json"
         values["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(file)
         if layout.device == "cpu":
             values["DS_ACCELERATOR"] = "cpu"
@@ -103,7 +104,7 @@ def sbatch(layout: Layout, config: Path, arguments: Sequence[str]) -> list[str]:
         f"--nodes={layout.nodes}",
         *([f"--gpus-per-node={layout.processes}"] if gpus else []),
         f"--cpus-per-task={cores}",
-        str(Path(__file__).with_name("slurm") / "pretrain.sbatch"),
+        str(LAUNCH / "slurm" / "pretrain.sbatch"),
         *(str(config), *arguments),
     ]
 

@@ -18,10 +18,10 @@ from typing import BinaryIO
 import psutil
 
 from data_prep.messages import complain
-from launch import failures
-from launch.command import ENTRY
-from launch.rank import LOGS, STACK, log_file
-from launch.watch import Beat, Cause, Watch, cause
+from launch.torchrun import failures
+from launch.torchrun.command import ENTRY
+from launch.torchrun.rank import LOGS, STACK, log_file
+from launch.torchrun.watch import Beat, Cause, Watch, cause
 from pretrain.monitor.heartbeat import FOLDER, STORE
 
 _POLL = 0.1  # seconds
@@ -65,7 +65,7 @@ def attempt(
     options, here = _rendezvous(folder) if loopback else ([], {})
     options += ["--log-dir", str(folder)]  # else a new folder of TMPDIR, which stays
     at = argv.index(ENTRY, 3)
-    command = [*argv[:3], *options, *argv[3:at], ENTRY, "launch.rank", *argv[at + 1 :]]
+    command = [*argv[:3], *options, *argv[3:at], ENTRY, "launch.torchrun.rank", *argv[at + 1 :]]
     name = "torchrun.log" if loopback else f"torchrun-{socket.gethostname()}.log"
     with (logs / name).open("wb") as chatter:
         torchrun = subprocess.Popen(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from launch import failures
-from launch.failures import WAITED, Failure, earliest, hint, timed_out
-from launch.rank import SHOWN, log_file
+from launch.torchrun import failures
+from launch.torchrun.failures import WAITED, Failure, earliest, hint, timed_out
+from launch.torchrun.rank import SHOWN, log_file
 
 # Phases of a step, in which a rank that does not move hangs. "data" has a limit from the start; the
 # others, of which the first may compile, once one was seen to end.

@@ -24,11 +24,11 @@ import psutil
 from data_prep.disk import refuse_if_held
 from data_prep.messages import extra, printable
 from data_prep.shards import load_manifest
-from launch import command
-from launch.command import LATE, PORT, Head, Layout
 from launch.config import config_line, load_config
-from launch.hardware import Device, Hardware, hardware, visible_cores, visible_gpus
-from launch.supervise import supervise
+from launch.torchrun import command
+from launch.torchrun.command import LATE, PORT, Head, Layout
+from launch.torchrun.hardware import Device, Hardware, hardware, visible_cores, visible_gpus
+from launch.torchrun.supervise import supervise
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.device.precision import with_defaults

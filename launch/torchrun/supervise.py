@@ -22,8 +22,8 @@ from stat import S_IMODE, S_ISDIR, S_ISREG
 from tempfile import TemporaryDirectory, gettempdir
 
 from data_prep.disk.locks import is_alive, parsed, this_process
-from launch.attempt import Ended, attempt, say
-from launch.watch import Cause
+from launch.torchrun.attempt import Ended, attempt, say
+from launch.torchrun.watch import Cause
 from pretrain.checkpoint.layout import checkpoints
 from pretrain.monitor.heartbeat import SUPERVISOR
 from pretrain.monitor.status import LAUNCH, read_status

@@ -13,7 +13,7 @@ from rich.text import Text
 from data_prep.estimate import Estimate
 from data_prep.messages import one_line, printable
 from data_prep.shards import Manifest
-from launch.progress import console
+from launch.console.progress import console
 
 _SEGMENTS = 4  # of a row, in an inspection
 _TEXT = 160  # characters of a segment

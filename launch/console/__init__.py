@@ -1,0 +1,1 @@
+"""Show progress, tables and results on a terminal or in a log."""
