@@ -45,7 +45,6 @@ setup(
         "data_prep.tokens",
         "launch",
         "launch.commands",
-        "launch.console",
         "launch.torchrun",
         "pretrain",
         "pretrain.bench",

@@ -9,7 +9,17 @@ from typing import NoReturn
 
 import typer
 
-from launch.commands import bench, corpus, training
+from launch.commands.audit import audit
+from launch.commands.bench import bench
+from launch.commands.demo import demo
+from launch.commands.evaluate import evaluate
+from launch.commands.export import export
+from launch.commands.inspect import inspect
+from launch.commands.launch import launch
+from launch.commands.prepare import prepare
+from launch.commands.pretrain import pretrain
+from launch.commands.replay import replay
+from launch.commands.verify import verify
 
 app = typer.Typer(
     name="distil",
@@ -19,11 +29,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (
-    *(corpus.prepare, corpus.verify, corpus.inspect, corpus.audit),
-    *(training.pretrain, training.launch, training.evaluate),
-    *(training.replay, training.export, training.demo, bench.bench),
-):
+COMMANDS = (
+    *(prepare, verify, inspect, audit),
+    *(pretrain, launch, evaluate, replay, export, demo, bench),
+)
+for command in COMMANDS:
     app.command()(command)
 
 

@@ -21,7 +21,7 @@ def find_spec(cls, name, path=None, target=None):
 
 importlib.machinery.PathFinder.find_spec = classmethod(find_spec)
 """
-MODULES = "launch.cli launch.demo launch.bench launch.subjects data_prep.prepare pretrain.train"
+MODULES = "launch.cli pretrain.bench.comparison data_prep.prepare pretrain.train"
 
 
 @pytest.fixture

@@ -245,5 +245,5 @@ def test_transformers_opens_no_folder_that_was_not_looked_at() -> None:
         for file in (ROOT / folder).rglob("*.py")
         if ".from_pretrained(" in file.read_text(encoding="utf-8")
     }
-    written_by_us = {"launch/demo.py", "pretrain/export/export.py"}
+    written_by_us = {"launch/commands/demo.py", "pretrain/export/export.py"}
     assert places == {"data_prep/tokens/__init__.py", "pretrain/model/loading.py"} | written_by_us

@@ -1,7 +1,12 @@
-"""What each command of `distil` takes. Heavy imports wait until a command runs."""
+"""Define one command of `distil` per file; `launch/cli.py` lists them.
+
+Each file imports what takes seconds (torch, transformers, pyarrow) inside its functions: a mistake
+in a config is answered before.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +18,32 @@ Config = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="section.key=value ...", metavar="[OVERRIDES]...")
 ]
+Shards = Annotated[Path, typer.Argument(help="A folder of shards.")]
+Run = Annotated[Path, typer.Argument(help="The output folder of a run.")]
+StopAfter = Annotated[
+    int | None, typer.Option(help="Stop after this step; the schedule stays.", min=1)
+]
+SkipRows = Annotated[
+    list[str] | None,
+    typer.Option(help="Leave out rows a to b-1 from now on; repeatable.", metavar="a:b"),
+]
+
+
+def parse_rows(text: str) -> tuple[int, int]:
+    """Return the a and b of `--skip-rows a:b`; RunError if it is no range."""
+    from pretrain import RunError
+
+    found = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    first, end = (int(found[1]), int(found[2])) if found else (0, 0)
+    if first >= end:
+        raise RunError(
+            f"--skip-rows {text}: no range: a:b leaves out rows a to b-1, such as 100:200"
+        )
+    return first, end
 
 
 def quiet() -> None:
-    """Keep the libraries' own bars, and words to their developers, from running through ours."""
+    """Hide the progress bars and deprecation warnings of the libraries."""
     import warnings
 
     from transformers.utils import logging

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 
 from data_prep.disk.credentials import masked
-from launch.console.output import tolerant
+from launch.console import tolerant
 from launch.torchrun import failures
 from pretrain.monitor.heartbeat import FOLDER, STORE, Heartbeat
 

@@ -17,7 +17,7 @@ from data_prep.shards import load_manifest, verify
 from data_prep.shards.manifest import manifest_bytes, seal
 from data_prep.tokens import load
 from data_prep.tokens.wordpiece import train
-from launch.console.tables import corpus_lines
+from launch.commands.prepare import corpus_lines
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 TEXT = "Einf\u00fcgen \u00dcBER caf\u00e9"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.demo import demo
+from launch.commands.demo import run_demo
 from pretrain import RunError
 
 
@@ -28,6 +28,6 @@ def test_a_folder_that_is_no_demo_is_not_touched(tmp_path: Path, name: str) -> N
     file.parent.mkdir(parents=True)
     file.write_text("mine", encoding="utf-8")
     with pytest.raises(RunError, match=r"--output"):
-        demo(tmp_path / "out", quick=True)
+        run_demo(tmp_path / "out", quick=True)
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [file]
     assert file.read_text(encoding="utf-8") == "mine"

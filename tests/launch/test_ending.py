@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.console.output import keep_going
+from launch.console import keep_going
 from pretrain.monitor.status import read_status
 
 ROOT = Path(__file__).parents[2]

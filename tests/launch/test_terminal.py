@@ -156,8 +156,8 @@ def test_on_a_real_terminal(tmp_path: Path) -> None:
     """Our own colours and bars may pass; of another's string nothing that is not text."""
     program = (
         "import sys\n"
-        "from launch.console.progress import Training\n"
-        "from launch.console.tables import print_table\n"
+        "from launch.console import Training\n"
+        "from launch.console import print_table\n"
         "with Training() as progress:\n"
         "    progress.say(sys.argv[1])\n"
         "    progress.step(1, 2, {})\n"

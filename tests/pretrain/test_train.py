@@ -18,7 +18,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import BertForMaskedLM
 
-from launch.console.progress import Training
+from launch.console import Training
 from pretrain import NonFiniteError, RunError, checkpoint
 from pretrain.config import RunConfig
 from pretrain.monitor import metrics

@@ -1,4 +1,4 @@
-"""The whole road on text that is installed here: corpus, teacher, student, export, one table."""
+"""`distil demo`: run every stage on text that is installed here, and print one table."""
 
 from __future__ import annotations
 
@@ -8,46 +8,51 @@ import shutil
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import psutil
-import torch
 import typer
-from transformers import AutoModelForMaskedLM, pipeline
 
-from data_prep.config import CorpusConfig
-from data_prep.messages import warn
-from data_prep.shards.manifest import MANIFEST
-from launch.config import config_line, load_config
-from launch.console.progress import Training
-from launch.console.tables import print_table, show
-from launch.corpus import prepare_shown
-from pretrain import RunError
-from pretrain.config import RunConfig
-from pretrain.evaluate import evaluate_folder
-from pretrain.export.export import export
-from pretrain.files import write_json
-from pretrain.output import foreign, is_run
-from pretrain.train import train
+from launch.commands import quiet
+from launch.console import Training, keep_going, print_table, show
 
 _SENTENCE = "This function returns a [MASK] of the given objects."
 _QUICK = {
     "teacher": ["train.max_steps=30", "evaluation.rows=64", "evaluation.every=0"],
     "student": ["train.max_steps=15", "evaluation.rows=64", "evaluation.every=0"],
 }
-
-
 _NAMES = {"shards", "teacher", "student", "teacher-export", "student-export", "results.json"}
 _EXPORTED = re.compile(r"README\.md|vocab\.txt|[a-z_]+\.json|model\.safetensors")
 
 
-def demo(output: Path, *, quick: bool = False) -> None:
+def demo(
+    output: Annotated[
+        Path | None, typer.Option(help="Where everything is written.", show_default="runs/demo")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="A shortened run, to see that it works.")] = False,
+) -> None:
+    """Run every stage on documentation that is installed here: nothing is downloaded.
+
+    Example: distil demo
+    """
+    keep_going()
+    quiet()
+    run_demo(output or Path("runs/demo-quick" if quick else "runs/demo"), quick=quick)
+
+
+def run_demo(output: Path, *, quick: bool = False) -> None:
     """Run every stage under `output`, or what is left of it, and print the table.
 
     Raises:
         RunError: the folder holds what no demo has written.
     """
-    _check_output(output)
+    import psutil
+
+    from data_prep.config import CorpusConfig
+    from launch.commands.prepare import prepare_and_show
+    from launch.config import config_line, load_config
+    from pretrain.files import write_json
+
+    check_output(output)
     shipped = Path("shipped:corpus-demo.yaml")
     corpus = load_config(
         CorpusConfig,
@@ -56,14 +61,16 @@ def demo(output: Path, *, quick: bool = False) -> None:
     )
     show(["1/4 corpus: the documentation installed with Python and our dependencies"])
     show([config_line(shipped)])
-    prepare_shown(corpus)
+    prepare_and_show(corpus)
 
     extra = _QUICK if quick else {"teacher": [], "student": []}
     show(["", "2/4 teacher: a small BERT, masked language modelling"])
     teacher = output / "teacher-export"
-    news = _train("demo-teacher.yaml", output, "teacher", [*extra["teacher"]])
+    news = _train_and_export("demo-teacher.yaml", output, "teacher", [*extra["teacher"]])
     show(["", "3/4 student: half the layers, from the teacher's, triple loss"])
-    news |= _train("demo.yaml", output, "student", [f"teacher={teacher}", *extra["student"]])
+    news |= _train_and_export(
+        "demo.yaml", output, "student", [f"teacher={teacher}", *extra["student"]]
+    )
 
     show(["", "4/4 both, exported and loaded back by plain transformers"])
     results = output / "results.json"
@@ -76,11 +83,16 @@ def demo(output: Path, *, quick: bool = False) -> None:
     _print(figures)
     show([f"the student: {output}/student-export"])
     # From the start of the process: importing torch and transformers takes seconds, too.
-    show([f"this command took {time.time() - psutil.Process().create_time():.0f} s"])
+    took = time.time() - psutil.Process().create_time()
+    show([f"this command took {took:.0f} s"])
 
 
-def _check_output(output: Path) -> None:
-    """Refuse a folder that is not a demo's; its exports are removed and its results replaced."""
+def check_output(output: Path) -> None:
+    """Refuse a folder that is not a demo's, because exports and results in it are replaced."""
+    from data_prep.shards.manifest import MANIFEST
+    from pretrain import RunError
+    from pretrain.output import foreign, is_run
+
     if output.exists() and not output.is_dir():
         raise RunError(f"{output}: is no folder; give another --output DIR")
     found = {path.name: path for path in output.iterdir()} if output.exists() else {}
@@ -107,8 +119,14 @@ def _check_output(output: Path) -> None:
         )
 
 
-def _train(config: str, output: Path, name: str, overrides: list[str]) -> bool:
-    """Train or resume one run and export it; whether anything was new."""
+def _train_and_export(config: str, output: Path, name: str, overrides: list[str]) -> bool:
+    """Train or resume one run and export it; return whether anything was new."""
+    from launch.config import config_line, load_config
+    from pretrain.config import RunConfig
+    from pretrain.export.export import export
+    from pretrain.signals import STOPPED
+    from pretrain.train import train
+
     shipped = Path(f"shipped:{config}")
     settings = load_config(
         RunConfig,
@@ -120,7 +138,7 @@ def _train(config: str, output: Path, name: str, overrides: list[str]) -> bool:
         outcome = train(settings, progress=progress)
     if outcome.ended == "interrupted":
         show([f"interrupted at step {outcome.step}; the same command continues"])
-        raise typer.Exit(75)
+        raise typer.Exit(STOPPED)
     exported = output / f"{name}-export"
     if outcome.ended == "up to date" and exported.exists():
         show([f"{settings.output}: up to date, step {outcome.step}"])
@@ -132,47 +150,46 @@ def _train(config: str, output: Path, name: str, overrides: list[str]) -> bool:
 
 
 def _measure(output: Path, rows: int) -> dict[str, Any]:
-    """Held-out figures, sizes, speeds side by side, and one filled-in sentence."""
+    """Return validation figures, sizes, speeds and one filled-in sentence."""
+    import torch
+    from transformers import AutoModelForMaskedLM, pipeline
+
+    from data_prep.messages import warn
+    from pretrain.evaluate import evaluate_folder
+
     folders = {name: output / f"{name}-export" for name in ("teacher", "student")}
     models = {
         name: AutoModelForMaskedLM.from_pretrained(folder).eval()
         for name, folder in folders.items()
     }
+    teacher = str(folders["teacher"])
     figures = evaluate_folder(
-        folders["student"],
-        output / "shards",
-        teacher=str(folders["teacher"]),
-        rows=rows,
-        warn=warn,
+        folders["student"], output / "shards", teacher=teacher, rows=rows, warn=warn
     )
-    speeds = _tokens_per_second(models)
+    # Forward passes in fp32 on the CPU. The models take turns, so that both meet the same load.
+    length = min(model.config.max_position_embeddings for model in models.values())
+    ids = torch.arange(1024 // length * length).reshape(-1, length) % 1000
+    times: dict[str, list[float]] = {name: [] for name in models}
+    with torch.no_grad():
+        for _ in range(7):
+            for name, model in models.items():
+                start = time.perf_counter()
+                model(input_ids=ids)
+                times[name].append(time.perf_counter() - start)
     fill = pipeline("fill-mask", model=str(folders["student"]), device="cpu")
     return {
         "parameters": {n: sum(p.numel() for p in m.parameters()) for n, m in models.items()},
         "accuracy": {"teacher": figures["teacher_accuracy"], "student": figures["accuracy"]},
         "constant": figures["constant_accuracy"],
         "agreement": figures["agreement"],
-        "tokens_per_second": speeds,
+        "tokens_per_second": {n: ids.numel() / statistics.median(t) for n, t in times.items()},
         "sentence": _SENTENCE,
         "words": [answer["token_str"] for answer in fill(_SENTENCE, top_k=3)],
     }
 
 
-def _tokens_per_second(models: dict[str, Any], rounds: int = 7) -> dict[str, float]:
-    """Forward speed in fp32 on the CPU, the models taking turns; medians."""
-    length = min(model.config.max_position_embeddings for model in models.values())
-    ids = torch.arange(1024 // length * length).reshape(-1, length) % 1000
-    times: dict[str, list[float]] = {name: [] for name in models}
-    with torch.no_grad():
-        for _ in range(rounds):
-            for name, model in models.items():
-                start = time.perf_counter()
-                model(input_ids=ids)
-                times[name].append(time.perf_counter() - start)
-    return {name: ids.numel() / statistics.median(values) for name, values in times.items()}
-
-
 def _print(results: dict[str, Any]) -> None:
+    """Print the table of the teacher next to the student."""
     parameters, accuracy = results["parameters"], results["accuracy"]
     speeds = results["tokens_per_second"]
     retention = accuracy["student"] / max(accuracy["teacher"], 1e-9)

@@ -1,0 +1,29 @@
+"""`distil evaluate`: measure a model on validation rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.commands import Shards, quiet
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="A run, or a folder with a model.")],
+    shards: Shards,
+    teacher: Annotated[str | None, typer.Option(help="A folder or hub name.")] = None,
+    rows: Annotated[int, typer.Option(help="Held-out rows.", min=1)] = 1024,
+) -> None:
+    """Masked accuracy on held-out rows, next to the best constant answer and the teacher.
+
+    Example: distil evaluate runs/demo/student runs/demo/shards --teacher runs/demo/teacher-export
+    """
+    from data_prep.messages import warn
+    from launch.console import show
+    from pretrain.evaluate import evaluate_folder
+
+    quiet()
+    values = evaluate_folder(model, shards, teacher=teacher, rows=rows, warn=warn)
+    show([f"{name:>18}  {value:,.4f}" for name, value in values.items()])

@@ -1,0 +1,90 @@
+"""`distil launch`: start several processes under a supervisor, or submit to Slurm."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from launch.commands import Config, Overrides, SkipRows, StopAfter, parse_rows
+from launch.console import keep_going
+from launch.torchrun.hardware import PRESET_NAMES
+from pretrain.signals import end_on_signal
+
+
+def launch(
+    config: Config,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="How many nodes.", min=1)] = 1,
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="Processes on each node; by default its GPUs.", min=1),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help=f"One of {PRESET_NAMES}.", metavar="NAME"),
+    ] = None,
+    zero: Annotated[
+        int | None, typer.Option(help="DeepSpeed's ZeRO stage, 1 or 2, in place of DDP.")
+    ] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the command, start nothing.")
+    ] = False,
+    node_rank: Annotated[
+        int | None, typer.Option(help="This node's number, from 0; Slurm knows it.", min=0)
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="The first node; Slurm knows it.", metavar="HOST[:PORT]"),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let nodes meet at a public address.")
+    ] = False,
+    timeout: Annotated[
+        int | None,
+        typer.Option(help="Seconds after which a silent process ends the run; 300.", min=1),
+    ] = None,
+    grace: Annotated[int, typer.Option(help="Seconds to save in after a signal.", min=1)] = 60,
+    max_restarts: Annotated[int, typer.Option(help="Restarts after a crash.", min=0)] = 3,
+    stop_after: StopAfter = None,
+    skip_rows: SkipRows = None,
+) -> None:
+    """Train with several processes, on one node or many: shows the exact command and starts it.
+
+    Example: distil launch configs/distilbert-base-uncased.yaml --hardware 8xv100-16gb
+    """
+    for text in skip_rows or []:
+        parse_rows(text)
+
+    with end_on_signal():
+        from launch.config import load_config
+        from pretrain.config import RunConfig
+
+        load_config(RunConfig, config, overrides or [])  # a mistake is answered before torch
+
+        from launch.torchrun.start import Launch, start
+
+        if not dry_run:
+            keep_going()
+        code = start(
+            Launch(
+                config=config,
+                overrides=overrides or [],
+                nodes=nodes,
+                gpus=gpus,
+                hardware=hardware,
+                zero=zero,
+                slurm=slurm,
+                public=public,
+                dry_run=dry_run,
+                node_rank=node_rank,
+                head=head,
+                timeout=timeout,
+                grace=grace,
+                max_restarts=max_restarts,
+                stop_after=stop_after,
+                skip_rows=tuple(skip_rows or ()),
+            )
+        )
+    raise typer.Exit(code)

@@ -1,0 +1,228 @@
+"""`distil prepare`: turn a corpus into packed shards."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from launch.commands import Config, Overrides
+from launch.console import counts, keep_going, show, stages
+
+if TYPE_CHECKING:
+    from data_prep.config import CorpusConfig
+    from data_prep.estimate import Estimate
+    from data_prep.pipeline.engines import Engine
+    from data_prep.shards import Manifest
+
+
+def prepare(
+    config: Config,
+    overrides: Overrides = None,
+    engine: Annotated[
+        str, typer.Option(help="Who runs the units: processes, or ray.", metavar="NAME")
+    ] = "processes",
+    stage: Annotated[
+        str | None, typer.Option(help="Run one stage only, for job arrays.", metavar="NAME")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Which part of the stage, from 1/N to N/N.", metavar="i/N")
+    ] = None,
+    finalize: Annotated[
+        bool, typer.Option("--finalize", help="Put together what the stages made.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Estimate tokens, rows, disk and time from a sample.")
+    ] = False,
+    accept_code: Annotated[
+        bool,
+        typer.Option(
+            "--accept-code",
+            help="Keep finished shards that other code of the same behaviour made, and record it.",
+        ),
+    ] = False,
+    parquet: Annotated[
+        Path | None, typer.Option(help="Also write a folder for the hub, with a card.")
+    ] = None,
+    upload: Annotated[
+        str | None, typer.Option(help="Also copy the shards to s3://, gs://, hf:// ...")
+    ] = None,
+) -> None:
+    """Turn a corpus into packed shards.
+
+    Example: distil prepare configs/corpus-wikipedia-bookcorpus.yaml workers=8
+    """
+    from data_prep import CorpusError
+    from data_prep.config import CorpusConfig
+    from launch.config import config_line, load_config
+
+    if task is not None and stage is None:
+        raise CorpusError("--task: needs --stage")
+    if (stage is not None) + finalize + dry_run > 1:
+        raise CorpusError("--stage, --finalize and --dry-run: use one of them")
+    if accept_code and (stage is not None or finalize or dry_run):
+        raise CorpusError(
+            "--accept-code: keeps finished shards: use it without --stage, --finalize and --dry-run"
+        )
+    if upload == "":
+        raise CorpusError("--upload: is empty: give a URL such as s3://bucket/folder")
+    if (stage is not None or dry_run) and (parquet or upload):
+        raise CorpusError(
+            "--parquet and --upload: need finished shards: use them without --stage and --dry-run"
+        )
+    settings = load_config(CorpusConfig, config, overrides or [])
+    if not dry_run:
+        keep_going()
+    show([config_line(config)])
+
+    from data_prep.messages import warn
+    from data_prep.pipeline.engines import Engine
+
+    if engine not in get_args(Engine):
+        raise CorpusError(f"--engine {engine}: no such engine: {' or '.join(get_args(Engine))}")
+    chosen: Engine = "ray" if engine == "ray" else "processes"
+    if dry_run:
+        from data_prep.estimate import estimate
+
+        show_estimate(estimate(settings), settings.workers)
+    elif stage is not None:
+        prepare_one_stage(settings, stage, task, chosen)
+    elif finalize:
+        from data_prep.prepare import finalise
+
+        finalise(settings, warn)
+        show_shards(settings, "done")
+    else:
+        prepare_and_show(settings, chosen, accept_code)
+    for row_length in settings.row_lengths:
+        publish(settings, row_length, parquet, upload)
+
+
+def prepare_and_show(
+    config: CorpusConfig, engine: Engine = "processes", accept_code: bool = False
+) -> None:
+    """Run all stages, or find the corpus up to date, and print what it holds."""
+    from data_prep.messages import warn
+    from data_prep.pipeline.memory import return_large_blocks
+    from data_prep.prepare import prepare as run_all_stages
+
+    keep_going()
+    return_large_blocks()
+    folders = [config.folder(row_length) for row_length in config.row_lengths]
+    before = all((folder / "manifest.json").exists() for folder in folders)
+    remade: list[str] = []
+    with stages() as progress:
+
+        def remember(text: str) -> None:
+            remade.append(text)
+            warn(text)
+
+        run_all_stages(config, progress, remember, engine=engine, accept_code=accept_code)
+    kept = "kept, this code is accepted" if accept_code else "up to date"
+    show_shards(config, kept if before and not remade else "done")
+
+
+def prepare_one_stage(config: CorpusConfig, stage: str, task: str | None, engine: Engine) -> None:
+    """Run the part `task` (i/N) of one stage."""
+    from data_prep import CorpusError
+    from data_prep.messages import warn
+    from data_prep.pipeline.memory import return_large_blocks
+    from data_prep.prepare import STAGES, prepare_stage
+
+    return_large_blocks()
+    chosen = next((name for name in STAGES if name == stage), None)
+    if chosen is None:
+        raise CorpusError(f"--stage {stage}: no such stage: one of {', '.join(STAGES)}")
+    found = re.fullmatch(r"([0-9]+)/([0-9]+)", "1/1" if task is None else task)
+    number, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= number <= count:
+        raise CorpusError(f"--task {task}: not a task: i/N with i from 1 to N, such as 3/16")
+    with stages() as progress:
+        done = prepare_stage(config, chosen, number, count, progress, warn, engine=engine)
+    show([f"{stage} {number}/{count}: {done} unit(s) are done" if done else "nothing to do"])
+
+
+def publish(config: CorpusConfig, row_length: int, parquet: Path | None, url: str | None) -> None:
+    """Write finished shards of one row length as a Parquet folder, and copy them to `url`."""
+    from data_prep.publish import to_parquet, upload
+    from data_prep.sources.remote import shown
+
+    folder, several = config.folder(row_length), len(config.row_lengths) > 1
+    if parquet is not None:
+        place = parquet / str(row_length) if several else parquet
+        with stages() as progress:
+            state = to_parquet(folder, place, progress)
+        show([f"{place}: {state}; to publish: hf upload USER/NAME {place} --repo-type dataset"])
+    if url is not None:
+        target = f"{url.rstrip('/')}/{row_length}" if several else url
+        with stages() as progress:
+            state = upload(folder, target, progress)
+        show([f"{shown(target)}: {state}"])
+
+
+def show_shards(config: CorpusConfig, state: str) -> None:
+    """Print what the finished shards of each row length hold."""
+    from data_prep.shards import load_manifest
+
+    for row_length in config.row_lengths:
+        folder = config.folder(row_length)
+        show(corpus_lines(folder, load_manifest(folder), state))
+
+
+def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
+    """Return a line for each split and each source of a prepared corpus."""
+    lines = []
+    for name, split in manifest.splits.items():
+        full = split.tokens / max(1, split.rows * manifest.row_length)
+        lines.append(
+            f"{name}: {split.rows:,} rows x {manifest.row_length}, {split.tokens:,} tokens, "
+            f"{full:.1%} full, {len(split.shards)} shard(s)"
+        )
+    for source in manifest.sources:
+        lines.append(
+            f"{source.name}: {source.documents_in:,} documents, {source.documents_kept:,} kept"
+            + counts("dropped", source.dropped)
+            + counts("noted", source.noted)
+            + counts("markup left", source.leftovers)
+            + counts("share text with", source.contaminated)
+        )
+    if manifest.normaliser:
+        size = manifest.tokenizer.vocab_size
+        lines.append(f"tokenizer: {size:,} entries, {manifest.normaliser}")
+    return [*lines, f"{folder}: {state}, digest {manifest.digest[:16]}"]
+
+
+def show_estimate(estimate: Estimate, workers: int) -> None:
+    """Print the figures of a dry run, by source and in total."""
+    from rich.filesize import decimal
+
+    for source in estimate.sources:
+        rows = ", ".join(
+            f"{count:,} rows of {length} ({source.fill[length]:.1%} full)"
+            for length, count in source.rows.items()
+        )
+        show(
+            [
+                f"{source.name}: {decimal(source.stored_bytes)}, of which {source.share:.1%} "
+                "sampled",
+                f"  {source.documents:,} documents, {source.kept:,} kept"
+                + counts("in the sample dropped", source.dropped),
+                f"  {source.tokens:,} tokens, {source.tokens / max(source.words, 1):.2f} a word, "
+                f"{source.unknown:.3%} unknown; {rows}",
+            ]
+        )
+    seconds = estimate.seconds
+    duration = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    duration = f"{seconds:.0f} s" if seconds < 120 else duration
+    trained = " (trained on the sample)" if estimate.trained else ""
+    show(
+        [
+            f"in all {sum(s.tokens for s in estimate.sources):,} tokens of a vocabulary of "
+            f"{estimate.vocab_size:,}{trained}; duplicates are not taken off",
+            f"disk: {decimal(estimate.shard_bytes)} of shards, {decimal(estimate.work_bytes)} of "
+            "work files until they are finished",
+            f"time: about {duration} with workers={workers}",
+        ]
+    )

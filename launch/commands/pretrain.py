@@ -1,0 +1,53 @@
+"""`distil pretrain`: train in this process, or as one rank of torchrun."""
+
+from __future__ import annotations
+
+import os
+
+import typer
+
+from launch.commands import Config, Overrides, SkipRows, StopAfter, parse_rows, quiet
+from launch.console import Training, keep_going, show
+from pretrain.signals import STOPPED, end_on_signal
+
+
+def pretrain(
+    config: Config,
+    overrides: Overrides = None,
+    stop_after: StopAfter = None,
+    skip_rows: SkipRows = None,
+) -> None:
+    """Train, or continue where the last checkpoint left off.
+
+    Example: distil pretrain configs/distilbert-base-uncased.yaml train.micro_batch_size=16
+    """
+    is_first = int(os.environ.get("RANK", 0)) == 0
+    with end_on_signal():
+        from launch.config import config_line, load_config
+        from pretrain.config import RunConfig
+
+        settings = load_config(RunConfig, config, overrides or [])
+        skipped = [parse_rows(text) for text in skip_rows or []]
+
+        # torch takes seconds to import: a mistake in the config is answered before.
+        from pretrain.train import train
+
+        keep_going()
+        quiet()
+        if is_first:
+            show([config_line(config)])
+    with Training() as progress:
+        outcome = train(settings, progress=progress, stop_after=stop_after, skip_rows=skipped)
+    if is_first:
+        place = f"step {outcome.step:,} of {outcome.num_steps:,}"
+        lines = {
+            "finished": f"{settings.output}: finished, {place}; next: distil export "
+            f"{settings.output} DIR",
+            "up to date": f"{settings.output}: up to date, {place}; nothing to do",
+            "stopped": f"{settings.output}: stopped at {place}; the same command continues",
+            "interrupted": f"{settings.output}: interrupted at {place}, checkpoint written; the "
+            "same command continues",
+        }
+        show([lines[outcome.ended]])
+    if outcome.ended == "interrupted":
+        raise typer.Exit(STOPPED)

@@ -1,0 +1,188 @@
+"""Show lines, tables and progress on a terminal or in a log."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from data_prep.messages import one_line, printable
+
+console = Console(highlight=False)
+
+
+def show(lines: Iterable[str]) -> None:
+    """Print lines without markup or wrapping, control characters escaped."""
+    for line in lines:
+        console.print(printable(line), markup=False, soft_wrap=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: the first column left-aligned, the others right-aligned."""
+    table = Table()
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*(Text(one_line(cell)) for cell in row))  # Text: brackets are no markup
+    console.print(table)
+
+
+def counts(label: str, values: Mapping[str, int]) -> str:
+    """Return "; LABEL: 3 this, 4 that", or "" if there are no values."""
+    shown = ", ".join(f"{count:,} {name}" for name, count in values.items())
+    return f"; {label}: {shown}" if shown else ""
+
+
+def progress_bar() -> Progress:
+    """Return a bar with a description, a count and both times."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a callback (stage, done, total) for the corpus stage.
+
+    It moves a bar for each stage on a terminal. Elsewhere it prints a line when a stage begins and
+    ends, and at most one every ten seconds in between.
+    """
+    if not console.is_terminal:
+        last: dict[str, float] = {}
+
+        def line(stage: str, done: int, total: int) -> None:
+            now = time.monotonic()
+            if done == total or stage not in last or now - last[stage] >= 10:
+                last[stage] = now
+                console.print(f"{stage} {done}/{total}", soft_wrap=True)
+
+        yield line
+        return
+    with progress_bar() as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def move(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield move
+
+
+class Training:
+    """Show a training run: a bar on a terminal, a line for each log interval elsewhere.
+
+    Implements `pretrain.monitor.metrics.Progress`.
+    """
+
+    def __init__(self) -> None:
+        self.bar = progress_bar() if console.is_terminal else None
+        self.task: TaskID | None = None
+        self.first: tuple[int, float] | None = None
+
+    def __enter__(self) -> Training:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        console.print(printable(text), soft_wrap=True, markup=False)
+
+    def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
+        """Move the bar; print a line if there are values, with an ETA if there is no bar."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first = (step, now)
+        if self.bar:
+            if self.task is None:
+                self.task = self.bar.add_task("training", total=total)
+            self.bar.update(self.task, completed=step)
+        if not values:
+            return
+        rates = ("grad_norm", "learning_rate", "tokens", "tokens_per_second", "data_wait")
+        terms = [f"{name} {value:.3f}" for name, value in values.items() if name not in rates]
+        line = f"step {step}/{total}  {'  '.join(terms)}  "
+        line += f"lr {values['learning_rate']:.2e}  norm {values['grad_norm']:.2f}  "
+        line += f"{values['tokens_per_second']:,.0f} tok/s  wait {values['data_wait']:.0%}"
+        first, start = self.first
+        if not self.bar and step > first:
+            minutes, seconds = divmod(int((now - start) / (step - first) * (total - step)), 60)
+            hours, minutes = divmod(minutes, 60)
+            eta = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+            line += f"  eta {eta}"
+        self.say(line)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Print the validation figures on a line."""
+        text = f"held out, step {step}: loss {values['loss']:.3f} (unigram "
+        text += f"{values['unigram_loss']:.3f})  accuracy "
+        text += f"{values['accuracy']:.1%} (best constant {values['constant_accuracy']:.1%}"
+        if "teacher_accuracy" in values:
+            text += f", teacher {values['teacher_accuracy']:.1%})  kl {values['kl']:.3f}  "
+            text += f"agreement {values['agreement']:.1%}"
+        else:
+            text += ")"
+        self.say(text)
+
+
+class _LossyOutput(io.FileIO):
+    """Write to a file descriptor and drop what cannot be written."""
+
+    def write(self, data: bytes, /) -> int:  # type: ignore[override]
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def tolerant(number: int, encoding: str) -> TextIO:
+    """Return a text stream over file descriptor `number` that drops what cannot be written."""
+    return io.TextIOWrapper(
+        _LossyOutput(number, "w", closefd=False),
+        encoding=encoding,
+        errors="backslashreplace",
+        write_through=True,
+    )
+
+
+def keep_going() -> None:
+    """Let this process go on when its output cannot be written: a full disk, a closed pipe.
+
+    For commands that work for hours and print only their progress. A command that prints its
+    result must fail when that is lost. A stream that Python did not open itself is left as it is.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed when this process started
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout.flush()
+        sys.stdout = tolerant(1, sys.stdout.encoding)
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        sys.stderr = tolerant(2, sys.stderr.encoding)

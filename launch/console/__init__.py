@@ -1,1 +1,0 @@
-"""Show progress, tables and results on a terminal or in a log."""

@@ -1,0 +1,285 @@
+"""Compare our step with the baseline step on the same weights, rows and masks.
+
+`distil bench` shows the result: `launch/commands/bench.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_prep.shards import load_manifest, open_shards
+from pretrain import RunError
+from pretrain.bench import cells, environment, subjects
+from pretrain.bench.cost import flops_per_token, peak_flops
+from pretrain.bench.documents import LAYOUTS, Document, SpecialIds, batch, drawn, packed, typical
+from pretrain.bench.sizes import Sizes
+from pretrain.config import RunConfig
+from pretrain.data.batch import MicroBatch
+from pretrain.data.rows import build_masking
+from pretrain.device.precision import allow_tf32
+from pretrain.model.encoder import recompute_activations
+from pretrain.model.student import build_student
+from pretrain.model.teacher import load_teacher
+from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.terms import Term
+
+SCHEMA = 1
+PRECISIONS = ("fp32", "bf16", "fp16")
+_DOCUMENTS = 2000  # drawn for a layout
+# Our step reaches about this share of the peak, the baseline half of it: for an estimate of time.
+_REACHED = {"cpu": 0.6, "cuda": 0.4}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Hold the models and rows to measure: synthetic ones, or those of a config."""
+
+    what: str  # in a line
+    pair: cells.Pair
+    row_length: int
+    terms: Callable[[str], Sequence[Term]]  # of "all" or "masked", where KL is over
+    rows: Callable[[int], MicroBatch]  # that many, of one document each
+    documents: Callable[[int], dict[str, dict[str, MicroBatch]]]  # by layout, see `cells.documents`
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hold the options of `distil bench`."""
+
+    precisions: Sequence[str]
+    kl: Sequence[str]
+    micro_batches: Sequence[int]
+    repeats: int
+    documents: bool
+    compiled: bool
+
+
+def check(settings: Settings, device: torch.device) -> None:
+    """Refuse settings that cannot be measured.
+
+    Raises:
+        RunError: names the option and the fix.
+    """
+    for precision in settings.precisions:
+        if precision not in PRECISIONS:
+            raise RunError(f"--precision {precision}: there are {', '.join(PRECISIONS)}")
+        if precision == "fp16" and device.type == "cpu":
+            raise RunError("--precision fp16: needs a GPU; on a CPU use bf16 or fp32")
+    for positions in settings.kl:
+        if positions not in ("all", "masked"):
+            raise RunError(f"--kl {positions}: there are all and masked")
+    for size in settings.micro_batches:
+        if size < 1:
+            raise RunError(f"--micro-batch {size}: give 1 or more")
+
+
+def sizes_of(layers: int, width: int, row_length: int) -> Sizes:
+    """Return the sizes of synthetic models.
+
+    Raises:
+        RunError: the width does not divide into heads.
+    """
+    if layers % 2:
+        raise RunError(f"--layers {layers}: the student has half as many; give an even number")
+    heads = max(1, width // 64)
+    if width % heads:
+        raise RunError(f"--width {width}: {heads} heads do not divide it; take a multiple of 64")
+    return Sizes(layers=layers, width=width, length=row_length)
+
+
+def synthetic(sizes: Sizes, device: torch.device, settings: Settings) -> Subject:
+    """Build models of these sizes with random weights, and random rows."""
+    special = SpecialIds(subjects.PAD, subjects.CLS, subjects.SEP)
+    student, teacher = subjects.models(sizes)
+    masking = subjects.masking(sizes)
+
+    def rows(size: int) -> MicroBatch:
+        whole = drawn([sizes.length] * size, sizes.vocabulary, special)
+        return batch([[document] for document in whole], sizes.length, masking, special)
+
+    def documents(size: int) -> dict[str, dict[str, MicroBatch]]:
+        found = {}
+        for name, layout in LAYOUTS.items():
+            lengths = layout.lengths(_DOCUMENTS, sizes.length, seed=0)
+            pieces = drawn(lengths, sizes.vocabulary, special)
+            found[name] = {
+                "packed": batch(packed(pieces, size, sizes.length), sizes.length, masking, special),
+                "padded": batch(typical(pieces, size), sizes.length, masking, special),
+                "full": rows(size),
+            }
+        return found
+
+    pair = cells.Pair.of(
+        student,
+        teacher,
+        device,
+        settings.precisions,
+        pad_id=special.pad,
+        compiled=settings.compiled,
+    )
+    what = (
+        f"random weights: {sizes.layers} -> {sizes.layers // 2} layers x {sizes.width}, "
+        f"{sizes.vocabulary:,} words; random rows of {sizes.length} tokens"
+    )
+    return Subject(what, pair, sizes.length, _terms(DistilBert()), rows, documents)
+
+
+def configured(config: RunConfig, device: torch.device, settings: Settings) -> Subject:
+    """Load a config's teacher and shards, and build its student and objective.
+
+    Raises:
+        RunError: the config has no teacher, or teacher and shards do not fit.
+        CorpusError: there are no shards.
+    """
+    objective = config.objective
+    if config.teacher is None or not isinstance(objective, DistilBert):
+        raise RunError(
+            f"objective {objective.name} has no teacher: distil bench measures distillation; "
+            "give a config with a teacher, or --synthetic"
+        )
+    manifest = load_manifest(config.shards)
+    shards, length = open_shards(config.shards), manifest.row_length
+    if max(settings.micro_batches) > len(shards):
+        raise RunError(
+            f"--micro-batch {max(settings.micro_batches)}: {config.shards} has {len(shards)} rows"
+        )
+    same = config.teacher_vocabulary == "same"
+    teacher = load_teacher(config.teacher, manifest, same_vocabulary=same)
+    student = build_student(config.student, teacher, config.train.seed)
+    masking = build_masking(config.masking, config.shards, manifest, config.train.seed)
+    ids = manifest.tokenizer.special_ids
+    special = SpecialIds(ids.pad, ids.cls, ids.sep)
+    # Not the first ones: packing begins with the documents that fill rows of their own.
+    numbers = np.random.default_rng(0).permutation(len(shards))
+
+    def read(size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        return np.asarray(shards.rows(numbers[:size]), dtype=np.int64)
+
+    def rows(size: int) -> MicroBatch:
+        whole = read(size)
+        inner = whole == special.cls
+        inner[:, 0] = False
+        whole[inner] = special.sep  # so that a row is one document
+        return batch([[row] for row in whole], length, masking, special)
+
+    def documents(size: int) -> dict[str, dict[str, MicroBatch]]:
+        together = [_documents(row, special) for row in read(size)]
+        alone = [d for row in read(min(len(shards), 20 * size)) for d in _documents(row, special)]
+        return {
+            "these shards": {
+                "packed": batch(together, length, masking, special),
+                "padded": batch(typical(alone, size), length, masking, special),
+                "full": rows(size),
+            }
+        }
+
+    pair = cells.Pair.of(
+        student,
+        teacher.model,
+        device,
+        settings.precisions,
+        pad_id=special.pad,
+        compiled=settings.compiled,
+    )
+    if config.train.activation_checkpointing:
+        recompute_activations(student)
+    sizes = teacher.model.config
+    what = (
+        f"{objective.name}: {sizes.num_hidden_layers} -> {student.config.num_hidden_layers} layers "
+        f"x {sizes.hidden_size}, {sizes.vocab_size:,} words; rows of {length} tokens from the "
+        f"config's shards, digest {manifest.digest[:16]}"
+    )
+    return Subject(what, pair, length, _terms(objective), rows, documents)
+
+
+def _documents(row: Document, special: SpecialIds) -> list[Document]:
+    """Split a packed row into its documents, without padding."""
+    tokens = row[row != special.pad]
+    return [d for d in np.split(tokens, np.flatnonzero(tokens == special.cls)) if len(d)]
+
+
+def _terms(objective: DistilBert) -> Callable[[str], Sequence[Term]]:
+    return lambda kl: objective.model_copy(update={"kl_positions": kl}).terms()
+
+
+def measure(subject: Subject, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
+    """Compare our step with the baseline, then time both; return all figures.
+
+    Raises:
+        NumericalError: the two steps do not compute the same terms and gradients.
+    """
+    pair, device = subject.pair, subject.pair.device
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "what": subject.what,
+        "hardware": environment.hardware(device),
+        "versions": environment.versions(),
+        "commit": environment.commit(),
+        "row_length": subject.row_length,
+        "repeats": settings.repeats,
+        "compiled": pair.compiled,
+        "peak_flops": {p: peak_flops(device, p) for p in settings.precisions},
+        "agreement": [],
+        "rows": [],
+        "documents": [],
+    }
+    combinations = list(product(settings.precisions, settings.kl, settings.micro_batches))
+
+    # What is measured where, and a rough estimate of the time from the cost model.
+    work = flops_per_token(pair.student, pair.usual_teacher, subject.row_length, 1.0)
+    rounds = settings.repeats + 3  # memory, an encoder alone, one that warms up
+    seconds = 0.0
+    for precision, _, size in combinations:
+        speed = _REACHED.get(device.type, 0.4) * report["peak_flops"][precision]
+        steps = 3.0 + (2 * 5.0 if settings.documents else 0.0)  # the baseline takes twice ours
+        seconds += steps * rounds * size * subject.row_length * work / speed
+    duration = f"about {seconds / 60:.0f} min on an idle machine"
+    hardware = report["hardware"]
+    where = hardware.get("gpu") or f"{hardware['processor']}, {hardware['threads']} thread(s)"
+    known = ", ".join(
+        f"{name} {version}" for name, version in report["versions"].items() if version
+    )
+    say(f"{where}; {known}; commit {report['commit'] or 'unknown'}")
+    say(subject.what)
+    say(
+        f"our step and the usual one in turn, {settings.repeats} time(s) each after one that "
+        "warms up: forward and backward with dropout, the median counts; "
+        + (duration if seconds >= 60 else "less than a minute")
+    )
+
+    for precision, positions in product(settings.precisions, settings.kl):
+        size = min(settings.micro_batches)
+        found = cells.agreement(pair, subject.terms(positions), subject.rows(size), precision)
+        name = {"precision": precision, "kl": positions, "micro_batch": size}
+        report["agreement"].append({**name, **found})
+        if "error" in found:
+            say(f"{precision}, KL over {positions}: {found['error']} before the two were compared")
+        else:
+            say(
+                f"the same function in {precision}, KL over {positions}: terms within "
+                f"{found['term']:.0e}, gradients within {found['gradient']:.0e}"
+            )
+    allow_tf32(device)  # as a run in fp32 does; only now, because rounding would hide an error
+    for precision, positions, size in combinations:
+        name = {"precision": precision, "kl": positions, "micro_batch": size}
+        say(f"measuring {precision}, KL over {positions}, {size} rows")
+        terms = subject.terms(positions)
+        found = cells.rows(pair, terms, subject.rows(size), precision, settings.repeats)
+        report["rows"].append({**name, **found})
+        for layout, batches in (subject.documents(size) if settings.documents else {}).items():
+            found = cells.documents(pair, terms, batches, precision, settings.repeats)
+            report["documents"].append({**name, "layout": layout, **found})
+    # The peak once more, in case another process disturbed the first measurement.
+    for precision, before in report["peak_flops"].items():
+        report["peak_flops"][precision] = max(before, peak_flops(device, precision))
+    for cell in report["rows"]:
+        for step in cell["steps"].values():
+            share = step.get("flops", 0.0) / report["peak_flops"][cell["precision"]]
+            step["mfu"] = share if 0 < share <= 1 else None
+    return report
