@@ -1,4 +1,4 @@
-"""YAML and `key=value` overrides -> a typed config; mistakes -> file, key and fix in a sentence."""
+"""Load a typed config from YAML and `key=value` overrides; explain a mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _NUMBERS = {
 
 
 class ConfigError(RunError):
-    """A config that cannot be used; one line."""
+    """Report a config that cannot be used, in one line."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loading that refuses what YAML 1.1 would silently drop or read as something else.
+    """Load YAML safely, and refuse what YAML 1.1 would drop or read as something else.
 
     A key given twice is an error. Numbers are decimal: 1e-6 is one, 1:30 and dates are text, and
     010 (octal 8) is an error. So are aliases, deep nesting and characters that no path can hold.
@@ -44,7 +44,7 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Return a node that is no alias, at most so deep."""
+        """Refuse aliases and deep nesting."""
         event = self.peek_event()
         mark: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent):
@@ -61,7 +61,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping whose keys differ."""
+        """Refuse a key that is given twice."""
         seen = set()
         for key, _ in node.value:
             name = (key.tag, str(key.value))
@@ -73,7 +73,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Any value; what its constructor stumbles over gets a line number."""
+        """Add a line number to an error of a constructor; refuse characters that no text has."""
         try:
             value = super().construct_object(node, deep)
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
@@ -90,7 +90,7 @@ class _Loader(yaml.SafeLoader):
         return value
 
     def construct_yaml_int(self, node: Any) -> int:
-        """Return a whole number in decimal."""
+        """Read an integer as a decimal number."""
         text = self.construct_scalar(node)
         if re.fullmatch(r"[-+]?0[0-9_]+", text):
             raise yaml.MarkedYAMLError(
@@ -122,62 +122,61 @@ def load_config(model: type[Config], path: Path, overrides: Sequence[str] = ()) 
     `shipped:NAME.yaml` is a config that was installed with the package.
 
     Raises:
-        ConfigError: with the file, the key and the fix.
+        ConfigError: names the file, the key and the fix.
     """
-    values = _read(path)
-    for override in overrides:
-        _apply(values, override)
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {_sentence(model, error)}") from error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    file = _file(path)
+    file = _find(path)
     if file.exists() and not file.is_file():  # reading from a pipe would block
         raise ConfigError(f"{path}: not a readable text file")
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{_near(path)}") from None
+        names = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(str(path), names, n=1)
+        if path.name in _shipped():
+            close = [f"{_SHIPPED}{path.name}"]
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{path}: no such file{hint}") from None
     except (IsADirectoryError, UnicodeDecodeError, PermissionError) as error:
         raise ConfigError(f"{path}: not a readable text file ({error})") from error
     values = _parse(f"{path}:", text)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines")
-    return values
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(model, error)}") from error
 
 
 def config_line(path: Path) -> str:
     """Name the file that `load_config` reads, for a line on the screen."""
-    file = _file(path).absolute()
+    file = _find(path).absolute()
     return f"config: {file}" if file.name == path.name else f"config: {path}, {file}"
 
 
-def _file(path: Path) -> Path:
+def _find(path: Path) -> Path:
+    """Return the file behind `path`, which may be `shipped:NAME.yaml`."""
     if not str(path).startswith(_SHIPPED):
         return path
-    name, names = str(path).removeprefix(_SHIPPED), _shipped()
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {_SHIPPED}{close[0]}?" if close else f"there are {', '.join(names)}"
+    name, files = str(path).removeprefix(_SHIPPED), _shipped()
+    if name not in files:
+        close = difflib.get_close_matches(name, files, n=1)
+        hint = f"did you mean {_SHIPPED}{close[0]}?" if close else f"there are {', '.join(files)}"
         raise ConfigError(f"{path}: not shipped; {hint}")
-    return _shipped_folder() / name
+    return files[name]
 
 
-def _shipped() -> list[str]:
-    return sorted(file.name for file in _shipped_folder().glob("*.yaml"))
-
-
-def _shipped_folder() -> Path:
-    """Return the folder of shipped configs: of an installed wheel, or of a checkout."""
+def _shipped() -> dict[str, Path]:
+    """Return the shipped configs by name: of an installed wheel, or of a checkout."""
     here = Path(__file__).resolve().parent
-    return folder if (folder := here / "shipped").is_dir() else here.parent / "configs"
+    folder = here / "shipped"
+    folder = folder if folder.is_dir() else here.parent / "configs"
+    return {file.name: file for file in sorted(folder.glob("*.yaml"))}
 
 
 def _parse(where: str, text: str) -> Any:
-    """Return a YAML text's value; `where` opens the message."""
+    """Parse YAML; an error message begins with `where`."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -189,62 +188,70 @@ def _parse(where: str, text: str) -> Any:
         raise ConfigError(f"{where} not YAML ({one_line(str(error), _LONGEST)})") from error
 
 
-def _near(path: Path) -> str:
-    if path.name in _shipped():
-        return f"; did you mean {_SHIPPED}{path.name}?"
-    names = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(str(path), names, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def _apply(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
+    """Set one `section.key=value` in `values`; a number in the key is an index of a list."""
+    dotted, equals, text = override.partition("=")
+    parts = dotted.strip().split(".")
     shown = repr(one_line(override, _SHOWN))
     if not equals or not all(parts):
         raise ConfigError(f"{shown} is no override; write section.key=value")
     here: Any = values
-    for part in parts[:-1]:
+    for depth, part in enumerate(parts):
+        key: Any = part
         if isinstance(here, list):
-            here = here[_index(shown, part, here)]
-        else:
-            if here.get(part) is None:
-                here[part] = {}
-            here = here[part]
+            if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(here):
+                raise ConfigError(
+                    f"{shown}: {one_line(part, _SHOWN)} is no number from 0 to {len(here) - 1}"
+                )
+            key = int(part)
+        if depth == len(parts) - 1:
+            here[key] = _parse(f"{shown}:", text)
+            return
+        if isinstance(here, dict) and here.get(key) is None:
+            here[key] = {}
+        here = here[key]
         if not isinstance(here, dict | list):
             raise ConfigError(f"{shown}: {part} is a single value, it has no keys")
-    value = _parse(f"{shown}:", text)
-    if isinstance(here, list):
-        here[_index(shown, parts[-1], here)] = value
-    else:
-        here[parts[-1]] = value
 
 
-def _index(shown: str, part: str, items: list[Any]) -> int:
-    if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(items):
-        raise ConfigError(
-            f"{shown}: {one_line(part, _SHOWN)} is no number from 0 to {len(items) - 1}"
-        )
-    return int(part)
+def _explain(model: type[BaseModel], error: ValidationError) -> str:
+    """Return the most useful mistake as a sentence.
 
+    Unknown keys come first, because they cause the missing ones. Pydantic puts the names of union
+    members into a location; they are left out, since no user wrote them.
+    """
+    known, names, members = _keys(model)
 
-def _sentence(model: type[BaseModel], error: ValidationError) -> str:
-    """Return the first mistake in words; unknown keys first, since they cause the missing ones."""
-    known = _known(model)
+    def dotted(loc: Sequence[Any], *, numbers: bool = True) -> str:
+        parts = []
+        for i, part in enumerate(map(str, loc)):
+            is_number = isinstance(loc[i], int)
+            is_member = part in members or part.startswith(("tuple[", "constrained-"))
+            if is_number or part in names or (i == len(loc) - 1 and not is_member):
+                parts += [part] if numbers or not part.isdigit() else []
+        return ".".join(parts)
 
     def rank(entry: Any) -> tuple[bool, int]:
         # A key that is right in another member of a union is no unknown key; of the mistakes that
         # every member of a union has to report, the innermost is in the member that was meant.
-        key = _plain(".".join(map(str, _without_tags(model, entry["loc"]))))
+        key = dotted(entry["loc"], numbers=False)
         unknown = entry["type"] == "extra_forbidden" and key not in known
         return not unknown, -len(entry["loc"])
 
     errors = sorted(error.errors(), key=rank)
     first = errors[0]
-    key = ".".join(map(str, _without_tags(model, first["loc"])))
-    context = first.get("ctx", {})
+    key, context = dotted(first["loc"]), first.get("ctx", {})
     if first["type"] == "extra_forbidden":
-        text = f"unknown key {one_line(key, _SHOWN)}{_suggestion(model, key)}"
+        text = f"unknown key {one_line(key, _SHOWN)}"
+        parent, _, name = dotted(first["loc"], numbers=False).rpartition(".")
+        paths = sorted(known)
+        beside = [path for path in paths if path.rpartition(".")[0] == parent]
+        if beside:
+            text += f"; known here: {', '.join(p.rpartition('.')[2] for p in beside)}"
+        for candidates in (paths, beside):  # the last that finds one wins
+            by_name = {path.rpartition(".")[2]: path for path in reversed(candidates)}
+            if close := difflib.get_close_matches(name, by_name, n=1):
+                text = f"unknown key {one_line(key, _SHOWN)}; did you mean {by_name[close[0]]}?"
     elif first["type"] == "missing":
         text = f"{key} is missing"
     elif first["type"].startswith("union_tag"):
@@ -267,52 +274,10 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
     return text + (f" (and {more} more)" if more else "")
 
 
-def _without_tags(model: type[BaseModel], loc: Sequence[Any]) -> list[Any]:
-    """Pydantic's location without the names of union members, which no user wrote."""
-    names, members = _names(model)
-    last = len(loc) - 1
-    return [
-        part
-        for i, part in enumerate(loc)
-        if isinstance(part, int) or part in names or (i == last and not _member(part, members))
-    ]
-
-
 @cache
-def _known(model: type[BaseModel]) -> frozenset[str]:
-    """Return the dotted path of every key."""
-    return frozenset(_paths(model.model_json_schema()))
-
-
-@cache
-def _names(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of keys, and of the members of unions."""
-    members = {"str", "float", "int", *model.model_json_schema().get("$defs", {})}
-    return frozenset(path.rpartition(".")[2] for path in _known(model)), frozenset(members)
-
-
-def _member(part: str, members: frozenset[str]) -> bool:
-    return part in members or part.startswith(("tuple[", "constrained-"))
-
-
-def _suggestion(model: type[BaseModel], key: str) -> str:
-    parent, _, name = key.rpartition(".")
-    paths = sorted(_known(model))
-    beside = [path for path in paths if path.rpartition(".")[0] == _plain(parent)]
-    for candidates in (beside, paths):
-        by_name = {path.rpartition(".")[2]: path for path in reversed(candidates)}
-        close = difflib.get_close_matches(name, by_name, n=1)
-        if close:
-            return f"; did you mean {by_name[close[0]]}?"
-    return f"; known here: {', '.join(p.rpartition('.')[2] for p in beside)}" if beside else ""
-
-
-def _plain(key: str) -> str:
-    return ".".join(part for part in key.split(".") if not part.isdigit())
-
-
-def _paths(schema: dict[str, Any]) -> Iterator[str]:
-    """Yield the dotted path of every key a JSON schema knows."""
+def _keys(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Return the dotted path of every key, the keys' own names, and names of union members."""
+    schema = model.model_json_schema()
     definitions = schema.get("$defs", {})
 
     def walk(node: dict[str, Any], prefix: str) -> Iterator[str]:
@@ -326,4 +291,6 @@ def _paths(schema: dict[str, Any]) -> Iterator[str]:
         if isinstance(node.get("items"), dict):
             yield from walk(node["items"], prefix)
 
-    yield from walk(schema, "")
+    paths = frozenset(walk(schema, ""))
+    names = frozenset(path.rpartition(".")[2] for path in paths)
+    return paths, names, frozenset({"str", "float", "int", *definitions})

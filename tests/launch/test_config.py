@@ -58,9 +58,9 @@ def test_the_paper_config_is_the_paper() -> None:
 
 
 def test_a_run_has_fewer_than_ninety_keys() -> None:
-    from launch.config import _paths
+    from launch.config import _keys
 
-    paths = {*_paths(RunConfig.model_json_schema()), *_paths(CorpusConfig.model_json_schema())}
+    paths = _keys(RunConfig)[0] | _keys(CorpusConfig)[0]
     sections = {path.rpartition(".")[0] for path in paths}
     assert len(paths - sections) < 90
 
