@@ -1,4 +1,4 @@
-"""`distil`: the command line. Heavy imports wait until a command needs them."""
+"""Run the command line `distil`: list the commands, turn errors into exit codes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ for command in COMMANDS:
 
 
 def main() -> None:
-    """Entry point: a user's mistake becomes one line and exit code 2, numbers gone wrong 3."""
+    """Run a command; a mistake of the user becomes one line and exit code 2, NaN or inf 3."""
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
-    # Processes of multiprocessing would import from the working directory; 3.10 does not know this.
+    # Keep child processes of multiprocessing from importing modules of the working directory.
+    # Python 3.10 ignores the variable.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     # Set before transformers and tokenizers are imported; a user's own setting wins.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -68,16 +69,13 @@ def main() -> None:
 
 
 def end(code: int) -> NoReturn:
-    """End this process; one of several without the interpreter's own end.
+    """End this process; skip the interpreter's shutdown in one of several ranks.
 
-    A thread of gloo that lets go of a tensor while the interpreter ends is unwound through C++ that
-    may not throw, and aborts a rank that has done its work (torch 2.13, Python 3.11: in one of some
-    fifty runs).
+    During that shutdown a thread of gloo that releases a tensor can abort a rank that has finished
+    (torch 2.13, Python 3.11: about one run in fifty).
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if (
-        alone or "DISTIL_HEARTBEATS" in os.environ
-    ):  # `launch.torchrun.rank` has still something to say
+    if alone or "DISTIL_HEARTBEATS" in os.environ:  # `launch.torchrun.rank` ends the rank itself
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

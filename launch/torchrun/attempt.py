@@ -1,4 +1,4 @@
-"""One start of torchrun and its ranks: watched, told to stop, ended."""
+"""Start torchrun once, watch its ranks, pass signals on, and end every process it started."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _START = 300.0  # seconds: while libraries are read from a cold disk, no heartbe
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt ended."""
+    """Describe how an attempt ended."""
 
     code: int | None  # torchrun's own; None if it was killed
     failed: bool  # a rank has recorded an error
@@ -50,17 +50,17 @@ def attempt(
     loopback: bool,
     signals: Sequence[float],
 ) -> Ended:
-    """Run torchrun until it and all that it started have ended.
+    """Run torchrun until it and every process it started have ended.
 
     Args:
         argv: python ENTRY torch.distributed.run OPTIONS ENTRY MODULE ...
-        folder: an empty one, for heartbeats.
-        logs: a folder.
-        environment: what torchrun and the ranks find beside this process's own.
-        timeout: seconds of silence after which a rank is taken for hung.
-        grace: seconds from a signal to the end of all.
-        loopback: let the processes meet in files, and talk on the loopback interface.
-        signals: when signals came (monotonic); may grow meanwhile.
+        folder: an empty folder for heartbeats.
+        logs: a folder for logs.
+        environment: variables of torchrun and the ranks, in addition to this process's own.
+        timeout: seconds of silence after which a rank counts as hung.
+        grace: seconds from a signal until all processes are killed.
+        loopback: rendezvous through files, and communicate on the loopback interface.
+        signals: times of received signals (monotonic clock); it may grow meanwhile.
     """
     options, here = _rendezvous(folder) if loopback else ([], {})
     options += ["--log-dir", str(folder)]  # else a new folder of TMPDIR, which stays
@@ -81,12 +81,22 @@ def attempt(
     try:
         forced = _until_over(torchrun, watch, tail, timeout, grace, signals)
         hung = watch.silent(0.7 * timeout)  # a rank that only started slowly is not to blame
-        _end_ranks(torchrun, folder)
+        for process in _started(folder):
+            if process.pid != torchrun.pid:
+                with suppress(psutil.Error):
+                    process.kill()
         with suppress(subprocess.TimeoutExpired):
             torchrun.wait(3)  # for what it has to say
         code = torchrun.poll()
     finally:
-        _end_all(torchrun, folder)
+        torchrun.kill()
+        torchrun.wait()
+        deadline = time.monotonic() + 10  # a process inside a system call ends when that returns
+        while (left := _started(folder)) and time.monotonic() < deadline:
+            for process in left:
+                with suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, timeout=1)
     watch.failed = failures.read(folder)
     tail.show()
     text = ""
@@ -96,10 +106,10 @@ def attempt(
 
 
 def _rendezvous(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Options and environment with which no store listens on TCP, and gloo on loopback.
+    """Return options and environment for a rendezvous in files, with gloo on loopback.
 
-    Any user of the machine could write to a store on loopback, and torchrun keeps a pickle in its
-    own. `folder` is this user's alone.
+    A TCP store would let any user of the machine write to it, and torchrun unpickles what it finds
+    there. Only this user can read and write `folder`.
     """
     interface = "lo" if sys.platform == "linux" else "lo0"
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -119,8 +129,8 @@ def _until_over(
     grace: float,
     signals: Sequence[float],
 ) -> bool:
-    """Watch until torchrun has ended, or all are to be killed; True if that is for a signal."""
-    told = failing = None  # when
+    """Watch until torchrun has ended or must be killed; return True if a signal is the reason."""
+    told = failing = None  # times
     while torchrun.poll() is None:
         time.sleep(_POLL)
         watch.look()
@@ -128,23 +138,30 @@ def _until_over(
         now = time.monotonic()
         if signals and told is None:
             told = now
-            _tell(torchrun, watch)
+            # The ranks save and end, and torchrun ends after them. Slurm has signalled torchrun as
+            # well; a third signal would make it leave its ranks behind.
+            for beat in watch.beats.values():
+                with suppress(ProcessLookupError):
+                    os.kill(beat.pid, signal.SIGTERM)
+            if not watch.beats:
+                torchrun.terminate()
             say(f"told to stop: at most {grace:g} s to save and end; a second signal kills")
-        # One signal may arrive twice, from a scheduler's step and from its script.
+        # One signal may arrive twice: from the scheduler's step and from its script.
         if told is not None and (now - told > grace or signals[-1] - signals[0] > 1):
             return True
+        suspects: list[Beat] = []
         if failing is None and (watch.failed or watch.lost):
-            failing = now
-            watch.left = watch.awaited  # torchrun is about to stop them, and they will move
-            for beat in watch.left:
-                watch.examine(beat)
-                _stack(beat)
-        # Later than a collective operation, whose error names the rank that is waited for.
-        if failing is None and (stuck := watch.standing(timeout + _PATIENCE)):
-            failing, watch.stuck = now, stuck
-            for beat in stuck:
-                watch.examine(beat)
-                _stack(beat)
+            # Before torchrun stops the other ranks, which then leave the place where they waited.
+            failing, suspects = now, watch.awaited
+            watch.left = suspects
+        # Later than the time limit of a collective, whose error names the rank it waited for.
+        elif failing is None and (stuck := watch.standing(timeout + _PATIENCE)):
+            failing, suspects = now, stuck
+            watch.stuck = suspects
+        for beat in suspects:
+            watch.examine(beat)
+            with suppress(ProcessLookupError):
+                os.kill(beat.pid, STACK)
         if failing is not None and now - failing > _PATIENCE:
             return False
         for beat in watch.silent(timeout):
@@ -154,26 +171,8 @@ def _until_over(
     return False
 
 
-def _tell(torchrun: subprocess.Popen[bytes], watch: Watch) -> None:
-    """Ask the ranks to save and end; torchrun ends with them, and by itself if there are none.
-
-    Slurm has told torchrun as well; a third signal would make it leave its ranks behind.
-    """
-    for beat in watch.beats.values():
-        with suppress(ProcessLookupError):
-            os.kill(beat.pid, signal.SIGTERM)
-    if not watch.beats:
-        torchrun.terminate()
-
-
-def _stack(beat: Beat) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(beat.pid, STACK)
-
-
 def _started(folder: Path) -> list[psutil.Process]:
-    """Return every process of this attempt: the environment tells, whatever has become of its
-    parent."""
+    """Return every process of this attempt, found by its environment even without a parent."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -182,35 +181,17 @@ def _started(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def _end_ranks(torchrun: subprocess.Popen[bytes], folder: Path) -> None:
-    for process in _started(folder):
-        if process.pid != torchrun.pid:
-            with suppress(psutil.Error):
-                process.kill()
-
-
-def _end_all(torchrun: subprocess.Popen[bytes], folder: Path) -> None:
-    torchrun.kill()
-    torchrun.wait()
-    deadline = time.monotonic() + 10  # a process in the kernel's hands ends when that lets go
-    while (left := _started(folder)) and time.monotonic() < deadline:
-        for process in left:
-            with suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(left, timeout=1)
-
-
 class Tail:
-    """Shows the output of this machine's first rank, but not what it says of a failure."""
+    """Show the output of this machine's first rank, up to its own report of a failure."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._file: BinaryIO | None = None  # kept open: the folder of logs may be removed
+        self._file: BinaryIO | None = None  # kept open, in case the folder of logs is removed
         self._shown = 0  # bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(self) -> None:
-        """Write what is new to standard output."""
+        """Write new output to standard output."""
         rank = self._watch.shown
         if rank is None:
             return
@@ -219,17 +200,17 @@ class Tail:
             self._file = self._file or log_file(self._watch.logs, rank).open("rb")
             self._file.seek(self._shown)
             data = self._file.read()
-        # Asked after the reading: a failure is recorded before anything is printed of it.
+        # Read after the log: a rank records a failure before it prints anything about it.
         failure = failures.read(self._watch.folder).get(rank)
         if failure is not None:
             data = data[: max(0, failure.log_size - self._shown)]
         self._shown += len(data)
-        with suppress(OSError):  # nobody looks any more
+        with suppress(OSError):  # the terminal or pipe is closed
             sys.stdout.write(self._decoder.decode(data))
             sys.stdout.flush()
 
 
 def say(text: str) -> None:
-    """A line of the supervisor's own."""
-    with suppress(OSError):  # nobody looks any more
+    """Print a line of the supervisor to standard error."""
+    with suppress(OSError):  # the terminal or pipe is closed
         complain(text)

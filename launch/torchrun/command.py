@@ -1,4 +1,4 @@
-"""The exact command of a run: pure functions from what was asked for to argv and environment."""
+"""Build the commands and the environment of a run, as pure functions of the options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE = 30  # seconds by which one node may start its processes later than anothe
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes on how many nodes, and on what they compute."""
+    """Hold the numbers of nodes and of processes on each, and their device."""
 
     nodes: int
     processes: int  # on each node
@@ -30,7 +30,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Head:
-    """Where the first node listens."""
+    """Hold the address at which the first node listens."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class Head:
 def pretrain(
     config: Path, overrides: Sequence[str], stop_after: int | None, skip_rows: Sequence[str]
 ) -> list[str]:
-    """Return what each process runs, as arguments of `distil`."""
+    """Return the arguments of `distil` that each rank runs."""
     arguments = ["pretrain", str(config), *overrides]
     if stop_after is not None:
         arguments += ["--stop-after", str(stop_after)]
@@ -51,7 +51,7 @@ def pretrain(
 def torchrun(
     layout: Layout, rendezvous: Sequence[str], arguments: Sequence[str], *, grace: int
 ) -> list[str]:
-    """One node's torchrun over `arguments` of `distil`; SIGKILL comes `grace` s after a signal."""
+    """Return one node's torchrun command; ranks are killed `grace` seconds after a signal."""
     return [
         *(sys.executable, ENTRY, "torch.distributed.run"),
         *rendezvous,
@@ -64,7 +64,7 @@ def torchrun(
 
 
 def static_rendezvous(nodes: int, node_rank: int, head: Head, limit: int) -> list[str]:
-    """Nodes that are known from the start meet at the first, within `limit` seconds."""
+    """Return the options with which known nodes meet at the first, within `limit` seconds."""
     return [
         *("--nnodes", str(nodes)),
         *("--node-rank", str(node_rank)),
@@ -77,13 +77,13 @@ def static_rendezvous(nodes: int, node_rank: int, head: Head, limit: int) -> lis
 def environment(
     layout: Layout, zero: int | None, *, timeout: float, cores: int, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what the processes find in their environment beside what is `given` to them."""
+    """Return the variables to set for the ranks, in addition to the `given` environment."""
     values = {"DISTIL_TIMEOUT": f"{timeout:g}"}
     if layout.device == "cpu":
         threads = str(max(1, cores // layout.processes))
         values["CUDA_VISIBLE_DEVICES"] = ""
         values["OMP_NUM_THREADS"] = given.get("OMP_NUM_THREADS", threads)
-        if zero is None:  # Accelerate takes DeepSpeed's road only without it
+        if zero is None:  # with it Accelerate would not use DeepSpeed
             values["ACCELERATE_USE_CPU"] = "true"
     if zero is not None:
         values["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -95,7 +95,7 @@ def environment(
 
 
 def sbatch(layout: Layout, config: Path, arguments: Sequence[str]) -> list[str]:
-    """Submit `distil launch CONFIG ARGUMENTS` to Slurm, once on each node."""
+    """Return the sbatch command that runs `distil launch CONFIG ARGUMENTS` on each node."""
     gpus = layout.device == "cuda"
     cores = layout.processes * (4 if gpus else 1)  # a GPU's process has loader workers
     return [
@@ -110,6 +110,6 @@ def sbatch(layout: Layout, config: Path, arguments: Sequence[str]) -> list[str]:
 
 
 def shell_line(environment: Mapping[str, str], argv: Sequence[str]) -> str:
-    """Return a line for a shell: assignments, then the command."""
+    """Return a shell line: variable assignments, then the command."""
     assigned = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     return " ".join([*assigned, shlex.join(argv)])

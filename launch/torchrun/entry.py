@@ -3,7 +3,7 @@
     python .../launch/torchrun/entry.py MODULE [ARGUMENT ...]
 
 `python -m` puts the working directory first on the import path: a yaml.py there would be executed
-in place of the library. Python's own option against that (-P) is not in 3.10.
+instead of the library. Python 3.10 has no option against that (-P came with 3.11).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What the ranks of a run fail of: recorded by each, and the cause found among all."""
+"""Record the failure of each rank, and find the cause among all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from data_prep.disk.credentials import masked
 from pretrain.device.memory import OUT_OF_MEMORY
 from pretrain.monitor.heartbeat import FOLDER
 
-# What a rank meets when another has ended, hangs or never came.
+# Errors that a rank gets when another rank has ended, hangs or never joined.
 _CONNECTION = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|recvValue failed"
     r"|failed to (recv|send)|remote process exited|DistNetworkError|DistStoreError"
@@ -43,7 +43,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended with an error."""
+    """Hold the failure of one rank."""
 
     rank: int
     host: str
@@ -51,35 +51,35 @@ class Failure:
     time: float  # seconds since 1970
     exit_code: int
     type: str
-    message: str  # empty if it ended with this exit code and no error
+    message: str  # empty if the rank ended with this exit code and no error
     traceback: str
-    log_size: int  # bytes in the rank's log before anything was said of the failure
+    log_size: int  # bytes in the rank's log before it reported the failure
 
     @property
     def waited(self) -> bool:
-        """Return whether it waited in vain for another rank."""
+        """Return True if it waited too long for another rank."""
         return self.exit_code == 1 and timed_out(self.message)
 
     @property
     def follows(self) -> bool:
-        """Return whether it is likely another rank's failure seen from here, or says nothing."""
+        """Return True if another rank's failure is the likely cause, or if there is no message."""
         lost = self.exit_code == 1 and bool(_CONNECTION.search(self.message))
         return lost or self.waited or not self.message
 
     @property
     def hint(self) -> str:
-        """Return what to look at, if that is known."""
-        # Not from the traceback, which also quotes errors that were dealt with on the way.
+        """Return advice; "" if there is none."""
+        # Not from the traceback, which also quotes errors that were handled.
         return hint(f"{self.type}: {self.message}", follows=self.follows)
 
 
 def timed_out(text: str) -> bool:
-    """Return whether an error of this text comes of waiting for another rank for too long."""
+    """Return True if the text is an error of a wait for another rank that took too long."""
     return bool(_TIMEOUT.search(text))
 
 
 def hint(text: str, *, follows: bool = False) -> str:
-    """Return what to look at after an error of this text; "" if nothing is known."""
+    """Return advice after an error with this text; "" if there is none."""
     if follows and timed_out(text):
         return WAITED
     if follows and _CONNECTION.search(text):
@@ -88,9 +88,9 @@ def hint(text: str, *, follows: bool = False) -> str:
 
 
 def record(error: BaseException, code: int, text: str) -> None:
-    """Write what this rank fails of, where the supervisor looks; the first record of a rank stays.
+    """Write this rank's failure for the supervisor; the first record of a rank stays.
 
-    Without a supervisor nothing is written. To be called before the error is printed.
+    Do nothing without a supervisor. Call this before the error is printed.
     """
     folder, rank = os.environ.get(FOLDER), os.environ.get("RANK", "")
     if not folder or not rank.isdecimal() or _path(Path(folder), int(rank)).exists():
@@ -103,7 +103,7 @@ def record(error: BaseException, code: int, text: str) -> None:
         exit_code=code,
         type=type(error).__name__,
         message=masked(text),
-        # A user's mistake needs none, and pieces of a URL in it could not be told from words.
+        # A user's mistake needs none, and `masked` could miss parts of a URL in it.
         traceback="" if code == 2 else masked("".join(traceback.format_exception(error))),
         log_size=os.fstat(1).st_size,
     )
@@ -113,12 +113,12 @@ def record(error: BaseException, code: int, text: str) -> None:
         beside.write_text(json.dumps(vars(failure)), encoding="utf-8")
         beside.replace(path)
     if failure.follows:
-        # torchrun ends all ranks when the first has ended: who knows the cause speaks before.
+        # torchrun kills all ranks when the first ends: let the rank with the cause record it first.
         time.sleep(1)
 
 
 def read(folder: Path) -> dict[int, Failure]:
-    """Return the failures so far, by rank."""
+    """Return the recorded failures by rank."""
     found = [
         Failure(**json.loads(path.read_text(encoding="utf-8")))
         for path in sorted(folder.glob("failure-*.json"))
@@ -127,7 +127,7 @@ def read(folder: Path) -> dict[int, Failure]:
 
 
 def earliest(failures: dict[int, Failure]) -> Failure | None:
-    """Return the first that is no mere consequence of another; else the first."""
+    """Return the first failure that is no consequence of another; else the first one."""
     order = sorted(failures.values(), key=lambda f: (f.follows, not f.message, f.time))
     return order[0] if order else None
 

@@ -1,4 +1,4 @@
-"""What a node takes: processes, precision and micro-batch, as overrides that a run's own beat."""
+"""Define presets of `--hardware`: processes, precision and micro-batch of a node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Hardware:
-    """A node as `--hardware` names it; the figures of one that is not `tried` are guesses."""
+    """Hold a preset; the values of one that is not `tried` are guesses."""
 
     name: str
     device: Device
@@ -24,7 +24,7 @@ class Hardware:
     tried: bool = False
 
     def overrides(self, given: Sequence[str]) -> list[str]:
-        """Return what the hardware asks for, less what the user's own overrides say."""
+        """Return the preset as overrides, without the keys that the user has given."""
         keys = {override.partition("=")[0].strip() for override in given}
         asked = {
             "train.precision": self.precision,
@@ -33,8 +33,8 @@ class Hardware:
         return [f"{key}={value}" for key, value in asked.items() if key not in keys]
 
 
-# For DistilBERT's size and rows of 512. On a CPU a process then takes 6.1 GB; a GPU gets as
-# many rows as fit into it. The GPUs' are untried: where to begin.
+# For DistilBERT's size and rows of 512 tokens. A CPU process takes 6.1 GB; on a GPU `auto` finds
+# how many rows fit. The GPU presets are untried starting points.
 PRESETS = (
     Hardware("cpu", "cpu", processes=1, precision="fp32", micro_batch_size=8, tried=True),
     Hardware("1xv100-16gb", "cuda", processes=1, precision="fp16", micro_batch_size="auto"),
@@ -46,7 +46,7 @@ PRESET_NAMES = ", ".join(preset.name for preset in PRESETS)
 
 
 def hardware(name: str) -> Hardware:
-    """Return the preset of that name; RunError with the known ones."""
+    """Return the preset of that name; RunError lists the known ones."""
     for preset in PRESETS:
         if preset.name == name:
             return preset
@@ -54,14 +54,14 @@ def hardware(name: str) -> Hardware:
 
 
 def visible_gpus() -> int:
-    """GPUs that a process started here would see."""
+    """Return the number of GPUs that a process started here would see."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def visible_cores() -> int:
-    """Cores that this process may use, which under Slurm are the job's."""
+    """Return the number of cores that this process may use; under Slurm, those of the job."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

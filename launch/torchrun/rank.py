@@ -1,4 +1,4 @@
-"""One rank under the supervisor: its own log, its heartbeat, a record of what it failed of.
+"""Run one rank under the supervisor, with its own log, a heartbeat and a record of its failure.
 
     python launch/torchrun/entry.py launch.torchrun.rank MODULE [ARGUMENT ...]
 
@@ -26,11 +26,17 @@ SHOWN = "shown"  # in the heartbeats' folder: the rank whose output the supervis
 
 
 def main() -> None:
-    """Run the module that the command line names."""
+    """Run the module named on the command line, and report how it ends."""
     rank = int(os.environ["RANK"])
-    _redirect(log_file(Path(os.environ[LOGS]), rank))
+    file = log_file(Path(os.environ[LOGS]), rank)
+    file.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed since the start
+    opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+    for number in (1, 2):  # the process's descriptors, because native libraries write to them
+        os.dup2(opened, number)
+    os.close(opened)
+    sys.stdout, sys.stderr = (tolerant(number, "utf-8") for number in (1, 2))
     if STORE in os.environ:
-        # With an address rank 0 would open a store on TCP where nothing else is asked for.
+        # With an address set, rank 0 would open a TCP store by default.
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
     if os.environ["LOCAL_RANK"] == "0":
@@ -57,17 +63,8 @@ def main() -> None:
 
 
 def log_file(folder: Path, rank: int) -> Path:
-    """Return where a rank's output goes."""
+    """Return the log file of a rank."""
     return folder / f"rank-{rank:05d}.log"
-
-
-def _redirect(file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed since the start
-    opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
-    for number in (1, 2):  # of the process, for what native libraries write
-        os.dup2(opened, number)
-    os.close(opened)
-    sys.stdout, sys.stderr = (tolerant(number, "utf-8") for number in (1, 2))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`distil launch`: from what was asked for to the command, shown and started."""
+"""Turn the options of `distil launch` into a command; show it and start it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from pretrain.output import check_output
 
 @dataclass(frozen=True)
 class Launch:
-    """The options of `distil launch`."""
+    """Hold the options of `distil launch`."""
 
     config: Path
     overrides: list[str]
@@ -60,10 +60,10 @@ class Launch:
 
 
 def start(asked: Launch) -> int:
-    """Show the command and run it to its end; returns the exit code.
+    """Show the command, run it to its end and return the exit code.
 
     Raises:
-        RunError, ConfigError, CorpusError: a mistake, before anything is started.
+        RunError, ConfigError, CorpusError: a mistake in options or config; nothing was started.
     """
     check_torchrun()
     preset = hardware(asked.hardware) if asked.hardware else None
@@ -89,7 +89,7 @@ def start(asked: Launch) -> int:
         head, ranks = meeting_point(asked)
         if not (asked.dry_run or asked.public):
             check_private(head, here=ranks == [0])
-        # A rank of a node that failed is missed by the others after `seconds` at the latest.
+        # The other ranks notice a failed node after at most `seconds`.
         limit = math.ceil(seconds) + LATE
         rendezvous = [command.static_rendezvous(layout.nodes, rank, head, limit) for rank in ranks]
         where = f"{head.host}:{head.port}"
@@ -102,7 +102,7 @@ def start(asked: Launch) -> int:
     if asked.dry_run:
         return 0
     load_manifest(config.shards)
-    # The first rank would say so, too, but half a minute later.
+    # The first rank would report this too, but half a minute later.
     refuse_if_held(config.output, "pretrain", who="distil pretrain")
     os.environ.update(environment)
     return supervise(
@@ -119,7 +119,7 @@ def start(asked: Launch) -> int:
 
 
 def layout_of(asked: Launch, preset: Hardware | None, gpus: int) -> Layout:
-    """Processes and device, from the options, the preset and the `gpus` that are visible here."""
+    """Choose processes and device from the options, the preset and the visible `gpus`."""
     if asked.slurm and preset is None and asked.gpus is None:
         raise RunError(
             "--slurm: say what a node has: --gpus M, or --hardware NAME (cpu where it has none)"
@@ -145,7 +145,7 @@ def layout_of(asked: Launch, preset: Hardware | None, gpus: int) -> Layout:
 
 
 def check_torchrun() -> None:
-    """Refuse a torchrun that cannot wait for a checkpoint, or that SIGUSR1 would end."""
+    """Refuse a torchrun that cannot wait for a checkpoint or does not pass SIGUSR1 on."""
     from torch.distributed.run import get_args_parser
 
     known = get_args_parser().format_help()
@@ -158,7 +158,7 @@ def check_torchrun() -> None:
 
 
 def check_zero(zero: int | None) -> None:
-    """Refuse a stage that is not there, and any without DeepSpeed."""
+    """Refuse an unknown ZeRO stage, and any stage without DeepSpeed."""
     if zero not in (None, 1, 2):
         raise RunError(f"--zero {zero}: there are 1 and 2; a student is too small for 3")
     if zero is not None and find_spec("deepspeed") is None:
@@ -168,7 +168,7 @@ def check_zero(zero: int | None) -> None:
 def describe(
     asked: Launch, preset: Hardware | None, added: list[str], layout: Layout, config: RunConfig
 ) -> Iterator[str]:
-    """Yield what will run, in lines; RunError where it could not."""
+    """Yield lines that describe the run; RunError if it cannot run."""
     world = layout.nodes * layout.processes
     config = with_defaults(config, layout.device, world)
     accumulation = accumulation_steps(config, world)
@@ -204,7 +204,7 @@ def submit(asked: Launch, layout: Layout, overrides: list[str], config: RunConfi
 
 
 def options(asked: Launch, layout: Layout, overrides: list[str]) -> list[str]:
-    """Return what `distil launch` was asked for besides the config and the nodes."""
+    """Return the arguments of `distil launch` without the config and the nodes."""
     arguments = command.pretrain(asked.config, overrides, asked.stop_after, asked.skip_rows)[2:]
     arguments += ["--gpus", str(layout.processes)]
     for option, value in (
@@ -221,7 +221,7 @@ def options(asked: Launch, layout: Layout, overrides: list[str]) -> list[str]:
 
 
 def with_fewer_nodes(asked: Launch, layout: Layout, overrides: list[str], came: int) -> str:
-    """Return how to go on with the nodes that `came` to the first; 0 if another must know."""
+    """Return advice on how to continue with the nodes that joined; `came` is 0 if unknown."""
     if not came:
         return (
             "if a node is gone for good, the first node shows how to go on without it; if the "
@@ -240,7 +240,7 @@ def with_fewer_nodes(asked: Launch, layout: Layout, overrides: list[str], came: 
 
 
 def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
-    """Return the head, and the nodes to give a command for: this one, or all in a dry run."""
+    """Return the head and the ranks of the nodes to start: this one, or all in a dry run."""
     ranks = range(asked.nodes)
     environment = os.environ
     found = re.fullmatch(r"(\[[^]]+\]|[^:]+)(?::([0-9]+))?", asked.head or "")
@@ -274,7 +274,7 @@ def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
 
 
 def check_private(head: Head, *, here: bool) -> None:
-    """Refuse a head at which the whole internet could take part in the run.
+    """Refuse a public address as head: anyone who reaches it could execute code in the run.
 
     Args:
         head: where the nodes meet.
@@ -305,7 +305,7 @@ def check_private(head: Head, *, here: bool) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of the hosts in Slurm's list, such as gpu[01-04]."""
+    """Return the first host of Slurm's list, such as gpu[01-04]."""
     try:
         argv = ["scontrol", "show", "hostnames", nodes]
         names = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split()
@@ -315,8 +315,7 @@ def first_host(nodes: str) -> str:
 
 
 def launch_id(head: Head | None) -> str:
-    """Return a name for this launch, the same on all nodes that meet at `head`, else of this one
-    alone."""
+    """Return a name for this launch, the same on all nodes that meet at `head`."""
     slurm = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
     names = [".".join(os.environ.get(name, "0") for name in slurm)]
     if slurm[0] not in os.environ:

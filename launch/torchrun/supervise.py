@@ -1,7 +1,7 @@
-"""Runs torchrun until a run has ended: one cause on the screen, restarts, an honest exit code.
+"""Run torchrun until a run has ended; show one cause of a failure, restart, return an exit code.
 
-torchrun alone returns 1 however its ranks end, shows the tracebacks of all of them at once, waits
-for a stopped rank for ever and listens on every network interface.
+torchrun alone returns 1 however its ranks end, shows the tracebacks of all ranks at once, waits
+forever for a stopped rank and listens on every network interface.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pretrain.checkpoint.layout import checkpoints
 from pretrain.monitor.heartbeat import SUPERVISOR
 from pretrain.monitor.status import LAUNCH, read_status
 
-_SAME = 3  # ends at one step that stop a run
+_SAME = 3  # failures at one step after which a restart is useless
 _LONGEST = 60  # seconds between restarts
 _OWNER = "owner.json"  # in the scratch folder: the process that made it
 _SOCKET = len("/torch-shm-dir-123456/manager.sock")  # the longest that a rank makes in TMPDIR
@@ -48,23 +48,24 @@ def supervise(
     waiting: str = "",
     fewer: Callable[[int], str] = str,
 ) -> int:
-    """Start torchrun, watch its ranks, start it again after a crash; returns the exit code.
+    """Start torchrun, watch its ranks, restart it after a crash; return the exit code.
 
-    0: done; 2, 3: a rank said so; 75: stopped by a signal, with a new checkpoint or before there
-    was anything to save; else 1. Logs are written to OUTPUT/logs/LAUNCH_ID/attempt-N. Nothing that
-    it started is left when it returns.
+    The code is 0 when the run is done; 2 or 3 if a rank returned that; 75 if a signal stopped the
+    run, with a new checkpoint or before there was anything to save; else 1. Logs are written to
+    OUTPUT/logs/LAUNCH_ID/attempt-N. All processes it started have ended when it returns.
 
     Args:
         argv: python ENTRY torch.distributed.run OPTIONS ENTRY MODULE ...; if `loopback`, without
             options of the rendezvous.
         output: the folder of the run, where `exit_status.json` is.
-        launch_id: names this launch, the same on all its nodes.
-        timeout: seconds after which a silent rank is taken for hung; of collectives, too.
-        grace: seconds from a signal to the end of all.
+        launch_id: name of this launch, the same on all its nodes.
+        timeout: seconds after which a silent rank counts as hung; also the limit of collectives.
+        grace: seconds from a signal until all processes are killed.
         max_restarts: how often torchrun may be started again.
         loopback: keep all connections on this machine, for a run on one node.
-        waiting: said at each start of a run on several nodes: for what it waits, and how long.
-        fewer: how to go on with the nodes that have come, so many, or 0 if that is not known.
+        waiting: line to show at each start of a run on several nodes.
+        fewer: function from the number of nodes that joined (0: unknown) to the advice on how to
+            continue with them.
     """
     environment = {
         SUPERVISOR: str(os.getpid()),
@@ -73,9 +74,9 @@ def supervise(
     }
     steps: list[int] = []
     found = _newest(output)
-    _sweep()
-    with _noted() as signals, _scratch() as scratch:
-        environment |= _temporary_files(scratch)
+    _remove_abandoned()
+    with _record_signals() as signals, _scratch() as (scratch, temporary):
+        environment |= temporary
         for number in count(1):
             host = "" if loopback else socket.gethostname()
             logs = _new_folder(output / "logs" / launch_id, host)
@@ -122,8 +123,11 @@ def supervise(
                 f"restart {number} of {max_restarts} in {seconds} s, after an end at step "
                 f"{steps[-1]}: {ended.cause.line}"
             )
-            if _signalled(seconds, signals):
-                return 75
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                time.sleep(0.1)
+                if signals:
+                    return 75
     raise AssertionError
 
 
@@ -133,7 +137,7 @@ def _newest(output: Path) -> int:
 
 
 def _new_folder(root: Path, host: str) -> Path:
-    """attempt-1 (-HOST), or the next that is not there: a launch's name may come again."""
+    """Make attempt-1 (-HOST), or the next number: a launch's name may be used again."""
     for number in count(1):
         folder = root / "-".join(filter(None, [f"attempt-{number}", host]))
         with suppress(FileExistsError):
@@ -143,18 +147,29 @@ def _new_folder(root: Path, host: str) -> Path:
 
 
 @contextmanager
-def _scratch() -> Iterator[Path]:
-    """Make a folder for this user alone, with the name of its owner, removed at the end."""
+def _scratch() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Make a temporary folder for this user alone; yield it and the environment that uses it.
+
+    As TMPDIR it also collects the files that killed ranks leave, and takes them with it.
+    """
     with TemporaryDirectory(prefix="distil-", ignore_cleanup_errors=True) as name:
-        (Path(name) / _OWNER).write_text(json.dumps(asdict(this_process())), encoding="utf-8")
-        yield Path(name)
+        scratch, environment = Path(name), {}
+        (scratch / _OWNER).write_text(json.dumps(asdict(this_process())), encoding="utf-8")
+        if len(os.fsencode(scratch)) + _SOCKET <= _LONGEST_SOCKET:
+            environment["TMPDIR"] = name
+            with suppress(KeyError, OSError):  # a user without a name
+                # The next launch finds what torch compiled in this one.
+                compiled = str(Path(gettempdir()) / f"torchinductor_{getuser()}")
+                cache = "TORCHINDUCTOR_CACHE_DIR"
+                environment[cache] = os.environ.get(cache, compiled)
+        yield scratch, environment
 
 
-def _sweep() -> None:
+def _remove_abandoned() -> None:
     """Remove the scratch folders of this user's supervisors that were killed on this machine.
 
-    Only what is provably one: a folder that nobody else can write to, with the name of a process of
-    this boot and pid namespace that has ended. All else that is called distil-* stays.
+    A folder is removed only if nobody else can write to it and it names a process of this boot and
+    pid namespace that has ended. Everything else that is called distil-* stays.
     """
     here = this_process().machine
     for folder in Path(gettempdir()).glob("distil-*"):
@@ -169,28 +184,15 @@ def _sweep() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _temporary_files(scratch: Path) -> dict[str, str]:
-    """Return the environment with which what killed ranks leave in TMPDIR goes with `scratch`."""
-    if len(os.fsencode(scratch)) + _SOCKET > _LONGEST_SOCKET:
-        return {}
-    environment = {"TMPDIR": str(scratch)}
-    with suppress(KeyError, OSError):  # a user without a name
-        # Where torch keeps what it compiled, for the next launch.
-        compiled = str(Path(gettempdir()) / f"torchinductor_{getuser()}")
-        name = "TORCHINDUCTOR_CACHE_DIR"
-        environment[name] = os.environ.get(name, compiled)
-    return environment
-
-
 def exit_code(ended: Ended, said: int | None, *, stopped: bool, saved: bool) -> int:
-    """Return what an end means to whoever started the run.
+    """Return the exit code of the launch after an attempt.
 
     Args:
         ended: the attempt.
-        said: what the ranks have written to `exit_status.json`; None if nothing.
-        stopped: a signal came.
+        said: the exit code in `exit_status.json`, written by the ranks; None without one.
+        stopped: a signal was received.
         saved: a checkpoint was written since the start. A run that is killed without one would be
-            queued again and again, and never get anywhere.
+            queued again and again without progress.
     """
     if said == 75 or ended.code == 0:
         return 75 if said == 75 else 0
@@ -204,7 +206,7 @@ def exit_code(ended: Ended, said: int | None, *, stopped: bool, saved: bool) -> 
 
 
 def may_restart(steps: Sequence[int], max_restarts: int) -> bool:
-    """Return whether to start again after ends at these steps; says so if not."""
+    """Return whether to restart after failures at these steps; print the reason if not."""
     if max_restarts and len(steps) >= _SAME and len(set(steps[-_SAME:])) == 1:
         say(f"the last {_SAME} attempts all ended at step {steps[-1]}: it would happen again")
         return False
@@ -214,13 +216,13 @@ def may_restart(steps: Sequence[int], max_restarts: int) -> bool:
 
 
 def show(cause: Cause, code: int, logs: Path, error: str) -> None:
-    """The cause on the screen; one line if it is the user's to mend.
+    """Print the cause; a single line if the user can fix it (codes 2 and 3).
 
     Args:
-        cause: found on this machine.
+        cause: the cause found on this machine.
         code: the exit code.
-        logs: where the ranks' logs lie.
-        error: in `exit_status.json`, perhaps of another node's rank.
+        logs: the folder of the ranks' logs.
+        error: the message in `exit_status.json`, perhaps from a rank on another node.
     """
     if code in (2, 3):
         say(f"error: {cause.line if cause.exit_code == code else error}")
@@ -232,14 +234,14 @@ def show(cause: Cause, code: int, logs: Path, error: str) -> None:
 
 
 @contextmanager
-def _noted() -> Iterator[list[float]]:
-    """Signals are noted, with their times, in the list given."""
+def _record_signals() -> Iterator[list[float]]:
+    """Yield a list to which the time of each stop signal is appended."""
     received: list[float] = []
 
     def note(number: int, frame: object) -> None:
         received.append(time.monotonic())
 
-    # A supervisor that is stopped sees neither failures nor signals, while its ranks go on.
+    # A supervisor that Ctrl-Z stops sees neither failures nor signals, while its ranks go on.
     before = {signal.SIGTSTP: signal.signal(signal.SIGTSTP, signal.SIG_IGN)}
     before |= {number: signal.getsignal(number) for number in _SIGNALS}
     try:
@@ -250,11 +252,3 @@ def _noted() -> Iterator[list[float]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _signalled(seconds: float, signals: Sequence[float]) -> bool:
-    """Wait; True as soon as there is a signal."""
-    end = time.monotonic() + seconds
-    while not signals and time.monotonic() < end:
-        time.sleep(0.1)
-    return bool(signals)

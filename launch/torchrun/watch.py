@@ -1,4 +1,4 @@
-"""What can be seen of the ranks on this machine, and who of them is the cause of an end."""
+"""Observe the ranks on this machine, and find the one that caused a failure."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from launch.torchrun import failures
 from launch.torchrun.failures import WAITED, Failure, earliest, hint, timed_out
 from launch.torchrun.rank import SHOWN, log_file
 
-# Phases of a step, in which a rank that does not move hangs. "data" has a limit from the start; the
-# others, of which the first may compile, once one was seen to end.
+# Phases of a step in which a rank can hang. "data" has a limit from the start. The others get one
+# after a rank has left them once, because the first forward and update may compile for minutes.
 _STEP = ("data", "counts", "forward", "update")
 _TIMES = 10  # longer than the longest stay in this phase so far
 _MET = re.compile(r"waiting for clients\. (\d+)/(\d+) clients joined")
 
-# torchrun's own word on which of its processes ended first.
+# torchrun's own message about which of its processes ended first.
 _FIRST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 _CRASH = re.compile(r"^(Fatal Python error|terminate called|Stack \(most recent)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank, as it last told."""
+    """Hold the last heartbeat of a rank."""
 
     rank: int
     pid: int
     host: str
     step: int
     phase: str
-    background: str  # what its thread that writes checkpoints is at
+    background: str  # phase of the thread that writes checkpoints
     beat: int
     closed: bool
 
     @property
     def name(self) -> str:
-        """Return which rank, and where it runs."""
+        """Return the rank with its host and pid."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     @property
     def place(self) -> str:
-        """Return where in the run it was."""
+        """Return the step and phase."""
         return f"step {self.step} ({', '.join(filter(None, [self.phase, self.background]))})"
 
     @property
     def alive(self) -> bool:
-        """Return whether its process runs or is stopped."""
+        """Return True if its process exists, running or stopped."""
         try:
             return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -61,7 +61,7 @@ class Beat:
 
 @dataclass
 class Watch:
-    """The ranks as last looked at."""
+    """Hold the state of all ranks at the last look."""
 
     folder: Path  # of heartbeats
     logs: Path
@@ -69,16 +69,16 @@ class Watch:
     silence: dict[int, float] = field(default_factory=dict)  # seconds without a new beat
     stood: dict[int, float] = field(default_factory=dict)  # seconds at one step and phase
     longest: dict[str, float] = field(default_factory=dict)  # seconds that a rank was in a phase
-    stuck: list[Beat] = field(default_factory=list)  # as `standing` when the supervisor gave up
-    left: list[Beat] = field(default_factory=list)  # as `awaited` at the first failure
-    stopped: dict[int, str] = field(default_factory=dict)  # a rank's loader workers
-    gone: dict[int, Beat] = field(default_factory=dict)  # in this order
+    stuck: list[Beat] = field(default_factory=list)  # `standing` when the supervisor gave up
+    left: list[Beat] = field(default_factory=list)  # `awaited` at the first failure
+    stopped: dict[int, str] = field(default_factory=dict)  # stopped loader workers, in words
+    gone: dict[int, Beat] = field(default_factory=dict)  # ended processes, in order
     failed: dict[int, Failure] = field(default_factory=dict)
     shown: int | None = None  # the rank whose output is on the screen
     last: float = field(default_factory=time.monotonic)
 
     def look(self) -> None:
-        """Read heartbeats and failures, and ask after the processes."""
+        """Read heartbeats and failures, and check which processes are alive."""
         now = time.monotonic()
         elapsed, self.last = min(now - self.last, 1.0), now  # this process may have been stopped
         dead = [rank for rank, beat in self.beats.items() if not beat.alive]
@@ -99,18 +99,18 @@ class Watch:
         if self.shown is None:
             with suppress(OSError, ValueError):  # not there yet
                 self.shown = int((self.folder / SHOWN).read_text())
-        for rank in dead:  # before the last word was read
+        for rank in dead:  # only now: their last heartbeat has been read
             self.gone.setdefault(rank, self.beats[rank])
 
     @property
     def lost(self) -> list[Beat]:
-        """Ranks that are gone without a word."""
+        """Return ranks that ended without a record of a failure."""
         return [
             beat for rank, beat in self.gone.items() if not beat.closed and rank not in self.failed
         ]
 
     def silent(self, seconds: float) -> list[Beat]:
-        """Processes that are there, and have not been heard of for so long."""
+        """Return living ranks without a heartbeat for `seconds`."""
         return [
             self.beats[rank]
             for rank, silence in self.silence.items()
@@ -118,9 +118,9 @@ class Watch:
         ]
 
     def standing(self, seconds: float) -> list[Beat]:
-        """Ranks that live, and have been in one phase of a step for so long.
+        """Return living ranks that have been in one phase of a step for `seconds`.
 
-        A slow run is not cut short: a phase may take 10 times what it has taken before.
+        A slow run is not interrupted: a phase may take 10 times its longest duration so far.
         """
         return [
             beat
@@ -132,7 +132,7 @@ class Watch:
         ]
 
     def examine(self, beat: Beat) -> None:
-        """Note the loader workers of a rank that are stopped, before all are ended."""
+        """Note the stopped loader workers of a rank, before all processes are killed."""
         with suppress(psutil.Error):
             children = psutil.Process(beat.pid).children()
             pids = [str(c.pid) for c in children if c.status() == psutil.STATUS_STOPPED]
@@ -141,15 +141,15 @@ class Watch:
 
     @property
     def waiting(self) -> list[Beat]:
-        """Ranks that ended because they waited for another in vain."""
+        """Return ranks that ended because they waited too long for another."""
         raised = [rank for rank, failure in self.failed.items() if failure.waited]
-        # NCCL's watchdog lets its process say so, and aborts it.
+        # NCCL's watchdog writes that to the log and aborts the process.
         aborted = [beat for beat in self.lost if timed_out(self.last_words(beat))]
         return [self.beats[rank] for rank in raised if rank in self.beats] + aborted
 
     @property
     def awaited(self) -> list[Beat]:
-        """Ranks that are elsewhere than those that waited for them in vain."""
+        """Return ranks in another place than those that waited for them."""
         places = {(beat.step, beat.phase) for beat in self.waiting}
         return [
             beat
@@ -158,12 +158,11 @@ class Watch:
         ]
 
     def details(self, beat: Beat) -> str:
-        """Return a rank's last words, unless they are on the screen."""
+        """Return the end of a rank's log, unless it is on the screen already."""
         return "" if beat.rank == self.shown else self.last_words(beat)
 
     def last_words(self, beat: Beat) -> str:
-        """Return what a rank's log ends with, if that is a crash or the stack that it was asked
-        for."""
+        """Return the crash report or the requested stack in a rank's log; "" without one."""
         try:
             text = log_file(self.logs, beat.rank).read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -174,23 +173,23 @@ class Watch:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why an attempt ended."""
+    """Explain why an attempt ended."""
 
     line: str
     step: int
     exit_code: int = 1
     details: str = ""  # a traceback, or the end of a log
     hint: str = ""
-    nodes: int | None = None  # that came to the rendezvous, where not all did; 0 if not known
+    nodes: int | None = None  # nodes that joined, if not all did; 0 if unknown
 
 
 def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cause:
-    """Return the rank to blame, and what is known of it.
+    """Return the rank that caused the failure, and what is known about it.
 
     Args:
-        watch: the ranks before the supervisor ended any.
-        hung: the silent among them.
-        chatter: what torchrun said.
+        watch: state of the ranks before the supervisor killed any.
+        hung: silent ranks.
+        chatter: output of torchrun.
         code: torchrun's exit code; None if the supervisor killed it.
     """
     step = max((beat.step for beat in watch.beats.values()), default=0)
@@ -213,8 +212,12 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
         line += f" at {waiting.place}"
         advice = watch.stopped.get(beat.rank, WAITED)
         return Cause(line, step, details=watch.details(beat), hint=advice)
-    lost, number = _lost(watch, chatter)
-    if lost is not None:
+    # A rank without a record of its failure: the one that torchrun saw end first, if it names one.
+    found = _FIRST.search(chatter)
+    number, pid = (int(found[1]), int(found[2])) if found else (0, 0)
+    first = [b for rank, b in watch.gone.items() if b.pid == pid and rank not in watch.failed]
+    if first or watch.lost:
+        lost, number = (first[0], number) if first else (watch.lost[0], 0)
         line = f"{lost.name} ended without a word at {lost.place}: {_how(number)}"
         return Cause(
             line, lost.step, details=watch.details(lost), hint=hint(watch.last_words(lost))
@@ -230,6 +233,7 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
 
 
 def _failed(watch: Watch, failure: Failure, step: int) -> Cause:
+    """Describe the failure that a rank has recorded."""
     beat = watch.beats.get(failure.rank)
     place = beat.place if beat else "its start"
     name = f"rank {failure.rank} ({failure.host}, pid {failure.pid})"
@@ -243,18 +247,8 @@ def _failed(watch: Watch, failure: Failure, step: int) -> Cause:
     return Cause(line, step, failure.exit_code, failure.traceback.rstrip(), failure.hint)
 
 
-def _lost(watch: Watch, chatter: str) -> tuple[Beat | None, int]:
-    """Return the rank that ended first without a word, and its exit code; 0 if that is not
-    known."""
-    found = _FIRST.search(chatter)
-    code, pid = (int(found[1]), int(found[2])) if found else (0, 0)
-    for rank, beat in watch.gone.items():
-        if beat.pid == pid and rank not in watch.failed:
-            return beat, code
-    return (watch.lost[0], 0) if watch.lost else (None, 0)
-
-
 def _how(code: int) -> str:
+    """Explain the exit code of a process that left no message."""
     if code > 0:
         return f"exit code {code}"
     if code == 0:

@@ -25,7 +25,7 @@ from data_prep.disk.locks import this_process
 from launch.torchrun.attempt import Ended, Tail
 from launch.torchrun.command import ENTRY
 from launch.torchrun.rank import log_file
-from launch.torchrun.supervise import _sweep, exit_code, may_restart, supervise
+from launch.torchrun.supervise import _remove_abandoned, exit_code, may_restart, supervise
 from launch.torchrun.watch import Beat, Cause, Watch
 from pretrain.monitor.status import read_status, write_status
 
@@ -445,7 +445,7 @@ def test_only_what_a_killed_supervisor_of_this_user_left_is_removed(
     (tmp_path / "distil-link").symlink_to(tmp_path / "distil-shared")
     (tmp_path / "distil-pipe").mkdir(mode=0o700)
     os.mkfifo(tmp_path / "distil-pipe" / OWNER)  # to read it would block
-    _sweep()
+    _remove_abandoned()
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {*cases, "distil-link", "distil-pipe"} - {"distil-dead"}
     assert (tmp_path / "distil-shared" / "mine.txt").exists()
