@@ -1,4 +1,4 @@
-"""The README's commands run, in its order, beside the shipped configs; only shortened."""
+"""Run the README's commands in its order, after the demo; only shortened."""
 
 import os
 import re
@@ -7,38 +7,51 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
+
+from launch.cli import COMMANDS
 
 README = Path(__file__).parents[1] / "README.md"
 ROW_LENGTH = 32  # of configs/corpus-demo.yaml
-# The same files and the same road, but a small part of the text and a few steps.
-SHORTER = {
-    "prepare": ["sources.0.max_megabytes=0.2", "tokenizer.train.vocab_size=1000"],
-    "pretrain": ["train.max_steps=2", "evaluation.rows=8"],
-    "evaluate": ["--rows", "8"],
-}
 
 
-def test_every_command_of_the_three_jobs_runs(tmp_path: Path) -> None:
+def shortened(command: list[str]) -> list[str]:
+    """Return a command with the limits of `distil demo --quick`, whose files it continues."""
+    if command[1] == "prepare":
+        return [*command, "sources.0.max_megabytes=1"]
+    if command[1] == "evaluate":
+        return [*command, "--rows", "8"]
+    if command[1] == "pretrain":
+        command = [word for word in command if not word.startswith("train.max_steps")]
+        steps = 30 if "configs/demo-teacher.yaml" in command else 15
+        return [*command, f"train.max_steps={steps}", "evaluation.rows=64", "evaluation.every=0"]
+    return command
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_runs_after_the_demo(tmp_path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    commands = [shlex.split(line, comments=True) for line in lines]
-    ours = [command for command in commands if command[0] == "distil"]
-    assert {command[1] for command in ours} >= {"prepare", "pretrain", "export"}
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    commands = [line for line in lines if line[0] == "distil"]
+    shown = {command[1] for command in commands}
+    assert shown | {"demo"} == {command.__name__ for command in COMMANDS}
     (tmp_path / "configs").symlink_to(README.with_name("configs"))
-    environment = {**os.environ, "PYTHONPATH": str(README.parent), "HF_HUB_OFFLINE": "1"}
-    for command in ours:
-        arguments = [*command[1:], *SHORTER.get(command[1], [])]
-        result = subprocess.run(
-            [sys.executable, "-m", "launch", *arguments],
+    demo = ["distil", "demo", "--quick", "--output", "runs/demo"]
+    results = {}
+    for command in [demo, *map(shortened, commands)]:
+        results[" ".join(command[1:3])] = result = subprocess.run(
+            [sys.executable, "-m", "launch", *command[1:]],
             cwd=tmp_path,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": str(README.parent), "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
             timeout=300,
         )
         assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
-    assert (tmp_path / "exported" / "my-distilbert" / "model.safetensors").is_file()
+    for finished in ("prepare configs/corpus-demo.yaml", "pretrain configs/demo-teacher.yaml"):
+        assert "up to date" in results[finished].stdout
+    assert (tmp_path / "exported" / "student" / "model.safetensors").is_file()
 
 
 def test_the_demo_has_steps_for_five_minutes_on_the_slower_machine() -> None:
