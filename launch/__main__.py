@@ -1,4 +1,4 @@
-"""`python -m launch` is `distil`, for torchrun."""
+"""Run `distil` as `python -m launch`, for torchrun."""
 
 from launch.cli import main
 

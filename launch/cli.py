@@ -20,6 +20,8 @@ from launch.commands.prepare import prepare
 from launch.commands.pretrain import pretrain
 from launch.commands.replay import replay
 from launch.commands.verify import verify
+from pretrain.environment import HEARTBEATS
+from pretrain.exit_codes import ExitCode
 
 app = typer.Typer(
     name="distil",
@@ -61,9 +63,9 @@ def main() -> None:
 
         code, text = verdict(error)
         record(error, code, text)  # where a supervisor started this rank
-        if debug or code == 1:
+        if debug or code == ExitCode.BUG:
             complain(traceback.format_exc().rstrip())
-        if code in (2, 3):
+        if code in (ExitCode.MISTAKE, ExitCode.NOT_FINITE):
             complain(f"error: {text}")
         end(code)
 
@@ -75,7 +77,7 @@ def end(code: int) -> NoReturn:
     (torch 2.13, Python 3.11: about one run in fifty).
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if alone or "DISTIL_HEARTBEATS" in os.environ:  # `launch.torchrun.rank` ends the rank itself
+    if alone or HEARTBEATS in os.environ:  # `launch.torchrun.rank` ends the rank itself
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

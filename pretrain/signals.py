@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-STOPPED = 75  # the exit code: the same command starts or continues the run
+from pretrain.exit_codes import ExitCode
+
 _EARLY = b"stopped before training had begun; the same command starts it\n"
 
 
@@ -57,7 +58,7 @@ def end_on_signal() -> Iterator[None]:
 
     def end(number: int, frame: object) -> None:
         _say_early()
-        os._exit(STOPPED)
+        os._exit(ExitCode.REQUEUE)
 
     with _handled_by(end):
         yield
@@ -77,8 +78,8 @@ def stop_on_signal() -> Iterator[Signals]:
         if not received.saves:
             _say_early()
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                os._exit(STOPPED)
-            raise SystemExit(STOPPED)
+                os._exit(ExitCode.REQUEUE)
+            raise SystemExit(ExitCode.REQUEUE)
         if number == signal.SIGINT:  # a scheduler repeats itself, a person means it
             signal.signal(number, signal.default_int_handler)
         received.interrupt()

@@ -23,6 +23,7 @@ from pretrain.distributed.processes import (
     timeout,
 )
 from pretrain.evaluate import evaluate
+from pretrain.exit_codes import ExitCode
 from pretrain.files import write_json
 from pretrain.inputs import gather
 from pretrain.monitor.heartbeat import Heartbeat
@@ -225,7 +226,7 @@ def _told(run: Run) -> Iterator[None]:
         run.heartbeat.at(
             run.state.step, "end"
         )  # not after an error: its place is what matters then
-        code = 75 if run.ended == "interrupted" else 0
+        code = ExitCode.REQUEUE if run.ended == "interrupted" else ExitCode.DONE
     except Busy:
         ours = False
         raise

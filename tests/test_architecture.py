@@ -101,6 +101,14 @@ def test_only_launch_reads_yaml() -> None:
     assert readers == [Path("launch/config.py")]
 
 
+def test_environment_variables_are_named_in_one_table() -> None:
+    for package in INSTALLED:
+        for file in modules(package):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and str(node.value).startswith("DISTIL_"):
+                    assert file == ROOT / "pretrain" / "environment.py", f"{file}:{node.lineno}"
+
+
 def test_no_call_needs_a_later_patch_release_than_the_oldest() -> None:
     """mypy checks the rest: it knows Python 3.10, but not the releases within it."""
     for package in (*PACKAGES, "tests"):

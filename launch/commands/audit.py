@@ -1,4 +1,4 @@
-"""`distil audit`: find the documents of a row, or the rows of a document."""
+"""Implement `distil audit`: find the documents of a row, or the rows of a document."""
 
 from __future__ import annotations
 

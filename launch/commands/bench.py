@@ -1,4 +1,4 @@
-"""`distil bench`: time our step next to the baseline."""
+"""Implement `distil bench`: time our step next to the baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distil demo`: run every stage on text that is installed here, and print one table."""
+"""Implement `distil demo`: run every stage on text that is installed here, and print one table."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def _train_and_export(config: str, output: Path, name: str, overrides: list[str]
     """Train or resume one run and export it; return whether anything was new."""
     from launch.config import config_line, load_config
     from pretrain.config import RunConfig
+    from pretrain.exit_codes import ExitCode
     from pretrain.export.export import export
-    from pretrain.signals import STOPPED
     from pretrain.train import train
 
     shipped = Path(f"shipped:{config}")
@@ -138,7 +138,7 @@ def _train_and_export(config: str, output: Path, name: str, overrides: list[str]
         outcome = train(settings, progress=progress)
     if outcome.ended == "interrupted":
         show([f"interrupted at step {outcome.step}; the same command continues"])
-        raise typer.Exit(STOPPED)
+        raise typer.Exit(ExitCode.REQUEUE)
     exported = output / f"{name}-export"
     if outcome.ended == "up to date" and exported.exists():
         show([f"{settings.output}: up to date, step {outcome.step}"])

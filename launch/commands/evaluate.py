@@ -1,4 +1,4 @@
-"""`distil evaluate`: measure a model on validation rows."""
+"""Implement `distil evaluate`: measure a model on validation rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def evaluate(
     model: Annotated[Path, typer.Argument(help="A run, or a folder with a model.")],
     shards: Shards,
     teacher: Annotated[str | None, typer.Option(help="A folder or hub name.")] = None,
-    rows: Annotated[int, typer.Option(help="Held-out rows.", min=1)] = 1024,
+    rows: Annotated[int, typer.Option(help="Validation rows.", min=1)] = 1024,
 ) -> None:
-    """Masked accuracy on held-out rows, next to the best constant answer and the teacher.
+    """Measure masked accuracy on validation rows, next to the best constant guess and the teacher.
 
     Example: distil evaluate runs/demo/student runs/demo/shards --teacher runs/demo/teacher-export
     """

@@ -1,4 +1,4 @@
-"""`distil export`: write a checkpoint for transformers."""
+"""Implement `distil export`: write a checkpoint for transformers."""
 
 from __future__ import annotations
 

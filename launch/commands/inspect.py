@@ -1,4 +1,4 @@
-"""`distil inspect`: show what a prepared corpus holds."""
+"""Implement `distil inspect`: show what a prepared corpus holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distil launch`: start several processes under a supervisor, or submit to Slurm."""
+"""Implement `distil launch`: start several processes under a supervisor, or submit to Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distil prepare`: turn a corpus into packed shards."""
+"""Implement `distil prepare`: turn a corpus into packed shards."""
 
 from __future__ import annotations
 

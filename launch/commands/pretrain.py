@@ -1,4 +1,4 @@
-"""`distil pretrain`: train in this process, or as one rank of torchrun."""
+"""Implement `distil pretrain`: train in this process, or as one rank of torchrun."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import typer
 
 from launch.commands import Config, Overrides, SkipRows, StopAfter, parse_rows, quiet
 from launch.console import Training, keep_going, show
-from pretrain.signals import STOPPED, end_on_signal
+from pretrain.exit_codes import ExitCode
+from pretrain.signals import end_on_signal
 
 
 def pretrain(
@@ -50,4 +51,4 @@ def pretrain(
         }
         show([lines[outcome.ended]])
     if outcome.ended == "interrupted":
-        raise typer.Exit(STOPPED)
+        raise typer.Exit(ExitCode.REQUEUE)

@@ -1,4 +1,4 @@
-"""`distil replay`: show the rows and masks of a step."""
+"""Implement `distil replay`: show the rows and masks of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distil verify`: check a prepared corpus."""
+"""Implement `distil verify`: check a prepared corpus."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ import psutil
 from data_prep.messages import complain
 from launch.torchrun import failures
 from launch.torchrun.command import ENTRY
-from launch.torchrun.rank import LOGS, STACK, log_file
+from launch.torchrun.rank import STACK, log_file
 from launch.torchrun.watch import Beat, Cause, Watch, cause
-from pretrain.monitor.heartbeat import FOLDER, STORE
+from pretrain.environment import HEARTBEATS, LOGS, STORE
 
 _POLL = 0.1  # seconds
 _PATIENCE = 5.0  # seconds from the first failure to the end of all
@@ -70,7 +70,7 @@ def attempt(
     with (logs / name).open("wb") as chatter:
         torchrun = subprocess.Popen(
             command,
-            env={**os.environ, **environment, **here, FOLDER: str(folder), LOGS: str(logs)},
+            env={**os.environ, **environment, **here, HEARTBEATS: str(folder), LOGS: str(logs)},
             stdin=subprocess.DEVNULL,
             stdout=chatter,
             stderr=chatter,
@@ -176,7 +176,7 @@ def _started(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.environ().get(FOLDER) == str(folder):
+            if process.environ().get(HEARTBEATS) == str(folder):
                 found.append(process)
     return found
 

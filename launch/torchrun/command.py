@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.torchrun.hardware import Device
+from pretrain.environment import TIMEOUT
 
 # SIGUSR1 is what Slurm is told to send before a time limit; by default it would end torchrun and
 # leave the ranks behind.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 PORT = 29500
-LAUNCH = Path(__file__).parents[1]
+FOLDER = Path(__file__).parents[1]
 ENTRY = str(Path(__file__).with_name("entry.py"))  # runs the module that follows it
 LATE = 30  # seconds by which one node may start its processes later than another
 
@@ -78,7 +79,7 @@ def environment(
     layout: Layout, zero: int | None, *, timeout: float, cores: int, given: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the variables to set for the ranks, in addition to the `given` environment."""
-    values = {"DISTIL_TIMEOUT": f"{timeout:g}"}
+    values = {TIMEOUT: f"{timeout:g}"}
     if layout.device == "cpu":
         threads = str(max(1, cores // layout.processes))
         values["CUDA_VISIBLE_DEVICES"] = ""
@@ -87,7 +88,7 @@ def environment(
             values["ACCELERATE_USE_CPU"] = "true"
     if zero is not None:
         values["ACCELERATE_USE_DEEPSPEED"] = "true"
-        file = LAUNCH / "deepspeed" / f"zero{zero}.json"
+        file = FOLDER / "deepspeed" / f"zero{zero}.json"
         values["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(file)
         if layout.device == "cpu":
             values["DS_ACCELERATOR"] = "cpu"
@@ -104,7 +105,7 @@ def sbatch(layout: Layout, config: Path, arguments: Sequence[str]) -> list[str]:
         f"--nodes={layout.nodes}",
         *([f"--gpus-per-node={layout.processes}"] if gpus else []),
         f"--cpus-per-task={cores}",
-        str(LAUNCH / "slurm" / "pretrain.sbatch"),
+        str(FOLDER / "slurm" / "pretrain.sbatch"),
         *(str(config), *arguments),
     ]
 

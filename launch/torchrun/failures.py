@@ -14,7 +14,8 @@ from pathlib import Path
 
 from data_prep.disk.credentials import masked
 from pretrain.device.memory import OUT_OF_MEMORY
-from pretrain.monitor.heartbeat import FOLDER
+from pretrain.environment import HEARTBEATS, TIMEOUT
+from pretrain.exit_codes import ExitCode
 
 # Errors that a rank gets when another rank has ended, hangs or never joined.
 _CONNECTION = re.compile(
@@ -30,7 +31,7 @@ _TIMEOUT = re.compile(
 )
 WAITED = (
     "a collective operation waited for longer than the timeout: a rank hangs or is slow; --timeout "
-    "(DISTIL_TIMEOUT) gives it longer"
+    f"({TIMEOUT}) gives it longer"
 )
 _HINTS = {
     f"(?i:{OUT_OF_MEMORY})": "out of memory: a smaller "
@@ -58,12 +59,12 @@ class Failure:
     @property
     def waited(self) -> bool:
         """Return True if it waited too long for another rank."""
-        return self.exit_code == 1 and timed_out(self.message)
+        return self.exit_code == ExitCode.BUG and timed_out(self.message)
 
     @property
     def follows(self) -> bool:
         """Return True if another rank's failure is the likely cause, or if there is no message."""
-        lost = self.exit_code == 1 and bool(_CONNECTION.search(self.message))
+        lost = self.exit_code == ExitCode.BUG and bool(_CONNECTION.search(self.message))
         return lost or self.waited or not self.message
 
     @property
@@ -92,7 +93,7 @@ def record(error: BaseException, code: int, text: str) -> None:
 
     Do nothing without a supervisor. Call this before the error is printed.
     """
-    folder, rank = os.environ.get(FOLDER), os.environ.get("RANK", "")
+    folder, rank = os.environ.get(HEARTBEATS), os.environ.get("RANK", "")
     if not folder or not rank.isdecimal() or _path(Path(folder), int(rank)).exists():
         return
     failure = Failure(
@@ -104,7 +105,9 @@ def record(error: BaseException, code: int, text: str) -> None:
         type=type(error).__name__,
         message=masked(text),
         # A user's mistake needs none, and `masked` could miss parts of a URL in it.
-        traceback="" if code == 2 else masked("".join(traceback.format_exception(error))),
+        traceback=""
+        if code == ExitCode.MISTAKE
+        else masked("".join(traceback.format_exception(error))),
         log_size=os.fstat(1).st_size,
     )
     path = _path(Path(folder), failure.rank)

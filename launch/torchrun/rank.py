@@ -18,9 +18,10 @@ from pathlib import Path
 from data_prep.disk.credentials import masked
 from launch.console import tolerant
 from launch.torchrun import failures
-from pretrain.monitor.heartbeat import FOLDER, STORE, Heartbeat
+from pretrain.environment import HEARTBEATS, LOGS, STORE
+from pretrain.exit_codes import ExitCode
+from pretrain.monitor.heartbeat import Heartbeat
 
-LOGS = "DISTIL_LOGS"  # environment: the folder of this attempt's logs
 STACK = signal.SIGUSR2  # a rank that receives it writes its stack to its log
 SHOWN = "shown"  # in the heartbeats' folder: the rank whose output the supervisor shows
 
@@ -40,7 +41,7 @@ def main() -> None:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
     if os.environ["LOCAL_RANK"] == "0":
-        (Path(os.environ[FOLDER]) / SHOWN).write_text(str(rank))
+        (Path(os.environ[HEARTBEATS]) / SHOWN).write_text(str(rank))
     faulthandler.enable()  # a crash in native code shows where
     faulthandler.register(STACK, all_threads=False)
     heartbeat = Heartbeat.from_environment(rank)
@@ -50,10 +51,10 @@ def main() -> None:
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
-        if code not in (0, 75):
+        if code not in (ExitCode.DONE, ExitCode.REQUEUE):
             failures.record(stop, code, "")
     except BaseException as error:
-        failures.record(error, 1, f"{type(error).__name__}: {error}")
+        failures.record(error, ExitCode.BUG, f"{type(error).__name__}: {error}")
         print(masked(traceback.format_exc()), file=sys.stderr)
         code = 1
     heartbeat.close()

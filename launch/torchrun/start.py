@@ -33,6 +33,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.device.precision import with_defaults
 from pretrain.distributed.processes import timeout
+from pretrain.exit_codes import ExitCode
 from pretrain.inputs import accumulation_steps
 from pretrain.output import check_output
 
@@ -100,7 +101,7 @@ def start(asked: Launch) -> int:
         argv = command.torchrun(layout, options, arguments, grace=asked.grace)
         print(printable(command.shell_line(environment, argv)), flush=True)
     if asked.dry_run:
-        return 0
+        return ExitCode.DONE
     load_manifest(config.shards)
     # The first rank would report this too, but half a minute later.
     refuse_if_held(config.output, "pretrain", who="distil pretrain")
@@ -195,12 +196,13 @@ def submit(asked: Launch, layout: Layout, overrides: list[str], config: RunConfi
     argv = command.sbatch(layout, asked.config, options(asked, layout, overrides))
     print(printable(command.shell_line({}, argv)), flush=True)
     if asked.dry_run:
-        return 0
+        return ExitCode.DONE
     for program, place in (("sbatch", "on the cluster"), ("distil", "in its environment")):
         if shutil.which(program) is None:
             raise RunError(f"--slurm: {program} is not on PATH: run this command {place}")
     load_manifest(config.shards)
-    return 2 if subprocess.run(argv, check=False).returncode else 0
+    failed = subprocess.run(argv, check=False).returncode
+    return ExitCode.MISTAKE if failed else ExitCode.DONE
 
 
 def options(asked: Launch, layout: Layout, overrides: list[str]) -> list[str]:

@@ -25,8 +25,9 @@ from data_prep.disk.locks import is_alive, parsed, this_process
 from launch.torchrun.attempt import Ended, attempt, say
 from launch.torchrun.watch import Cause
 from pretrain.checkpoint.layout import checkpoints
-from pretrain.monitor.heartbeat import SUPERVISOR
-from pretrain.monitor.status import LAUNCH, read_status
+from pretrain.environment import LAUNCH, SUPERVISOR, TIMEOUT
+from pretrain.exit_codes import ExitCode
+from pretrain.monitor.status import read_status
 
 _SAME = 3  # failures at one step after which a restart is useless
 _LONGEST = 60  # seconds between restarts
@@ -70,7 +71,7 @@ def supervise(
     environment = {
         SUPERVISOR: str(os.getpid()),
         LAUNCH: launch_id,
-        "DISTIL_TIMEOUT": f"{timeout:g}",
+        TIMEOUT: f"{timeout:g}",
     }
     steps: list[int] = []
     found = _newest(output)
@@ -101,13 +102,13 @@ def supervise(
             newest = _newest(output)
             saved = newest != found
             code = exit_code(ended, status.get("exit_code"), stopped=bool(signals), saved=saved)
-            if ended.forced and code in (1, 75) and not status:
+            if ended.forced and code in (ExitCode.BUG, ExitCode.REQUEUE) and not status:
                 say(f"killed before it had saved; the same command goes on after step {newest}")
-                if code == 1:
+                if code == ExitCode.BUG:
                     say("no checkpoint was written since the start: give --grace longer")
-            elif code == 75 and not status:
+            elif code == ExitCode.REQUEUE and not status:
                 say("stopped before training had begun; the same command starts it")
-            if code in (0, 75):
+            if code in (ExitCode.DONE, ExitCode.REQUEUE):
                 return code
             if ended.forced and not ended.failed:  # torchrun would name the ranks killed here
                 say(f"logs: {logs / 'rank-*.log'}")
@@ -116,7 +117,7 @@ def supervise(
             if ended.cause.nodes is not None:
                 say(fewer(ended.cause.nodes))
             steps.append(ended.cause.step)
-            if code != 1 or signals or not may_restart(steps, max_restarts):
+            if code != ExitCode.BUG or signals or not may_restart(steps, max_restarts):
                 return code
             seconds = min(2 ** (number - 1), _LONGEST)
             say(
@@ -127,7 +128,7 @@ def supervise(
             while time.monotonic() < end:
                 time.sleep(0.1)
                 if signals:
-                    return 75
+                    return ExitCode.REQUEUE
     raise AssertionError
 
 
@@ -194,14 +195,16 @@ def exit_code(ended: Ended, said: int | None, *, stopped: bool, saved: bool) -> 
         saved: a checkpoint was written since the start. A run that is killed without one would be
             queued again and again without progress.
     """
-    if said == 75 or ended.code == 0:
-        return 75 if said == 75 else 0
-    if not ended.failed and said == 0:
-        return 0
-    if stopped and ended.cause.exit_code == 1 and (ended.forced or not ended.failed):
-        return 75 if saved or not ended.forced else 1  # or before there was anything to save
-    if ended.cause.exit_code == 1 and said in (2, 3):
-        return said  # of another node's rank
+    if said == ExitCode.REQUEUE:
+        return ExitCode.REQUEUE
+    if ended.code == 0 or (not ended.failed and said == ExitCode.DONE):
+        return ExitCode.DONE
+    unexplained = ended.cause.exit_code == ExitCode.BUG
+    if stopped and unexplained and (ended.forced or not ended.failed):
+        # Not forced: the signal came before there was anything to save.
+        return ExitCode.REQUEUE if saved or not ended.forced else ExitCode.BUG
+    if unexplained and said in (ExitCode.MISTAKE, ExitCode.NOT_FINITE):
+        return said  # from a rank on another node
     return ended.cause.exit_code
 
 
@@ -224,7 +227,7 @@ def show(cause: Cause, code: int, logs: Path, error: str) -> None:
         logs: the folder of the ranks' logs.
         error: the message in `exit_status.json`, perhaps from a rank on another node.
     """
-    if code in (2, 3):
+    if code in (ExitCode.MISTAKE, ExitCode.NOT_FINITE):
         say(f"error: {cause.line if cause.exit_code == code else error}")
         return
     for text in (cause.details, cause.line, cause.hint and f"hint: {cause.hint}"):

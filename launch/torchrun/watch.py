@@ -15,6 +15,7 @@ import psutil
 from launch.torchrun import failures
 from launch.torchrun.failures import WAITED, Failure, earliest, hint, timed_out
 from launch.torchrun.rank import SHOWN, log_file
+from pretrain.exit_codes import ExitCode
 
 # Phases of a step in which a rank can hang. "data" has a limit from the start. The others get one
 # after a rank has left them once, because the first forward and update may compile for minutes.
@@ -177,7 +178,7 @@ class Cause:
 
     line: str
     step: int
-    exit_code: int = 1
+    exit_code: int = ExitCode.BUG
     details: str = ""  # a traceback, or the end of a log
     hint: str = ""
     nodes: int | None = None  # nodes that joined, if not all did; 0 if unknown
@@ -240,7 +241,7 @@ def _failed(watch: Watch, failure: Failure, step: int) -> Cause:
     if not failure.message:
         line = f"{name} ended at {place} with exit code {failure.exit_code} and no message"
         return Cause(line, step, failure.exit_code)
-    if failure.exit_code in (2, 3):
+    if failure.exit_code in (ExitCode.MISTAKE, ExitCode.NOT_FINITE):
         return Cause(failure.message, step, failure.exit_code)
     line = f"{name} failed at {place}: {failure.message.splitlines()[0]}"
     step = beat.step if beat else step

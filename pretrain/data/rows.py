@@ -31,7 +31,7 @@ from pretrain.config import MaskingConfig
 from pretrain.data.batch import MicroBatch, micro_batch
 from pretrain.data.masking import IGNORE, Masking
 from pretrain.data.order import Order
-from pretrain.monitor.heartbeat import SUPERVISOR
+from pretrain.environment import SUPERVISOR, TIMEOUT
 from pretrain.signals import Interrupted, Signals, stop_signals
 
 _SOCKET = len("/pymp-12345678/listener-12345678")  # what a worker makes in TMPDIR
@@ -193,7 +193,7 @@ def next_rows(batches: Iterator[StepRows], signals: Signals, seconds: float) -> 
     workers = getattr(batches, "_workers", [])
     who = f"loader worker {', '.join(str(worker.pid) for worker in workers)}"
     raise RunError(
-        f"no rows for {seconds:g} s (DISTIL_TIMEOUT): {who if workers else 'this process'} is "
+        f"no rows for {seconds:g} s ({TIMEOUT}): {who if workers else 'this process'} is "
         "stopped, or the disk of the shards does not answer; run the same command again, which "
         "goes on after the newest checkpoint"
     )

@@ -20,13 +20,12 @@ from accelerate.utils import (
 )
 
 from data_prep.messages import extra
-from pretrain import RunError
+from pretrain import RunError, environment
 from pretrain.config import RunConfig
 from pretrain.data.hashing import root
 from pretrain.device.gpu import check_kernels
 from pretrain.device.precision import allow_tf32
 from pretrain.distributed.parallel import uses_deepspeed
-from pretrain.monitor.heartbeat import STORE
 from pretrain.objectives.terms import VocabularyTerm
 
 Result = TypeVar("Result")
@@ -126,10 +125,10 @@ def build_accelerator(config: RunConfig) -> Accelerator:
 
 def meeting_point() -> dict[str, Any]:
     """Return init_process_group's arguments for the supervisor's file; none if there is no file."""
-    if STORE not in os.environ:
+    if environment.STORE not in os.environ:
         return {}
     return {
-        "init_method": f"file://{os.environ[STORE]}",
+        "init_method": f"file://{os.environ[environment.STORE]}",
         "rank": int(os.environ["RANK"]),
         "world_size": int(os.environ["WORLD_SIZE"]),
     }
@@ -141,13 +140,15 @@ def timeout() -> float:
     Raises:
         RunError: it is no positive number.
     """
-    text = os.environ.get("DISTIL_TIMEOUT", str(TIMEOUT))
+    text = os.environ.get(environment.TIMEOUT, str(TIMEOUT))
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:
-        raise RunError(f"DISTIL_TIMEOUT {text}: not a number of seconds; take 300, for instance")
+        raise RunError(
+            f"{environment.TIMEOUT} {text}: not a number of seconds; take 300, for instance"
+        )
     return seconds
 
 

@@ -17,10 +17,9 @@ from typing import ClassVar
 
 import psutil
 
+from pretrain.environment import HEARTBEATS, SUPERVISOR
+
 EVERY = 0.5  # seconds
-FOLDER = "DISTIL_HEARTBEATS"  # environment: where ranks write; unset without a supervisor
-SUPERVISOR = "DISTIL_SUPERVISOR"  # environment: its pid
-STORE = "DISTIL_STORE"  # environment: the file in which a single node's ranks meet
 _RECORD = 1024  # bytes: written at once and in place, so that a reader sees one record
 
 
@@ -50,7 +49,7 @@ class Heartbeat:
     @classmethod
     def from_environment(cls, rank: int) -> Heartbeat:
         """This process's heartbeat: the one that beats already, if there is one."""
-        name = os.environ.get(FOLDER)
+        name = os.environ.get(HEARTBEATS)
         folder = Path(name) if name else None
         running = cls._running
         if running is not None and (running.rank, running._folder) == (rank, folder):

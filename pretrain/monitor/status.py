@@ -17,9 +17,10 @@ from data_prep.disk.credentials import masked
 from data_prep.shards import CorpusError
 from pretrain import NumericalError, RunError
 from pretrain.device.memory import out_of_memory
+from pretrain.environment import LAUNCH
+from pretrain.exit_codes import ExitCode
 from pretrain.files import write_json
 
-LAUNCH = "DISTIL_LAUNCH"  # environment: the id of the launch
 _NAME = "exit_status.json"
 _FULL = "; free some space, then run the same command again; what is finished stays"
 _TAKEN = "; a file is where a folder should be, or the other way round; choose another path"
@@ -35,27 +36,28 @@ _REMEDIES = {
 
 
 def verdict(error: BaseException) -> tuple[int, str]:
-    """Return the exit code that an error ends a process with, and its message.
-
-    2: the user can correct it, in one line; 3: the numbers went wrong; 130: an interrupt; 1: a bug.
-    """
+    """Return the exit code and the message of a process that ends with `error`."""
     name = type(error).__name__
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1 if error.code else 0
+        code = error.code if isinstance(error.code, int) else int(bool(error.code))
         return code, "another process of this run failed; its log says why"
     if isinstance(error, KeyboardInterrupt):
-        return 130, f"{name}: interrupted at once, without a checkpoint"
+        return ExitCode.INTERRUPTED, f"{name}: interrupted at once, without a checkpoint"
     if isinstance(error, NumericalError):
-        return 3, str(error)
+        return ExitCode.NOT_FINITE, str(error)
     if isinstance(error, RunError | CorpusError):
-        return 2, str(error)
+        return ExitCode.MISTAKE, str(error)
     if out_of_memory(error):
         said = str(error).partition("\n")[0] or name
-        return 2, f"out of memory ({said}): end other programs, or use a machine with more"
+        return (
+            ExitCode.MISTAKE,
+            f"out of memory ({said}): end other programs, or use a machine with more",
+        )
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return 2, f"{where}{error.strerror or error or name}{_REMEDIES.get(error.errno or 0, '')}"
-    return 1, f"{name}: {error}".removesuffix(": ")
+        remedy = _REMEDIES.get(error.errno or 0, "")
+        return ExitCode.MISTAKE, f"{where}{error.strerror or error or name}{remedy}"
+    return ExitCode.BUG, f"{name}: {error}".removesuffix(": ")
 
 
 def write_status(
