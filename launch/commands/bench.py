@@ -78,24 +78,13 @@ def bench(
 
     from pretrain.bench import comparison
     from pretrain.device.gpu import check_kernels
-    from pretrain.device.precision import choose
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    on_gpu = device.type == "cuda"
     check_kernels(device)
-    precisions = precision or (["bf16", "fp16"] if on_gpu else ["fp32", "bf16"])
-    kl_positions = kl or ["all", "masked"]
-    rows = micro_batch or ([8, 32, 64] if on_gpu else [2, 8])
-    if config is not None and settings is not None:
+    if config is not None:
         show([config_line(config)])
-        configured = settings.train.precision
-        precisions = precision or [choose(device)[0] if configured == "auto" else configured]
-        if isinstance(settings.train.micro_batch_size, int):
-            rows = micro_batch or [settings.train.micro_batch_size]
-        kl_positions = kl or [getattr(settings.objective, "kl_positions", "all")]
-        compiled |= settings.train.compile
-    asked = comparison.Settings(precisions, kl_positions, rows, repeats, documents, compiled)
-    comparison.check(asked, device)
+    given = (precision, kl, micro_batch)
+    asked = comparison.choose(settings, device, *given, repeats, documents, compiled)
     if settings is None:
         sizes = comparison.sizes_of(layers, width, row_length)
         subject = comparison.synthetic(sizes, device, asked)

@@ -23,6 +23,7 @@ from pretrain.config import RunConfig
 from pretrain.data.batch import MicroBatch
 from pretrain.data.rows import build_masking
 from pretrain.device.precision import allow_tf32
+from pretrain.device.precision import choose as choose_precision
 from pretrain.model.encoder import recompute_activations
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher
@@ -60,23 +61,51 @@ class Settings:
     compiled: bool
 
 
-def check(settings: Settings, device: torch.device) -> None:
-    """Refuse settings that cannot be measured.
+def choose(
+    config: RunConfig | None,
+    device: torch.device,
+    precisions: Sequence[str] | None,
+    kl: Sequence[str] | None,
+    micro_batches: Sequence[int] | None,
+    repeats: int,
+    documents: bool,
+    compiled: bool,
+) -> Settings:
+    """Complete the options of `distil bench` from a config or the device.
 
     Raises:
-        RunError: names the option and the fix.
+        RunError: something cannot be measured; names the option and the fix.
     """
+    on_gpu = device.type == "cuda"
+    defaults = ["bf16", "fp16"] if on_gpu else ["fp32", "bf16"]
+    positions, rows = ["all", "masked"], [8, 32, 64] if on_gpu else [2, 8]
+    if config is not None:
+        configured = config.train.precision
+        defaults = [choose_precision(device)[0] if configured == "auto" else configured]
+        positions = [getattr(config.objective, "kl_positions", "all")]
+        if isinstance(config.train.micro_batch_size, int):
+            rows = [config.train.micro_batch_size]
+        compiled |= config.train.compile
+    settings = Settings(
+        precisions or defaults,
+        kl or positions,
+        micro_batches or rows,
+        repeats,
+        documents,
+        compiled,
+    )
     for precision in settings.precisions:
         if precision not in PRECISIONS:
             raise RunError(f"--precision {precision}: there are {', '.join(PRECISIONS)}")
-        if precision == "fp16" and device.type == "cpu":
+        if precision == "fp16" and not on_gpu:
             raise RunError("--precision fp16: needs a GPU; on a CPU use bf16 or fp32")
-    for positions in settings.kl:
-        if positions not in ("all", "masked"):
-            raise RunError(f"--kl {positions}: there are all and masked")
+    for name in settings.kl:
+        if name not in ("all", "masked"):
+            raise RunError(f"--kl {name}: there are all and masked")
     for size in settings.micro_batches:
         if size < 1:
             raise RunError(f"--micro-batch {size}: give 1 or more")
+    return settings
 
 
 def sizes_of(layers: int, width: int, row_length: int) -> Sizes:
