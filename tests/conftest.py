@@ -2,9 +2,10 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in every child process
 os.environ["GOMP_SPINCOUNT"] = "0"  # the few tests of several threads wait without spinning
@@ -40,14 +41,49 @@ def seal() -> Callable[[Path, Mapping[str, Any]], Path]:
     return write
 
 
+class Ended(NamedTuple):
+    """Hold how a command ended and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def distil(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Ended]:
+    """Return a function that runs `distil` with its arguments in this process.
+
+    A process of its own takes seconds to import torch. Use one only for what needs it: kills,
+    signals, limits, other working directories, and what is imported.
+    """
+    from launch.cli import main
+
+    def run(*arguments: object) -> Ended:
+        capsys.readouterr()
+        before = dict(os.environ)
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(sys, "argv", ["distil", *map(str, arguments)])
+            main()
+        _restore(before)
+        return Ended(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+def _restore(before: dict[str, str]) -> None:
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
     """Undo what a command that ran in this process has set for the processes that it starts."""
     before = dict(os.environ)
     yield
-    if os.environ != before:
-        os.environ.clear()
-        os.environ.update(before)
+    _restore(before)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,7 +1,6 @@
 """`distil audit` and `distil replay` as a person and a program read them."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,9 @@ from data_prep.config import CorpusConfig
 from data_prep.messages import one_line
 from data_prep.prepare import prepare
 from data_prep.shards import load_manifest
-from launch.cli import main
 
 WORDS = [f"{a}{b}" for a in "klmn" for b in "opqr"]
 TITLES = ["[red]One[/red]", "Two \x1b[31mred\x1b[0m", "Three"]
-
-
-@pytest.fixture
-def distil(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """A function from arguments to exit code, standard output and standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["distil", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

@@ -2,12 +2,12 @@
 
 import bz2
 import json
-import os
 import random
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 import yaml
 from transformers import BertConfig, BertForMaskedLM
 
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
 from data_prep.shards import load_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -23,20 +25,24 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvw
 WORDS += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
 
 
-def distil(*arguments: object, limit_kib: int | None = None) -> subprocess.CompletedProcess[str]:
+Distil = Callable[..., Any]
+
+
+def in_a_process(*arguments: object, limit_kib: int | None = None) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr of `distil` in a process of its own."""
     command = [sys.executable, "-m", "launch", *map(str, arguments)]
     if limit_kib:
         command = ["bash", "-c", f'ulimit -f {limit_kib}; exec "$@"', "-", *command]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    return done.returncode, done.stdout, done.stderr
 
 
-def assert_refused(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+def assert_refused(result: tuple[int, str, str], *parts: str) -> None:
     """Exit code 2 and one line on stderr that holds all parts."""
-    assert result.returncode == 2, result.stdout + result.stderr
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    code, out, err = result
+    assert code == 2, out + err
+    lines = err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), err
     for part in parts:
         assert part in lines[0], lines[0]
 
@@ -65,8 +71,8 @@ def write(path: Path, values: dict[str, Any]) -> Path:
 
 
 def prepared(tmp_path: Path, corpus: dict[str, Any]) -> Path:
-    result = distil("prepare", write(tmp_path / "corpus.yaml", corpus))
-    assert result.returncode == 0, result.stderr
+    write(tmp_path / "corpus.yaml", corpus)
+    prepare(CorpusConfig.model_validate(corpus))
     return Path(corpus["output"])
 
 
@@ -99,24 +105,25 @@ def run_file(tmp_path: Path, shards: Path, teacher: object) -> Path:
     return write(tmp_path / "run.yaml", values)
 
 
-def test_help_shows_an_example_for_every_command() -> None:
-    listing = distil("--help").stdout
+def test_help_shows_an_example_for_every_command(distil: Distil) -> None:
+    _, listing, _ = in_a_process("--help")
     for command in (
         *("prepare", "verify", "inspect", "audit", "replay"),
         *("pretrain", "evaluate", "export", "demo"),
     ):
         assert command in listing
-        assert f"Example: distil {command}" in distil(command, "--help").stdout
+        assert f"Example: distil {command}" in distil(command, "--help").out
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    result = distil("prepare", tmp_path / "none.yaml", "--debug")
-    assert result.returncode == 2
-    assert "Traceback" in result.stderr and "no such file" in result.stderr.splitlines()[-1]
+def test_debug_shows_the_traceback(distil: Distil, tmp_path: Path) -> None:
+    code, _, err = distil("prepare", tmp_path / "none.yaml", "--debug")
+    assert code == 2
+    assert "Traceback" in err and "no such file" in err.splitlines()[-1]
 
 
-def test_missing_files_are_named(tmp_path: Path, corpus: dict[str, Any]) -> None:
-    assert_refused(distil("prepare", tmp_path / "none.yaml"), "none.yaml: no such file")
+def test_missing_files_are_named(distil: Distil, tmp_path: Path, corpus: dict[str, Any]) -> None:
+    missing = in_a_process("prepare", tmp_path / "none.yaml")
+    assert_refused(missing, "none.yaml: no such file")
     assert_refused(distil("verify", tmp_path / "none"), "none")
     assert_refused(distil("inspect", tmp_path / "none"), "none")
     assert_refused(distil("export", tmp_path / "none", tmp_path / "out"), "none: no checkpoint")
@@ -124,7 +131,7 @@ def test_missing_files_are_named(tmp_path: Path, corpus: dict[str, Any]) -> None
     assert_refused(distil("prepare", write(tmp_path / "c.yaml", corpus)), "nothing")
 
 
-def test_an_empty_corpus_is_refused(tmp_path: Path, corpus: dict[str, Any]) -> None:
+def test_an_empty_corpus_is_refused(distil: Distil, tmp_path: Path, corpus: dict[str, Any]) -> None:
     (tmp_path / "text" / "good.txt").write_text("\n\n  \n", encoding="utf-8")
     assert_refused(distil("prepare", write(tmp_path / "c.yaml", corpus)), "no training row")
     assert not (Path(corpus["output"]) / "manifest.json").exists()
@@ -142,7 +149,9 @@ def test_bad_documents_are_set_aside_and_counted(tmp_path: Path, corpus: dict[st
     assert "binary.txt" in where["binary"] and "latin.txt" in where["not utf-8"]
 
 
-def test_a_truncated_dump_is_refused(tmp_path: Path, corpus: dict[str, Any]) -> None:
+def test_a_truncated_dump_is_refused(
+    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
+) -> None:
     page = "<page><title>T{0}</title><ns>0</ns><id>{0}</id><revision><text>word {0}</text>"
     pages = "".join(page.format(i) + "</revision></page>" for i in range(20000))
     whole = bz2.compress(f"<mediawiki>{pages}</mediawiki>".encode())
@@ -176,7 +185,9 @@ def test_a_document_of_one_50_mb_line_stays_within_a_gigabyte(
     assert words >= 50 * 2**20 // 151
 
 
-def test_a_flipped_bit_in_a_shard_is_found(tmp_path: Path, corpus: dict[str, Any]) -> None:
+def test_a_flipped_bit_in_a_shard_is_found(
+    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
+) -> None:
     folder = prepared(tmp_path, corpus)
     shard = folder / load_manifest(folder).splits["train"].shards[0].file
     data = bytearray(shard.read_bytes())
@@ -188,7 +199,9 @@ def test_a_flipped_bit_in_a_shard_is_found(tmp_path: Path, corpus: dict[str, Any
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_teachers_that_do_not_fit_are_refused(tmp_path: Path, corpus: dict[str, Any]) -> None:
+def test_teachers_that_do_not_fit_are_refused(
+    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
+) -> None:
     folder = prepared(tmp_path, corpus)
     other = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
     teacher = save_teacher(tmp_path / "other", words=other)
@@ -202,7 +215,7 @@ def test_teachers_that_do_not_fit_are_refused(tmp_path: Path, corpus: dict[str, 
 
 
 def test_a_full_disk_names_the_place_and_loses_nothing(
-    tmp_path: Path, corpus: dict[str, Any]
+    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
 ) -> None:
     folder = prepared(tmp_path, corpus)
     before = {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -211,13 +224,15 @@ def test_a_full_disk_names_the_place_and_loses_nothing(
         "\n\n".join(f"{long} {i}" for i in range(40)), encoding="utf-8"
     )
     elsewhere = write(tmp_path / "c.yaml", {**corpus, "output": str(tmp_path / "elsewhere")})
-    assert_refused(distil("prepare", elsewhere, limit_kib=64), "elsewhere", "file-size limit")
+    assert_refused(in_a_process("prepare", elsewhere, limit_kib=64), "elsewhere", "file-size limit")
     assert not (tmp_path / "elsewhere" / "manifest.json").exists()
-    assert distil("prepare", elsewhere).returncode == 0  # the same command, with room
+    assert distil("prepare", elsewhere).code == 0  # the same command, with room
     assert before == {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_read_only_output_is_refused(tmp_path: Path, corpus: dict[str, Any]) -> None:
+def test_a_read_only_output_is_refused(
+    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
+) -> None:
     # A file where the folder's parent should be: root may write anywhere modes forbid it.
     (tmp_path / "file").write_text("", encoding="utf-8")
     corpus["output"] = str(tmp_path / "file" / "shards")
@@ -225,17 +240,19 @@ def test_a_read_only_output_is_refused(tmp_path: Path, corpus: dict[str, Any]) -
 
 
 def test_a_finished_corpus_is_up_to_date_and_never_overwritten(
-    tmp_path: Path, corpus: dict[str, Any]
+    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
 ) -> None:
     folder = prepared(tmp_path, corpus)
     before = (folder / "manifest.json").read_bytes()
-    assert distil("prepare", tmp_path / "corpus.yaml").returncode == 0
+    assert distil("prepare", tmp_path / "corpus.yaml").code == 0
     changed = write(tmp_path / "changed.yaml", {**corpus, "row_length": 64})
     assert_refused(distil("prepare", changed), "row_length", "output")
     assert (folder / "manifest.json").read_bytes() == before
 
 
-def test_a_mistake_in_training_is_one_line_too(tmp_path: Path, corpus: dict[str, Any]) -> None:
+def test_a_mistake_in_training_is_one_line_too(
+    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
+) -> None:
     folder = prepared(tmp_path, corpus)
     run = run_file(tmp_path, folder, save_teacher(tmp_path / "teacher"))
     assert_refused(distil("pretrain", run, "train.micro_batch_size=3"), "take 3 or 6")

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,21 @@ from data_prep.shards import load_manifest, open_shards
 ROOT = Path(__file__).parents[2]
 
 
-def distil(*arguments: object, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+Distil = Callable[..., Any]
+
+
+def in_a_process(*arguments: object, root: Path) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr of `distil` with the code in `root`."""
+    done = subprocess.run(
         [sys.executable, "-m", "launch", *map(str, arguments)],
         cwd=root,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)},
+        env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture
@@ -75,43 +81,46 @@ def config(tmp_path: Path) -> Path:
         (["decontaminate.files=[/no/dev.tsv]"], "/no/dev.tsv"),
     ],
 )
-def test_a_mistake_is_one_line(config: Path, arguments: list[str], message: str) -> None:
-    done = distil("prepare", config, *arguments)
-    assert done.returncode == 2, done.stdout + done.stderr
-    (line,) = done.stderr.strip().splitlines()
+def test_a_mistake_is_one_line(
+    distil: Distil, config: Path, arguments: list[str], message: str
+) -> None:
+    code, out, err = distil("prepare", config, *arguments)
+    assert code == 2, out + err
+    (line,) = err.strip().splitlines()
     assert line.startswith("error: ") and message in line
 
 
-def test_shards_of_other_code_are_kept_on_request(config: Path, tmp_path: Path) -> None:
-    assert distil("prepare", config).returncode == 0
+def test_shards_of_other_code_are_kept_on_request(
+    distil: Distil, config: Path, tmp_path: Path
+) -> None:
+    assert distil("prepare", config).code == 0
     root = tmp_path / "edited"
     shutil.copytree(ROOT / "data_prep", root / "data_prep")
     for package in ("launch", "pretrain", "configs"):
         (root / package).symlink_to(ROOT / package)
     cleaning = root / "data_prep" / "text" / "cleaning.py"
     cleaning.write_text(cleaning.read_text() + "\nEDITED = True\n")
-    refused = distil("prepare", config, root=root)
-    assert refused.returncode == 2, refused.stdout + refused.stderr
-    (line,) = refused.stderr.strip().splitlines()
+    code, out, err = in_a_process("prepare", config, root=root)
+    assert code == 2, out + err
+    (line,) = err.strip().splitlines()
     assert re.search(r"source: \w{12} there, \w{12} here.*--accept-code", line), line
-    kept = distil("prepare", config, "--accept-code", root=root)
-    assert kept.returncode == 0 and kept.stdout.count("kept, this code is accepted") == 2
-    for code in (root, ROOT):
-        again = distil("prepare", config, root=code)
-        assert again.returncode == 0 and again.stdout.count("up to date") == 2, again
+    code, out, _ = in_a_process("prepare", config, "--accept-code", root=root)
+    assert code == 0 and out.count("kept, this code is accepted") == 2
+    for again in (in_a_process("prepare", config, root=root), distil("prepare", config)):
+        assert again[0] == 0 and again[1].count("up to date") == 2, again
 
 
-def test_stages_parquet_upload_and_questions(config: Path, tmp_path: Path) -> None:
+def test_stages_parquet_upload_and_questions(distil: Distil, config: Path, tmp_path: Path) -> None:
     estimated = distil("prepare", config, "--dry-run")
-    assert estimated.returncode == 0 and "200 documents, 200 kept" in estimated.stdout
-    assert "rows of 32" in estimated.stdout and not (tmp_path / "shards").exists()
+    assert estimated.code == 0 and "200 documents, 200 kept" in estimated.out
+    assert "rows of 32" in estimated.out and not (tmp_path / "shards").exists()
     for stage in ("examples", "extract", "match", "deduplicate", "vocabulary", "pack"):
         done = distil("prepare", config, "--stage", stage)
-        assert done.returncode == 0, done.stderr
+        assert done.code == 0, done.err
     (tmp_path / "bucket").mkdir()
     hub, url = tmp_path / "hub", f"file://{tmp_path}/bucket/mine"
     done = distil("prepare", config, "--finalize", "--parquet", hub, "--upload", url)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.code == 0, done.out + done.err
     for length in ("32", "64"):
         folder = tmp_path / "shards" / length
         rows = open_shards(folder)
@@ -121,12 +130,12 @@ def test_stages_parquet_upload_and_questions(config: Path, tmp_path: Path) -> No
         assert dataset["input_ids"][:] == rows.rows(range(len(rows))).tolist()
         assert load_manifest(tmp_path / "bucket" / "mine" / length) == load_manifest(folder)
     again = distil("prepare", config, "--upload", url)
-    assert again.returncode == 0 and again.stdout.count("up to date") == 4
+    assert again.code == 0 and again.out.count("up to date") == 4
     shards = tmp_path / "shards" / "32"
     leftovers = distil("inspect", shards, "--leftovers")
-    assert leftovers.stdout.startswith("w.jsonl: 0 leftover(s)")
-    row = distil("audit", shards, "--row", "0", "--json").stdout.splitlines()
+    assert leftovers.out.startswith("w.jsonl: 0 leftover(s)")
+    row = distil("audit", shards, "--row", "0", "--json").out.splitlines()
     found = json.loads(row[0])
     assert found["licence"] == "CC-BY-SA-4.0" and found["title"] == f"Title {found['document']}"
-    places = distil("audit", shards, "--document", found["document"], "--json").stdout
+    places = distil("audit", shards, "--document", found["document"], "--json").out
     assert 0 in [json.loads(line)["row"] for line in places.splitlines()]

@@ -13,8 +13,6 @@ import pytest
 import torch
 import yaml
 
-from launch import cli
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
 TINY = ["--layers", "2", "--width", "32", "--row-length", "16", "--micro-batch", "2"]
@@ -60,22 +58,6 @@ def test_synthetic_models_are_measured_without_anything_else(tmp_path: Path) -> 
             assert_whole(cell["steps"][name])
             if name != "ours packed":
                 assert cell[f"against {name}"]["kept"] > 0
-
-
-@pytest.fixture
-def distil(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """`distil` with some arguments, in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["distil", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(stop.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
