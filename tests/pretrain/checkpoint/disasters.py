@@ -1,7 +1,8 @@
 """What can happen to a save, each disaster in a process of its own, one after the other.
 
-`python disasters.py KIND FOLDER` prints a line of JSON for each; any exit code but 0 means that a
-promise was broken, and the traceback says which.
+`python disasters.py FOLDER EVERY KIND...` prints a line of JSON for each; any exit code but 0 means
+that a promise was broken, and the traceback says which. EVERY is the distance between two lines of
+code before which a save is killed or fails.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ Told = dict[str, Any]
 Tell = Callable[[Told], None]
 
 
-def kills(folder: Path, before: int | None) -> Iterator[Told]:
-    """SIGKILL before each line of a save of step 2, over a checkpoint of `before` or nothing.
+def kills(folder: Path, every: int, before: int | None) -> Iterator[Told]:
+    """Kill with SIGKILL before lines of a save of step 2, over that of `before` or nothing.
 
     Lines that only read change nothing that a later line would find.
     """
-    for number in count(1):
+    for number in count(1, every):
         root = fresh(folder, number, before)
 
         def save(tell: Tell, root: Path = root, number: int = number) -> None:
@@ -67,9 +68,9 @@ def kills(folder: Path, before: int | None) -> Iterator[Told]:
         shutil.rmtree(root.parent)
 
 
-def errors(folder: Path) -> Iterator[Told]:
-    """An OSError before each line of a save that may meet one."""
-    for number in count(1):
+def errors(folder: Path, every: int) -> Iterator[Told]:
+    """Raise an OSError before lines of a save that may meet one."""
+    for number in count(1, every):
         root = fresh(folder, number, 1)
         cause = (errno.EIO, errno.ENOSPC, errno.EROFS)[number % 3]
 
@@ -301,21 +302,24 @@ def mount(kind: str, folder: Path, options: str) -> None:
     subprocess.run(["mount", "-t", kind, "-o", options, kind, folder], check=True)
 
 
-KINDS: dict[str, Callable[[Path], Iterator[Told]]] = {
-    "kills": lambda folder: kills(folder, 1),
-    "first kills": lambda folder: kills(folder, None),
+KINDS: dict[str, Callable[[Path, int], Iterator[Told]]] = {
+    "kills": lambda folder, every: kills(folder, every, 1),
+    "first kills": lambda folder, every: kills(folder, every, None),
     "errors": errors,
-    "large files": large_files,
-    "full disks": full_disks,
-    "flushes": flushes,
+    "large files": lambda folder, every: large_files(folder),
+    "full disks": lambda folder, every: full_disks(folder),
+    "flushes": lambda folder, every: flushes(folder),  # the last: it changes this process
 }
 
 if __name__ == "__main__":
     # What every child needs, once: the models, and what transformers imports when it first writes.
     # Frozen, the collector leaves it alone, and no child copies its pages.
+    place, every, *kinds = sys.argv[1:]
     for step in (1, 2, 3):
         tiny_run.moments(step)
-        tiny_run.student(step).save_pretrained(sys.argv[2])
+        tiny_run.student(step).save_pretrained(f"{place}/student")
     gc.freeze()
-    for told in KINDS[sys.argv[1]](Path(sys.argv[2])):
-        print(json.dumps(told))
+    for kind in kinds:
+        (Path(place) / kind).mkdir()
+        for told in KINDS[kind](Path(place) / kind, int(every)):
+            print(json.dumps({"kind": kind, **told}))

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,30 +17,52 @@ ROOT = Path(__file__).parents[3]
 MEMORY = Path("/dev/shm")  # flushing takes no time there, and a killed process proves nothing of it
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one."""
-    if not os.access(MEMORY, os.W_OK):
-        yield tmp_path
-        return
-    made = Path(tempfile.mkdtemp(dir=MEMORY))
-    yield made
-    shutil.rmtree(made)
+SOME = 7  # the distance between two lines of the sample; each phase of a save has ten or more
+TOGETHER = ("kills", "first kills", "errors", "large files", "flushes")
+Disasters = Callable[..., tuple[Path, list[dict[str, Any]]]]
+at_lines = pytest.mark.parametrize(
+    "every", [SOME, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 
 
-def disasters(kind: str, folder: Path, *prefix: str) -> list[dict[str, Any]]:
-    """What every disaster of a kind led to; `disasters.py` has checked it."""
-    program = Path(__file__).with_name("disasters.py")
-    result = subprocess.run(
-        [*prefix, sys.executable, program, kind, folder],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    # DeepSpeed, where it is installed, says on stdout that it was imported.
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+@pytest.fixture(scope="module")
+def disasters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disasters]:
+    """Return a function that returns a kind's folder and what its disasters led to.
+
+    `disasters.py` has checked that. Samples of all kinds share a process, which takes seconds to
+    start, and a folder in memory where there is one.
+    """
+    with ExitStack() as stack:
+        made: dict[tuple[str, int], tuple[Path, list[dict[str, Any]]]] = {}
+
+        def disasters(kind: str, every: int = SOME) -> tuple[Path, list[dict[str, Any]]]:
+            if (kind, every) in made:
+                return made[kind, every]
+            folder = tmp_path_factory.mktemp("disasters")
+            if os.access(MEMORY, os.W_OK):
+                folder = Path(stack.enter_context(TemporaryDirectory(dir=MEMORY)))
+            shared = every == SOME and kind in TOGETHER
+            kinds = TOGETHER if shared else (kind,)
+            prefix = ("unshare", "--mount") if kind == "full disks" else ()
+            program = Path(__file__).with_name("disasters.py")
+            result = subprocess.run(
+                [*prefix, sys.executable, program, folder, str(every), *kinds],
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            assert result.returncode == 0, result.stderr
+            for name in kinds:
+                made[name, every] = folder / name, []
+            # DeepSpeed, where it is installed, says on stdout that it was imported.
+            for line in result.stdout.splitlines():
+                if line.startswith("{"):
+                    entry = json.loads(line)
+                    made[entry.pop("kind"), every][1].append(entry)
+            return made[kind, every]
+
+        yield disasters
 
 
 def phases(told: list[dict[str, Any]]) -> set[str]:
@@ -53,20 +75,24 @@ PHASES = {
 }
 
 
-def test_killed_anywhere_in_a_save_the_old_or_the_new_checkpoint_is_whole(folder: Path) -> None:
-    told = disasters("kills", folder)
-    assert len(told) >= 100 and phases(told) >= PHASES
+@at_lines
+def test_killed_anywhere_in_a_save_the_old_or_the_new_checkpoint_is_whole(
+    disasters: Disasters, every: int
+) -> None:
+    _, told = disasters("kills", every)
+    assert len(told) >= 100 // every and phases(told) >= PHASES
     # The old one until the rename, the new one after it, and never the old one again.
     assert [entry["found"] for entry in told] == sorted(entry["found"] for entry in told)
     assert {entry["found"] for entry in told} == {1, 2}
 
 
 def test_all_is_flushed_before_it_has_its_name_and_nothing_is_removed_before_that(
-    folder: Path,
+    disasters: Disasters,
 ) -> None:
+    folder, told = disasters("flushes")
     root = folder / "1" / "checkpoints"
     events = []
-    for entry in disasters("flushes", folder):
+    for entry in told:
         path = re.sub(r"\.tmp-step-00000002-\w{8}", "new", entry["path"].replace(f"{root}/", ""))
         events.append(f"{entry['event']} {path}")
     last = events.index("flush new")
@@ -90,34 +116,40 @@ def test_all_is_flushed_before_it_has_its_name_and_nothing_is_removed_before_tha
     ]
 
 
-def test_killed_anywhere_in_the_first_save_nobody_is_needed(folder: Path) -> None:
-    told = disasters("first kills", folder)
-    assert len(told) >= 100 and phases(told) >= PHASES
+@at_lines
+def test_killed_anywhere_in_the_first_save_nobody_is_needed(
+    disasters: Disasters, every: int
+) -> None:
+    _, told = disasters("first kills", every)
+    assert len(told) >= 100 // every and phases(told) >= PHASES
     assert {entry["found"] for entry in told} == {None, 2}
 
 
-def test_an_input_or_output_error_anywhere_costs_a_line_and_no_checkpoint(folder: Path) -> None:
-    told = disasters("errors", folder)
-    assert len(told) >= 100 and phases(told) >= PHASES
+@at_lines
+def test_an_input_or_output_error_anywhere_costs_a_line_and_no_checkpoint(
+    disasters: Disasters, every: int
+) -> None:
+    _, told = disasters("errors", every)
+    assert len(told) >= 100 // every and phases(told) >= PHASES
     assert {entry["found"] for entry in told} == {1, 2}
-    assert sum(bool(entry["raised"]) for entry in told) >= 50
+    assert sum(bool(entry["raised"]) for entry in told) >= 50 // every
 
 
-def test_files_that_may_not_grow_cost_a_line_and_no_checkpoint(folder: Path) -> None:
-    told = disasters("large files", folder)
+def test_files_that_may_not_grow_cost_a_line_and_no_checkpoint(disasters: Disasters) -> None:
+    _, told = disasters("large files")
     assert len(told) >= 10 and all(entry["raised"] and entry["found"] == 1 for entry in told)
 
 
-def test_a_full_or_read_only_disk_costs_a_line_and_no_checkpoint(folder: Path) -> None:
-    namespace = ("unshare", "--mount")
+def test_a_full_or_read_only_disk_costs_a_line_and_no_checkpoint(
+    disasters: Disasters, tmp_path: Path
+) -> None:
+    mount = ("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", tmp_path)
     try:
-        probe = subprocess.run(
-            [*namespace, "mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True
-        )
+        probe = subprocess.run(mount, capture_output=True)
     except FileNotFoundError:
         pytest.skip("there is no unshare here")
     if probe.returncode:
         pytest.skip(f"no mounts of our own here: {probe.stderr.decode().strip()}")
-    told = disasters("full disks", folder, *namespace)
+    _, told = disasters("full disks")
     assert "remount,ro" in told[0]["options"] and told[0]["found"] == 1
     assert sum(bool(entry["raised"]) for entry in told) >= 8
