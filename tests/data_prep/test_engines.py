@@ -84,6 +84,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return "ray"
 
 
+@pytest.mark.slow
 def test_ray_gives_results_in_order_and_errors_as_they_are(ray: Engine) -> None:
     seen: list[int] = []
     found = run(double_or_fail, list(range(5)), 2, lambda done, total: seen.append(done), ray)
@@ -92,6 +93,7 @@ def test_ray_gives_results_in_order_and_errors_as_they_are(ray: Engine) -> None:
         run(double_or_fail, [1, -1], 2, engine=ray)
 
 
+@pytest.mark.slow
 def test_a_killed_ray_worker_costs_nothing_but_time(ray: Engine, tmp_path: Path) -> None:
     assert run(Once(tmp_path), [1, 2, 3], 2, engine=ray) == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]

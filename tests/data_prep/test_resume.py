@@ -20,7 +20,7 @@ from data_prep.pipeline.plan import Plan
 from data_prep.prepare import STAGES, finalise, prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
 
-KILLS = int(os.environ.get("DISTIL_TEST_KILLS", "10"))
+KILLS = int(os.environ.get("DISTIL_KILLS", "10"))  # of the slow tests
 SMALL: dict[str, Any] = {"part_bytes": 2_000, "piece_bytes": 500}
 RUN = """
 import resource, sys
@@ -83,8 +83,11 @@ def redone(before: dict[str, int], config: CorpusConfig) -> set[str]:
     return {name.split("/")[0] for name, moment in after.items() if before.get(name) != moment}
 
 
+@pytest.mark.parametrize(
+    "num", [2, pytest.param(KILLS, marks=pytest.mark.slow)], ids=["few", "many"]
+)
 def test_kills_at_any_moment_change_no_byte(
-    make_config: Any, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+    make_config: Any, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]], num: int
 ) -> None:
     config = make_config(workers=2, output=tmp_path / "killed")
     undisturbed = make_config(output=tmp_path / "undisturbed")
@@ -92,7 +95,7 @@ def test_kills_at_any_moment_change_no_byte(
     expected = shards(undisturbed.output)
     draw = random.Random(0)
     kills = 0
-    while kills < KILLS:
+    while kills < num:
         process = start(config)
         # A kill after so many changes of the folder: kills by the clock would hit the start.
         changes, seen = draw.randint(1, 60), ""
@@ -183,7 +186,7 @@ def test_a_damaged_finished_folder_is_made_again(make_config: Any) -> None:
     assert verify(config.output) == []
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_full_disk_keeps_what_is_finished(
     make_config: Any,
     tmp_path: Path,
@@ -216,6 +219,7 @@ def test_tasks_of_stages_give_the_same_bytes(make_config: Any, tmp_path: Path) -
     assert prepare_stage(config, "extract", **SMALL) == 0
 
 
+@pytest.mark.slow
 def test_ray_gives_the_same_bytes(
     make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +344,7 @@ def test_files_of_the_users_are_never_removed(make_config: Any) -> None:
     assert prepare(config, **SMALL).digest == digest and verify(config.output / "64") == []
 
 
+@pytest.mark.slow
 def test_tasks_beside_a_whole_run_change_no_byte(
     make_config: Any, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
