@@ -45,6 +45,7 @@ def test_everything_is_imported_without_datasets_and_deepspeed(hidden: dict[str,
     assert (result.returncode, result.stdout) == (0, "None None\n"), result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_tests_for_gpus_start_without_datasets_and_deepspeed(hidden: dict[str, str]) -> None:
     environment = {**hidden, "PYTEST_ADDOPTS": "-p no:cacheprovider", "CUDA_VISIBLE_DEVICES": ""}

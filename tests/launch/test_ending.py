@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -159,7 +160,13 @@ def test_a_second_ctrl_c_ends_a_process_in_a_long_step(start: Callable[..., Trai
     assert training.code() == 130
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="term"),
+        pytest.param(signal.SIGINT, id="int", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_saves_a_run_whose_worker_is_stopped(
     start: Callable[..., Training], run: Path, number: signal.Signals
 ) -> None:
@@ -184,6 +191,7 @@ def test_a_run_whose_worker_is_stopped_ends_and_names_it(start: Callable[..., Tr
     assert said in training.screen.read_text().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_start_beside_a_run_that_has_not_saved_yet_names_that_run(
     start: Callable[..., Training],
 ) -> None:
@@ -199,14 +207,16 @@ def test_a_start_beside_a_run_that_has_not_saved_yet_names_that_run(
 
 
 def test_a_tmpdir_too_long_for_a_worker_s_sockets_is_refused(
-    start: Callable[..., Training], run: Path
+    distil: Callable[..., Any], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = run.parent / ("x" * 80)
     folder.mkdir()
-    training = start(MANY, env={**os.environ, "TMPDIR": str(folder)})
-    assert training.code() == 2
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # as in a process that has not used it yet
+    code, _, err = distil("pretrain", run, "train.num_workers=1", MANY)
+    assert code == 2
     said = f"TMPDIR {folder}: too long a path for the sockets of loader workers"
-    assert said in training.screen.read_text().splitlines()[-1]
+    assert said in err.splitlines()[-1]
     assert not (run.parent / "out" / "checkpoints").exists()
 
 
@@ -219,8 +229,15 @@ def loads_torch(training: Training) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
-@pytest.mark.parametrize("command", ["pretrain", "launch"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["term", "int"])
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        pytest.param("pretrain", signal.SIGTERM, id="term-pretrain"),
+        pytest.param("launch", signal.SIGINT, id="int-launch"),
+        pytest.param("pretrain", signal.SIGINT, id="int-pretrain", marks=pytest.mark.slow),
+        pytest.param("launch", signal.SIGTERM, id="term-launch", marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_while_libraries_are_read_ends_with_75(
     start: Callable[..., Training], run: Path, command: str, number: signal.Signals
 ) -> None:
@@ -248,6 +265,7 @@ def test_a_signal_while_inputs_are_read_ends_with_75(
     assert "stopped before training had begun" in training.screen.read_text()
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_does_not_end_a_run(start: Callable[..., Training], run: Path) -> None:
     training = start("train.max_steps=40", stdout=subprocess.PIPE)
     assert training.process.stdout is not None

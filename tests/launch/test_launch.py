@@ -98,6 +98,7 @@ def distil(trap: Path, *arguments: object, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_launch_executes_nothing_of_its_working_directory(run: Path, trap: Path) -> None:
     """Not in torchrun, the ranks or their loader workers; and PYTHONPATH works as ever."""
     library = trap.parent / "library"

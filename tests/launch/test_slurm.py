@@ -33,6 +33,7 @@ echo "$job;cluster"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
 def test_the_chain_makes_what_one_run_makes(tmp_path: Path) -> None:
     texts = tmp_path / "texts"

@@ -48,6 +48,7 @@ touch "$LOG.requeue"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
 def test_a_signal_saves_and_the_job_goes_on(run: Path, tmp_path: Path) -> None:
     programs = tmp_path / "bin"

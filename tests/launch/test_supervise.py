@@ -169,6 +169,7 @@ def test_ctrl_z_does_nothing_and_ctrl_c_saves(start: Callable[..., Supervised]) 
     assert run.code() == 75
 
 
+@pytest.mark.slow
 def test_a_scheduler_may_signal_every_process_of_a_job(start: Callable[..., Supervised]) -> None:
     run = start(2, *ENDLESS)
     run.until("rank 0 is under way")
@@ -190,8 +191,12 @@ def test_a_signal_before_the_first_step_asks_for_another_start(
 
 @pytest.mark.parametrize(
     ("before", "after", "code"),
-    [(None, 2, 75), (2, 4, 75), (2, None, 1), (None, None, 1)],
-    ids=["new checkpoint", "newer checkpoint", "old checkpoint", "no checkpoint"],
+    [
+        pytest.param(None, 2, 75, id="new checkpoint"),
+        pytest.param(2, 4, 75, id="newer checkpoint", marks=pytest.mark.slow),
+        pytest.param(2, None, 1, id="old checkpoint"),
+        pytest.param(None, None, 1, id="no checkpoint", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_do_not_end_in_time_are_killed(
     start: Callable[..., Supervised],
@@ -214,6 +219,7 @@ def test_ranks_that_do_not_end_in_time_are_killed(
     assert ("no checkpoint was written since the start" in run.screen) == (code == 1)
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills_at_once(start: Callable[..., Supervised], tmp_path: Path) -> None:
     run = start(1, *ENDLESS, "hang", "0", "3", grace=10 * LIMIT)
     run.until("about to hang")
@@ -238,6 +244,7 @@ def test_a_killed_rank_ends_all_and_is_named(start: Callable[..., Supervised]) -
     assert "Connection" in run.log(0) + run.log(1)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_all_and_is_named(start: Callable[..., Supervised]) -> None:
     run = start(3, *ENDLESS, timeout=15)
     run.until("rank 0 is under way")
@@ -250,6 +257,7 @@ def test_a_stopped_rank_ends_all_and_is_named(start: Callable[..., Supervised]) 
     assert "Traceback" not in run.screen
 
 
+@pytest.mark.slow
 def test_a_rank_that_others_wait_for_in_vain_is_named_with_its_stack(
     start: Callable[..., Supervised],
 ) -> None:
@@ -299,6 +307,7 @@ def test_a_long_evaluation_is_no_standstill(start: Callable[..., Supervised]) ->
     assert run.code(START) == 0
 
 
+@pytest.mark.slow
 def test_logs_that_are_removed_do_not_end_a_run(start: Callable[..., Supervised]) -> None:
     run = start(2, *ENDLESS)
     run.until("rank 0 is under way")
@@ -317,6 +326,7 @@ def test_a_log_that_cannot_be_read_is_shown_no_further(tmp_path: Path) -> None:
     assert watch.last_words(Beat(0, 1, "host", 1, "data", "", 1, False)) == ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_its_watchdog_aborts_is_not_taken_for_the_cause(
     start: Callable[..., Supervised],
 ) -> None:
@@ -346,6 +356,7 @@ def test_a_crash_is_shown_once_and_the_next_attempt_finishes(
         assert path.is_dir() or CANARY not in path.read_text(), path
 
 
+@pytest.mark.slow
 def test_three_ends_at_one_step_stop_the_run(start: Callable[..., Supervised]) -> None:
     run = start(1, ENTRY, "worker", "40", "crash", "0", "5", max_restarts=10)
     assert run.code(START) == 1
@@ -400,6 +411,7 @@ def test_a_mistake_of_all_ranks_is_one_line(
     assert error.startswith("error: ") and str(missing) in error
 
 
+@pytest.mark.slow
 def test_a_signal_saves_a_real_run_and_the_same_command_continues(
     start: Callable[..., Supervised], run: Path
 ) -> None:

@@ -24,6 +24,8 @@ from pretrain.monitor import metrics
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.train import train
 
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture
 def settings(
@@ -111,17 +113,19 @@ def alone(settings: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param([(1, 6, 2), (3, 4, 0)], id="two"),
+        pytest.param([(2, 12, 0), (2, 3, 1), (4, 3, 2), (4, 6, 0)], id="four", marks=SLOW),
+    ],
+)
 def test_processes_and_micro_batches_change_only_rounding(
-    settings: Callable[..., dict[str, Any]], alone: dict[str, Any]
+    settings: Callable[..., dict[str, Any]],
+    alone: dict[str, Any],
+    layouts: list[tuple[int, int, int]],
 ) -> None:
-    for world, micro, workers in [
-        (1, 6, 2),
-        (2, 12, 0),
-        (2, 3, 1),
-        (3, 4, 0),
-        (4, 3, 2),
-        (4, 6, 0),
-    ]:
+    for world, micro, workers in layouts:
         values = settings(f"{world} x {micro}", micro, num_workers=workers)
         if workers:  # rows are then read in other processes, which note nothing
             ranks.run(world, rank_work.once, values)
@@ -184,6 +188,7 @@ class Interrupted(Heartbeat):
         super().at(step, phase)
 
 
+@pytest.mark.slow
 @ranks.needs_deepspeed
 def test_zero_goes_on_from_a_checkpoint_of_step_0(
     settings: Callable[..., dict[str, Any]],

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_work
+import ranks
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -107,11 +109,8 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
-def command(path: Path, *arguments: str, processes: int = 0) -> list[str]:
-    start = [sys.executable, "-m"]
-    if processes:
-        start += ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"]
-    return [*start, "launch", "pretrain", str(path), *arguments]
+def command(path: Path) -> list[str]:
+    return [sys.executable, "-m", "launch", "pretrain", str(path)]
 
 
 def write(path: Path, values: dict[str, Any]) -> Path:
@@ -150,19 +149,16 @@ def test_workers_change_nothing(settings: Settings) -> None:
     assert_same_run(one, other)
 
 
-def test_micro_batches_and_processes_change_only_rounding(
-    settings: Settings, tmp_path: Path
-) -> None:
+def test_micro_batches_and_processes_change_only_rounding(settings: Settings) -> None:
     still = {"student": {"dropout": 0.0, "attention_dropout": 0.0}}
     one = settings("8x1", train={"micro_batch_size": 8}, **still)
     two = settings("2x4", train={"micro_batch_size": 2}, **still)
-    ranks = settings("2 ranks", train={"micro_batch_size": 2}, **still)
+    split = settings("2 ranks", train={"micro_batch_size": 2}, **still)
     run(one), run(two)
-    path = write(tmp_path / "ranks.yaml", ranks)
-    subprocess.run(command(path, processes=2), cwd=ROOT, env=environment(), check=True, timeout=240)
+    ranks.run(2, rank_work.once, split)
     assert difference(two, one) < 1e-5
-    assert difference(ranks, one) < 1e-5
-    for entry, other, third in zip(history(one), history(two), history(ranks), strict=True):
+    assert difference(split, one) < 1e-5
+    for entry, other, third in zip(history(one), history(two), history(split), strict=True):
         for key, value in entry.items():
             if isinstance(value, float):
                 assert other[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
@@ -194,10 +190,7 @@ def test_sigterm_saves_and_the_same_command_continues(settings: Settings, tmp_pa
     saved = checkpoint.newest(Path(disturbed["output"]) / "checkpoints", pytest.fail)
     assert saved is not None and 0 < saved.step < 60
 
-    for values in (undisturbed, disturbed):
-        subprocess.run(
-            command(write(path, values)), cwd=ROOT, env=environment(), check=True, timeout=240
-        )
+    run(undisturbed), run(disturbed)
     assert torch.equal(*(weights(v, 60)["vocab_projector.bias"] for v in (undisturbed, disturbed)))
     assert history(undisturbed) == history(disturbed)
 
@@ -255,13 +248,12 @@ def test_a_weight_of_zero_leaves_the_other_terms_as_they_were(
         assert after[name] == pytest.approx(before[name], rel=1e-5)
 
 
-def test_cosine_alone_trains_in_two_processes(settings: Settings, tmp_path: Path) -> None:
+def test_cosine_alone_trains_in_two_processes(settings: Settings) -> None:
     # The head's parameters then get no gradient, which DDP must be told.
     values = settings(
         objective={"name": "distilbert", "kl": 0.0, "mlm": 0.0}, train={"max_steps": 3}
     )
-    path = write(tmp_path / "run.yaml", values)
-    subprocess.run(command(path, processes=2), cwd=ROOT, env=environment(), check=True, timeout=240)
+    ranks.run(2, rank_work.once, values)
     assert [e["step"] for e in history(values) if e["kind"] == "train"] == [1, 2, 3]
 
 
@@ -295,7 +287,9 @@ def test_random_initialisation_and_continuing_from_a_folder(settings: Settings) 
     assert history(again)[0]["loss"] == history(random)[-1]["loss"]
 
 
-def test_a_non_finite_loss_stops_before_the_update(settings: Settings, tmp_path: Path) -> None:
+def test_a_non_finite_loss_stops_before_the_update(
+    settings: Settings, tmp_path: Path, distil: Callable[..., Any]
+) -> None:
     first = settings("first", train={"max_steps": 2})
     run(first)
     folder = Path(first["output"]) / "checkpoints" / "step-00000002" / "student"
@@ -310,16 +304,9 @@ def test_a_non_finite_loss_stops_before_the_update(settings: Settings, tmp_path:
     values = settings("second", student={"init": str(poisoned)})
     with pytest.raises(NonFiniteError, match=r"step 1: the loss is nan over rows \d+, .* not made"):
         run(values)
-    result = subprocess.run(
-        command(write(tmp_path / "run.yaml", values)),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 3
-    assert "Traceback" not in result.stderr
+    code, _, err = distil("pretrain", write(tmp_path / "run.yaml", values))
+    assert code == 3
+    assert "Traceback" not in err
     assert not list((Path(values["output"]) / "checkpoints").glob("step-*"))
 
 
@@ -419,6 +406,7 @@ def test_only_the_last_checkpoints_stay(settings: Settings) -> None:
     assert (root / "latest").read_text(encoding="utf-8") == "step-00000010\n"
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_no_checkpoint(settings: Settings, tmp_path: Path) -> None:
     values = settings()
     run(values, stop_after=5)
