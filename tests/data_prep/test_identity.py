@@ -28,29 +28,37 @@ from data_prep.sources import HuggingFace, Piece, PythonDocs, pieces
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"part_bytes": 2_000, "piece_bytes": 500}
 TEXTS = [f"document {number} of a few plain words" for number in range(30)]
-# `prepare`, or a task of a stage.
+# `prepare` of one config after another, or a task of a stage.
 RUN = """
 import sys
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare, prepare_stage
 small = {"part_bytes": 2000, "piece_bytes": 500}
-config = CorpusConfig.model_validate_json(sys.argv[1])
+configs = [CorpusConfig.model_validate_json(text) for text in sys.argv[1:] if text[0] == "{"]
 try:
-    if len(sys.argv) == 2:
-        prepare(config, warn=print, **small)
+    if len(configs) == len(sys.argv) - 1:
+        for config in configs:
+            prepare(config, warn=print, **small)
+            print("done")
     else:
         stage, task, tasks = sys.argv[2:]
-        prepare_stage(config, stage, int(task), int(tasks), warn=print, **small)
+        prepare_stage(configs[0], stage, int(task), int(tasks), warn=print, **small)
 except CorpusError as error:
     sys.exit(str(error))
 """
 
 
-def run(root: Path, config: CorpusConfig, *task: object) -> subprocess.CompletedProcess[str]:
+def run(
+    root: Path, config: CorpusConfig, *more: CorpusConfig | str | int
+) -> subprocess.CompletedProcess[str]:
     """Prepare in another process, with the code that lies in `root`."""
+    arguments = [
+        value.model_dump_json() if isinstance(value, CorpusConfig) else str(value)
+        for value in (config, *more)
+    ]
     return subprocess.run(
-        [sys.executable, "-c", RUN, config.model_dump_json(), *map(str, task)],
+        [sys.executable, "-c", RUN, *arguments],
         cwd=root,
         env=os.environ | {"PYTHONPATH": str(root)},
         capture_output=True,
@@ -159,11 +167,10 @@ def test_a_dataset_of_the_hub_is_its_name_and_its_commit(make_config: Any, hub: 
     hub.texts = {"a" * 40: TEXTS, "b" * 40: TEXTS, "c" * 40: TEXTS[::-1]}
     source = {"kind": "huggingface", "name": "wiki"}
     alice, bob = (make_config(sources=[source | {"path": name}]) for name in hub.heads)
-    assert run(ROOT, alice).returncode == 0
-    before = (alice.output / "manifest.json").read_bytes()
-    assert run(ROOT, alice).returncode == 0
-    done = run(ROOT, bob)
+    done = run(ROOT, alice, alice, bob)
+    assert done.stdout.count("done") == 2, done
     assert done.returncode == 1 and "input bob/wiki has changed" in done.stderr, done
+    before = (alice.output / "manifest.json").read_bytes()
     hub.heads["alice/wiki"] = "c" * 40
     done = run(ROOT, alice)
     assert done.returncode == 1 and "input alice/wiki has changed" in done.stderr, done

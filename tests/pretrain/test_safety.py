@@ -157,7 +157,9 @@ def watch(losses: Iterator[float], steps: int, spikes: Spikes | None = None) -> 
     return [line for step in range(steps) for line in spikes.seen(step, next(losses), 1.0)]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+)
 def test_ten_thousand_noisy_steps_raise_no_alarm(seed: int) -> None:
     """A loss that falls as losses do, and gradient norms that scatter by a third."""
     losses = curve(lambda step: 2 + 8 * math.exp(-step / 400), 0.03, seed)
