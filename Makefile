@@ -25,7 +25,8 @@ demo-quick: install
 test: install
 	$(PYTEST)
 
-# Tests that take minutes, start many processes or need an environment of their own.
+# Tests that start many processes (kills, Slurm, Ray, several ranks), need an environment of their
+# own or repeat what `make test` samples.
 test-slow: install
 	$(PYTEST) -m slow
 
@@ -46,9 +47,12 @@ checks: install
 figures: install
 	$(BIN)/python benchmarks/figures.py
 
-# Kills a run 100 times, at every phase, and compares it with one that nobody disturbed.
+# The long loops of the slow tests: kill a run of 4 ranks and a `prepare` 100 times each, at every
+# phase, and resume runs of every layout after each of 20 steps; all end as undisturbed ones.
 torture: install
-	DISTIL_KILLS=100 $(BIN)/python -m pytest -s -m slow tests/pretrain/test_kills.py
+	DISTIL_KILLS=100 DISTIL_TORTURE=1 $(BIN)/python -m pytest -s -m slow \
+		tests/pretrain/test_kills.py tests/pretrain/test_exact_resume.py \
+		tests/data_prep/test_resume.py::test_kills_at_any_moment_change_no_byte
 
 clean:
 	rm -rf .venv .venv-transformers-4 runs build *.egg-info

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,17 +22,16 @@ def assert_whole(step: dict[str, Any], *more: str) -> None:
     assert step["fastest"] <= step["milliseconds"] <= step["slowest"]
 
 
-def test_synthetic_models_are_measured_without_anything_else(tmp_path: Path) -> None:
+def test_synthetic_models_are_measured_without_anything_else(
+    tmp_path: Path, distil: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "figures" / "bench.json"
-    command = [sys.executable, "-m", "launch", "bench", "--synthetic", *TINY, "--documents"]
-    command += ["--repeats", "1", "--precision", "fp32", "--kl", "masked", "--json", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "fp32 masked 2" in result.stdout and "usual" in result.stdout
-    (stated,) = re.findall(r"MFU: .* ([0-9.]+) GFLOP/s \(fp32\)", result.stdout)
+    monkeypatch.chdir(tmp_path)
+    options = ("--repeats", 1, "--precision", "fp32", "--kl", "masked", "--json", file)
+    code, out, err = distil("bench", "--synthetic", *TINY, "--documents", *options)
+    assert code == 0, out + err
+    assert "fp32 masked 2" in out and "usual" in out
+    (stated,) = re.findall(r"MFU: .* ([0-9.]+) GFLOP/s \(fp32\)", out)
     text = file.read_text(encoding="utf-8")
     assert str(ROOT) not in text and str(tmp_path) not in text and os.uname().nodename not in text
     report = json.loads(text)
