@@ -181,6 +181,7 @@ def test_a_signal_saves_a_run_whose_worker_is_stopped(
     assert (run.parent / f"out/checkpoints/step-{status['step']:08d}").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_is_stopped_ends_and_names_it(start: Callable[..., Training]) -> None:
     training = start(MANY, env={**os.environ, "DISTIL_TIMEOUT": "5"})
     training.until("step 4/")

@@ -226,13 +226,14 @@ def test_an_interrupted_compiled_run_is_bitwise_the_undisturbed_one(
     run(plain)  # which continues, having nothing left to do: the key shapes nothing
 
 
+@pytest.mark.slow
 def test_compiled_gradients_have_the_same_bits_every_time_with_several_threads(
     tiny_distilbert: Callable[..., Any], tiny_bert: Callable[..., Any]
 ) -> None:
     """Many threads, few words: the compiler's own gradient of an embedding is a race."""
-    teacher = tiny_bert(1).requires_grad_(False)
+    teacher = tiny_bert().requires_grad_(False)
     terms = DistilBert(kl=0, mlm=0).terms()
-    student = tiny_distilbert(1)
+    student = tiny_distilbert()
     module = Distillation(student, teacher, terms, pad_id=0, compiled=True)
     ids = torch.randint(5, 9, (64, 24), generator=torch.Generator().manual_seed(0))
     ids[:, 0] = 2
