@@ -1,7 +1,3 @@
-"""Measurements: `baseline` is the usual distillation step, `measure` times ours beside it.
+"""Measure speed, memory and faults; each script's first lines say what it prints and when."""
 
-These two need nothing but torch, transformers, numpy and the compute core of `pretrain`; the
-scripts beside them measure other stages and say at the top what they do.
-"""
-
-import pretrain  # noqa: F401  bounds the spinning of OpenMP's threads before torch is imported
+import pretrain  # noqa: F401  limits how long OpenMP's threads spin, before torch is imported

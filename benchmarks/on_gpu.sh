@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All figures that need a GPU, in one run of less than ten minutes.
+# Measure every figure that needs a GPU, in one run of less than ten minutes.
 #
 #     benchmarks/on_gpu.sh                       on a machine with a GPU; the report lands in benchmarks/results
-#     benchmarks/on_gpu.sh --rehearse            all of it with tiny models on a CPU, to see that it works
+#     benchmarks/on_gpu.sh --rehearse            the same with tiny models on a CPU, to show that it works
 #     benchmarks/on_gpu.sh --table [FILE]        show a report
 #
 # From a checkout, with nothing but torch, transformers and accelerate installed. PYTHON names the

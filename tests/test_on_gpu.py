@@ -1,4 +1,4 @@
-"""The script that measures on a GPU, rehearsed without one; and what it does when things fail."""
+"""Rehearse the script that measures on a GPU, and check what it does when a section fails."""
 
 import json
 import math
@@ -8,6 +8,8 @@ import sys
 import time
 import venv
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -16,29 +18,27 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from benchmarks.gpu import capacity, heads, plan
-from benchmarks.gpu.attention import AttentionSizes, attention_error
-from benchmarks.gpu.heads import HeadSizes, head_error
-from benchmarks.gpu.report import Report, Row, read, table
-from benchmarks.gpu.supervise import Section, Supervisor
-from pretrain.bench import measure
+from benchmarks.on_gpu import STEP_TOLERANCES, Section, conclude, measure, plan
+from benchmarks.on_gpu_gates import attention_error, head_error
+from benchmarks.on_gpu_report import Report, Row, read, table
+from benchmarks.on_gpu_sections import largest
+from pretrain.bench.measure import TOLERANCES
 from pretrain.bench.sizes import TINY, Sizes
 from pretrain.kernels.attention.backends import masked
-from pretrain.kernels.head import Projection
+from pretrain.kernels.head import Projection, vocabulary_losses
 from pretrain.objectives.terms import VocabularyTerm
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-HEAD = HeadSizes(N=40, M=9, D=16, V=97)
 
 
 @pytest.fixture(scope="module")
 def few_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with torch, transformers, accelerate and what they need."""
+    """Return the Python of an environment with torch, transformers and accelerate alone."""
     folder = tmp_path_factory.mktemp("few")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    # The last three are only for the others' command lines and checks.
+    # The three packages in `seen` serve only command lines and checks of other packages.
     wanted, seen = ["torch", "transformers", "accelerate"], {"pydantic", "rich", "typer"}
     while wanted:
         name = wanted.pop()
@@ -66,9 +66,7 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
 
 
 @pytest.mark.slow
-def test_a_rehearsal_fills_in_every_row_with_only_the_few_packages(
-    tmp_path: Path, few_packages: Path
-) -> None:
+def test_rehearsal_fills_every_row_with_few_packages(tmp_path: Path, few_packages: Path) -> None:
     for name in ("pydantic", "pyarrow", "datasets", "typer", "rich"):
         found = subprocess.run([few_packages, "-c", f"import {name}"], capture_output=True)
         assert found.returncode == 1, name
@@ -79,19 +77,19 @@ def test_a_rehearsal_fills_in_every_row_with_only_the_few_packages(
     report = read(file)
     assert report["rehearsal"] is True and report["commit"] == "abc"
     assert report["versions"]["torch"] == torch.__version__
-    assert [row["name"] for row in report["rows"]] == [row.name for row in plan.rows(TINY)]
+    assert [row["name"] for row in report["rows"]] == list(plan(TINY)[1].rows)
     for row in report["rows"]:
         reason = row["note"].removeprefix("not measured").strip(": ")
         assert (row["value"] is not None) or reason, row
     measured = {row["name"] for row in report["rows"] if row["value"] is not None}
     assert {"gate/step/bf16/all/gradients", "time/bf16/4/masked/torch", "loader/copy"} <= measured
     assert {"syncs/eager", "capacity/16 GB/ratio"}.isdisjoint(measured)
-    # The table comes last, and is the file's.
+    # The table comes last, and shows the file.
     assert table(report) in result.stdout
     assert all(len(line) <= 100 for line in table(report).splitlines())
 
 
-def test_without_a_gpu_there_is_one_line(tmp_path: Path) -> None:
+def test_without_a_gpu_the_script_prints_one_line(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     result = run(cwd=tmp_path, OUT=str(tmp_path / "out"))
@@ -100,23 +98,26 @@ def test_without_a_gpu_there_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_empty_report_says_not_measured_everywhere(tmp_path: Path) -> None:
+def test_empty_report_says_not_measured_in_every_row(tmp_path: Path) -> None:
     result = run("--table", cwd=tmp_path)
     assert result.returncode == 0
-    assert result.stdout.count("not measured") == len(plan.rows(Sizes()))
+    assert result.stdout.count("not measured") == len(plan(Sizes())[1].rows)
     assert run("--table", str(tmp_path / "none.json"), cwd=tmp_path).returncode == 2
 
 
-def test_every_row_has_its_section() -> None:
-    names = [name for section in plan.sections(Sizes()) for name in section.rows]
+def test_sections_have_different_names_and_rows() -> None:
+    sections, report = plan(Sizes())
+    names = [row.name for section in sections for row in section.rows]
+    assert len({section.name for section in sections}) == len(sections)
     assert len(set(names)) == len(names)
-    rest = {row.name for row in plan.rows(Sizes())} - set(names)
-    assert rest == {row.name for row in plan.rows(Sizes()) if row.name.startswith("target/")}
-    assert plan.STEP_TOLERANCES == measure.TOLERANCES
+    assert set(report.rows) - set(names) == {n for n in report.rows if n.startswith("target/")}
+    for section in sections:
+        assert not section.gate or any(name.startswith(section.gate) for name in names)
+    assert STEP_TOLERANCES == TOLERANCES
 
 
-def test_a_wrong_head_fails_its_gate() -> None:
-    right = heads.with_backend("torch")
+def test_wrong_head_fails_its_gate() -> None:
+    right = partial(vocabulary_losses, backend="torch")
 
     def wrong(
         student: Projection,
@@ -130,101 +131,112 @@ def test_a_wrong_head_fails_its_gate() -> None:
 
     report = Report([Row("gate/head/right", at_most=2e-2), Row("gate/head/wrong", at_most=2e-2)])
     for name, head in (("right", right), ("wrong", wrong)):
-        report.put(f"gate/head/{name}", head_error(head, torch.bfloat16, CPU, HEAD))
+        report.put(f"gate/head/{name}", head_error(head, torch.bfloat16, CPU, TINY))
     assert report.failures == ["gate/head/wrong"]
-    assert head_error(right, torch.float32, CPU, HEAD) < 1e-5
-    assert abs(head_error(wrong, torch.float32, CPU, HEAD) - 0.03) < 1e-4
+    assert head_error(right, torch.float32, CPU, TINY) < 1e-5
+    assert abs(head_error(wrong, torch.float32, CPU, TINY) - 0.03) < 1e-4
 
 
-def test_attention_that_ignores_documents_fails_its_gate() -> None:
+def test_attention_across_documents_fails_its_gate() -> None:
     def mixing(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
         rows = torch.arange(len(q) + 1, dtype=cu.dtype) * q.shape[2]
         return masked(q, k, v, rows, dropout, scale)
 
-    sizes = AttentionSizes(H=2, L=24)
+    sizes = replace(TINY, width=128, length=24)
     assert attention_error(masked, torch.float32, CPU, sizes) < 1e-5
     assert attention_error(mixing, torch.float32, CPU, sizes) > 0.1
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 7, 8, 9, 100, 1000])
 @pytest.mark.parametrize("start", [1, 8, 300])
-def test_the_largest_that_fits_is_found(limit: int, start: int) -> None:
+def test_search_finds_the_largest_number_that_fits(limit: int, start: int) -> None:
     asked: list[int] = []
 
     def fits(rows: int) -> bool:
         asked.append(rows)
         return rows <= limit
 
-    found = capacity.largest(fits, start)
+    found = largest(fits, start)
     assert limit - max(0, limit // 32) <= found <= limit
     assert len(asked) <= 2 + 2 * math.log2(max(limit, start, 2))
 
 
-WORKER = """
-import os, sys, time
-sys.path.insert(0, {root!r})
-from benchmarks.gpu.supervise import Answer, work
-
-def fine(failed):
-    print("noise")
-    yield Answer("fine", 1.0, detail={{"pid": os.getpid(), "told": failed}})
-def dies(failed):
-    yield Answer("dies/first", 1.0)
+SECTION_PROCESS = r"""
+import argparse, json, os, sys, time
+parser = argparse.ArgumentParser()
+for name in ("--section", "--answers"):
+    parser.add_argument(name)
+parser.add_argument("--heads", nargs="*")
+options = parser.parse_args()
+print("noise")
+file = open(options.answers, "w", buffering=1)
+def put(name, value, note="", **detail):
+    file.write(json.dumps({"row": [name, value, note, False, detail]}) + "\n")
+if options.section == "fine":
+    file.write(json.dumps({"facts": {"a": "fact"}}) + "\n")
+    for name in ("torch", "compiled"):
+        put(f"gate/head/{name}/fp32", float(name == "compiled"))
+elif options.section == "dies":
+    put("dies/first", 1.0)
+    file.write('{"row": ["dies/sec')
+    file.flush()
     os.kill(os.getpid(), 9)
-def hangs(failed):
+elif options.section == "hangs":
     time.sleep(1000)
-    yield Answer("hangs", 1.0)
-def errs(failed):
-    yield Answer("errs", None, "a reason")
-    raise RuntimeError("what went wrong")
-def sick(failed):
-    yield Answer("sick", float("nan"))
-    well.append(False)
-
-well = []
-sections = dict(fine=fine, dies=dies, hangs=hangs, errs=errs, sick=sick, again=lambda failed: (
-    Answer("again", 1.0, detail={{"pid": os.getpid(), "told": failed}}),))
-work({{"a": "fact"}}, sections, lambda: not well)
+elif options.section == "errs":
+    put("errs", None, "a reason")
+    file.write(json.dumps({"error": "RuntimeError: what went wrong"}) + "\n")
+elif options.section == "NaN":
+    put("NaN", float("nan"))
+else:
+    put(options.section, 1.0, heads=options.heads)
 """
 
 
-def test_a_section_that_dies_or_hangs_costs_only_itself(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(root=str(ROOT)), encoding="utf-8")
-    names = ["fine", "dies/first", "dies/second", "hangs", "errs", "errs/more", "sick", "again"]
-    report = Report([Row(name) for name in (*names, "late")], tmp_path / "report.json")
+def test_section_that_dies_or_hangs_fails_alone(tmp_path: Path) -> None:
+    script = tmp_path / "section.py"
+    script.write_text(SECTION_PROCESS, encoding="utf-8")
+    gates = ["gate/head/torch/fp32", "gate/head/compiled/fp32"]
     sections = [
-        Section("fine", ["fine"], 0, 100),
-        Section("dies", ["dies/first", "dies/second"], 0, 100),
-        Section("hangs", ["hangs"], 0, 0.3),
-        Section("errs", ["errs", "errs/more"], 0, 100),
-        Section("sick", ["sick"], 0, 100),
-        Section("again", ["again"], 0, 100),
-        Section("late", ["late"], 1000, 100),
+        Section("fine", [Row(name, at_most=0.5) for name in gates], 0, 100),
+        Section("dies", [Row("dies/first"), Row("dies/second")], 0, 100),
+        Section("hangs", [Row("hangs")], 0, 0.3),
+        Section("errs", [Row("errs"), Row("errs/more")], 0, 100),
+        Section("NaN", [Row("NaN")], 0, 100),
+        Section("again", [Row("again")], 0, 100, needs="GPU", gate="gate/head/torch/"),
+        Section("gated", [Row("gated")], 0, 100, gate="gate/head/compiled/"),
+        Section("compiles", [Row("compiles")], 0, 100, needs="compiler"),
+        Section("late", [Row("late")], 1000, 100),
     ]
-    supervisor = Supervisor(report, [sys.executable, str(script)], time.monotonic() + 600)
-    supervisor.run(sections)
-    supervisor.close()
-    rows = {row["name"]: row for row in read(tmp_path / "report.json")["rows"]}
-    assert rows["fine"]["value"] == 1 and report.facts["a"] == "fact"
-    assert rows["dies/first"]["value"] == 1
-    assert rows["dies/second"]["note"] == "not measured: its process died: signal 9"
-    assert rows["hangs"]["note"] == "not measured: no answer within 0 s"
-    assert rows["errs"]["note"] == "not measured: a reason" and not rows["errs"]["failed"]
-    assert rows["errs/more"]["note"] == "not measured: RuntimeError: what went wrong"
-    assert rows["sick"]["value"] is None and rows["sick"]["note"] == "nan"
-    assert rows["late"]["note"] == "not measured: no time" and not rows["late"]["failed"]
-    failed = ["dies/second", "hangs", "errs/more", "sick"]
-    assert rows["again"]["detail"]["told"] == failed == report.failures
-    assert rows["again"]["detail"]["pid"] != rows["fine"]["detail"]["pid"]
+    report = Report((row for section in sections for row in section.rows), tmp_path / "report.json")
+    command, deadline = [sys.executable, str(script)], time.monotonic() + 600
+    measure(report, sections, command, deadline, {"compiler": "no compiler"})
+    found = read(tmp_path / "report.json")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert found["a"] == "fact" and rows["dies/first"]["value"] == 1
+    assert {name: row["note"].removeprefix("not measured: ") for name, row in rows.items()} == {
+        **dict.fromkeys([*gates, "dies/first", "again"], ""),
+        "dies/second": "its process died: signal 9",
+        "hangs": "not done within 0 s",
+        "errs": "a reason",
+        "errs/more": "RuntimeError: what went wrong",
+        "NaN": "nan",
+        "gated": "its gate FAILED",
+        "compiles": "no compiler",
+        "late": "no time",
+    }
+    assert report.failures == [gates[1], "dies/second", "hangs", "errs/more", "NaN"]
+    assert rows["NaN"]["value"] is None
+    assert rows["again"]["detail"] == {"heads": ["torch"]}
+    assert set(found["seconds"]) == {"fine", "dies", "hangs", "errs", "NaN", "again"}
 
 
 def test_targets_follow_the_fastest_variant() -> None:
-    report = Report(plan.rows(Sizes()))
+    report = plan(Sizes())[1]
     detail = {"peak_gb": 6.0, "mfu_pct": 45.0}
     report.put("time/bf16/64/all/torch", 90.0, ratio=1.5, **detail | {"peak_gb": 5.0})
     report.put("time/bf16/64/all/triton", 60.0, ratio=2.5, **detail)
-    plan.conclude(report, Sizes())
+    conclude(report, Sizes())
     verdicts = {name: row.verdict for name, row in report.rows.items() if "target/" in name}
     assert verdicts == {
         "target/ratio, KL at all": "met",
