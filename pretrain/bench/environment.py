@@ -44,7 +44,7 @@ def versions() -> dict[str, str | None]:
 def commit() -> str | None:
     """Return the commit this code is at, with a `+` if there are changes; None outside a git
     checkout."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--dirty=+"]

@@ -1,0 +1,156 @@
+"""The corpus stage against the original recipe, two workers against one, and memory against size.
+
+    python benchmarks/corpus.py /path/to/wikiextractor/text VOCAB [--megabytes 30] [--repeats 2]
+
+The original recipe is that of DistilBERT's scripts (binarized_data.py, token_counts.py and
+LmSeqsDataset): one process, one `encode` a line, long sequences split, everything pickled. Ours
+goes from the same files to verified shards, duplicates and leftovers looked for. All runs are whole
+processes, one after the other, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OURS = """
+import sys
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
+if __name__ == "__main__":
+    text, vocab, output, workers = sys.argv[1:]
+    source = {"kind": "wikiextractor", "path": text}
+    prepare(CorpusConfig.model_validate(
+        {"output": output, "tokenizer": vocab, "sources": [source], "workers": int(workers)}))
+"""
+ORIGINAL = """
+import pickle, sys
+from collections import Counter
+from pathlib import Path
+import numpy as np
+from transformers import BertTokenizer
+text, vocab, output, _ = sys.argv[1:]
+tokenizer = BertTokenizer(vocab, do_lower_case=True)
+cls, sep, unk = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.unk_token_id
+sequences = []
+for file in sorted(path for path in Path(text).rglob("*") if path.is_file()):
+    for line in file.open(encoding="utf-8"):
+        line = line.strip()
+        if line and not line.startswith(("<doc ", "</doc>")):
+            ids = tokenizer.encode(f"[CLS] {line} [SEP]", add_special_tokens=False)
+            sequences.append(np.uint16(ids))
+counts = Counter()
+kept = []
+for ids in sequences:
+    counts.update(ids.tolist())
+    pieces = [ids]
+    if len(ids) > 512:
+        pieces = [np.array([cls, *ids[1:-1][i:i + 510], sep]) for i in range(0, len(ids) - 2, 510)]
+    kept += [p for p in pieces if len(p) > 11 and (p == unk).mean() < 0.5]
+with open(output, "wb") as file:
+    pickle.dump((kept, counts), file, protocol=pickle.HIGHEST_PROTOCOL)
+"""
+
+
+def main() -> None:
+    """Measure and print a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("text", type=Path)
+    parser.add_argument("vocab", type=Path)
+    parser.add_argument("--megabytes", type=float, default=30)
+    parser.add_argument("--repeats", type=int, default=2)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sample = _sample(options.text, folder / "sample", options.megabytes)
+        small = _sample(options.text, folder / "small", options.megabytes / 10)
+        size = sum(path.stat().st_size for path in sample.iterdir()) / 1e6
+        seconds: dict[str, list[float]] = {"original": [], "one worker": [], "two workers": []}
+        peaks = {}
+        for repeat in range(options.repeats):
+            for kind, script, workers in (
+                ("original", ORIGINAL, 1),
+                ("one worker", OURS, 1),
+                ("two workers", OURS, 2),
+            ):
+                out = folder / f"{kind} {repeat}"
+                taken, peak = _timed(script, sample, options.vocab, out, workers)
+                seconds[kind].append(taken)
+                peaks[f"{kind}, {size:.0f} MB"] = peak
+        _, peaks[f"one worker, {size / 10:.0f} MB"] = _timed(
+            OURS, small, options.vocab, folder / "small out", 1
+        )
+        manifest = json.loads((folder / "one worker 0" / "manifest.json").read_bytes())
+        train = manifest["splits"]["train"]
+        best = {kind: min(times) for kind, times in seconds.items()}
+        result = {
+            "megabytes": round(size, 1),
+            "seconds": {kind: round(value, 2) for kind, value in best.items()},
+            "two workers against the original": round(best["original"] / best["two workers"], 2),
+            "one worker against the original": round(best["original"] / best["one worker"], 2),
+            "two workers against one": round(best["one worker"] / best["two workers"], 2),
+            "fill": round(train["tokens"] / (train["rows"] * manifest["row_length"]), 5),
+            "peak anonymous MiB of the largest process": peaks,
+        }
+        print(json.dumps(result, indent=1))
+
+
+def _sample(text: Path, folder: Path, megabytes: float) -> Path:
+    """The first files of a folder, until they hold so much."""
+    folder.mkdir()
+    size = 0
+    for number, path in enumerate(sorted(path for path in text.rglob("*") if path.is_file())):
+        if size > megabytes * 1e6:
+            break
+        (folder / f"wiki_{number:03d}").symlink_to(path.resolve())
+        size += path.stat().st_size
+    return folder
+
+
+def _timed(script: str, text: Path, vocab: Path, out: Path, workers: int) -> tuple[float, int]:
+    """(seconds, largest anonymous memory of any process in MiB) of a run."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    path = out.with_suffix(".py")
+    path.write_text(script)
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, path, text, vocab, out, str(workers)], env=environment
+    )
+    peak = 0
+    while process.poll() is None:
+        peak = max([peak, *(_anonymous(pid) for pid in _family(process.pid))])
+        time.sleep(0.05)
+    taken = time.perf_counter() - start
+    assert process.returncode == 0, process.returncode
+    return taken, peak // 1024
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:
+            continue
+        for child in children:
+            yield from _family(int(child))
+
+
+def _anonymous(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(li.split()[1]) for li in status.splitlines() if li.startswith("RssAnon")), 0)
+
+
+if __name__ == "__main__":
+    main()
