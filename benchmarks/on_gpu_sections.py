@@ -23,9 +23,10 @@ from benchmarks import on_gpu
 from benchmarks.on_gpu_gates import attention_error, head_error
 from benchmarks.on_gpu_steps import Answer, Subjects, agreement, describe, guarded, syncs, times
 from pretrain.bench import environment
-from pretrain.bench.measure import DTYPES, Step, ratio, timed
+from pretrain.bench.measure import Step, ratio, timed
 from pretrain.bench.sizes import Sizes
 from pretrain.bench.subjects import batch, ids, masking
+from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.attention.backends import usable
 from pretrain.kernels.head import Backend, vocabulary_losses
 
@@ -140,7 +141,7 @@ def head(backend: str, sizes: Sizes, device: torch.device) -> Iterator[Answer]:
     if backend == "triton" and torch.cuda.get_device_capability(device) < (8, 0):
         lacks = "it needs compute capability 8.0"
     for precision in on_gpu.PRECISIONS:
-        name, dtype = f"gate/head/{backend}/{precision}", DTYPES[precision] or torch.float32
+        name, dtype = f"gate/head/{backend}/{precision}", PRECISIONS[precision].dtype
         losses = partial(vocabulary_losses, backend=cast(Backend, backend))
         error = partial(head_error, losses, dtype, device, sizes)
         yield Answer(name, None, lacks) if lacks else guarded(name, error)
@@ -149,7 +150,7 @@ def head(backend: str, sizes: Sizes, device: torch.device) -> Iterator[Answer]:
 def attention(sizes: Sizes, device: torch.device) -> Iterator[Answer]:
     """Check each attention kernel that is used on this device."""
     for precision in on_gpu.PRECISIONS:
-        dtype = DTYPES[precision] or torch.float32
+        dtype = PRECISIONS[precision].dtype
         kernels = {kernel.__name__: kernel for kernel in usable(device, dtype, 64)}
         for name in on_gpu.ATTENTION:
             row = f"gate/attention/{name}/{precision}"

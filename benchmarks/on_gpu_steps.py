@@ -17,8 +17,6 @@ from benchmarks import on_gpu
 from pretrain.bench.baseline import UsualStep, padded, twin
 from pretrain.bench.cost import peak_flops
 from pretrain.bench.measure import (
-    DTYPES,
-    LOSS_SCALES,
     OurStep,
     Step,
     compare,
@@ -29,6 +27,7 @@ from pretrain.bench.measure import (
 )
 from pretrain.bench.sizes import Sizes
 from pretrain.bench.subjects import PAD, batch, models
+from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head import Backend
 from pretrain.model.distillation import Distillation
 from pretrain.model.encoder import MaskedLM, recompute_activations
@@ -91,13 +90,13 @@ class Subjects:
         checkpointing: bool = False,
     ) -> OurStep:
         """Build our step, by default with the fastest head."""
-        student, dtype = self.student, DTYPES[precision]
+        student, dtype = self.student, PRECISIONS[precision].dtype
         teacher: MaskedLM = self.teacher
         if checkpointing:
             student = twin(student)
             student.set_attn_implementation(self.student.config._attn_implementation)
             recompute_activations(student)
-        if dtype is not None and teacher.dtype != dtype:
+        if teacher.dtype != dtype:
             if dtype not in self.teachers:
                 self.teachers[dtype] = nn.Module.to(copy.deepcopy(teacher), dtype)
             teacher = self.teachers[dtype]
@@ -108,13 +107,13 @@ class Subjects:
             student, teacher, terms, pad_id=PAD, backend=backend, compiled=compiled
         )
         moved = batch(self.sizes, rows).to(self.device)
-        return OurStep(module, moved, dtype, LOSS_SCALES[precision])
+        return OurStep(module, moved, PRECISIONS[precision])
 
     def baseline(self, precision: str, kl: str, rows: int) -> UsualStep:
         """Build the baseline's step on the same rows and masks."""
         moved = padded(batch(self.sizes, rows).to(self.device), pad_id=PAD)
         student, teacher = twin(self.student), twin(self.teacher)
-        return UsualStep(student, teacher, moved, kl, DTYPES[precision], LOSS_SCALES[precision])
+        return UsualStep(student, teacher, moved, kl, PRECISIONS[precision])
 
     def tried(self, build: Callable[..., Step], *arguments: int) -> Step | None:
         """Return a step after one call, which warms it up, or None if it does not fit."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from data_prep.keys import Keys
+from pretrain.device.precision import PrecisionName
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
 
@@ -96,7 +97,7 @@ class Train(Keys):
     max_steps: int | None = Field(None, ge=1, le=2**31)
     global_batch_size: int = Field(4096, ge=1, le=2**24)
     micro_batch_size: int | Literal["auto"] | None = None
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: PrecisionName = "auto"
     seed: int = Field(0, ge=0, lt=2**64)
     num_workers: int = Field(1, ge=0, le=256)
     skip_non_finite: int = Field(0, ge=0)
@@ -184,6 +185,10 @@ class RunConfig(Keys):
             if self.model is None:
                 raise ValueError(f"objective {name} needs `model:`, the sizes of a BERT")
         return self
+
+    def with_train(self, **changes: Any) -> RunConfig:
+        """Return this configuration with other values in its section `train`."""
+        return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
     def shaping(self) -> dict[str, Any]:
         """Return what a resumed run must share with its checkpoint: all but where, how fast, how

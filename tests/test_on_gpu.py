@@ -22,8 +22,8 @@ from benchmarks.on_gpu import STEP_TOLERANCES, Section, conclude, measure, plan
 from benchmarks.on_gpu_gates import attention_error, head_error
 from benchmarks.on_gpu_report import Report, Row, read, table
 from benchmarks.on_gpu_sections import largest
-from pretrain.bench.measure import TOLERANCES
 from pretrain.bench.sizes import TINY, Sizes
+from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.attention.backends import masked
 from pretrain.kernels.head import Projection, vocabulary_losses
 from pretrain.objectives.terms import VocabularyTerm
@@ -113,7 +113,7 @@ def test_sections_have_different_names_and_rows() -> None:
     assert set(report.rows) - set(names) == {n for n in report.rows if n.startswith("target/")}
     for section in sections:
         assert not section.gate or any(name.startswith(section.gate) for name in names)
-    assert STEP_TOLERANCES == TOLERANCES
+    assert {name: p.tolerances for name, p in PRECISIONS.items()} == STEP_TOLERANCES
 
 
 def test_wrong_head_fails_its_gate() -> None:

@@ -21,6 +21,7 @@ from transformers import BertForMaskedLM
 
 from pretrain.data.batch import MicroBatch
 from pretrain.data.masking import IGNORE
+from pretrain.device.precision import PRECISIONS, Precision
 from pretrain.kernels.cpu_layers import use_torch_layers
 from pretrain.model.encoder import MaskedLM
 
@@ -54,26 +55,24 @@ class UsualStep:
         batch: on their device.
         weights: of the terms, each a mean over its positions; one of weight 0 is not computed.
         kl_positions: "all" tokens but padding, or "masked" ones.
-        dtype: what `torch.autocast` computes in; None for fp32 throughout.
-        loss_scale: what the loss is multiplied with before the backward pass, for fp16.
+        precision: of the forward pass; its loss scale multiplies the loss.
     """
 
     student: MaskedLM
     teacher: MaskedLM
     batch: Padded
     kl_positions: str = "all"
-    dtype: torch.dtype | None = None
-    loss_scale: float = 1.0
+    precision: Precision = PRECISIONS["fp32"]
     temperature: float = TEMPERATURE
     weights: dict[str, float] = field(default_factory=lambda: dict(WEIGHTS))
     terms: dict[str, float] = field(default_factory=dict)  # means of the last call
 
     def __call__(self) -> None:
         """Make the step."""
-        with self.autocast():
+        with self.precision.autocast(self.batch.input_ids.device):
             means = self.losses()
             loss = torch.stack([self.weights[name] * mean for name, mean in means.items()]).sum()
-        (loss * self.loss_scale).backward()
+        (loss * self.precision.loss_scale).backward()
         self.terms = {name: mean.item() for name, mean in means.items()}
 
     def losses(self) -> dict[str, Tensor]:
@@ -108,16 +107,11 @@ class UsualStep:
     def trunk(self) -> Any:
         """Return what the trunks' forward passes alone leave alive."""
         input_ids, attention_mask, _ = self.batch
-        with self.autocast():
+        with self.precision.autocast(self.batch.input_ids.device):
             student = _trunk(self.student)(input_ids=input_ids, attention_mask=attention_mask)
             with torch.no_grad():
                 teacher = _trunk(self.teacher)(input_ids=input_ids, attention_mask=attention_mask)
         return student.last_hidden_state, teacher.last_hidden_state
-
-    def autocast(self) -> torch.autocast:
-        """Return the precision, as a context."""
-        device = self.batch.input_ids.device.type
-        return torch.autocast(device, self.dtype, enabled=self.dtype is not None)
 
 
 def selected(values_BLX: Tensor, mask_BL: Tensor) -> Tensor:

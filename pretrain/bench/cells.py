@@ -16,8 +16,6 @@ from torch import nn
 
 from pretrain.bench.baseline import UsualStep, padded, twin
 from pretrain.bench.measure import (
-    DTYPES,
-    LOSS_SCALES,
     OurStep,
     Step,
     check,
@@ -29,6 +27,7 @@ from pretrain.bench.measure import (
 )
 from pretrain.data.batch import MicroBatch
 from pretrain.device.memory import out_of_memory
+from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head.backends import use_triton
 from pretrain.model.distillation import Distillation
 from pretrain.model.encoder import MaskedLM
@@ -70,8 +69,8 @@ class Pair:
         nn.Module.to(teacher, device)
         teachers = {}
         for precision in precisions:
-            dtype = DTYPES[precision]
-            same = dtype is None
+            dtype = PRECISIONS[precision].dtype
+            same = dtype == torch.float32
             teachers[precision] = teacher if same else nn.Module.to(copy.deepcopy(teacher), dtype)
         return cls(student, teachers, twin(student), twin(teacher), device, pad_id, compiled)
 
@@ -86,8 +85,7 @@ class Pair:
             backend="compiled" if self.compiled and not use_triton("auto", weight) else "auto",
             compiled=self.compiled,
         )
-        dtype, scale = DTYPES[precision], LOSS_SCALES[precision]
-        return OurStep(module, batch.to(self.device), dtype, scale)
+        return OurStep(module, batch.to(self.device), PRECISIONS[precision])
 
     def usual(self, terms: Sequence[Term], batch: MicroBatch, precision: str) -> UsualStep:
         """Return the baseline step on the same data."""
@@ -98,8 +96,7 @@ class Pair:
             self.usual_teacher,
             padded(batch.to(self.device), pad_id=self.pad_id),
             kl_positions="masked" if kl and kl.over == "masked" else "all",
-            dtype=DTYPES[precision],
-            loss_scale=LOSS_SCALES[precision],
+            precision=PRECISIONS[precision],
             temperature=kl.temperature if isinstance(kl, VocabularyTerm) else 1.0,
             weights={name: term.weight for name, term in by_name.items()},
         )

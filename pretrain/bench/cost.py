@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.cpu_layers import have_product, product
 from pretrain.model.encoder import MaskedLM
 
@@ -40,7 +41,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
     The best of several shapes and of many tries: no one shape is the fastest on every processor,
     and other work on the machine only slows a product.
     """
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    dtype = PRECISIONS[precision].dtype
     size = 1024 if device.type == "cpu" else 4096
     best = 0.0
     for inner in (size, 3 * size):

@@ -14,50 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pretrain import NumericalError
+from pretrain.bench.baseline import UsualStep
 from pretrain.bench.cost import flops_per_token
 from pretrain.bench.footprint import Counter
 from pretrain.data.batch import MicroBatch
+from pretrain.device.precision import PRECISIONS, Precision
 from pretrain.model.distillation import Distillation
 from pretrain.model.encoder import MaskedLM
-
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Without one, fp16 gradients of a mean vanish; much more overflows with drawn weights, whose
-# gradients are larger than trained ones'.
-LOSS_SCALES = {"fp32": 1.0, "bf16": 1.0, "fp16": 2.0**10}
-# Largest relative difference of a term, and of a gradient.
-TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, 2e-2), "fp16": (2e-2, 2e-2)}
-
-
-class Step(Protocol):
-    """A micro-step, ours or the usual one."""
-
-    @property
-    def student(self) -> MaskedLM:
-        """Whose gradients are made."""
-
-    @property
-    def teacher(self) -> MaskedLM | None:
-        """Return the frozen teacher."""
-
-    @property
-    def loss_scale(self) -> float:
-        """Return what the gradients are multiplied with."""
-
-    @property
-    def terms(self) -> Mapping[str, float]:
-        """Means of the last call."""
-
-    def __call__(self) -> None:
-        """Forward and backward."""
-
-    def trunk(self) -> Any:
-        """Return what the trunks' forward passes alone leave alive."""
 
 
 @dataclass
@@ -67,18 +36,19 @@ class OurStep:
     Args:
         module: student, teacher and terms.
         batch: on their device.
-        dtype: what `torch.autocast` computes in; None for fp32 throughout.
-        loss_scale: what the loss is multiplied with before the backward pass, for fp16.
+        precision: of the forward pass; its loss scale multiplies the loss.
     """
 
     module: Distillation
     batch: MicroBatch
-    dtype: torch.dtype | None = None
-    loss_scale: float = 1.0
+    precision: Precision = PRECISIONS["fp32"]
+    student: MaskedLM = field(init=False)
+    teacher: MaskedLM | None = field(init=False)
     _coefficients_T: Tensor = field(init=False)
     _sums_T: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.student, self.teacher = self.module.student, self.module.teacher
         counts = [self._count(term.over) for term in self.module.terms]
         factors = [
             term.weight * self.batch.num_tokens / count
@@ -88,29 +58,14 @@ class OurStep:
 
     def __call__(self) -> None:
         """Make the step."""
-        with self.autocast():
+        with self.precision.autocast(self.batch.input_ids.device):
             loss, self._sums_T = self.module(*self.batch, self._coefficients_T)
-        (loss * (self.loss_scale / self.batch.num_tokens)).backward()
+        (loss * (self.precision.loss_scale / self.batch.num_tokens)).backward()
 
     def trunk(self) -> Any:
         """Return what the trunks' forward passes alone leave alive."""
-        with self.autocast():
+        with self.precision.autocast(self.batch.input_ids.device):
             return self.module.trunks(self.batch.input_ids, self.batch.cu_seqlens)
-
-    def autocast(self) -> torch.autocast:
-        """Return the precision, as a context."""
-        device = self.batch.input_ids.device.type
-        return torch.autocast(device, self.dtype, enabled=self.dtype is not None)
-
-    @property
-    def student(self) -> MaskedLM:
-        """Return the module's student."""
-        return self.module.student
-
-    @property
-    def teacher(self) -> MaskedLM | None:
-        """Return the module's teacher."""
-        return self.module.teacher
 
     @property
     def terms(self) -> dict[str, float]:
@@ -121,6 +76,9 @@ class OurStep:
 
     def _count(self, over: str) -> int:
         return self.batch.num_tokens if over == "tokens" else self.batch.num_masked
+
+
+Step = OurStep | UsualStep
 
 
 class Agreement(NamedTuple):
@@ -148,7 +106,9 @@ class Memory(NamedTuple):
 def check(ours: Step, usual: Step, precision: str) -> Agreement:
     """`compare`, and raise NumericalError where the two are not the same function."""
     found = compare(ours, usual, precision)
-    for what, error, limit in zip(found._fields, found, TOLERANCES[precision], strict=True):
+    for what, error, limit in zip(
+        found._fields, found, PRECISIONS[precision].tolerances, strict=True
+    ):
         if not error <= limit:  # NaN included
             raise NumericalError(
                 f"our step and the usual one differ: a {what} by {error:.1e} in {precision}, at "
@@ -189,7 +149,7 @@ def gradient(step: Step) -> dict[str, Tensor]:
     found = {}
     for name, parameter in step.student.named_parameters():
         made = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found[name] = made.float() / step.loss_scale
+        found[name] = made.float() / step.precision.loss_scale
     step.student.zero_grad(set_to_none=True)
     return found
 

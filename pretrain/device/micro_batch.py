@@ -61,8 +61,7 @@ def resolve(run: Run, state: Mapping[str, Any] | None) -> None:
         rows = int((state or {})["micro_batch"]["rows"])
         text = f"{rows} rows, as in the checkpoint"
     run.micro_batch = {"rows": rows, **where}
-    train = run.config.train.model_copy(update={"micro_batch_size": rows})
-    run.config = run.config.model_copy(update={"train": train})
+    run.config = run.config.with_train(micro_batch_size=rows)
     run.progress.say(f"micro_batch_size auto: {text}")
 
 

@@ -1,27 +1,76 @@
-"""`precision: auto` and the default of `micro_batch_size`: chosen by the hardware's kind.
+"""The one table of precisions, and what `train.precision: auto` and `micro_batch_size` default to.
 
-No clock is asked: a machine chooses the same at every start. What was chosen is part of the run: it
-stands in `config.json` and in every checkpoint, and a run that continues keeps it. A run in fp16
-therefore continues on GPUs alone.
+`auto` is chosen by the kind of hardware, without a measurement: a machine chooses the same at every
+start. The choice is part of the run: `config.json` and every checkpoint hold it, and a resumed run
+keeps it. A run in fp16 therefore continues on GPUs only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from pretrain import RunError
-from pretrain.config import RunConfig
+
+if TYPE_CHECKING:
+    from pretrain.config import RunConfig
 
 CPUINFO = Path("/proc/cpuinfo")
 ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
 
 
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Hold all that a value of `train.precision` means."""
+
+    dtype: torch.dtype  # of forward passes; weights and optimizer state stay in fp32
+    accelerate: str  # Accelerate's `mixed_precision`
+    # The same under DeepSpeed, which would round the weights to bf16; autocast keeps them in fp32.
+    deepspeed: str
+    gpu: int  # major compute capability from which a GPU is faster in it
+    scaled: bool = False  # it needs a loss scale, which Accelerate has for CUDA alone
+    # Of a benchmark's step. Without one, fp16 gradients of a mean vanish. Much more overflows with
+    # drawn weights, whose gradients are larger than those of trained ones.
+    loss_scale: float = 1.0
+    tolerances: tuple[float, float]  # largest relative difference of a term, and of a gradient
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """Return the context of a forward pass; it changes nothing in fp32."""
+        half = self.dtype if self.dtype != torch.float32 else None
+        return torch.autocast(device.type, half, enabled=half is not None)
+
+
+PRECISIONS = {
+    "fp32": Precision(
+        dtype=torch.float32, accelerate="no", deepspeed="no", gpu=0, tolerances=(1e-5, 1e-4)
+    ),
+    "bf16": Precision(
+        dtype=torch.bfloat16, accelerate="bf16", deepspeed="no", gpu=8, tolerances=(2e-2, 2e-2)
+    ),
+    "fp16": Precision(
+        dtype=torch.float16,
+        accelerate="fp16",
+        deepspeed="fp16",
+        gpu=7,
+        scaled=True,
+        loss_scale=2.0**10,
+        tolerances=(2e-2, 2e-2),
+    ),
+}
+
+_NAMES = ("auto", *PRECISIONS)
+if TYPE_CHECKING:
+    PrecisionName = str  # mypy takes no Literal of a table's keys
+else:
+    PrecisionName = Literal[_NAMES]
+
+
 def choose(device: torch.device) -> tuple[str, str]:
-    """Return what `auto` means on a device, and by what it was chosen.
+    """Return what `auto` means on a device, and the reason.
 
     bf16 where the hardware multiplies it faster than fp32: on a GPU from compute capability 8.0
     on, on a CPU with AMX or an AMD one with AVX512-BF16 (Intel's without AMX are slower in bf16).
@@ -29,14 +78,21 @@ def choose(device: torch.device) -> tuple[str, str]:
     """
     if device.type == "cuda" and torch.version.cuda:
         major, minor = torch.cuda.get_device_capability(device)
+        faster = {name: p.gpu for name, p in PRECISIONS.items() if p.gpu <= major}
         name = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-        return "bf16" if major >= 8 else "fp16" if major == 7 else "fp32", name
+        return max(faster, key=faster.__getitem__), name
     if device.type != "cpu":
         return "fp32", f"not known of {device.type}"
-    vendor, flags = _cpu()
+    try:
+        text = CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        text = ""
+    lines = [line.partition(":") for line in text.partition("\n\n")[0].splitlines()]
+    fields = {key.strip(): value.strip() for key, _, value in lines}
+    flags = set(fields.get("flags", "").split())
     if {"amx_bf16", "amx_tile"} <= flags:
         return "bf16", "CPU with AMX"
-    if vendor == "AuthenticAMD" and "avx512_bf16" in flags:
+    if fields.get("vendor_id") == "AuthenticAMD" and "avx512_bf16" in flags:
         return "bf16", "AMD CPU with AVX512-BF16"
     return "fp32", "CPU without AMX or AMD's AVX512-BF16"
 
@@ -60,18 +116,18 @@ def resolve(
     precision, reason = choose(device)
     text = f"{precision} ({reason})"
     recorded = (state or {}).get("shaping", {}).get("train", {}).get("precision")
-    if recorded in ("fp32", "bf16", "fp16"):
+    if recorded in PRECISIONS:
         chosen, precision = precision, recorded
-        if precision == "fp16" and device.type != "cuda":
+        if PRECISIONS[precision].scaled and device.type != "cuda":
             raise RunError(
-                f"{config.output}: its checkpoint was made in fp16, which needs a CUDA GPU, and "
-                f"this is {device.type}; continue it on a GPU, or set another `output:`"
+                f"{config.output}: its checkpoint was made in {precision}, which needs a CUDA GPU, "
+                f"and this is {device.type}; continue it on a GPU, or set another `output:`"
             )
         text = f"{precision}, as in the checkpoint"
         if chosen != precision:
             text += f"; this machine would choose {chosen} ({reason})"
     say(f"precision auto: {text}")
-    return _with(config, precision=precision)
+    return config.with_train(precision=precision)
 
 
 def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:
@@ -86,26 +142,10 @@ def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConf
         return config
     share = config.train.global_batch_size // num_processes
     rows = next(rows for rows in range(ROWS_ON_HOST, 0, -1) if share % rows == 0)
-    return _with(config, micro_batch_size="auto" if device == "cuda" else rows)
+    return config.with_train(micro_batch_size="auto" if device == "cuda" else rows)
 
 
 def allow_tf32(device: torch.device) -> None:
     """Let a GPU multiply fp32 on its matrix units, which round factors to 10 bits (TF32)."""
     if device.type == "cuda":  # on a CPU the same setting would change oneDNN's products
         torch.set_float32_matmul_precision("high")
-
-
-def _cpu() -> tuple[str, set[str]]:
-    """Vendor and flags as Linux names them; nothing on another system."""
-    try:
-        text = CPUINFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", set()
-    lines = [line.partition(":") for line in text.partition("\n\n")[0].splitlines()]
-    fields = {key.strip(): value.strip() for key, _, value in lines}
-    return fields.get("vendor_id", ""), set(fields.get("flags", "").split())
-
-
-def _with(config: RunConfig, **changes: Any) -> RunConfig:
-    train = config.train.model_copy(update=changes)
-    return config.model_copy(update={"train": train})

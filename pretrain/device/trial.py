@@ -7,6 +7,7 @@ import torch
 from pretrain.data.batch import MicroBatch, micro_batch
 from pretrain.data.rows import special_ids
 from pretrain.device.memory import Memory
+from pretrain.device.precision import PRECISIONS
 from pretrain.run import Run
 
 
@@ -36,7 +37,7 @@ def on_gpu(run: Run, rows: int) -> int:
     inputs = full_rows(run, rows).to(device)
     nothing = torch.zeros(len(run.module.terms), device=device)
     with torch.random.fork_rng([device]), torch.compiler.set_stance("force_eager"):
-        with run.parallel.autocast():
+        with PRECISIONS[run.config.train.precision].autocast(device):
             loss, _ = run.module(*inputs, nothing)
         torch.autograd.grad(loss, parameters, allow_unused=True)
     return torch.cuda.max_memory_reserved(device)

@@ -19,6 +19,7 @@ from pretrain.bench import baseline
 from pretrain.bench.baseline import Padded, UsualStep, twin
 from pretrain.bench.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
 from pretrain.data.batch import MicroBatch
+from pretrain.device.precision import PRECISIONS
 from pretrain.kernels import attention, cpu_layers
 from pretrain.kernels.attention import IMPLEMENTATION, segments
 from pretrain.kernels.attention.backends import flash
@@ -335,9 +336,9 @@ def of_usual_step(pair: UsualPair, batch_size: int, where: str, patch: pytest.Mo
     with shapes_only(pair) as shapes:
         ids = torch.zeros(batch_size, L, dtype=torch.int64)
         batch = Padded(ids, torch.ones_like(ids), ids.clone())
-        step = UsualStep(shapes.student, shapes.frozen, batch, where, torch.float16)
+        step = UsualStep(shapes.student, shapes.frozen, batch, where, PRECISIONS["fp16"])
         with Counter() as counter:
-            with step.autocast():
+            with step.precision.autocast(ids.device):
                 loss = torch.stack([*step.losses().values()]).sum()
             loss.backward()
     return counter.peak
