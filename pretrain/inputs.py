@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import PartialState
 from torch import Tensor
 
 from data_prep.shards import Manifest, load_manifest, open_shards
@@ -29,7 +29,7 @@ _NEEDED = (*FIELDS, "shaping", "shards", "teacher")
 
 
 @dataclass(frozen=True)
-class Ingredients:
+class Inputs:
     """What a process reads before it meets the others."""
 
     config: RunConfig  # without `precision: auto`
@@ -38,7 +38,7 @@ class Ingredients:
     saved: Saved | None
     state: TrainState
     student: MaskedLM
-    moments: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
     dataset: StepDataset
     tokenizer: dict[str, bytes]  # its files, by name
 
@@ -54,12 +54,12 @@ class Ingredients:
         }
 
 
-def gather(
+def load_inputs(
     config: RunConfig,
-    accelerator: Accelerator,
+    ranks: PartialState,
     progress: Progress,
     skip_rows: Sequence[tuple[int, int]] = (),
-) -> Ingredients:
+) -> Inputs:
     """Read all that the run is made of, and hold it against the config.
 
     Raises:
@@ -68,16 +68,16 @@ def gather(
     """
     check_workers(config.train.num_workers)
     manifest = load_manifest(config.shards)
-    config = with_defaults(config, accelerator.device.type, accelerator.num_processes)
-    accumulation_steps(config, accelerator.num_processes)  # or it refuses
+    config = with_defaults(config, ranks.device.type, ranks.num_processes)
+    accumulation_steps(config, ranks.num_processes)  # or it refuses
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
-    config = resolve(config, accelerator.device, saved and saved.state, progress.say)
+    config = resolve(config, ranks.device, saved and saved.state, progress.say)
     teacher = None
     if config.teacher is not None:
         same = config.teacher_vocabulary == "same"
         teacher = load_teacher(config.teacher, manifest, config.shards, same_vocabulary=same)
     student: MaskedLM
-    moments: dict[str, Tensor] = {}
+    optimizer: dict[str, Tensor] = {}
     if saved is not None:
         check_same_run(config, manifest, teacher, saved)
         student = load_model(saved.folder / "student").train()
@@ -86,8 +86,8 @@ def gather(
                 f"{saved.folder}: its student has width {student.config.hidden_size}, the teacher "
                 f"{teacher.model.config.hidden_size}; continue from another checkpoint"
             )
-        moments = saved.optimizer()
-        check_optimizer(moments, student)
+        optimizer = saved.optimizer()
+        check_optimizer(optimizer, student)
     elif teacher is not None:
         student = build_student(config.student, teacher, config.train.seed)
     else:
@@ -102,15 +102,13 @@ def gather(
         rows,
         Order(len(rows), config.train.global_batch_size, config.train.seed),
         build_masking(config.masking, config.shards, manifest, config.train.seed),
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
+        rank=ranks.process_index,
+        world=ranks.num_processes,
         skips=state.skip_rows,
     )
     positions = student.config.max_position_embeddings
     tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
-    return Ingredients(
-        config, manifest, teacher, saved, state, student, moments, dataset, tokenizer
-    )
+    return Inputs(config, manifest, teacher, saved, state, student, optimizer, dataset, tokenizer)
 
 
 def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:

@@ -16,9 +16,10 @@ from data_prep.shards import Manifest, ShardSet, open_shards
 from pretrain.checkpoint import Writer
 from pretrain.config import Optimizer, RunConfig
 from pretrain.data.rows import StepDataset
-from pretrain.distributed.parallel import Parallel, parallelise
+from pretrain.device.precision import PRECISIONS
+from pretrain.distributed.parallel import DDP, Parallel, ZeRO, uses_deepspeed
 from pretrain.distributed.processes import jointly
-from pretrain.inputs import Ingredients
+from pretrain.inputs import Inputs
 from pretrain.kernels.compilation import check_compiler
 from pretrain.kernels.head.backends import use_triton
 from pretrain.model.distillation import Distillation
@@ -28,8 +29,6 @@ from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress
 from pretrain.monitor.safety import Spikes
 from pretrain.state import TrainState
-
-_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Ended = Literal["finished", "stopped", "interrupted", "up to date"]
 
@@ -93,9 +92,8 @@ class Run:
 
 
 def build(
-    config: RunConfig,
     accelerator: Accelerator,
-    read: Ingredients,
+    inputs: Inputs,
     *,
     progress: Progress,
     heartbeat: Heartbeat,
@@ -105,11 +103,12 @@ def build(
 
     All processes call it. `lock` is held by the first, which writes.
     """
-    manifest, teacher, saved, student = read.manifest, read.teacher, read.saved, read.student
+    config, manifest = inputs.config, inputs.manifest
+    teacher, student = inputs.teacher, inputs.student
     device, train = accelerator.device, config.train
     if teacher is not None:
         # Its sha256 is taken, its layers are copied: nothing needs it in fp32 any more.
-        teacher.model.to(device, _DTYPE[train.precision])
+        teacher.model.to(device, PRECISIONS[train.precision].dtype)
     student.to(device)
     if train.activation_checkpointing:
         recompute_activations(student)
@@ -126,13 +125,12 @@ def build(
         compiled=train.compile,
     )
     optimizer = build_optimizer(student, config.optimizer, accelerator.device)
-    parallel = parallelise(accelerator, module, optimizer, config)
-    if saved is not None:
-        parallel.load(student, read.moments)
-        parallel.load_scaler_state(read.state.scaler)
+    parallel: Parallel = (ZeRO if uses_deepspeed() else DDP)(accelerator, module, optimizer, config)
+    if inputs.saved is not None:
+        parallel.load(student, inputs.optimizer, inputs.state.scaler)
 
     fence = lock.check if lock else lambda: None
-    epochs = read.dataset.order.steps_for(config.train.epochs)
+    epochs = inputs.dataset.order.steps_for(config.train.epochs)
     return Run(
         config=config,
         accelerator=accelerator,
@@ -141,20 +139,20 @@ def build(
         metrics=Metrics(config.output / "metrics.jsonl", accelerator, fence),
         writer=Writer(
             config.output / "checkpoints",
-            tokenizer=read.tokenizer,
+            tokenizer=inputs.tokenizer,
             keep=config.checkpoint.keep,
             phase=heartbeat.saving,
             fence=fence,
             warn=progress.say,
         ),
-        dataset=read.dataset,
+        dataset=inputs.dataset,
         held_out=open_shards(config.shards, "validation") if has_validation(manifest) else None,
         teacher=teacher,
         module=module,
         parallel=parallel,
         spikes=Spikes(),
         num_steps=config.train.max_steps or epochs,
-        state=read.state,
+        state=inputs.state,
     )
 
 
@@ -167,31 +165,18 @@ def save(run: Run, *, wait: bool = False) -> float:
     Raises:
         OSError: with `wait`, in the first process: the disk is full or read-only.
     """
-    weights, moments = run.parallel.weights(run.student), run.parallel.moments(run.student)
+    weights, optimizer, run.state.scaler = run.parallel.save(run.student)
     if not run.accelerator.is_main_process:
         return 0.0
-    return run.writer.save(
-        run.state.step,
-        student=run.student,
-        weights=weights,
-        optimizer=moments,
-        state=record(run),
-        wait=wait,
-    )
-
-
-def record(run: Run) -> dict[str, Any]:
-    """Return the content of state.json: the run's state, and what it was made from."""
-    config, manifest, teacher = run.config, run.manifest, run.teacher
-    run.state.scaler = run.parallel.scaler_state()
-    return {
+    config, teacher = run.config, run.teacher
+    state = {
         **run.state.write(),
         "num_steps": run.num_steps,
         "config": config.model_dump(mode="json"),
         "micro_batch": run.micro_batch,
         "shaping": config.shaping(),
-        "shards": manifest.digest,
-        "sources": [source.model_dump(mode="json") for source in manifest.sources],
+        "shards": run.manifest.digest,
+        "sources": [source.model_dump(mode="json") for source in run.manifest.sources],
         "teacher": teacher
         and {
             "name": None if teacher.local else teacher.name,
@@ -201,6 +186,14 @@ def record(run: Run) -> dict[str, Any]:
         "num_processes": run.accelerator.num_processes,
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
+    return run.writer.save(
+        run.state.step,
+        student=run.student,
+        weights=weights,
+        optimizer=optimizer,
+        state=state,
+        wait=wait,
+    )
 
 
 def has_validation(manifest: Manifest) -> bool:

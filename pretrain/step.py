@@ -86,7 +86,6 @@ def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
     # Clip, and read back the step's figures: the one point where the host waits for the device.
     heartbeat.at(state.step, "update")
     rate = learning_rate(config.optimizer, state.step, run.num_steps)
-    parallel.set_learning_rate(rate)
     norm = parallel.clip(config.optimizer.max_grad_norm)
     losses_A, totals_AT = torch.stack(losses), torch.stack(totals)
     num_bad = (~losses_A.isfinite()).sum().reshape(1)
@@ -98,7 +97,7 @@ def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
     # Update on all ranks, or on none. In fp16 an infinite norm is an overflow of scaled gradients:
     # its scaler leaves the step out and halves the scale.
     if bad == 0 and (math.isfinite(size) or (parallel.loss_scale or 1) > 1):
-        parallel.step()
+        parallel.step(rate)
     else:
         parallel.discard()
         state.skipped_steps += 1

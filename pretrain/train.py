@@ -13,19 +13,21 @@ from data_prep.shards import check
 from pretrain.config import RunConfig
 from pretrain.data.rows import StepRows, explained_workers, loader, next_rows
 from pretrain.device.micro_batch import explained, resolve
+from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.agreement import compare_weights
+from pretrain.distributed.parallel import DDP
 from pretrain.distributed.processes import (
     build_accelerator,
     jointly,
     patiently,
-    processes,
     same_everywhere,
+    start_ranks,
     timeout,
 )
 from pretrain.evaluate import evaluate
 from pretrain.exit_codes import ExitCode
 from pretrain.files import write_json
-from pretrain.inputs import gather
+from pretrain.inputs import load_inputs
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Clock, Progress, Silent
 from pretrain.monitor.progress import describe, report
@@ -74,47 +76,51 @@ def train(
     """
     with ExitStack() as stack:
         signals = stack.enter_context(stop_on_signal())
-        accelerator = stack.enter_context(processes(config))
-        stack.callback(lambda: [tracker.finish() for tracker in accelerator.trackers])
-        first, rank = accelerator.is_main_process, accelerator.process_index
-        heartbeat = heartbeat or stack.enter_context(Heartbeat.from_environment(rank))
+        ranks = stack.enter_context(start_ranks(config))
+        first = ranks.is_main_process
+        if heartbeat is None:
+            heartbeat = stack.enter_context(Heartbeat.from_environment(ranks.process_index))
         progress = progress if progress and first else Silent()
+
         heartbeat.at(0, "lock")
         hold = _hold(config, progress)
-        held = patiently(accelerator, lambda: stack.enter_context(hold), here=first)
+        held = patiently(ranks, lambda: stack.enter_context(hold), here=first)
+
         heartbeat.at(0, "read")
-        verifies = accelerator.is_local_main_process
-        patiently(accelerator, lambda: check(config.shards), here=verifies)
-        read = patiently(accelerator, lambda: gather(config, accelerator, progress, skip_rows))
-        assert read is not None
+        patiently(ranks, lambda: check(config.shards), here=ranks.is_local_main_process)
+        inputs = patiently(ranks, lambda: load_inputs(config, ranks, progress, skip_rows))
+        assert inputs is not None
         if config.train.precision == "auto":
             same_everywhere(
-                accelerator,
-                {"choice for train.precision auto": read.config.train.precision},
+                ranks,
+                {"choice for train.precision auto": inputs.config.train.precision},
                 "the machines differ: set train.precision, to fp32 for instance",
             )
-        config = read.config
-        same_everywhere(accelerator, read.names(stop_after))
-        accelerator = build_accelerator(config)  # again, of the precision that is known by now
+        same_everywhere(ranks, inputs.names(stop_after))
+
         heartbeat.at(0, "build")
-        run = build(config, accelerator, read, progress=progress, heartbeat=heartbeat, lock=held)
-        if run.state.step < run.num_steps:
-            heartbeat.at(run.state.step, "micro-batch")
-            resolve(run, read.saved.state if read.saved else None)
+        accelerator = build_accelerator(inputs.config)
+        stack.callback(lambda: [tracker.finish() for tracker in accelerator.trackers])
+        run = build(accelerator, inputs, progress=progress, heartbeat=heartbeat, lock=held)
+        config, state = run.config, run.state
+        if state.step < run.num_steps:
+            heartbeat.at(state.step, "micro-batch")
+            resolve(run, inputs.saved.state if inputs.saved else None)
+
         # Nothing was refused: only from here on may the folder of the run change.
         signals.saves = True
         with _told(run):
-            if run.state.step < run.num_steps:
-                jointly(accelerator, lambda: _open(run), here=first)
+            if state.step < run.num_steps:
+                jointly(ranks, lambda: _open(run), here=first)
                 if config.logging.tensorboard:
                     accelerator.init_trackers("tensorboard")
                 describe(run)
                 last = min(stop_after or run.num_steps, run.num_steps)
-                rows = loader(run.dataset, run.state.step, last, run.config.train.num_workers)
+                rows = loader(run.dataset, state.step, last, config.train.num_workers)
                 with explained(run), explained_workers(run.dataset.shards), rows as batches:
                     warm_up(run)
                     loop(run, batches, last, signals)
-    return Outcome(run.state.step, run.num_steps, run.ended, run.state.evaluation)
+    return Outcome(state.step, run.num_steps, run.ended, state.evaluation)
 
 
 def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> None:
@@ -144,11 +150,16 @@ def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> 
 
 
 def warm_up(run: Run) -> None:
-    """Bring the ranks to where they were when the run was left; see `Replicated.warm_up`."""
-    if run.accelerator.num_processes > 1:
+    """Run one backward pass whose gradients are discarded, so that a resumed run repeats its bits.
+
+    DDP sorts its buckets again after the first backward pass of a process; with three ranks or more
+    another order of summation gives other bits. ZeRO's buckets do not move.
+    """
+    if run.accelerator.num_processes > 1 and isinstance(run.parallel, DDP):
         inputs = next(micro_batches(run, run.dataset[run.state.step]))
-        nothing = torch.zeros(len(run.module.terms), device=run.accelerator.device)
-        run.parallel.warm_up(inputs, nothing)
+        nothing_T = torch.zeros(len(run.module.terms), device=run.accelerator.device)
+        run.parallel.forward_backward(inputs, nothing_T, 0.0, last=True)
+        run.module.zero_grad(set_to_none=True)
 
 
 def hold_out(run: Run) -> None:
@@ -164,7 +175,7 @@ def hold_out(run: Run) -> None:
         # Without gradients eight times the rows take less memory than a micro-batch with them.
         batch_size=min(32, 8 * run.micro_batch_size),
         accelerator=run.accelerator,
-        autocast=run.parallel.autocast(),
+        autocast=PRECISIONS[run.config.train.precision].autocast(run.accelerator.device),
     )
     run.state.evaluation_step = run.state.step
     run.metrics.write("evaluation", run.state.step, run.state.evaluation)

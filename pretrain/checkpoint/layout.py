@@ -16,7 +16,8 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 LATEST = "latest"  # the newest checkpoint's name; replaced before an older one is removed
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, behind the parameter's name and a slash
+# AdamW's state, behind the parameter's name and a slash: a counter, and tensors of its shape.
+STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 
 
 def folder_name(step: int) -> str:

@@ -21,6 +21,7 @@ from pretrain.checkpoint.layout import (
     MOMENTS,
     OPTIMIZER,
     STATE,
+    STEP,
     checkpoints,
     folder_name,
     manifest_bytes,
@@ -184,7 +185,7 @@ def check_optimizer(tensors: Mapping[str, Tensor], student: nn.Module) -> None:
     """
     shapes: dict[str, torch.Size] = {}
     for name, parameter in student.named_parameters():
-        names = [f"{name}/{moment}" for moment in MOMENTS]
+        names = [f"{name}/{key}" for key in (STEP, *MOMENTS)]
         if any(name in tensors for name in names):
             shapes |= dict.fromkeys(names, parameter.shape) | {names[0]: torch.Size()}
     if odd := sorted(shapes.keys() ^ tensors.keys()):

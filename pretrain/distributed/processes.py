@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +17,9 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    gather,
     parse_flag_from_env,
+    reduce,
 )
 
 from data_prep.messages import extra
@@ -24,15 +27,16 @@ from pretrain import RunError, environment
 from pretrain.config import RunConfig
 from pretrain.data.hashing import root
 from pretrain.device.gpu import check_kernels
-from pretrain.device.precision import allow_tf32
+from pretrain.device.precision import PRECISIONS, allow_tf32
 from pretrain.distributed.parallel import uses_deepspeed
 from pretrain.objectives.terms import VocabularyTerm
 
 Result = TypeVar("Result")
 
 TIMEOUT = 300.0  # seconds that a process waits for the others in a collective operation
-# "auto" is decided after the checkpoint was read, by processes that communicate by then.
-_MIXED = {"auto": "no", "fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+Ranks: TypeAlias = (
+    PartialState | Accelerator
+)  # both know this rank, its device and the number of ranks
 # Process groups that have ended, kept until the interpreter does: else DDP's reducer is the last to
 # own one, and torch 2.13 frees it there without letting go of the GIL, for which a thread of gloo
 # that the group waits for may wait in turn.
@@ -40,75 +44,80 @@ _KEPT: list[Any] = []
 
 
 @contextmanager
-def processes(config: RunConfig) -> Iterator[Accelerator]:
-    """This process's Accelerator; a process group that was not there before ends with the block.
+def start_ranks(config: RunConfig) -> Iterator[PartialState]:
+    """Start this rank: its device and its process group, before anything is read.
 
-    After an error NCCL's is left to the end of the process: it would wait for ranks that are gone.
-
-    Raises:
-        RunError: the environment does not fit the config.
-    """
-    there = torch.distributed.is_initialized()
-    accelerator = build_accelerator(config)
-    ended = False
-    try:
-        yield accelerator
-        ended = True
-    finally:
-        ours = accelerator.num_processes > 1 and not there
-        if ours and (ended or torch.distributed.get_backend() == "gloo"):
-            # A gloo group that is alive when the interpreter ends aborts the process.
-            _KEPT.append(torch.distributed.group.WORLD)
-            PartialState().destroy_process_group()
-            PartialState._reset_state()
-
-
-def build_accelerator(config: RunConfig) -> Accelerator:
-    """Accelerate's device and process set-up, with accumulation and saving left to us.
+    A group that was not there before ends with the block. After an error NCCL's is left to the end
+    of the process: it would wait for ranks that are gone.
 
     Raises:
-        RunError: fp16 without a GPU, where Accelerate would silently compute in fp32; or a
-            package that is not installed.
+        RunError: the environment does not fit the config, for instance fp16 without a GPU, where
+            Accelerate would silently compute in fp32; or a package is not installed.
     """
     gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     gpu = gpu and not parse_flag_from_env("ACCELERATE_USE_CPU")
-    deepspeed = uses_deepspeed()
     if not gpu:  # Accelerate imports DeepSpeed where it is installed, which then warns of this
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout()), **meeting_point()}
-    if deepspeed:
+    if deepspeed := uses_deepspeed():
         _need("deepspeed", "ACCELERATE_USE_DEEPSPEED")
         if not gpu:
             settings["backend"] = "gloo"
-            _prepare_deepspeed_for_cpus()
+            # At its first start on CPUs DeepSpeed would compile an operation that only speeds up
+            # processes of one host and needs a C++ compiler. When a start is killed while it
+            # compiles, torch's lock file (torch/utils/file_baton.py) stays, and every later start
+            # waits for it forever.
+            importlib.import_module("deepspeed").ops.__compatible_ops__["deepspeed_shm_comm"] = (
+                False
+            )
         if "LOCAL_RANK" not in os.environ:
             raise RunError(
                 "ACCELERATE_USE_DEEPSPEED is set, but no launcher has started this process: "
                 "use `distil launch CONFIG --zero 1`"
             )
+    there = torch.distributed.is_initialized()
     # Without `cpu=True` Accelerate runs one process where several were started on CPUs.
-    cpu = not gpu and not deepspeed
-    state = PartialState(cpu=cpu, **settings)
-    check_kernels(state.device)
-    if state.device == torch.device("cuda"):  # of an unlaunched process: some calls need an index
-        state.device = torch.device("cuda", torch.cuda.current_device())
-    device, precision = state.device, config.train.precision
-    if precision == "fp32":
-        allow_tf32(device)
+    ranks = PartialState(cpu=not gpu and not deepspeed, **settings)
+    check_kernels(ranks.device)
+    if ranks.device == torch.device("cuda"):  # of an unlaunched process: some calls need an index
+        ranks.device = torch.device("cuda", torch.cuda.current_device())
+    precision, device = config.train.precision, ranks.device.type
     if config.logging.tensorboard:
         _need("tensorboard", "logging.tensorboard")
-    if precision == "fp16" and device.type != "cuda":
+    if precision != "auto" and PRECISIONS[precision].scaled and device != "cuda":
+        others = " or ".join(sorted(name for name, p in PRECISIONS.items() if not p.scaled))
         raise RunError(
-            f"train.precision fp16 needs a CUDA GPU, this is {device.type}; use bf16 or fp32"
+            f"train.precision {precision} needs a CUDA GPU, this is {device}; use {others}"
         )
+    ended = False
+    try:
+        yield ranks
+        ended = True
+    finally:
+        ours = ranks.num_processes > 1 and not there
+        if ours and (ended or torch.distributed.get_backend() == "gloo"):
+            # A gloo group that is alive when the interpreter ends aborts the process.
+            _KEPT.append(torch.distributed.group.WORLD)
+            ranks.destroy_process_group()
+            PartialState._reset_state()
+
+
+def build_accelerator(config: RunConfig) -> Accelerator:
+    """Build Accelerate's wrapper of a started rank; accumulation and saving are left to us.
+
+    `precision: auto` is resolved by then: Accelerate takes the precision here only.
+    """
+    precision, deepspeed = PRECISIONS[config.train.precision], uses_deepspeed()
+    device = PartialState().device
+    if config.train.precision == "fp32":
+        allow_tf32(device)
     # Accelerate keeps the first precision of a process for ever; a second run may want another.
     AcceleratorState._reset_state()
     # The head's parameters get no gradient when no term looks at logits.
     unused = not any(isinstance(term, VocabularyTerm) for term in config.objective.terms())
     return Accelerator(
-        cpu=cpu,
-        # DeepSpeed would round the weights to bf16; autocast keeps them in fp32, as DDP does.
-        mixed_precision="no" if deepspeed and precision == "bf16" else _MIXED[precision],
+        cpu=device.type == "cpu" and not deepspeed,
+        mixed_precision=precision.deepspeed if deepspeed else precision.accelerate,
         log_with="tensorboard" if config.logging.tensorboard else None,
         project_dir=config.output,
         # Ours is the loop's; a launcher's environment would divide every loss.
@@ -152,9 +161,7 @@ def timeout() -> float:
     return seconds
 
 
-def jointly(
-    accelerator: Accelerator, action: Callable[[], Result], *, here: bool = True
-) -> Result | None:
+def jointly(ranks: Ranks, action: Callable[[], Result], *, here: bool = True) -> Result | None:
     """Act where `here`; if that fails anywhere all end, the others without a word of their own.
 
     A process that raised alone would leave the rest waiting for it until their timeout.
@@ -165,7 +172,7 @@ def jointly(
             result = action()
         except Exception as caught:
             error = caught
-    failed = any_process(accelerator, error is not None)
+    failed = any_process(ranks, error is not None)
     if error is not None:
         try:
             raise error
@@ -176,14 +183,12 @@ def jointly(
     return result
 
 
-def patiently(
-    accelerator: Accelerator, action: Callable[[], Result], *, here: bool = True
-) -> Result | None:
+def patiently(ranks: Ranks, action: Callable[[], Result], *, here: bool = True) -> Result | None:
     """As `jointly`, for what may take longer than the timeout and communicates nothing itself.
 
     It runs in a thread, while the processes tell one another that they are still there.
     """
-    if accelerator.num_processes == 1:
+    if ranks.num_processes == 1:
         return action() if here else None
     done: Future[Result] = Future()
     with ThreadPoolExecutor(1, thread_name_prefix="start") as thread:
@@ -191,25 +196,21 @@ def patiently(
             done = thread.submit(action)
         else:
             done.cancel()
-        while any_process(accelerator, not done.done()):
+        while any_process(ranks, not done.done()):
             wait([done], timeout=min(1.0, timeout() / 4))
-
-    def outcome() -> Result:
-        return done.result()
-
-    return jointly(accelerator, outcome, here=here)
+    return jointly(ranks, done.result, here=here)
 
 
-def any_process(accelerator: Accelerator, flag: bool) -> bool:
+def any_process(ranks: Ranks, flag: bool) -> bool:
     """Return whether the flag is set in any process; all call it."""
-    if accelerator.num_processes == 1:
+    if ranks.num_processes == 1:
         return flag
-    flags = accelerator.reduce(torch.tensor([int(flag)], device=accelerator.device), "sum")
+    flags = reduce(torch.tensor([int(flag)], device=ranks.device), "sum")
     return bool(flags.item())
 
 
 def same_everywhere(
-    accelerator: Accelerator,
+    ranks: Ranks,
     values: Mapping[str, str],
     fix: str = "start all nodes with the same command, on files that all of them share",
 ) -> None:
@@ -218,26 +219,14 @@ def same_everywhere(
     Raises:
         RunError: in every process, naming the value, who differs and the `fix`.
     """
-    if accelerator.num_processes == 1:
+    if ranks.num_processes == 1:
         return
     keys = torch.tensor([root(0, *value.encode()) for value in values.values()])
-    gathered = accelerator.gather(keys[None].to(accelerator.device)).tolist()
+    gathered = gather(keys[None].to(ranks.device)).tolist()
     for name, column in zip(values, zip(*gathered, strict=True), strict=True):
         odd = [rank for rank, key in enumerate(column) if key != column[0]]
         if odd:
             raise RunError(f"process {odd[0]} has another {name} than process 0: {fix}")
-
-
-def _prepare_deepspeed_for_cpus() -> None:
-    """Let DeepSpeed use CPUs, without the operation that it would compile at its first start.
-
-    That one only speeds up processes of one host, needs a C++ compiler, and when a start is killed
-    while it compiles, torch's lock file (torch/utils/file_baton.py) stays and every later start
-    waits for it for ever.
-    """
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _need(package: str, who: str) -> None:

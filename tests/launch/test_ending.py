@@ -29,7 +29,7 @@ MANY = "train.max_steps=100000"
 # torch's own error, as it is raised where a step takes too much.
 NO_MEMORY = """
 import torch, launch.cli, pretrain.distributed.parallel
-kind, calls = pretrain.distributed.parallel.Replicated, iter(range(99))
+kind, calls = pretrain.distributed.parallel.DDP, iter(range(99))
 forward_backward = kind.forward_backward
 def greedy(*args, **options):
     torch.empty(2**50 if next(calls) == 9 else 1)
@@ -40,7 +40,7 @@ launch.cli.main()
 
 LONG_STEP = """
 import time, launch.cli, pretrain.distributed.parallel
-kind, calls = pretrain.distributed.parallel.Replicated, iter(range(99))
+kind, calls = pretrain.distributed.parallel.DDP, iter(range(99))
 forward_backward = kind.forward_backward
 def slow(*args, **options):
     time.sleep(600 if next(calls) == 16 else 0)

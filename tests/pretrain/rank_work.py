@@ -21,7 +21,7 @@ import pretrain.device.precision
 import pretrain.distributed.parallel
 import pretrain.train
 from pretrain.config import RunConfig
-from pretrain.distributed.processes import build_accelerator, patiently, processes
+from pretrain.distributed.processes import patiently, start_ranks
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.train import train
 
@@ -53,17 +53,17 @@ def as_on_a_gpu(values: dict[str, Any]) -> None:
 def on_nccl(values: dict[str, Any], file: Path) -> None:
     """As `once`; each rank notes its device, backend and time limit."""
     config = RunConfig.model_validate(values)
-    device = build_accelerator(config).device
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    limit = group._get_backend(device).options._timeout
-    noted = {
-        "backend": torch.distributed.get_backend(),
-        "timeout": limit.total_seconds(),
-        "device": str(device),
-    }
-    file.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(noted), encoding="utf-8")
-    once(values)
+    with start_ranks(config) as started:
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        limit = group._get_backend(started.device).options._timeout
+        noted = {
+            "backend": torch.distributed.get_backend(),
+            "timeout": limit.total_seconds(),
+            "device": str(started.device),
+        }
+        file.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(noted), encoding="utf-8")
+        once(values)
 
 
 def seen(values: dict[str, Any], arguments: dict[str, Any] | None, file: Path) -> None:
@@ -110,7 +110,7 @@ def break_on_purpose(control: str) -> None:
         seed: Callable[[int], Any] = lambda number: None  # noqa: E731
         pretrain.train.torch.manual_seed = seed  # type: ignore[assignment]
     elif control == "buckets are not warmed up":
-        pretrain.distributed.parallel.Replicated.warm_up = lambda *_: None  # type: ignore[method-assign]
+        pretrain.train.warm_up = lambda run: None
     elif control == "masks have no key":
         masked = pretrain.data.rows.corrupt
         calls = iter(range(10**9))
@@ -129,8 +129,8 @@ def collectives(values: dict[str, Any], file: Path) -> None:
 
     made: list[list[Any]] = []
     for kind in (
-        pretrain.distributed.parallel.Replicated,
-        pretrain.distributed.parallel.Partitioned,
+        pretrain.distributed.parallel.DDP,
+        pretrain.distributed.parallel.ZeRO,
     ):
         original = kind.forward_backward
 
@@ -212,7 +212,7 @@ def within(values: dict[str, Any], limits: list[int], file: Path) -> None:
 
 def do_harm(harm: str, rank: int) -> None:
     """Spoil something in one rank at the fourth step, as failing hardware would."""
-    kind = pretrain.distributed.parallel.Replicated
+    kind = pretrain.distributed.parallel.DDP
     forward, clip = kind.forward_backward, kind.clip
     calls = iter(range(10**9))  # the first call warms the buckets up
 
@@ -243,8 +243,8 @@ def do_harm(harm: str, rank: int) -> None:
 
 def slow(settings: dict[str, Any], seconds: float, file: Path) -> None:
     """Rank 0 takes longer than the timeout over something that the others wait for."""
-    with processes(RunConfig.model_validate(settings)) as accelerator:
-        first = accelerator.is_main_process
-        patiently(accelerator, lambda: time.sleep(seconds), here=first)
-        found = patiently(accelerator, lambda: accelerator.process_index * 11)
+    with start_ranks(RunConfig.model_validate(settings)) as started:
+        first = started.is_main_process
+        patiently(started, lambda: time.sleep(seconds), here=first)
+        found = patiently(started, lambda: started.process_index * 11)
     file.with_suffix(f".{os.environ['RANK']}").write_text(str(found), encoding="utf-8")

@@ -21,8 +21,8 @@ from pretrain.config import RunConfig
 from pretrain.data.batch import send
 from pretrain.device.gpu import check_kernels
 from pretrain.device.precision import allow_tf32, choose
-from pretrain.distributed.parallel import Replicated
-from pretrain.distributed.processes import build_accelerator
+from pretrain.distributed.parallel import DDP
+from pretrain.distributed.processes import build_accelerator, start_ranks
 from pretrain.monitor import metrics
 from pretrain.train import train
 
@@ -101,7 +101,8 @@ def test_this_torch_has_kernels_for_this_gpu() -> None:
 
 def test_an_unlaunched_process_names_its_gpu(settings: Callable[..., dict[str, Any]]) -> None:
     config = RunConfig.model_validate(settings())
-    assert build_accelerator(config).device == torch.device("cuda", torch.cuda.current_device())
+    with start_ranks(config) as started:
+        assert started.device == torch.device("cuda", torch.cuda.current_device())
 
 
 def test_defaults_are_chosen_and_recorded(settings: Callable[..., dict[str, Any]]) -> None:
@@ -195,10 +196,12 @@ class Linear(nn.Module):
 def test_an_overflow_leaves_the_step_out_and_halves_the_scale(
     settings: Callable[..., dict[str, Any]],
 ) -> None:
-    accelerator = build_accelerator(RunConfig.model_validate(settings(precision="fp16")))
+    config = RunConfig.model_validate(settings(precision="fp16"))
+    with start_ranks(config):
+        accelerator = build_accelerator(config)
     module = Linear().to(GPU)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
-    parallel = Replicated(accelerator, module, optimizer)
+    parallel = DDP(accelerator, module, optimizer, config)
 
     def gradient_step(size: float) -> float:
         x, one = torch.full((4,), size, device=GPU), torch.ones(1, device=GPU)
@@ -209,19 +212,19 @@ def test_an_overflow_leaves_the_step_out_and_halves_the_scale(
     before = module.weight.detach().clone()
     assert parallel.loss_scale == 65536
     assert not math.isfinite(gradient_step(math.inf))
-    parallel.step()
+    parallel.step(0.1)
     assert torch.equal(module.weight, before) and parallel.loss_scale == 32768
-    moments = parallel.moments(module)
+    moments = parallel.save(module).optimizer
     assert not moments or moments["weight/step"].item() == 0
     assert gradient_step(3.0) == pytest.approx(6.0, rel=1e-5)
-    parallel.step()
+    parallel.step(0.1)
     assert not torch.equal(module.weight, before)
-    assert parallel.moments(module)["weight/step"].item() == 1
+    assert parallel.save(module).optimizer["weight/step"].item() == 1
     assert gradient_step(math.nan) != 0
     parallel.discard()
     assert parallel.loss_scale == 16384 and module.weight.grad is None
-    state = json.loads(json.dumps(parallel.scaler_state()))
-    parallel.load_scaler_state({**state, "scale": 1024.0})
+    state = json.loads(json.dumps(parallel.save(module).scaler))
+    parallel.load(module, {}, {**state, "scale": 1024.0})
     assert parallel.loss_scale == 1024
 
 

@@ -12,7 +12,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.device.memory import Memory
 from pretrain.device.trial import gpu_memory
-from pretrain.distributed.processes import build_accelerator
+from pretrain.distributed.processes import build_accelerator, start_ranks
 
 GB = 2**30
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # of PyPI, torch 2.11 and later
@@ -63,16 +63,18 @@ def config(tmp_path: Path, **train: Any) -> RunConfig:
 
 
 def test_an_unlaunched_process_knows_which_gpu_it_has(gpu: None, tmp_path: Path) -> None:
-    device = build_accelerator(config(tmp_path)).device
+    with start_ranks(config(tmp_path)) as started:
+        device = started.device
     assert device == torch.device("cuda", 0)
     assert gpu_memory(device) == Memory(80 * GB, 40 * GB)
 
 
-@pytest.mark.parametrize(("precision", "expected"), [("fp32", "high"), ("auto", "highest")])
+@pytest.mark.parametrize(("precision", "expected"), [("fp32", "high"), ("fp16", "highest")])
 def test_fp32_runs_in_tf32(gpu: None, tmp_path: Path, precision: str, expected: str) -> None:
     assert torch.get_float32_matmul_precision() == "highest"
     try:
-        build_accelerator(config(tmp_path, precision=precision))
+        with start_ranks(config(tmp_path, precision=precision)):
+            build_accelerator(config(tmp_path, precision=precision))
         assert torch.get_float32_matmul_precision() == expected
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -82,7 +84,8 @@ def test_accelerates_switch_leaves_the_gpu_alone(
     gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert build_accelerator(config(tmp_path)).device == torch.device("cpu")
+    with start_ranks(config(tmp_path)) as started:
+        assert started.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -105,8 +108,8 @@ def test_a_gpu_without_kernels_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stub_kernels(monkeypatch, name, capability, archs)
-    with pytest.raises(RunError) as refused:
-        build_accelerator(config(tmp_path))
+    with pytest.raises(RunError) as refused, start_ranks(config(tmp_path)):
+        pass
     text = str(refused.value)
     assert "\n" not in text
     number = f"{capability[0]}.{capability[1]}"
@@ -137,4 +140,5 @@ def test_a_gpu_with_kernels_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stub_kernels(monkeypatch, "a GPU", capability, archs)
-    build_accelerator(config(tmp_path))
+    with start_ranks(config(tmp_path)):
+        pass

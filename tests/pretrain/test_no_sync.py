@@ -114,7 +114,7 @@ def make(
 
 
 def micro_step(module: Distillation, inputs: MicroBatch) -> None:
-    """Forward and backward, as `Replicated.forward_backward` has it."""
+    """Forward and backward, as `DDP.forward_backward` has it."""
     coefficients_T = inputs.input_ids.new_ones(len(module.terms), dtype=torch.float32)
     loss, _ = module(*inputs, coefficients_T)
     (loss * 0.25).backward()
