@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from pretrain.checkpoint import Saved, check_optimizer
 from pretrain.config import RunConfig
 from pretrain.data.order import Order
 from pretrain.data.rows import Skip, StepDataset, build_masking, check_workers, with_skip
-from pretrain.device.precision import resolve, with_defaults
+from pretrain.device.precision import PRECISIONS, choose
 from pretrain.model import tokenizer_files
 from pretrain.model.encoder import MaskedLM
 from pretrain.model.loading import check_row_length, load_model
@@ -24,6 +25,7 @@ from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
 from pretrain.state import FIELDS, TrainState
 
+ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
 # What a run continues from, in state.json.
 _NEEDED = (*FIELDS, "shaping", "shards", "teacher")
 
@@ -71,7 +73,7 @@ def load_inputs(
     config = with_defaults(config, ranks.device.type, ranks.num_processes)
     accumulation_steps(config, ranks.num_processes)  # or it refuses
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
-    config = resolve(config, ranks.device, saved and saved.state, progress.say)
+    config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
     teacher = None
     if config.teacher is not None:
         same = config.teacher_vocabulary == "same"
@@ -109,6 +111,54 @@ def load_inputs(
     positions = student.config.max_position_embeddings
     tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
     return Inputs(config, manifest, teacher, saved, state, student, optimizer, dataset, tokenizer)
+
+
+def resolve_precision(
+    config: RunConfig,
+    device: torch.device,
+    state: Mapping[str, Any] | None,
+    say: Callable[[str], None],
+) -> RunConfig:
+    """Replace `precision: auto` by the checkpoint's precision, or in a new run by `choose`.
+
+    Args:
+        config: the run.
+        device: this process's.
+        state: of the checkpoint that is continued.
+        say: is told the precision, and if this machine would choose another.
+    """
+    if config.train.precision != "auto":
+        return config
+    precision, reason = choose(device)
+    text = f"{precision} ({reason})"
+    recorded = (state or {}).get("shaping", {}).get("train", {}).get("precision")
+    if recorded in PRECISIONS:
+        chosen, precision = precision, recorded
+        if PRECISIONS[precision].scaled and device.type != "cuda":
+            raise RunError(
+                f"{config.output}: its checkpoint was made in {precision}, which needs a CUDA GPU, "
+                f"and this is {device.type}; continue it on a GPU, or set another `output:`"
+            )
+        text = f"{precision}, as in the checkpoint"
+        if chosen != precision:
+            text += f"; this machine would choose {chosen} ({reason})"
+    say(f"precision auto: {text}")
+    return config.with_train(precision=precision)
+
+
+def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:
+    """Fill in `micro_batch_size`: left out, it is `auto` on a GPU; there `auto` is resolved later.
+
+    On a CPU both are the largest number of rows, up to 8, that divides a rank's share: more are
+    hardly faster there, and a system that runs out of memory kills the process.
+    """
+    if isinstance(config.train.micro_batch_size, int) or (
+        device == "cuda" and config.train.micro_batch_size == "auto"
+    ):
+        return config
+    share = config.train.global_batch_size // num_processes
+    rows = next(rows for rows in range(ROWS_ON_HOST, 0, -1) if share % rows == 0)
+    return config.with_train(micro_batch_size="auto" if device == "cuda" else rows)
 
 
 def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:

@@ -51,6 +51,7 @@ CORE = [
     for name in (
         *("__init__.py", "data/__init__.py", "data/batch.py", "data/hashing.py"),
         *("data/masking.py", "model/__init__.py", "model/distillation.py", "model/encoder.py"),
+        *("device/__init__.py", "device/precision.py"),
         *("objectives/__init__.py", "objectives/terms.py"),
     )
 ]

@@ -3,7 +3,7 @@
 The effective batch stays `global_batch_size`: the sizes tried are the divisors of a rank's share.
 Real micro-steps are made and discarded. What was found is the same on all ranks, and kept in the
 checkpoint: only with the same micro-batches does a resumed run repeat bit for bit. On a CPU `auto`
-is a fixed number, see `precision.with_defaults`.
+is a fixed number, see `inputs.with_defaults`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from pretrain import RunError
-from pretrain.device import trial
+from pretrain.data.batch import micro_batch
+from pretrain.data.rows import special_ids
 from pretrain.device.fitting import Found, largest, measured, sizes
-from pretrain.device.memory import out_of_memory
+from pretrain.device.memory import Memory, out_of_memory
+from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.processes import any_process, jointly
 from pretrain.run import Run
 
@@ -40,7 +42,7 @@ def resolve(run: Run, state: Mapping[str, Any] | None) -> None:
     if run.config.train.micro_batch_size != "auto":
         return
     accelerator, share = run.accelerator, run.share
-    memory = trial.gpu_memory(accelerator.device)
+    memory = gpu_memory(accelerator.device)
     total = torch.tensor([memory.total], device=accelerator.device)
     where = {
         "processes": accelerator.num_processes,
@@ -48,7 +50,7 @@ def resolve(run: Run, state: Mapping[str, Any] | None) -> None:
         "memory": int(accelerator.gather(total).min()),
         "activation_checkpointing": run.config.train.activation_checkpointing,
     }
-    recorded = _recorded((state or {}).get("micro_batch"), where, share)
+    recorded = recorded_rows((state or {}).get("micro_batch"), where, share)
     # Processes may have unlike devices; the first has written what was recorded.
     if any_process(accelerator, accelerator.is_main_process and recorded is None):
         found = jointly(accelerator, lambda: _find(run, share))
@@ -67,7 +69,7 @@ def resolve(run: Run, state: Mapping[str, Any] | None) -> None:
 
 @contextmanager
 def explained(run: Run) -> Iterator[None]:
-    """An error for want of memory becomes one that names the fix.
+    """Turn an out-of-memory error into one that names the fix.
 
     Raises:
         RunError: instead of torch's, Python's or the system's.
@@ -79,29 +81,20 @@ def explained(run: Run) -> Iterator[None]:
         # A host's memory has other remedies than a GPU's.
         if not out_of_memory(error) or (on_gpu and not isinstance(error, RuntimeError)):
             raise
-        raise RunError(_advice(run)) from error
+        rows, kind = run.micro_batch_size, "GPU memory" if on_gpu else "memory"
+        auto = "" if run.micro_batch is None else ", which auto expected to fit"
+        text = f"step {run.state.step + 1}: out of {kind} with micro_batch_size {rows}{auto}; "
+        if smaller := sizes(run.share, rows // 2)[-1:]:
+            or_auto = "" if run.micro_batch else " (or auto)"
+            text += f"take train.micro_batch_size={smaller[0]}{or_auto}, which trains the same"
+            if not run.config.train.activation_checkpointing:
+                text += "; train.activation_checkpointing=true takes less, too"
+        else:
+            text += _less(run)
+        raise RunError(text) from error
 
 
-def _find(run: Run, share: int) -> tuple[Found, str]:
-    """Return what fits in this process, and the words for it."""
-    device, measure = run.accelerator.device, partial(trial.on_gpu, run)
-    measured(measure, 1)  # libraries take memory of their own when they are first used
-    free = trial.gpu_memory(device).free
-    # The first step will take a gradient and, in a new run, AdamW's two moments of each parameter
-    # in fp32. ZeRO has made its moments, but not its buckets.
-    weights = sum(4 * p.numel() for p in run.student.parameters() if p.requires_grad)
-    ahead = weights * (1 if run.state.step else 3)
-    found = largest(sizes(share), measure, free * (1 - _MARGIN) - ahead, multiple=MULTIPLE_ON_GPU)
-    torch.cuda.empty_cache()
-    if found is None:
-        raise RunError(
-            f"micro_batch_size auto: not even 1 row fits into {_gb(free)} GB of GPU memory: "
-            f"{_less(run)}"
-        )
-    return found, f" ({_gb(found.used + ahead)} of {_gb(free)} GB)"
-
-
-def _recorded(record: Any, where: Mapping[str, Any], share: int) -> int | None:
+def recorded_rows(record: Any, where: Mapping[str, Any], share: int) -> int | None:
     """Return the rows that a checkpoint records for the same kind of device."""
     if not isinstance(record, dict) or record.keys() != {"rows", *where}:
         return None
@@ -113,18 +106,63 @@ def _recorded(record: Any, where: Mapping[str, Any], share: int) -> int | None:
     return rows if alike else None
 
 
-def _advice(run: Run) -> str:
-    rows = run.micro_batch_size
-    smaller = sizes(run.share, rows // 2)[-1:]
-    auto = "" if run.micro_batch is None else ", which auto expected to fit"
-    text = f"step {run.state.step + 1}: out of {_kind(run)} with micro_batch_size {rows}{auto}; "
-    if not smaller:
-        return text + _less(run)
-    or_auto = "" if run.micro_batch else " (or auto)"
-    text += f"take train.micro_batch_size={smaller[0]}{or_auto}, which trains the same"
-    if run.config.train.activation_checkpointing:
-        return text
-    return f"{text}; train.activation_checkpointing=true takes less, too"
+def gpu_memory(device: torch.device) -> Memory:
+    """Return what this process may take of its GPU; what it has already counts as free."""
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device)
+    if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # torch 2.6 has no such function
+        free = min(free, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+    return Memory(total, free)
+
+
+def micro_step_memory(run: Run, rows: int) -> int:
+    """Return the bytes of the GPU that torch holds after a real micro-step of full rows.
+
+    Gradients are computed and discarded: no parameter gets one, no process hears of it (DDP and
+    DeepSpeed act when gradients are added up, which they are not), and torch's random streams are
+    put back. Compiled code runs uncompiled: that takes more, and no compilation per size.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit.
+    """
+    manifest, device = run.manifest, run.accelerator.device
+    special, length = manifest.tokenizer.special_ids, manifest.row_length
+    slots = run.dataset.masking.num_slots(length)
+    # The rows that take most memory: no padding, and every mask slot used.
+    token = min(set(range(manifest.tokenizer.vocab_size)) - {*special_ids(manifest)})
+    ids, labels = torch.full((rows, length), token), torch.full((rows, slots), token)
+    ids[:, 0], ids[:, -1] = special.cls, special.sep
+    positions = torch.arange(slots).expand(rows, slots)
+    batch = micro_batch(ids, positions, labels, cls_id=special.cls, pad_id=special.pad)
+    parameters = [p for p in run.module.parameters() if p.requires_grad]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    inputs = batch.to(device)
+    nothing = torch.zeros(len(run.module.terms), device=device)
+    with torch.random.fork_rng([device]), torch.compiler.set_stance("force_eager"):
+        with PRECISIONS[run.config.train.precision].autocast(device):
+            loss, _ = run.module(*inputs, nothing)
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+    return torch.cuda.max_memory_reserved(device)
+
+
+def _find(run: Run, share: int) -> tuple[Found, str]:
+    """Return what fits in this process, and the words for it."""
+    device, measure = run.accelerator.device, partial(micro_step_memory, run)
+    measured(measure, 1)  # libraries take memory of their own when they are first used
+    free = gpu_memory(device).free
+    # The first step will take a gradient and, in a new run, AdamW's two moments of each parameter
+    # in fp32. ZeRO has made its moments, but not its buckets.
+    weights = sum(4 * p.numel() for p in run.student.parameters() if p.requires_grad)
+    ahead = weights * (1 if run.state.step else 3)
+    found = largest(sizes(share), measure, free * (1 - _MARGIN) - ahead, multiple=MULTIPLE_ON_GPU)
+    torch.cuda.empty_cache()
+    if found is None:
+        raise RunError(
+            f"micro_batch_size auto: not even 1 row fits into {free / 1e9:.1f} GB of GPU memory: "
+            f"{_less(run)}"
+        )
+    return found, f" ({(found.used + ahead) / 1e9:.1f} of {free / 1e9:.1f} GB)"
 
 
 def _less(run: Run) -> str:
@@ -135,11 +173,3 @@ def _less(run: Run) -> str:
         f"{first}half precision (train.precision), shorter rows and fewer processes at a time take "
         "less"
     )
-
-
-def _kind(run: Run) -> str:
-    return "GPU memory" if run.accelerator.device.type == "cuda" else "memory"
-
-
-def _gb(number: float) -> str:
-    return f"{number / 1e9:.1f}"

@@ -1,4 +1,4 @@
-"""The one table of precisions, and what `train.precision: auto` and `micro_batch_size` default to.
+"""The one table of precisions, and which of them `train.precision: auto` is.
 
 `auto` is chosen by the kind of hardware, without a measurement: a machine chooses the same at every
 start. The choice is part of the run: `config.json` and every checkpoint hold it, and a resumed run
@@ -7,20 +7,13 @@ keeps it. A run in fp16 therefore continues on GPUs only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from pretrain import RunError
-
-if TYPE_CHECKING:
-    from pretrain.config import RunConfig
-
 CPUINFO = Path("/proc/cpuinfo")
-ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,54 +88,6 @@ def choose(device: torch.device) -> tuple[str, str]:
     if fields.get("vendor_id") == "AuthenticAMD" and "avx512_bf16" in flags:
         return "bf16", "AMD CPU with AVX512-BF16"
     return "fp32", "CPU without AMX or AMD's AVX512-BF16"
-
-
-def resolve(
-    config: RunConfig,
-    device: torch.device,
-    state: Mapping[str, Any] | None,
-    say: Callable[[str], None],
-) -> RunConfig:
-    """Replace `precision: auto` by the checkpoint's precision, or in a new run by `choose`.
-
-    Args:
-        config: the run.
-        device: this process's.
-        state: of the checkpoint that is continued.
-        say: is told the precision, and if this machine would choose another.
-    """
-    if config.train.precision != "auto":
-        return config
-    precision, reason = choose(device)
-    text = f"{precision} ({reason})"
-    recorded = (state or {}).get("shaping", {}).get("train", {}).get("precision")
-    if recorded in PRECISIONS:
-        chosen, precision = precision, recorded
-        if PRECISIONS[precision].scaled and device.type != "cuda":
-            raise RunError(
-                f"{config.output}: its checkpoint was made in {precision}, which needs a CUDA GPU, "
-                f"and this is {device.type}; continue it on a GPU, or set another `output:`"
-            )
-        text = f"{precision}, as in the checkpoint"
-        if chosen != precision:
-            text += f"; this machine would choose {chosen} ({reason})"
-    say(f"precision auto: {text}")
-    return config.with_train(precision=precision)
-
-
-def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:
-    """Fill in `micro_batch_size`: left out, it is `auto` on a GPU; there `auto` is resolved later.
-
-    On a CPU both are the largest number of rows, up to 8, that divides a rank's share: more are
-    hardly faster there, and a system that runs out of memory kills the process.
-    """
-    if isinstance(config.train.micro_batch_size, int) or (
-        device == "cuda" and config.train.micro_batch_size == "auto"
-    ):
-        return config
-    share = config.train.global_batch_size // num_processes
-    rows = next(rows for rows in range(ROWS_ON_HOST, 0, -1) if share % rows == 0)
-    return config.with_train(micro_batch_size="auto" if device == "cuda" else rows)
 
 
 def allow_tf32(device: torch.device) -> None:

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from launch.config import ConfigError, load_config
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.device import micro_batch
 from pretrain.device.fitting import Found, largest, sizes
 from pretrain.device.memory import out_of_memory
-from pretrain.device.precision import with_defaults
+from pretrain.device.micro_batch import recorded_rows
+from pretrain.inputs import with_defaults
 from pretrain.replay import replay
 from pretrain.train import train
 
@@ -164,8 +164,8 @@ def test_errors_for_want_of_memory_are_told_from_others(error: Exception, is_one
 def test_a_record_counts_only_in_a_place_like_its_own(change: dict[str, Any], kept: bool) -> None:
     where = {"processes": 1, "device": "cpu", "memory": 1000, "activation_checkpointing": False}
     record = {"rows": 12, **where, **change}
-    assert micro_batch._recorded(record, where, 24) == (12 if kept else None)
-    assert micro_batch._recorded(None, where, 24) is None
+    assert recorded_rows(record, where, 24) == (12 if kept else None)
+    assert recorded_rows(None, where, 24) is None
 
 
 @pytest.mark.parametrize(("rows", "found"), [(24, 8), (6, 6), (26, 2), (22, 2), (7, 7)])

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, PartialState
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.device.memory import Memory
-from pretrain.device.trial import gpu_memory
+from pretrain.device.micro_batch import gpu_memory
 from pretrain.distributed.processes import build_accelerator, start_ranks
 
 GB = 2**30

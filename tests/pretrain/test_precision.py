@@ -176,7 +176,7 @@ def test_processes_of_unlike_machines_are_refused_and_told_what_to_set(
 def test_the_default_micro_batch_is_auto_on_a_gpu_and_eight_rows_elsewhere(
     settings: Callable[..., dict[str, Any]], one_thread: None
 ) -> None:
-    from pretrain.device.precision import with_defaults
+    from pretrain.inputs import with_defaults
 
     config = RunConfig.model_validate(settings())
     assert config.train.precision == "auto"
