@@ -107,11 +107,14 @@ class UsualStep:
     def trunk(self) -> Any:
         """Return what the trunks' forward passes alone leave alive."""
         input_ids, attention_mask, _ = self.batch
-        with self.precision.autocast(self.batch.input_ids.device):
-            student = _trunk(self.student)(input_ids=input_ids, attention_mask=attention_mask)
-            with torch.no_grad():
-                teacher = _trunk(self.teacher)(input_ids=input_ids, attention_mask=attention_mask)
-        return student.last_hidden_state, teacher.last_hidden_state
+        hidden = []
+        with self.precision.autocast(input_ids.device):
+            for model, gradients in ((self.student, True), (self.teacher, False)):
+                trunk = model.bert if isinstance(model, BertForMaskedLM) else model.distilbert
+                with torch.set_grad_enabled(gradients):
+                    outputs = trunk(input_ids=input_ids, attention_mask=attention_mask)
+                hidden.append(outputs.last_hidden_state)
+        return hidden
 
 
 def selected(values_BLX: Tensor, mask_BL: Tensor) -> Tensor:
@@ -131,7 +134,3 @@ def twin(model: Model) -> Model:
     other.set_attn_implementation("sdpa")
     use_torch_layers(other)
     return other
-
-
-def _trunk(model: MaskedLM) -> nn.Module:
-    return model.bert if isinstance(model, BertForMaskedLM) else model.distilbert

@@ -9,6 +9,7 @@ import copy
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,6 @@ from pretrain.bench.measure import (
     flops,
     memory,
     ratio,
-    timing,
     timings,
 )
 from pretrain.data.batch import MicroBatch
@@ -120,9 +120,23 @@ def rows(
 ) -> dict[str, Any]:
     """Both steps on rows of one document each: the gain of head and trunk."""
     ours = pair.ours(terms, batch, precision)
-    usual = pair.usual(terms, batch, precision)
-    steps, times = _measured({"ours": ours, "usual": usual}, batch, repeats, pair.device)
-    for name in times:  # the same work for the loss, whatever else a step does
+    both: dict[str, Step] = {"ours": ours, "usual": pair.usual(terms, batch, precision)}
+    taken = {}
+    for name, step in both.items():
+        fits = attempt(lambda step=step: memory(step, pair.device))  # type: ignore[misc]
+        if fits is not None:
+            taken[name] = fits
+        step.student.zero_grad(set_to_none=True)
+    times = timings({name: both[name] for name in taken}, repeats, pair.device)
+
+    steps: dict[str, dict[str, Any]] = {name: {"error": OUT_OF_MEMORY} for name in both}
+    for name, milliseconds in times.items():
+        steps[name] = {
+            **rates(milliseconds, batch.num_tokens),
+            "peak_bytes": taken[name].peak,
+            "above_trunk_bytes": taken[name].above_trunk,
+        }
+        # The same work for the loss, whatever else a step does.
         steps[name]["flops"] = flops(ours, steps[name]["milliseconds"])
     found: dict[str, Any] = {"tokens": batch.num_tokens, "steps": steps, "ratio": None}
     if len(times) == 2:
@@ -153,16 +167,19 @@ def documents(
     steps["usual padded"] = pair.usual(terms, batches["padded"], precision)
     fills = {name: batch.num_tokens / batch.input_ids.numel() for name, batch in batches.items()}
     found: dict[str, Any] = {"fills": fills, "promised": fills["packed"] / fills["padded"]}
-    found["steps"], times = {}, {}
-    runnable = {name: step for name, step in steps.items() if attempt(_once(step)) is not None}
-    if runnable:
-        times = timings(runnable, repeats, pair.device)
+    found["steps"] = {}
+    runnable = {}
+    for name, step in steps.items():
+        once = attempt(lambda step=step: timings({"": step}, 0, pair.device))  # type: ignore[misc]
+        if once is not None:
+            runnable[name] = step
+    times = timings(runnable, repeats, pair.device)
     for name in steps:
         if name not in times:
             found["steps"][name] = {"error": OUT_OF_MEMORY}
             continue
         tokens = batches[name.split()[1]].num_tokens
-        found["steps"][name] = _rates(times[name], tokens)
+        found["steps"][name] = rates(times[name], tokens)
     for name in ("ours padded", "usual padded", "ours full"):
         if name in times and "ours packed" in times:
             promised = fills["packed"] / fills[name.split()[1]]
@@ -186,41 +203,12 @@ def attempt(work: Callable[[], Result]) -> Result | None:
     return result
 
 
-def _measured(
-    steps: Mapping[str, Step], batch: MicroBatch, repeats: int, device: torch.device
-) -> tuple[dict[str, dict[str, Any]], dict[str, list[float]]]:
-    """(what is reported of each step, milliseconds of those that fit)."""
-    taken = {}
-    for name, step in steps.items():
-        if (found := attempt(lambda step=step: memory(step, device))) is not None:  # type: ignore[misc]
-            taken[name] = found
-        step.student.zero_grad(set_to_none=True)
-    fitting = {name: steps[name] for name in taken}
-    times = timings(fitting, repeats, device) if fitting else {}
-    reported: dict[str, dict[str, Any]] = {name: {"error": OUT_OF_MEMORY} for name in steps}
-    for name, milliseconds in times.items():
-        reported[name] = {
-            **_rates(milliseconds, batch.num_tokens),
-            "peak_bytes": taken[name].peak,
-            "above_trunk_bytes": taken[name].above_trunk,
-        }
-    return reported, times
-
-
-def _rates(milliseconds: list[float], tokens: int) -> dict[str, float]:
-    found = timing(milliseconds)
+def rates(milliseconds: list[float], tokens: int) -> dict[str, float]:
+    """Return what is reported of a step's times."""
+    middle = median(milliseconds)
     return {
-        "milliseconds": found.median,
-        "fastest": found.fastest,
-        "slowest": found.slowest,
-        "tokens_per_second": 1000 * tokens / found.median,
+        "milliseconds": middle,
+        "fastest": min(milliseconds),
+        "slowest": max(milliseconds),
+        "tokens_per_second": 1000 * tokens / middle,
     }
-
-
-def _once(step: Step) -> Callable[[], bool]:
-    def work() -> bool:
-        step.student.zero_grad(set_to_none=True)
-        step()
-        return True
-
-    return work

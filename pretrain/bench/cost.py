@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,18 +22,16 @@ def flops_per_token(
     A layer's forward is 8 D^2 + 4 D F + 4 S D, the head's 2 D^2 + 2 D V at `head_share` of the
     positions (1 with KL over all tokens, else the masked share).
     """
-    total = 3 * _forward_flops(student, row_length, head_share)
-    if teacher is not None:
-        total += _forward_flops(teacher, row_length, head_share)
+    total = 0.0
+    for model, times in ((student, 3), (teacher, 1)):
+        if model is not None:
+            config = model.config
+            width, layers = config.hidden_size, config.num_hidden_layers
+            inner = getattr(config, "intermediate_size", None) or config.hidden_dim
+            layer = 8 * width**2 + 4 * width * inner + 4 * row_length * width
+            head = head_share * (2 * width**2 + 2 * width * config.vocab_size)
+            total += times * (layers * layer + head)
     return total
-
-
-def _forward_flops(model: MaskedLM, row_length: int, head_share: float) -> float:
-    config = model.config
-    width, layers = config.hidden_size, config.num_hidden_layers
-    inner = getattr(config, "intermediate_size", None) or config.hidden_dim
-    layer = 8 * width**2 + 4 * width * inner + 4 * row_length * width
-    return layers * layer + head_share * (2 * width**2 + 2 * width * config.vocab_size)
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
@@ -47,15 +46,13 @@ def peak_flops(device: torch.device, precision: str) -> float:
     for inner in (size, 3 * size):
         a = torch.randn(size, inner, device=device).to(dtype)
         b = torch.randn(inner, size, device=device).to(dtype)
+        # By each library that our layers use.
+        products: list[Callable[[], Tensor]] = [partial(torch.matmul, a, b)]
+        if have_product(a, b):
+            products.append(partial(product, a, b.t(), None))
         for _ in range(5):
-            for multiply in _products(a, b):
+            for multiply in products:
                 start = time.perf_counter()
                 multiply()[0, 0].item()
                 best = max(best, 2 * size * size * inner / (time.perf_counter() - start))
     return best
-
-
-def _products(a: Tensor, b: Tensor) -> list[Callable[[], Tensor]]:
-    """`a b`, by each library that our layers use."""
-    ours = [lambda: product(a, b.t(), None)] if have_product(a, b) else []
-    return [lambda: a @ b, *ours]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,14 @@ _PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy")
 
 def hardware(device: torch.device) -> dict[str, Any]:
     """Return the processor, and the GPU if that is what computes."""
+    processor = platform.processor() or platform.machine()
+    with suppress(OSError):  # Linux says more
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        names = [line.partition(":")[2] for line in text.splitlines() if "model name" in line]
+        processor = names[0].strip() if names else platform.machine()
     found: dict[str, Any] = {
         "device": device.type,
-        "processor": _processor(),
+        "processor": processor,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
@@ -53,12 +59,3 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
-    return names[0] if names else platform.machine()

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from pretrain.data.batch import MicroBatch
-from pretrain.kernels.head import Projection, vocabulary_losses
+from pretrain.kernels.head import vocabulary_losses
 from pretrain.model.distillation import Distillation
-from pretrain.model.encoder import MaskedLM, projection
+from pretrain.model.encoder import projection
 
 aten = torch.ops.aten
 Module = TypeVar("Module", bound=nn.Module)
@@ -97,21 +97,31 @@ class Counter(TorchDispatchMode):
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         if packet in _FLOPS:
             self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
+
+        # Bytes read and written, unless the operator only returns views or allocates.
         known = {_key(tensor) for tensor in inputs}
         new = [tensor for tensor in outputs if _key(tensor) not in known]
         if packet not in _ALLOCATE and (new or func._schema.is_mutable):
-            self.bytes += _moved(func, args, kwargs, inputs, outputs)
-        for tensor in new:
-            self._allocate(tensor)
-        return result
+            most: float = inf  # elements touched of each tensor, where an index picks some
+            if packet in _PICK | _PLACE:
+                most = max(t.numel() for t in (outputs if packet in _PICK else _tensors(args[1:])))
+            unread = {id(args[0])} if packet in _OVERWRITE else set()
+            out = [a.name for a in func._schema.arguments if a.is_out and a.name in kwargs]
+            unread |= {id(kwargs[name]) for name in out}
+            for t in chain((t for t in inputs if id(t) not in unread), outputs):
+                # An expanded dimension has a stride of 0: its elements exist once.
+                sizes = zip(t.shape, t.stride(), strict=True)
+                elements = prod(n for n, stride in sizes if stride)
+                self.bytes += int(min(elements, most)) * t.element_size()
 
-    def _allocate(self, tensor: Tensor) -> None:
-        storage, key = tensor.untyped_storage(), _key(tensor)
-        if key not in self._alive:
-            self._alive[key] = size = storage.nbytes()
-            self.live += size
-            self.peak, self.largest = max(self.peak, self.live), max(self.largest, size)
-            weakref.finalize(storage, self._free, key).atexit = False
+        for tensor in new:
+            storage, key = tensor.untyped_storage(), _key(tensor)
+            if key not in self._alive:
+                self._alive[key] = size = storage.nbytes()
+                self.live += size
+                self.peak, self.largest = max(self.peak, self.live), max(self.largest, size)
+                weakref.finalize(storage, self._free, key).atexit = False
+        return result
 
     def _free(self, key: int) -> None:
         self.live -= self._alive.pop(key)
@@ -207,9 +217,14 @@ def of_head(
     with shapes_only(module, device) as shapes:
         cast = partial(torch.autocast, device, autocast, enabled=autocast is not None)
         with torch.no_grad(), cast():
-            student = _projection(shapes.student, rows, device)
-            needed = shapes.teacher if any(term.needs_teacher for term in terms) else None
-            teacher = _projection(needed, rows, device) if needed else None
+            needs_teacher = any(term.needs_teacher for term in terms)
+            heads = []  # the head's inputs, as the models hand them over
+            for model in (shapes.student, shapes.teacher if needs_teacher else None):
+                if model is not None:
+                    size = rows, model.config.hidden_size
+                    hidden = torch.zeros(size, dtype=model.dtype, device=device)
+                    heads.append(projection(model, hidden))
+        student, teacher = heads[0], heads[1] if len(heads) > 1 else None
         student.hidden_ND.requires_grad_()
         labels = torch.zeros(slots, dtype=torch.int64, device=device)
         inputs = student, teacher, labels, terms, torch.ones(len(terms), device=device)
@@ -218,31 +233,6 @@ def of_head(
                 loss, _ = vocabulary_losses(*inputs, backend=shapes.backend)
             (loss * (1 / tokens)).backward()
     return counter.footprint
-
-
-def _projection(model: MaskedLM, rows: int, device: str) -> Projection:
-    """Return the head's inputs as the model hands them over."""
-    hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
-    return projection(model, hidden)
-
-
-def _moved(
-    func: Any, args: tuple[Any, ...], kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]
-) -> int:
-    """Bytes read and written by an operator that is no view."""
-    packet = func.overloadpacket
-    most: float = inf  # elements touched of each tensor, where an index picks some
-    if packet in _PICK | _PLACE:
-        most = max(t.numel() for t in (outputs if packet in _PICK else _tensors(args[1:])))
-    unread = {id(args[0])} if packet in _OVERWRITE else set()
-    unread |= {id(kwargs[a.name]) for a in func._schema.arguments if a.is_out and a.name in kwargs}
-    read = (tensor for tensor in inputs if id(tensor) not in unread)
-    return sum(int(min(_elements(t), most)) * t.element_size() for t in chain(read, outputs))
-
-
-def _elements(tensor: Tensor) -> int:
-    """Count the elements that exist: an expanded dimension has a stride of 0."""
-    return prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -44,22 +44,25 @@ class OurStep:
     precision: Precision = PRECISIONS["fp32"]
     student: MaskedLM = field(init=False)
     teacher: MaskedLM | None = field(init=False)
-    _coefficients_T: Tensor = field(init=False)
+    _counts: list[int] = field(init=False)
+    _factors_T: Tensor = field(init=False)
     _sums_T: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.student, self.teacher = self.module.student, self.module.teacher
-        counts = [self._count(term.over) for term in self.module.terms]
+        batch, terms = self.batch, self.module.terms
+        counts = {"tokens": batch.num_tokens, "masked": batch.num_masked}
+        self._counts = [counts[term.over] for term in terms]
         factors = [
-            term.weight * self.batch.num_tokens / count
-            for term, count in zip(self.module.terms, counts, strict=True)
+            term.weight * batch.num_tokens / count
+            for term, count in zip(terms, self._counts, strict=True)
         ]
-        self._coefficients_T = torch.tensor(factors, device=self.batch.input_ids.device)
+        self._factors_T = torch.tensor(factors, device=batch.input_ids.device)
 
     def __call__(self) -> None:
         """Make the step."""
         with self.precision.autocast(self.batch.input_ids.device):
-            loss, self._sums_T = self.module(*self.batch, self._coefficients_T)
+            loss, self._sums_T = self.module(*self.batch, self._factors_T)
         (loss * (self.precision.loss_scale / self.batch.num_tokens)).backward()
 
     def trunk(self) -> Any:
@@ -71,11 +74,8 @@ class OurStep:
     def terms(self) -> dict[str, float]:
         """Means of the last call."""
         assert self._sums_T is not None
-        sums = zip(self.module.terms, self._sums_T.tolist(), strict=True)
-        return {term.name: total / self._count(term.over) for term, total in sums}
-
-    def _count(self, over: str) -> int:
-        return self.batch.num_tokens if over == "tokens" else self.batch.num_masked
+        sums = zip(self.module.terms, self._sums_T.tolist(), self._counts, strict=True)
+        return {term.name: total / count for term, total, count in sums}
 
 
 Step = OurStep | UsualStep
@@ -86,14 +86,6 @@ class Agreement(NamedTuple):
 
     term: float  # the largest relative difference of a loss term
     gradient: float  # the largest difference of a gradient, see `compare`
-
-
-class Timing(NamedTuple):
-    """Of one step, in milliseconds."""
-
-    median: float
-    fastest: float
-    slowest: float
 
 
 class Memory(NamedTuple):
@@ -138,8 +130,14 @@ def compare(ours: Step, usual: Step, precision: str) -> Agreement:
             if not name.endswith(("k_lin.bias", "key.bias"))
         ]
     else:
-        errors = [_norm(differences.values()) / _norm(gradients[1].values())]
-    return Agreement(_largest(terms), _largest(errors))
+        apart, size = (
+            torch.stack([tensor.norm() for tensor in tensors.values()]).norm()
+            for tensors in (differences, gradients[1])
+        )
+        errors = [float(apart / size)]
+    # `max` of a tensor is NaN if one of the numbers is; Python's may leave a NaN out.
+    term, error = (float(torch.tensor(e, dtype=torch.float64).max()) for e in (terms, errors))
+    return Agreement(term, error)
 
 
 def gradient(step: Step) -> dict[str, Tensor]:
@@ -183,11 +181,6 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     end_event.record()
     torch.cuda.synchronize(device)
     return float(begin_event.elapsed_time(end_event))
-
-
-def timing(milliseconds: list[float]) -> Timing:
-    """Return what is reported of several times."""
-    return Timing(median(milliseconds), min(milliseconds), max(milliseconds))
 
 
 def ratio(slow: list[float], fast: list[float]) -> float:
@@ -245,12 +238,3 @@ def without_dropout(*models: nn.Module) -> Iterator[None]:
     finally:
         for layer, p in zip(layers, before, strict=True):
             layer.p = p
-
-
-def _norm(tensors: Any) -> float:
-    return float(torch.stack([tensor.norm() for tensor in tensors]).norm())
-
-
-def _largest(values: list[float]) -> float:
-    """Return the largest, or NaN if there is one."""
-    return next((value for value in values if value != value), max(values))

@@ -11,14 +11,12 @@ from functools import cache
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 from pretrain.bench.sizes import Sizes
 from pretrain.data.batch import MicroBatch, micro_batch
 from pretrain.data.masking import Masking
 from pretrain.kernels.attention import IMPLEMENTATION
-from pretrain.model.encoder import MaskedLM
 
 PAD, CLS, SEP, MASK = 0, 101, 102, 103
 _SPECIAL = (PAD, 100, CLS, SEP, MASK)
@@ -52,20 +50,11 @@ def models(sizes: Sizes, *, dropout: float = 0.1) -> tuple[DistilBertForMaskedLM
             attn_implementation=IMPLEMENTATION,
         )
     )
-    for model in (student, teacher):
-        _sharpen(model)
+    # Logits of a deviation of about 2, so that a divergence is not lost in its rounding.
+    with torch.no_grad():
+        for weight in (student.vocab_projector.weight, teacher.cls.predictions.decoder.weight):
+            weight.mul_(2 / (weight.std() * weight.shape[1] ** 0.5))
     return student.train(), teacher.eval().requires_grad_(False)
-
-
-@torch.no_grad()
-def _sharpen(model: MaskedLM) -> None:
-    """Logits of a deviation of about 2, so that a divergence is not lost in its rounding."""
-    weight: Tensor = model.get_parameter(
-        "vocab_projector.weight"
-        if isinstance(model, DistilBertForMaskedLM)
-        else "cls.predictions.decoder.weight"
-    )
-    weight.mul_(2 / (weight.std() * weight.shape[1] ** 0.5))
 
 
 @cache

@@ -187,7 +187,8 @@ def test_peak_memory_is_what_the_allocator_says(pair: cells.Pair, batch: MicroBa
 
 def test_ratios_are_medians_of_neighbours() -> None:
     assert measure.ratio([4.0, 9.0, 8.0], [2.0, 3.0, 1.0]) == 3
-    assert measure.timing([4.0, 9.0, 8.0]) == (8.0, 4.0, 9.0)
+    expected = {"milliseconds": 8.0, "fastest": 4.0, "slowest": 9.0, "tokens_per_second": 2000.0}
+    assert cells.rates([4.0, 9.0, 8.0], 16) == expected
 
 
 def test_documents_have_the_stated_fill() -> None:
