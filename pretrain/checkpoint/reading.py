@@ -130,7 +130,23 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
         RunError: it is whole, but of another version.
     """
     try:
-        files = _read_manifest(folder)
+        if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
+            raise DamagedError(f"{MANIFEST} is no file")  # reading from a pipe would block
+        data = (folder / MANIFEST).read_bytes()
+        values = json.loads(data)
+        values.pop("sha256")
+        if data != manifest_bytes(values):
+            raise DamagedError(f"{MANIFEST} was altered")
+        if values["format"] != FORMAT:
+            raise RunError(
+                f"{folder}: written in checkpoint format {values['format']}, this version reads "
+                f"{FORMAT}: continue with the version that wrote it, or give the run another "
+                "output:"
+            )
+        if folder.name != folder_name(values["step"]):
+            raise DamagedError(f"the folder holds step {values['step']}")
+
+        files: dict[str, dict[str, Any]] = values["files"]
         found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if not p.is_dir()}
         del found[MANIFEST]
         if odd := sorted(found.keys() ^ files.keys()):
@@ -142,6 +158,7 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
         for name, path in found.items() if every_byte else []:
             if hash_file(path)[0] != files[name]["sha256"]:
                 raise DamagedError(f"{name} differs from its checksum")
+
         data = (folder / STATE).read_bytes()
         if hashlib.sha256(data).hexdigest() != files[STATE]["sha256"]:
             raise DamagedError(f"{STATE} differs from its checksum")
@@ -153,25 +170,6 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"unreadable ({type(error).__name__}: {error})") from error
     return state
-
-
-def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
-        raise DamagedError(f"{MANIFEST} is no file")  # reading from a pipe would block
-    data = (folder / MANIFEST).read_bytes()
-    values = json.loads(data)
-    values.pop("sha256")
-    if data != manifest_bytes(values):
-        raise DamagedError(f"{MANIFEST} was altered")
-    if values["format"] != FORMAT:
-        raise RunError(
-            f"{folder}: written in checkpoint format {values['format']}, this version reads "
-            f"{FORMAT}: continue with the version that wrote it, or give the run another output:"
-        )
-    if folder.name != folder_name(values["step"]):
-        raise DamagedError(f"the folder holds step {values['step']}")
-    files: dict[str, dict[str, Any]] = values["files"]
-    return files
 
 
 def check_optimizer(tensors: Mapping[str, Tensor], student: nn.Module) -> None:
@@ -193,11 +191,8 @@ def check_optimizer(tensors: Mapping[str, Tensor], student: nn.Module) -> None:
         raise RunError(f"{OPTIMIZER}: {odd[0]} {fault}; continue from another checkpoint")
     for name, tensor in sorted(tensors.items()):
         if tensor.shape != shapes[name] or tensor.dtype != torch.float32:
+            dtype = str(tensor.dtype).removeprefix("torch.")
             raise RunError(
-                f"{OPTIMIZER}: {name} is {_described(tensor.shape, tensor.dtype)}, the student "
-                f"needs {_described(shapes[name], torch.float32)}; continue from another checkpoint"
+                f"{OPTIMIZER}: {name} is {list(tensor.shape)} of {dtype}, the student needs "
+                f"{list(shapes[name])} of float32; continue from another checkpoint"
             )
-
-
-def _described(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{list(shape)} of {str(dtype).removeprefix('torch.')}"

@@ -32,7 +32,10 @@ class Snapshot:
                 continue
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = self._buffers[name] = _host_memory(tensor)
+                buffer = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+                )
+                self._buffers[name] = buffer
             buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
                 gpus.add(tensor.device)
@@ -40,10 +43,6 @@ class Snapshot:
         for gpu in gpus:
             torch.cuda.synchronize(gpu)
         return copies
-
-
-def _host_memory(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def complete(weights: Mapping[str, Tensor], student: PreTrainedModel) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -143,7 +142,11 @@ def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> N
     for number, folder in checkpoints(root).items():
         if number <= step:
             with suppress(DamagedError, RunError):
-                losses[folder] = _held_out_loss(read_state(folder, every_byte=False))
+                state = read_state(folder, every_byte=False)
+                loss = (state.get("evaluation") or {}).get("loss", math.inf)
+                # A checkpoint carries the newest figures, which may be those of an earlier step.
+                own = state.get("evaluation_step") == state["step"]
+                losses[folder] = loss if own and math.isfinite(loss) else math.inf
     best = min(reversed(losses), key=losses.__getitem__, default=None)  # of two the older
     if best is not None and losses[best] == math.inf:
         best = None
@@ -158,14 +161,6 @@ def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> N
                 if folder != best:
                     remove(folder)
             sync(root)
-
-
-def _held_out_loss(state: Mapping[str, Any]) -> float:
-    """Return the loss at this checkpoint's own step; infinite if it was not evaluated there."""
-    if state.get("evaluation_step") != state["step"]:
-        return math.inf
-    loss = (state.get("evaluation") or {}).get("loss", math.inf)
-    return loss if math.isfinite(loss) else math.inf
 
 
 def remove(folder: Path) -> None:
