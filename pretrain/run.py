@@ -27,7 +27,7 @@ from pretrain.model.encoder import MaskedLM, recompute_activations
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress
-from pretrain.monitor.safety import Spikes
+from pretrain.monitor.spikes import SpikeDetector
 from pretrain.state import TrainState
 
 Ended = Literal["finished", "stopped", "interrupted", "up to date"]
@@ -52,7 +52,7 @@ class Run:
     teacher: Teacher | None
     module: Distillation
     parallel: Parallel
-    spikes: Spikes
+    spikes: SpikeDetector
     num_steps: int
     state: TrainState
     ended: Ended = "up to date"
@@ -130,6 +130,7 @@ def build(
         parallel.load(student, inputs.optimizer, inputs.state.scaler)
 
     fence = lock.check if lock else lambda: None
+    validates = "validation" in manifest.splits and manifest.splits["validation"].rows > 0
     epochs = inputs.dataset.order.steps_for(config.train.epochs)
     return Run(
         config=config,
@@ -146,11 +147,11 @@ def build(
             warn=progress.say,
         ),
         dataset=inputs.dataset,
-        held_out=open_shards(config.shards, "validation") if has_validation(manifest) else None,
+        held_out=open_shards(config.shards, "validation") if validates else None,
         teacher=teacher,
         module=module,
         parallel=parallel,
-        spikes=Spikes(),
+        spikes=SpikeDetector(),
         num_steps=config.train.max_steps or epochs,
         state=inputs.state,
     )
@@ -194,11 +195,6 @@ def save(run: Run, *, wait: bool = False) -> float:
         state=state,
         wait=wait,
     )
-
-
-def has_validation(manifest: Manifest) -> bool:
-    """Return whether there are held-out rows."""
-    return "validation" in manifest.splits and manifest.splits["validation"].rows > 0
 
 
 def build_optimizer(student: nn.Module, config: Optimizer, device: torch.device) -> AdamW:

@@ -83,7 +83,7 @@ def train(
         progress = progress if progress and first else Silent()
 
         heartbeat.at(0, "lock")
-        hold = _hold(config, progress)
+        hold = hold_output(config, progress)
         held = patiently(ranks, lambda: stack.enter_context(hold), here=first)
 
         heartbeat.at(0, "read")
@@ -109,9 +109,9 @@ def train(
 
         # Nothing was refused: only from here on may the folder of the run change.
         signals.saves = True
-        with _told(run):
+        with status_written(run):
             if state.step < run.num_steps:
-                jointly(ranks, lambda: _open(run), here=first)
+                jointly(ranks, lambda: open_output(run), here=first)
                 if config.logging.tensorboard:
                     accelerator.init_trackers("tensorboard")
                 describe(run)
@@ -143,7 +143,7 @@ def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> 
             compare_weights(run)
         if run.due(config.evaluation.every):
             hold_out(run)
-            clock.read(state.tokens)  # evaluation is not training time
+            clock.rates(state.tokens)  # evaluation is not training time
         if state.step == last or run.due(config.checkpoint.every):
             save_checkpoint(run, wait=state.step == last)
     run.ended = "finished" if last == run.num_steps else "stopped"
@@ -195,8 +195,16 @@ def save_checkpoint(run: Run, *, wait: bool) -> None:
     jointly(run.accelerator, lambda: save(run, wait=True))
 
 
+def open_output(run: Run) -> None:
+    """Start the run's files: its config, no exit status yet, no metrics of later steps."""
+    output = run.config.output
+    write_json(output / "config.json", run.config.model_dump(mode="json"))
+    clear_status(output)
+    run.metrics.open(run.state.step)
+
+
 @contextmanager
-def _hold(config: RunConfig, progress: Progress) -> Iterator[Lock]:
+def hold_output(config: RunConfig, progress: Progress) -> Iterator[Lock]:
     """Hold the output folder; Busy, naming host and pid, if another run has it.
 
     Raises:
@@ -217,16 +225,8 @@ def _hold(config: RunConfig, progress: Progress) -> Iterator[Lock]:
         yield held
 
 
-def _open(run: Run) -> None:
-    """Make the folder that of a run at work: its config, no end yet, no later metrics."""
-    output = run.config.output
-    write_json(output / "config.json", run.config.model_dump(mode="json"))
-    clear_status(output)
-    run.metrics.open(run.state.step)
-
-
 @contextmanager
-def _told(run: Run) -> Iterator[None]:
+def status_written(run: Run) -> Iterator[None]:
     """Write `exit_status.json`, however the run ends; not if another process has taken it over."""
     code, error, ours = 0, "", run.accelerator.is_main_process
     said = read_status(run.config.output) or {}

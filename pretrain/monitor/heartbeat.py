@@ -90,11 +90,19 @@ class Heartbeat:
 
     def _keep(self) -> None:
         parent = os.getppid()
-        supervisor = _process(os.environ.get(SUPERVISOR, ""))
+        supervisor: psutil.Process | None = None
+        with suppress(ValueError, psutil.NoSuchProcess):
+            supervisor = psutil.Process(int(os.environ.get(SUPERVISOR, "")))
         while not self._stop.wait(EVERY):
-            # Nobody would end this process, nor read what it writes; and it may hang, or write
-            # into a run that has been started anew.
-            if os.getppid() != parent or (SUPERVISOR in os.environ and not _is_alive(supervisor)):
+            alive = False
+            if supervisor is not None:
+                with suppress(psutil.NoSuchProcess):
+                    # `is_running` is false for another process that got the same pid.
+                    running = supervisor.is_running()
+                    alive = running and supervisor.status() != psutil.STATUS_ZOMBIE
+            # Without its parent and supervisor nobody would end this process, nor read what it
+            # writes; and it may hang, or write into a run that has been started again.
+            if os.getppid() != parent or (SUPERVISOR in os.environ and not alive):
                 os.kill(os.getpid(), signal.SIGKILL)
             self._write()
 
@@ -122,22 +130,3 @@ class Heartbeat:
 def path(folder: Path, rank: int) -> Path:
     """Return the file of a rank's heartbeat."""
     return folder / f"rank-{rank:05d}.json"
-
-
-def _process(pid: str) -> psutil.Process | None:
-    try:
-        return psutil.Process(int(pid))
-    except (ValueError, psutil.NoSuchProcess):
-        return None
-
-
-def _is_alive(process: psutil.Process | None) -> bool:
-    """Return whether it still runs, and is not another one that got its pid."""
-    try:
-        return (
-            process is not None
-            and process.is_running()
-            and process.status() != psutil.STATUS_ZOMBIE
-        )
-    except psutil.NoSuchProcess:
-        return False

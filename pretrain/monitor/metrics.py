@@ -20,25 +20,19 @@ class Progress(Protocol):
 
     def say(self, text: str) -> None:
         """A line that stays."""
+        return
 
     def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
         """After every optimizer step; `values` are its metrics where it is logged, else empty."""
+        return
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Held-out figures."""
+        return
 
 
-class Silent:
-    """Shows nothing: other ranks, and use from Python."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Nothing."""
+class Silent(Progress):
+    """Show nothing: the progress of other ranks, and of use from Python."""
 
 
 class Metrics:
@@ -52,9 +46,30 @@ class Metrics:
         self.last: dict[str, Any] | None = None
 
     def open(self, step: int) -> None:
-        """Drop what lies after the checkpoint of `step`; the first process calls it."""
-        with writing_to(self.path):
-            self.last = _forget(self.path, step)
+        """Drop what a run that continues after `step` writes again; the first rank calls it.
+
+        That is all of later steps, and of this one what a run writes before its first step: the
+        evaluation at step 0, and rows that are left out. Only the end of the file is parsed.
+        """
+        self.last = None
+        if not self.path.exists():
+            return
+        with writing_to(self.path), self.path.open("r+b") as file:
+            data = file.read()
+            end = len(data)
+            while end and self.last is None:
+                start = data.rfind(b"\n", 0, end - 1) + 1
+                try:
+                    entry: dict[str, Any] = json.loads(data[start:end])
+                    again = step == 0 or entry["kind"] == "skip_rows"
+                    whole = data[end - 1] == ord("\n")
+                except (ValueError, KeyError, TypeError):  # cut short with its process
+                    whole = False
+                if whole and (entry["step"] < step or (entry["step"] == step and not again)):
+                    self.last = entry
+                else:
+                    end = start
+            file.truncate(end)
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """One line, closed at once, so that `tail -f` and a crash both see it."""
@@ -66,33 +81,6 @@ class Metrics:
             with writing_to(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.last) + "\n")
         self.accelerator.log({f"{kind}/{name}": value for name, value in values.items()}, step)
-
-
-def _forget(path: Path, step: int) -> dict[str, Any] | None:
-    """Cut off what a run that continues after `step` writes again; returns the last entry left.
-
-    That is all of later steps, and of this one what a run writes before its first step: the
-    evaluation at step 0, and rows that are left out. Only the end of the file is parsed.
-    """
-    if not path.exists():
-        return None
-    with path.open("r+b") as file:
-        data = file.read()
-        end = len(data)
-        while end:
-            start = data.rfind(b"\n", 0, end - 1) + 1
-            try:
-                entry: dict[str, Any] = json.loads(data[start:end])
-                again = step == 0 or entry["kind"] == "skip_rows"
-                whole = data[end - 1] == ord("\n")
-            except (ValueError, KeyError, TypeError):  # cut short with its process
-                whole = False
-            if whole and (entry["step"] < step or (entry["step"] == step and not again)):
-                file.truncate(end)
-                return entry
-            end = start
-        file.truncate(0)
-    return None
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -119,7 +107,7 @@ class Clock:
         yield
         self._waited += time.perf_counter() - start
 
-    def read(self, tokens: int) -> dict[str, float]:
+    def rates(self, tokens: int) -> dict[str, float]:
         """Return the rates since the last call, given how many tokens have been seen by now."""
         now = time.perf_counter()
         seconds = max(now - self._start, 1e-9)

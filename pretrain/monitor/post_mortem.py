@@ -5,12 +5,19 @@ Shapes: A micro-batches of a rank in a step, T terms.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from pretrain.files import write_json
-from pretrain.monitor.safety import culprits, post_mortem
 from pretrain.run import Run
+
+_SHOWN = 16  # rows named in a message
 
 
 def write_post_mortem(
@@ -51,3 +58,108 @@ def write_post_mortem(
     if accelerator.is_main_process:
         write_json(file, report)
     return line
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A micro-batch whose loss is not finite."""
+
+    rank: int
+    micro_batch: int  # of its rank, from 0
+    rows: tuple[int, ...]  # row numbers in the train split
+    loss: float
+    terms: Mapping[str, float]  # sum of each term over the micro-batch
+
+
+def culprits(
+    rows: Sequence[Sequence[int]],
+    losses: Sequence[Sequence[float]],
+    sums: Sequence[Sequence[Sequence[float]]],
+    names: Sequence[str],
+) -> list[Culprit]:
+    """Return every micro-batch of a step whose loss is not finite, from what the ranks gathered.
+
+    Args:
+        rows: [W, R] row numbers of each rank, in the order of its micro-batches.
+        losses: [W, A] of each micro-batch.
+        sums: [W, A, T] of each term.
+        names: [T] of the terms.
+    """
+    found = []
+    for rank, (numbers, of_rank, terms) in enumerate(zip(rows, losses, sums, strict=True)):
+        size = len(numbers) // len(of_rank)
+        for i, (loss, values) in enumerate(zip(of_rank, terms, strict=True)):
+            if not math.isfinite(loss):
+                mine = tuple(numbers[i * size : (i + 1) * size])
+                found.append(Culprit(rank, i, mine, loss, dict(zip(names, values, strict=True))))
+    return found
+
+
+def post_mortem(
+    *,
+    step: int,
+    rows: Sequence[int],
+    culprits: Sequence[Culprit],
+    grad_norm: float,
+    learning_rate: float,
+    loss_scale: float | None,
+    metrics: Mapping[str, Any] | None,
+    shards: Path,
+    file: Path,
+) -> tuple[dict[str, Any], str]:
+    """(what is written to `file` as JSON, one line for the screen) of a non-finite step.
+
+    Args:
+        step: as the log counts it: the first is 1.
+        rows: all of the step; named where no loss but only the gradient is not finite.
+        culprits: the micro-batches whose loss is not finite, of all ranks.
+        grad_norm: of the whole gradient, before clipping.
+        learning_rate: of this step.
+        loss_scale: fp16's, None in other precisions.
+        metrics: the last entry of metrics.jsonl before the step.
+        shards: the folder that the rows are in.
+        file: where the caller writes the dictionary.
+    """
+    bad = [row for culprit in culprits for row in culprit.rows] or list(rows)
+    ranks = sorted({culprit.rank for culprit in culprits})
+    what = f"loss is {culprits[0].loss}" if culprits else f"gradient norm is {grad_norm}"
+    where = f" of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+    shown = ", ".join(map(str, bad[:_SHOWN])) + (", ..." if len(bad) > _SHOWN else "")
+    remedies = [
+        "lower optimizer.learning_rate",
+        f"look at a row: distil audit {shards} --row {bad[0]}",
+        f"leave rows out: --skip-rows {bad[0]}:{bad[0] + 1}",
+        "go on over up to N such steps: train.skip_non_finite=N",
+    ]
+    if culprits and set(bad) == set(rows):
+        remedies.insert(0, "no row is spared: look at the weights that it started from")
+    report = {
+        "step": step,
+        "what": what,
+        "ranks": ranks,
+        "rows": bad,
+        "micro_batches": [asdict(culprit) for culprit in culprits],
+        "grad_norm": grad_norm,
+        "learning_rate": learning_rate,
+        "loss_scale": loss_scale,
+        "last_metrics": dict(metrics) if metrics is not None else None,
+        "shards": str(shards),
+        "file": str(file),
+        "remedies": remedies,
+    }
+    message = (
+        f"step {step}: the {what} over rows {shown}{where} ({shards}); the update was not made, "
+        f"and no checkpoint was touched; {file} says more. To mend it: {'; '.join(remedies)}"
+    )
+    return _strict(report), message
+
+
+def _strict(value: Any) -> Any:
+    """Return the value with "nan", "inf" and "-inf" for the numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

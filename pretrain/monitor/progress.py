@@ -61,10 +61,11 @@ def report(run: Run, clock: Clock, step: Step) -> None:
     }
     loss = sum(term.weight * terms[term.name] for term in run.module.terms)
     made = math.isfinite(norm)  # else fp16's scaled gradients overflowed, or the step was left out
-    for warning in run.spikes.seen(run.state.step, loss, norm) if made and counts["tokens"] else ():
-        run.progress.say(f"warning: {warning}")
+    if made and counts["tokens"]:
+        for warning in run.spikes.warnings(run.state.step, loss, norm):
+            run.progress.say(f"warning: {warning}")
     if run.due(run.config.logging.every) and made:
         values = {"loss": loss, **terms, "grad_norm": norm, "learning_rate": step.learning_rate}
-        values |= {"tokens": run.state.tokens, **clock.read(run.state.tokens)}
+        values |= {"tokens": run.state.tokens, **clock.rates(run.state.tokens)}
         run.metrics.write("train", run.state.step, values)
     run.progress.step(run.state.step, run.num_steps, values)

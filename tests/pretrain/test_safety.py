@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.data.hashing import mix, root
-from pretrain.monitor.safety import Culprit, Spikes, culprits, differing, fingerprint, post_mortem
+from pretrain.distributed.agreement import differing, parameter_checksum
+from pretrain.monitor.post_mortem import Culprit, culprits, post_mortem
+from pretrain.monitor.spikes import SpikeDetector
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = ((300, 1000), (7,), (64, 64), (), (64, 64), (33, 5))  # the first takes several chunks
@@ -32,7 +34,7 @@ def as_bytes(parameter: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return parameter.reshape(-1).view(torch.uint8).numpy()
 
 
-def test_the_fingerprint_is_a_sum_of_bits_times_odd_weights() -> None:
+def test_the_checksum_is_a_sum_of_bits_times_odd_weights() -> None:
     """Worked out element by element in Python's integers."""
     ours = [torch.randn(2**17 + 3), torch.tensor([float("nan"), -0.0])]
     expected, chunk = 0, 0
@@ -42,35 +44,35 @@ def test_the_fingerprint_is_a_sum_of_bits_times_odd_weights() -> None:
             chunk += 1
             for i, value in enumerate(bits[start : start + 2**17]):
                 expected += value * (2 * mix(i) + 1) * (2 * root(0, 4, chunk) + 1)
-    found = fingerprint(ours)
+    found = parameter_checksum(ours)
     assert (found.dtype, found.shape) == (torch.int64, ())
     assert int(found) % 2**64 == expected % 2**64
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_flipped_bit_changes_the_fingerprint_wherever_it_is(dtype: torch.dtype) -> None:
+def test_one_flipped_bit_changes_the_checksum_wherever_it_is(dtype: torch.dtype) -> None:
     ours = parameters(dtype)
-    before = int(fingerprint(ours))
+    before = int(parameter_checksum(ours))
     draw = random.Random(1)
     for trial in range(200):
         data = as_bytes(ours[trial % len(ours)])
         place, bit = draw.randrange(len(data)), np.uint8(1 << draw.randrange(8))
         data[place] ^= bit
-        assert int(fingerprint(ours)) != before
+        assert int(parameter_checksum(ours)) != before
         data[place] ^= bit
-    assert int(fingerprint(ours)) == before
+    assert int(parameter_checksum(ours)) == before
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_bit_of_one_element_counts(dtype: torch.dtype) -> None:
     """None is lost to a conversion: the sign of zero, the payload of a NaN, the last bit."""
     ours = [torch.zeros(3, dtype=dtype)]
-    seen = {int(fingerprint(ours))}
+    seen = {int(parameter_checksum(ours))}
     bits = 8 * ours[0].element_size()
     for bit in range(bits):
         data = as_bytes(ours[0])
         data[bit // 8] ^= np.uint8(1 << bit % 8)
-        seen.add(int(fingerprint(ours)))
+        seen.add(int(parameter_checksum(ours)))
         data[bit // 8] ^= np.uint8(1 << bit % 8)
     assert len(seen) == bits + 1
 
@@ -80,24 +82,26 @@ def test_the_order_of_parameters_and_of_elements_counts() -> None:
     swapped = [*ours]
     swapped[2], swapped[4] = swapped[4], swapped[2]
     assert swapped[2].shape == swapped[4].shape
-    assert int(fingerprint(swapped)) != int(fingerprint(ours))
+    assert int(parameter_checksum(swapped)) != int(parameter_checksum(ours))
     long = torch.randn(2**18)
     for i, j in ((0, 1), (5, 2**17 + 5), (0, 2**18 - 1)):  # within a chunk and across
         other = long.clone()
         other[i], other[j] = long[j], long[i]
-        assert int(fingerprint([other])) != int(fingerprint([long]))
+        assert int(parameter_checksum([other])) != int(parameter_checksum([long]))
 
 
-def test_threads_and_memory_layout_do_not_change_the_fingerprint(one_thread: None) -> None:
+def test_threads_and_memory_layout_do_not_change_the_parameter_checksum(one_thread: None) -> None:
     ours = parameters()
-    alone = int(fingerprint(ours))
+    alone = int(parameter_checksum(ours))
     torch.set_num_threads(3)
-    assert int(fingerprint(ours)) == alone
+    assert int(parameter_checksum(ours)) == alone
     strided = [p.t().contiguous().t() if p.dim() == 2 else p for p in ours]
     assert not strided[0].is_contiguous()
-    assert int(fingerprint(strided)) == alone
-    assert int(fingerprint(torch.nn.ParameterList(ours))) == alone  # gradients are not recorded
-    assert int(fingerprint([])) == 0
+    assert int(parameter_checksum(strided)) == alone
+    assert (
+        int(parameter_checksum(torch.nn.ParameterList(ours))) == alone
+    )  # gradients are not recorded
+    assert int(parameter_checksum([])) == 0
 
 
 class Watch(TorchDispatchMode):
@@ -117,10 +121,10 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def test_the_fingerprint_waits_for_nothing_and_takes_little_memory() -> None:
+def test_the_checksum_waits_for_nothing_and_takes_little_memory() -> None:
     large = torch.randn(4_000_000)
     with Watch() as watch:
-        found = fingerprint([large])
+        found = parameter_checksum([large])
     assert watch.reads == 0 and 0 < watch.largest <= 2**20 < 4 * large.numel()
     with Watch() as watch:
         int(found)
@@ -152,9 +156,9 @@ def curve(function: Callable[[int], float], noise: float, seed: int) -> Iterator
         step += 1
 
 
-def watch(losses: Iterator[float], steps: int, spikes: Spikes | None = None) -> list[str]:
-    spikes = spikes or Spikes()
-    return [line for step in range(steps) for line in spikes.seen(step, next(losses), 1.0)]
+def watch(losses: Iterator[float], steps: int, spikes: SpikeDetector | None = None) -> list[str]:
+    spikes = spikes or SpikeDetector()
+    return [line for step in range(steps) for line in spikes.warnings(step, next(losses), 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -164,21 +168,21 @@ def test_ten_thousand_noisy_steps_raise_no_alarm(seed: int) -> None:
     """A loss that falls as losses do, and gradient norms that scatter by a third."""
     losses = curve(lambda step: 2 + 8 * math.exp(-step / 400), 0.03, seed)
     draw = random.Random(100 + seed)
-    spikes = Spikes()
+    spikes = SpikeDetector()
     for step in range(10_000):
-        assert spikes.seen(step, next(losses), math.exp(draw.gauss(0, 0.33))) == []
+        assert spikes.warnings(step, next(losses), math.exp(draw.gauss(0, 0.33))) == []
 
 
 def test_a_spike_is_told_with_its_numbers() -> None:
     """Half the values are 1 and half 3: mean 2, deviation 1."""
-    spikes = Spikes()
+    spikes = SpikeDetector()
     for step in range(1, 129):
-        assert spikes.seen(step, 1 + 2 * (step % 2), 2.0) == []
-    assert spikes.seen(129, 7.9, 19.9) == []  # 5.9 deviations, 9.95 times
-    spikes = Spikes()
+        assert spikes.warnings(step, 1 + 2 * (step % 2), 2.0) == []
+    assert spikes.warnings(129, 7.9, 19.9) == []  # 5.9 deviations, 9.95 times
+    spikes = SpikeDetector()
     for step in range(1, 129):
-        spikes.seen(step, 1 + 2 * (step % 2), 2.0)
-    assert spikes.seen(129, 8.5, 21.0) == [
+        spikes.warnings(step, 1 + 2 * (step % 2), 2.0)
+    assert spikes.warnings(129, 8.5, 21.0) == [
         "step 129: the loss is 8.5, 6.5 deviations above 2, its mean over the last 128 steps",
         "step 129: the gradient norm is 21, 10.5 times 2, its median over the last 128 steps",
     ]
@@ -186,22 +190,22 @@ def test_a_spike_is_told_with_its_numbers() -> None:
 
 def test_a_spike_does_not_hide_the_next() -> None:
     """At full weight the first, 1,000, would set the next 128 steps' limit above 500."""
-    spikes = Spikes()
+    spikes = SpikeDetector()
     calm = curve(lambda _: 2.0, 0.02, 3)
     watch(calm, 128, spikes)
-    assert len(spikes.seen(128, 1000.0, 1.0)) == 1
-    assert [spikes.seen(step, next(calm), 1.0) for step in range(129, 165)] == [[]] * 36
-    (line,) = spikes.seen(165, 4.0, 1.0)
+    assert len(spikes.warnings(128, 1000.0, 1.0)) == 1
+    assert [spikes.warnings(step, next(calm), 1.0) for step in range(129, 165)] == [[]] * 36
+    (line,) = spikes.warnings(165, 4.0, 1.0)
     assert line.startswith("step 165: the loss is 4, ")
 
 
 def test_a_warning_of_a_kind_comes_at_most_every_32_steps() -> None:
-    spikes = Spikes()
+    spikes = SpikeDetector()
     watch(curve(lambda _: 2.0, 0.02, 4), 128, spikes)
     told = [
         (step, line.split(" is ")[0])
         for step in range(128, 228)
-        for line in spikes.seen(step, 10.0 * 3 ** (step - 128), 50.0 if step >= 140 else 1.0)
+        for line in spikes.warnings(step, 10.0 * 3 ** (step - 128), 50.0 if step >= 140 else 1.0)
     ]
     norm = [step for step, line in told if "norm" in line]
     loss = [step for step, line in told if "loss" in line]
@@ -227,34 +231,36 @@ def test_a_step_change_is_told_once_and_then_accepted(seed: int) -> None:
 
 def test_rounding_of_a_flat_curve_is_no_spike() -> None:
     assert watch(curve(lambda _: 2.0, 1e-5, 5), 3000) == []
-    flat = Spikes()
+    flat = SpikeDetector()
     assert watch(iter([2.0] * 100), 100, flat) == []
-    assert flat.seen(100, 2.011, 1.0) == []
-    (line,) = flat.seen(101, 2.013, 1.0)  # 6.5 times a thousandth of 2, nearly
+    assert flat.warnings(100, 2.011, 1.0) == []
+    (line,) = flat.warnings(101, 2.013, 1.0)  # 6.5 times a thousandth of 2, nearly
     assert "deviations above 2" in line
     assert watch(iter([0.0] * 100), 100) == []
 
 
 def test_nothing_is_judged_before_32_values() -> None:
     for known, expected in ((31, 0), (32, 2)):
-        spikes = Spikes()
+        spikes = SpikeDetector()
         watch(curve(lambda _: 2.0, 0.02, 6), known, spikes)
-        assert len(spikes.seen(known, 100.0, 100.0)) == expected
+        assert len(spikes.warnings(known, 100.0, 100.0)) == expected
 
 
 def test_what_is_not_finite_is_left_to_the_post_mortem() -> None:
     """fp16 reports an infinite norm whenever its scale was too high."""
-    ours, plain = Spikes(), Spikes()
+    ours, plain = SpikeDetector(), SpikeDetector()
     values = curve(lambda _: 2.0, 0.02, 7)
     for step in range(128):
         value = next(values)
-        assert ours.seen(step, math.nan, math.inf) == ours.seen(step, math.inf, math.nan) == []
-        assert ours.seen(step, value, 1.0) == plain.seen(step, value, 1.0) == []
-    assert ours.seen(500, 2.5, 11.0) == plain.seen(500, 2.5, 11.0) != []
-    idle = Spikes()
+        assert (
+            ours.warnings(step, math.nan, math.inf) == ours.warnings(step, math.inf, math.nan) == []
+        )
+        assert ours.warnings(step, value, 1.0) == plain.warnings(step, value, 1.0) == []
+    assert ours.warnings(500, 2.5, 11.0) == plain.warnings(500, 2.5, 11.0) != []
+    idle = SpikeDetector()
     for step in range(64):
-        assert idle.seen(step, 0.0, 0.0) == []
-    assert all("norm" not in line for line in idle.seen(64, 1.0, 1.0))  # no times of nothing
+        assert idle.warnings(step, 0.0, 0.0) == []
+    assert all("norm" not in line for line in idle.warnings(64, 1.0, 1.0))  # no times of nothing
 
 
 NAN, INF = math.nan, math.inf
