@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch  # at run time inside functions: a config must load without it
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -20,7 +21,7 @@ CPUINFO = Path("/proc/cpuinfo")
 class Precision:
     """Hold all that a value of `train.precision` means."""
 
-    dtype: torch.dtype  # of forward passes; weights and optimizer state stay in fp32
+    torch_name: str  # dtype of forward passes; weights and optimizer state stay in fp32
     accelerate: str  # Accelerate's `mixed_precision`
     # The same under DeepSpeed, which would round the weights to bf16; autocast keeps them in fp32.
     deepspeed: str
@@ -31,21 +32,31 @@ class Precision:
     loss_scale: float = 1.0
     tolerances: tuple[float, float]  # largest relative difference of a term, and of a gradient
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of forward passes."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.torch_name)
+        return dtype
+
     def autocast(self, device: torch.device) -> torch.autocast:
         """Return the context of a forward pass; it changes nothing in fp32."""
+        import torch
+
         half = self.dtype if self.dtype != torch.float32 else None
         return torch.autocast(device.type, half, enabled=half is not None)
 
 
 PRECISIONS = {
     "fp32": Precision(
-        dtype=torch.float32, accelerate="no", deepspeed="no", gpu=0, tolerances=(1e-5, 1e-4)
+        torch_name="float32", accelerate="no", deepspeed="no", gpu=0, tolerances=(1e-5, 1e-4)
     ),
     "bf16": Precision(
-        dtype=torch.bfloat16, accelerate="bf16", deepspeed="no", gpu=8, tolerances=(2e-2, 2e-2)
+        torch_name="bfloat16", accelerate="bf16", deepspeed="no", gpu=8, tolerances=(2e-2, 2e-2)
     ),
     "fp16": Precision(
-        dtype=torch.float16,
+        torch_name="float16",
         accelerate="fp16",
         deepspeed="fp16",
         gpu=7,
@@ -69,6 +80,8 @@ def choose(device: torch.device) -> tuple[str, str]:
     on, on a CPU with AMX or an AMD one with AVX512-BF16 (Intel's without AMX are slower in bf16).
     fp16 on GPUs that have matrix units for it alone (7.0 and 7.5); fp32 on everything else.
     """
+    import torch
+
     if device.type == "cuda" and torch.version.cuda:
         major, minor = torch.cuda.get_device_capability(device)
         faster = {name: p.gpu for name, p in PRECISIONS.items() if p.gpu <= major}
@@ -92,5 +105,7 @@ def choose(device: torch.device) -> tuple[str, str]:
 
 def allow_tf32(device: torch.device) -> None:
     """Let a GPU multiply fp32 on its matrix units, which round factors to 10 bits (TF32)."""
+    import torch
+
     if device.type == "cuda":  # on a CPU the same setting would change oneDNN's products
         torch.set_float32_matmul_precision("high")
