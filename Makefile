@@ -48,10 +48,11 @@ figures: install
 	$(BIN)/python benchmarks/figures.py
 
 # The long loops of the slow tests: kill a run of 4 ranks and a `prepare` 100 times each, at every
-# phase, and resume runs of every layout after each of 20 steps; all end as undisturbed ones.
+# phase, kill or fail a save at every line, and resume runs of every layout after each of 20 steps.
 torture: install
 	DISTIL_KILLS=100 DISTIL_TORTURE=1 $(BIN)/python -m pytest -s -m slow \
 		tests/pretrain/test_kills.py tests/pretrain/test_exact_resume.py \
+		tests/pretrain/checkpoint/test_disasters.py \
 		tests/data_prep/test_resume.py::test_kills_at_any_moment_change_no_byte
 
 clean:

@@ -20,7 +20,7 @@ from data_prep.pipeline.plan import Plan
 from data_prep.prepare import STAGES, finalise, prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
 
-KILLS = int(os.environ.get("DISTIL_KILLS", "10"))  # of the slow tests
+KILLS = int(os.environ.get("DISTIL_KILLS", "5"))  # of the slow tests
 SMALL: dict[str, Any] = {"part_bytes": 2_000, "piece_bytes": 500}
 RUN = """
 import resource, sys

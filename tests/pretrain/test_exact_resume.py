@@ -11,9 +11,9 @@ import ranks
 
 from pretrain.monitor import metrics
 
-STEPS = list(range(1, 21))
 FEW = [1, 10, 11]  # the first epoch ends in step 11
-MANY = STEPS if os.environ.get("DISTIL_TORTURE") else FEW
+ALL = list(range(1, 21))
+LONG = ALL if os.environ.get("DISTIL_TORTURE") else FEW  # `make torture` sets it
 RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
 
 
@@ -64,13 +64,10 @@ def line(output: Path, step: int) -> list[dict[str, Any]]:
     ("world", "accumulation", "workers", "steps"),
     [
         *((*layout, FEW) for layout in ((1, 2, 2), (3, 1, 0))),
+        pytest.param(1, 1, 0, ALL, marks=pytest.mark.slow),
         *(
-            pytest.param(*layout, STEPS, marks=pytest.mark.slow)
-            for layout in ((1, 1, 0), (1, 2, 2), (3, 2, 2), (4, 1, 0))
-        ),
-        *(
-            pytest.param(*layout, MANY, marks=pytest.mark.slow)
-            for layout in ((3, 1, 2), (3, 2, 0), (4, 2, 2))
+            pytest.param(*layout, LONG, marks=pytest.mark.slow)
+            for layout in ((3, 1, 2), (3, 2, 0), (3, 2, 2), (4, 1, 0), (4, 2, 2))
         ),
     ],
     ids=lambda value: f"{len(value)}_steps" if isinstance(value, list) else None,

@@ -20,8 +20,9 @@ MEMORY = Path("/dev/shm")  # flushing takes no time there, and a killed process 
 SOME = 7  # the distance between two lines of the sample; each phase of a save has ten or more
 TOGETHER = ("kills", "first kills", "errors", "large files", "flushes")
 Disasters = Callable[..., tuple[Path, list[dict[str, Any]]]]
+MANY = 1 if os.environ.get("DISTIL_TORTURE") else 2  # `make torture` sets it
 at_lines = pytest.mark.parametrize(
-    "every", [SOME, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
+    "every", [SOME, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 
 
