@@ -1,11 +1,14 @@
-"""How long a save holds training up, against a plain copy of the same tensors in memory.
+"""Measure how long a save interrupts training, compared with a plain copy of the same tensors.
 
     python benchmarks/checkpointing.py [--folder FOLDER] [--repeats 9] [--device cpu] [--threads 1]
 
-Two students with AdamW's state, DistilBERT and a small one. In turn, on the same tensors: a plain
-copy into memory that was there before (pinned, for a GPU), and a save. `stall` is what `save` takes
-from training, `committed` the time until the checkpoint is whole on disk, and `pause` the longest
-that the file's writing, hashing and flushing kept a loop of plain Python waiting.
+The script takes about two minutes and prints JSON for two students with AdamW's state, DistilBERT
+and a small one. It makes a plain copy into memory that is already allocated (pinned, for a GPU) and
+a save in turn:
+
+- `stall`: seconds of `save`, in which training waits
+- `committed`: seconds until the checkpoint is complete on disk
+- `pause`: the longest time for which writing, hashing and flushing stopped a loop of plain Python
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ CONFIGS = {
 
 
 def main() -> None:
-    """Measure and print JSON."""
+    """Measure both students."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, help="where to write; a temporary one by default")
     parser.add_argument("--repeats", type=int, default=9)
@@ -51,9 +54,18 @@ def main() -> None:
 
 
 def measure(student: DistilBertForMaskedLM, folder: Path, repeats: int) -> dict[str, Any]:
-    """Medians over the repeats, in seconds; the first save, which allocates, apart."""
-    moments = adamw_state(student)
-    tensors = [p.detach() for p in student.parameters()] + list(moments.values())
+    """Return medians in seconds, without the first save, which allocates memory."""
+    optimizer = torch.optim.AdamW(student.parameters(), fused=True)
+    for parameter in student.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    state = {
+        f"{name}/{key}": value
+        for name, parameter in student.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    tensors = [p.detach() for p in student.parameters()] + list(state.values())
     buffers = [
         torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda) for t in tensors
     ]
@@ -73,13 +85,17 @@ def measure(student: DistilBertForMaskedLM, folder: Path, repeats: int) -> dict[
     )
     copies, stalls, committed, pauses = [], [], [], []
     for step in range(repeats + 1):
-        if step % 2:  # whoever comes first finds colder caches
+        if step % 2:  # in turn, because the first of the two has colder caches
             copies.append(copy(tensors, buffers))
         written.clear()
         start = time.perf_counter()
-        stall = writer.save(step, student=student, weights=None, optimizer=moments, state={})
+        stall = writer.save(step, student=student, weights=None, optimizer=state, state={})
         stalls.append(stall)
-        pauses.append(longest_pause(written))
+        longest, last = 0.0, time.perf_counter()
+        while not written.is_set():
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        pauses.append(longest)
         writer.finish()
         committed.append(time.perf_counter() - start)
         if not step % 2:
@@ -100,22 +116,8 @@ def measure(student: DistilBertForMaskedLM, folder: Path, repeats: int) -> dict[
     }
 
 
-def adamw_state(student: DistilBertForMaskedLM) -> dict[str, Tensor]:
-    """The moments of a real AdamW after one step."""
-    optimizer = torch.optim.AdamW(student.parameters(), fused=True)
-    for parameter in student.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    return {
-        f"{name}/{key}": value
-        for name, parameter in student.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
-
-
 def copy(tensors: list[Tensor], buffers: list[Tensor]) -> float:
-    """Seconds of a plain copy."""
+    """Return the seconds of a plain copy."""
     if tensors[0].is_cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -124,15 +126,6 @@ def copy(tensors: list[Tensor], buffers: list[Tensor]) -> float:
     if tensors[0].is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def longest_pause(written: threading.Event) -> float:
-    """The longest time between two turns of a loop, until the event."""
-    longest, last = 0.0, time.perf_counter()
-    while not written.is_set():
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    return longest
 
 
 if __name__ == "__main__":

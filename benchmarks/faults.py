@@ -1,11 +1,11 @@
-"""How long does a run take to start, to notice that something is wrong, and to end?
+"""Measure how long a run takes to start, to notice a fault, and to end.
 
-    python benchmarks/faults.py
+    python benchmarks/faults.py [--processes 3] [--repeats 3]
 
-`distil launch` trains a BERT of one layer with three processes on CPU; one of them is killed, or
-stopped (with `--timeout 10`), or the launcher is told to stop. The time until the last process is
-gone, and after a signal a checkpoint is written, is the median of some runs. Targets: killed 10 s,
-stopped timeout + 10 s.
+The script takes about ten minutes. `distil launch` trains a BERT of one layer with three processes
+on CPU. One of them is killed, or stopped (with `--timeout 10`), or the launcher gets SIGTERM. For
+each case the script prints the median time until the last process has ended, which includes the
+checkpoint after SIGTERM. Targets: 10 s after a kill, timeout + 10 s after a stop.
 """
 
 import argparse
@@ -37,6 +37,7 @@ FAULTS = {
 
 
 def main() -> None:
+    """Run each fault in turn, and print the times."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind")
@@ -49,7 +50,7 @@ def main() -> None:
             for fault, (number, rank, codes) in FAULTS.items():
                 output = Path(name) / f"{repeat}-{number}"
                 first, down, code = run(config, output, arguments.processes, number, rank)
-                assert code in codes, (output / "screen").read_text()
+                assert code in codes, output.with_suffix(".log").read_text()
                 seconds["start to first step"].append(first)
                 seconds[fault].append(down)
     print(f"{arguments.processes} processes, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def prepare(folder: Path, processes: int) -> Path:
-    """A config with shards of single letters."""
+    """Write shards of single letters and a config; return the config."""
     draw = random.Random(0)
     lines = [" ".join(draw.choices(WORDS[5:], k=draw.randint(4, 30))) for _ in range(200)]
     (folder / "letters.txt").write_text("\n\n".join(lines), encoding="utf-8")
@@ -102,20 +103,25 @@ def prepare(folder: Path, processes: int) -> Path:
 def run(
     config: Path, output: Path, processes: int, number: int, rank: int | None
 ) -> tuple[float, float, int]:
-    """(seconds to the first step, seconds from the signal to the end of all, exit code)."""
-    output.mkdir()
+    """Return seconds to the first step, seconds from the signal to the end of all, exit code."""
+    log = output.with_suffix(".log")  # not in `output`, which must be empty at the start
     command = [sys.executable, "-m", "launch", "launch", str(config), f"output={output}"]
     command += ["--gpus", str(processes), "--timeout", str(TIMEOUT), "--max-restarts", "0"]
     begun = time.perf_counter()
-    with (output / "screen").open("wb") as screen:
+    with log.open("wb") as screen:
         launcher = subprocess.Popen(command, stdout=screen, stderr=screen)
-    wait_for(launcher, output / "screen", "step 1/")
+    wait_for(launcher, log, "step 1/")
     first = time.perf_counter() - begun
-    wait_for(launcher, output / "screen", "step 20/")
-    ranks = started(output)
-    told = launcher.pid if rank is None else ranks[rank].pid
+    wait_for(launcher, log, "step 20/")
+    ranks = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environment = process.environ()
+            if environment.get("DISTIL_LOGS", "").startswith(f"{output}/"):
+                ranks[int(environment.get("RANK", -1))] = process
+    ranks.pop(-1)  # torchrun
     begun = time.perf_counter()
-    os.kill(told, number)
+    os.kill(launcher.pid if rank is None else ranks[rank].pid, number)
     code = launcher.wait(LIMIT)
     gone, left = psutil.wait_procs(ranks.values(), timeout=LIMIT)
     down = time.perf_counter() - begun
@@ -126,23 +132,11 @@ def run(
 
 
 def wait_for(launcher: "subprocess.Popen[bytes]", screen: Path, text: str) -> None:
-    """Wait for something on the screen."""
+    """Wait until a text is in the output."""
     end = time.monotonic() + LIMIT
     while text not in screen.read_text(encoding="utf-8", errors="replace"):
         assert launcher.poll() is None and time.monotonic() < end, screen.read_text()
         time.sleep(0.02)
-
-
-def started(output: Path) -> dict[int, psutil.Process]:
-    """The processes of a run, by rank."""
-    found = {}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            environment = process.environ()
-            if environment.get("DISTIL_LOGS", "").startswith(f"{output}/"):
-                found[int(environment.get("RANK", -1))] = process
-    found.pop(-1)  # torchrun
-    return found
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""How long the paper's run takes on several systems, on paper; and the paper held against a clock.
+"""Estimate how long the paper's run takes on several systems, or check the estimate's formula.
 
-    python benchmarks/projection.py [--mfu 0.4] [--tokens 4e9] [--epochs 3]
-    python benchmarks/projection.py --check
+    python benchmarks/projection.py [--mfu 0.4] [--tokens 4e9] [--epochs 3]      seconds
+    python benchmarks/projection.py --check [--layers 12]                        a few minutes
 
-The first prints what docs/performance.md derives: seconds of an optimizer step from the cost model
-(`pretrain/bench/cost.py`) at an assumed share of the peak, the time its one all-reduce takes at an
-assumed bandwidth, and the whole run. Nothing in that table is a measurement. `--check` measures the
-model's ingredients with two gloo processes on this machine (a micro-batch, the all-reduce of the
-gradients, the optimizer), predicts optimizer steps of 1, 2 and 4 micro-batches from them, and times
-those steps.
+The first command prints the table of docs/performance.md: seconds of an optimizer step by the cost
+model (`pretrain/bench/cost.py`) at an assumed share of the peak, its all-reduce at an assumed
+bandwidth, and the whole run. Nothing in that table is measured.
+
+`--check` measures a micro-batch, the all-reduce of the gradients and the optimizer with two gloo
+processes on this machine. It prints the steps of 1, 2 and 4 micro-batches that these predict, and
+the measured ones.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 from pretrain.bench.cost import flops_per_token
-from pretrain.data.batch import MicroBatch, micro_batch
+from pretrain.data.batch import micro_batch
 from pretrain.kernels.attention import IMPLEMENTATION
 from pretrain.model.distillation import Distillation
 from pretrain.objectives.terms import Term, cosine_term, kl_term, mlm_term
@@ -41,7 +42,7 @@ BYTES_OF_GRADIENT = 4  # fp32
 
 @dataclass(frozen=True)
 class System:
-    """Devices and what connects them: data-sheet figures, and bandwidths that are assumptions."""
+    """Hold devices and their links: figures of data sheets, and assumed bandwidths."""
 
     name: str
     devices: int
@@ -64,7 +65,7 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of an optimizer step, by part."""
+    """Hold the seconds of an optimizer step, by part."""
 
     compute: float
     all_reduce: float
@@ -72,23 +73,26 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Nothing overlaps: the worst case. DDP hides part of the all-reduce behind the backward
-        pass of the last micro-batch."""
+        """Add the parts.
+
+        This is the worst case: DDP overlaps part of the all-reduce with the last backward pass.
+        """
         return self.compute + self.all_reduce + self.optimizer
 
 
 def predict(system: System, mfu: float, work: float, parameters: int) -> Step:
-    """An optimizer step of `ROWS` rows; `work` is FLOP a token."""
+    """Return an optimizer step of `ROWS` rows; `work` is FLOP a token."""
     compute = ROWS * ROW_LENGTH * work / (system.devices * system.peak * mfu)
-    # fused AdamW reads weight, gradient and two moments, and writes all but the gradient
+    # Fused AdamW reads weight, gradient and two moments, and writes all but the gradient.
     optimizer = parameters * 7 * 4 / system.memory
     return Step(compute, all_reduce(system, parameters * BYTES_OF_GRADIENT), optimizer)
 
 
 def all_reduce(system: System, size: float) -> float:
-    """Seconds: a ring sends 2 (n - 1) / n of the bytes through every member's link.
+    """Return the seconds of an all-reduce by a ring.
 
-    Of several nodes the ring crosses the network between each two, and that is its slowest link.
+    Each of n devices sends 2 (n - 1) / n of the bytes. Between nodes the ring uses the network,
+    which is its slowest link.
     """
     if system.devices == 1:
         return 0.0
@@ -97,7 +101,7 @@ def all_reduce(system: System, size: float) -> float:
 
 
 def main() -> None:
-    """Print the projection, or check its model."""
+    """Print the table, or check the formula."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--mfu", type=float, default=0.4, help="share of the data-sheet peak that is assumed"
@@ -107,11 +111,17 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="time real steps of two processes")
     parser.add_argument("--layers", type=int, default=12, help="of the teacher, with --check")
     options = parser.parse_args()
-    print(checked(options.layers) if options.check else table(options))
+    if not options.check:
+        print(table(options))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        start_processes(check, args=(folder, options.layers), nprocs=2, start_method="spawn")
+        print((folder / "table.md").read_text(encoding="utf-8"))
 
 
 def table(options: argparse.Namespace) -> str:
-    """The projection as Markdown."""
+    """Return the estimates as Markdown."""
     with torch.device("meta"):
         student, teacher = models(12)
     parameters = sum(p.numel() for p in student.parameters())
@@ -139,21 +149,15 @@ def table(options: argparse.Namespace) -> str:
 
 
 def models(layers: int) -> tuple[DistilBertForMaskedLM, BertForMaskedLM]:
-    """A student of half the layers and a teacher, of BERT-base's width, with random weights."""
+    """Return a student with half the layers and a teacher: BERT-base's width, random weights."""
     packed: dict[str, Any] = {"attn_implementation": IMPLEMENTATION}
     teacher = BertForMaskedLM(BertConfig(num_hidden_layers=layers, **packed))
     student = DistilBertForMaskedLM(DistilBertConfig(n_layers=layers // 2, **packed))
     return student.train(), teacher.eval().requires_grad_(False)
 
 
-def checked(layers: int) -> str:
-    """Predicted and measured seconds of steps in two processes, as Markdown."""
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, args=(Path(folder), layers), nprocs=2, start_method="spawn")
-        return (Path(folder) / "table.md").read_text(encoding="utf-8")
-
-
-def _rank(rank: int, folder: Path, layers: int) -> None:
+def check(rank: int, folder: Path, layers: int) -> None:
+    """Measure steps as one of two ranks; rank 0 writes predicted and measured seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     torch.manual_seed(0)
@@ -163,31 +167,42 @@ def _rank(rank: int, folder: Path, layers: int) -> None:
         Distillation(student, teacher, terms, pad_id=0), gradient_as_bucket_view=True
     )
     optimizer = torch.optim.AdamW(student.parameters(), fused=True)
-    batch, ones = rows(), torch.ones(len(terms))
+    # One row is one document of 512 random tokens, of which 77 are masked.
+    draw = torch.Generator().manual_seed(rank)
+    ids = torch.randint(1000, 30522, (1, ROW_LENGTH), generator=draw)
+    ids[:, 0], ids[:, -1] = 101, 102
+    positions = torch.randperm(ROW_LENGTH - 2, generator=draw)[None, :77] + 1
+    labels = ids.gather(1, positions)
+    masked = ids.scatter(1, positions, 103)
+    batch, ones = micro_batch(masked, positions, labels, cls_id=101, pad_id=0), torch.ones(3)
 
-    def accumulate(micro_batches: int) -> None:
+    def accumulate(micro_batches: int, *, reduce: bool) -> None:
         for i in range(micro_batches):
-            with nullcontext() if i == micro_batches - 1 else model.no_sync():
+            last = i == micro_batches - 1
+            with nullcontext() if reduce and last else model.no_sync():
                 loss, _ = model(*batch, ones)
                 (loss / batch.num_tokens).backward()
 
     def step(micro_batches: int) -> None:
-        accumulate(micro_batches)
+        accumulate(micro_batches, reduce=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def alone(micro_batches: int) -> None:
-        with model.no_sync():
-            for _ in range(micro_batches):
-                loss, _ = model(*batch, ones)
-                (loss / batch.num_tokens).backward()
+    def timed(work: Callable[..., object], *arguments: Any, **options: Any) -> float:
+        seconds = []
+        for _ in range(3):
+            dist.barrier()  # all ranks start together
+            start = time.perf_counter()
+            work(*arguments, **options)
+            seconds.append(time.perf_counter() - start)
+        return median(seconds)
 
     gradients = torch.zeros(sum(p.numel() for p in student.parameters()))
-    step(1)  # memory and moments are made
-    alone(1)
+    step(1)  # allocates gradients and the optimizer's state
+    accumulate(1, reduce=False)
     parts = {
-        "micro-batch": timed(lambda: alone(2)) / 2,
-        "all-reduce": timed(lambda: dist.all_reduce(gradients)),
+        "micro-batch": timed(accumulate, 2, reduce=False) / 2,
+        "all-reduce": timed(dist.all_reduce, gradients),
         "optimizer": timed(optimizer.step),
     }
     optimizer.zero_grad(set_to_none=True)
@@ -199,34 +214,13 @@ def _rank(rank: int, folder: Path, layers: int) -> None:
     ]
     for number in (1, 2, 4):
         predicted = number * parts["micro-batch"] + parts["all-reduce"] + parts["optimizer"]
-        measured = timed(lambda number=number: step(number))  # type: ignore[misc]
+        measured = timed(step, number)
         lines.append(
             f"| {number} | {predicted:.2f} s | {measured:.2f} s | {measured / predicted:.2f} |"
         )
     if rank == 0:
         (folder / "table.md").write_text("\n".join(lines), encoding="utf-8")
     dist.destroy_process_group()
-
-
-def rows() -> MicroBatch:
-    """One row of 512 random words, a document."""
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    ids = torch.randint(1000, 30522, (1, ROW_LENGTH), generator=draw)
-    ids[:, 0], ids[:, -1] = 101, 102
-    positions = torch.randperm(ROW_LENGTH - 2, generator=draw)[None, :77] + 1
-    labels = ids.gather(1, positions)
-    return micro_batch(ids.scatter(1, positions, 103), positions, labels, cls_id=101, pad_id=0)
-
-
-def timed(work: Callable[[], Any], repeats: int = 3) -> float:
-    """Seconds, the median, with all processes starting together."""
-    seconds = []
-    for _ in range(repeats):
-        dist.barrier()
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
 
 
 if __name__ == "__main__":
