@@ -1,4 +1,4 @@
-"""One thread a process: tiny models gain nothing from more, and processes side by side lose."""
+"""Run all tests with one thread per process: tiny models gain nothing from more."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 
 @pytest.fixture(scope="session")
 def seal() -> Callable[[Path, Mapping[str, Any]], Path]:
-    """A function that writes a checkpoint which holds a state and nothing else; returns it."""
+    """Return a function that writes a checkpoint with a state and nothing else."""
     from pretrain.checkpoint.layout import FORMAT, as_json, folder_name, manifest_bytes
 
     def write(run: Path, state: Mapping[str, Any]) -> Path:

@@ -216,12 +216,12 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize("source", FORBIDDEN)
-def test_the_checker_finds(source: str) -> None:
+def test_the_checker_finds_unsafe_code(source: str) -> None:
     assert forbidden(source)
 
 
 @pytest.mark.parametrize("source", ALLOWED)
-def test_the_checker_lets_pass(source: str) -> None:
+def test_the_checker_accepts_safe_code(source: str) -> None:
     assert forbidden(source) == []
 
 
@@ -237,7 +237,7 @@ def test_nothing_that_could_execute_is_used(folder: str) -> None:
     assert found == {}
 
 
-def test_transformers_opens_no_folder_that_was_not_looked_at() -> None:
+def test_transformers_opens_only_folders_that_were_checked() -> None:
     """The places that may call from_pretrained: ours refuse code before, or wrote the folder."""
     places = {
         str(file.relative_to(ROOT))

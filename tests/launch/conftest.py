@@ -1,4 +1,4 @@
-"""A corpus and a run so small that starting the processes takes longer than training."""
+"""Provide a corpus and a run so small that starting the processes takes longer than training."""
 
 import random
 from collections.abc import Callable
@@ -15,7 +15,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvw
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of 16 single letters, a tenth held out."""
+    """Return a folder of shards: rows of 16 single letters, a tenth for validation."""
     folder = tmp_path_factory.mktemp("letters")
     draw = random.Random(6)
     lines = [" ".join(draw.choices(WORDS[5:], k=draw.randint(4, 30))) for _ in range(200)]
@@ -37,7 +37,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, shards: Path) -> Path:
-    """Four steps of 8 rows for a BERT of one layer."""
+    """Write the config of four steps of 8 rows for a BERT of one layer."""
     values = {
         "output": str(tmp_path / "out"),
         "shards": str(shards),
@@ -66,7 +66,7 @@ def run(tmp_path: Path, shards: Path) -> Path:
 
 @pytest.fixture
 def teacher_of_letters() -> Callable[[Path], None]:
-    """A function that writes a BERT of two layers over the vocabulary of `shards`."""
+    """Return a function that writes a BERT of two layers over the vocabulary of `shards`."""
 
     def write(folder: Path) -> None:
         from transformers import BertConfig, BertForMaskedLM

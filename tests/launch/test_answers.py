@@ -1,4 +1,4 @@
-"""`distil audit` and `distil replay` as a person and a program read them."""
+"""Check the answers of `distil audit` and `distil replay`, as text and as JSON."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ TITLES = ["[red]One[/red]", "Two \x1b[31mred\x1b[0m", "Three"]
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Three documents whose titles would be markup if anything took them for it."""
+    """Prepare three documents whose titles look like markup."""
     records = [
         {"text": " ".join(WORDS[n:] + WORDS[:n]), "id": f"id{n}", "title": title}
         for n, title in enumerate(TITLES)
@@ -50,7 +50,7 @@ def shards(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, shards: Path, seal: Callable[..., Path]) -> Path:
-    """A run with a checkpoint of its first step."""
+    """Write a run with a checkpoint of its first step."""
     values = {
         "output": str(tmp_path / "run"),
         "shards": str(shards),
@@ -67,7 +67,7 @@ def run(tmp_path: Path, shards: Path, seal: Callable[..., Path]) -> Path:
     return tmp_path / "run"
 
 
-def test_a_row_is_answered_with_titles_and_licences(
+def test_audit_of_a_row_shows_titles_and_licences(
     distil: Callable[..., tuple[int, str, str]], shards: Path
 ) -> None:
     for row in range(3):
@@ -80,7 +80,7 @@ def test_a_row_is_answered_with_titles_and_licences(
         assert "\x1b" not in out
 
 
-def test_a_document_is_answered_with_its_rows(
+def test_audit_of_a_document_lists_its_rows(
     distil: Callable[..., tuple[int, str, str]], shards: Path
 ) -> None:
     code, out, _ = distil("audit", shards, "--document", "id1")
@@ -90,7 +90,7 @@ def test_a_document_is_answered_with_its_rows(
     assert (entry["by"], entry["document"], entry["split"]) == ("title", "id0", "train")
 
 
-def test_a_mistake_in_the_question_is_one_line_and_exit_code_2(
+def test_a_wrong_option_of_audit_or_replay_is_one_line_and_exit_code_2(
     distil: Callable[..., tuple[int, str, str]], shards: Path, run: Path
 ) -> None:
     for arguments, part in (
@@ -108,7 +108,7 @@ def test_a_mistake_in_the_question_is_one_line_and_exit_code_2(
         assert code == 2 and part in error and len(error.splitlines()) == 1, error
 
 
-def test_a_step_is_answered_with_rows_and_masks(
+def test_replay_shows_rows_and_masks(
     distil: Callable[..., tuple[int, str, str]], run: Path
 ) -> None:
     code, lines, _ = distil("replay", run, "--step", 2, "--world-size", 2, "--json")
@@ -134,9 +134,7 @@ def test_a_step_is_answered_with_rows_and_masks(
     assert [json.loads(line) for line in lines.splitlines()] == rows[2:]
 
 
-def test_rows_that_were_left_out_are_said_to_be(
-    distil: Callable[..., tuple[int, str, str]], run: Path
-) -> None:
+def test_replay_marks_skipped_rows(distil: Callable[..., tuple[int, str, str]], run: Path) -> None:
     _, plain, _ = distil("replay", run, "--step", 2, "--json")
     left_out = json.loads(plain.splitlines()[1])["row"]
     entry = {"kind": "skip_rows", "step": 1, "first": left_out, "last": left_out + 1}

@@ -1,4 +1,4 @@
-"""What a person gets wrong at the terminal: one clear line, the right exit code, no traceback."""
+"""Check mistakes at the terminal: one clear line, the right exit code, no traceback."""
 
 import bz2
 import json
@@ -38,7 +38,7 @@ def in_a_process(*arguments: object, limit_kib: int | None = None) -> tuple[int,
 
 
 def assert_refused(result: tuple[int, str, str], *parts: str) -> None:
-    """Exit code 2 and one line on stderr that holds all parts."""
+    """Assert exit code 2 and one line on stderr that holds all parts."""
     code, out, err = result
     assert code == 2, out + err
     lines = err.strip().splitlines()
@@ -49,7 +49,7 @@ def assert_refused(result: tuple[int, str, str], *parts: str) -> None:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> dict[str, Any]:
-    """A corpus config over one text file, ready to be written."""
+    """Return a corpus config over one text file."""
     (tmp_path / "text").mkdir()
     text = "\n\n".join(f"some words of a paragraph {chr(97 + i % 26) * 3}" for i in range(200))
     (tmp_path / "text" / "good.txt").write_text(text, encoding="utf-8")
@@ -250,7 +250,7 @@ def test_a_finished_corpus_is_up_to_date_and_never_overwritten(
     assert (folder / "manifest.json").read_bytes() == before
 
 
-def test_a_mistake_in_training_is_one_line_too(
+def test_a_mistake_in_training_is_one_line(
     distil: Distil, tmp_path: Path, corpus: dict[str, Any]
 ) -> None:
     folder = prepared(tmp_path, corpus)

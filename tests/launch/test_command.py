@@ -1,4 +1,4 @@
-"""The exact commands, written out by hand, and what is refused before anything starts."""
+"""Compare commands with those written out by hand, and check what is refused before a start."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def _outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that no test here starts; its shards are not there."""
+    """Write the config of a run without shards, which no test here starts."""
     path = tmp_path / "run.yaml"
     path.write_text(
         "{output: o, shards: nowhere, teacher: t, train: {global_batch_size: 32}}\n",
@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
 def distil(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object
 ) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a command that runs in this process."""
+    """Run a command in this process; return (exit code, stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", ["distil", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -60,7 +60,7 @@ def distil(
     return int(ended.value.code or 0), captured.out, captured.err
 
 
-def test_one_node() -> None:
+def test_the_command_for_one_node() -> None:
     arguments = command.pretrain(Path("a b.yaml"), ["train.seed=1"], 5, ["0:2", "8:9"])
     assert arguments == [
         *("pretrain", "a b.yaml", "train.seed=1", "--stop-after", "5"),
@@ -82,7 +82,7 @@ def test_several_nodes_meet_at_the_first() -> None:
     assert found == expected.split()
 
 
-def test_the_environment_says_what_computes() -> None:
+def test_the_environment_selects_the_device() -> None:
     def of(layout: Layout, zero: int | None, **given: str) -> dict[str, str]:
         return command.environment(layout, zero, timeout=300.0, cores=16, given=given)
 
@@ -106,7 +106,7 @@ def test_the_environment_says_what_computes() -> None:
     assert of(replace(CPU, processes=64), None)["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_line_survives_the_shell() -> None:
+def test_a_shown_line_parses_back_in_a_shell() -> None:
     environment = {"EMPTY": "", "PLACE": "/a b/$HOME's"}
     code = "import os, sys; print([os.environ['EMPTY'], os.environ['PLACE'], *sys.argv[1:]])"
     arguments = ["layers=[0, 1]", "it's", "$HOME", "*", "a;b"]
@@ -142,7 +142,9 @@ def test_the_sbatch_command() -> None:
         ({"gpus": 8, "slurm": True}, 0, Layout(1, 8, "cuda")),
     ],
 )
-def test_who_computes(options: dict[str, object], gpus: int, expected: Layout) -> None:
+def test_the_layout_follows_options_preset_and_visible_gpus(
+    options: dict[str, object], gpus: int, expected: Layout
+) -> None:
     asked = replace(ASKED, **options)  # type: ignore[arg-type]
     preset = hardware(asked.hardware) if asked.hardware else None
     assert layout_of(asked, preset, gpus) == expected
@@ -156,7 +158,7 @@ def test_who_computes(options: dict[str, object], gpus: int, expected: Layout) -
         ({"slurm": True}, 8, "--slurm: say what a node has: --gpus M, or --hardware NAME"),
     ],
 )
-def test_gpus_that_are_not_there(options: dict[str, object], gpus: int, message: str) -> None:
+def test_missing_gpus_are_refused(options: dict[str, object], gpus: int, message: str) -> None:
     asked = replace(ASKED, **options)  # type: ignore[arg-type]
     preset = hardware(asked.hardware) if asked.hardware else None
     with pytest.raises(RunError, match=message):
@@ -214,7 +216,7 @@ def test_a_dry_run_of_several_nodes_shows_each(
     assert one[1].splitlines() == [*out.splitlines()[:-2], out.splitlines()[-1]]
 
 
-def test_keys_that_a_config_leaves_out_are_shown_as_the_device_decides(
+def test_default_keys_are_shown_as_resolved_for_the_device(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def shown(*options: str) -> str:

@@ -1,4 +1,4 @@
-"""Every shipped config loads; every mistake is one line with file, key and fix."""
+"""Check that shipped configs load, and that a mistake is one line with file, key and fix."""
 
 import sys
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_every_shipped_config_loads_and_opens_with_its_command(path: Path) -> No
     assert f"configs/{path.name}" in head and "Time:" in head and "Result:" in head
 
 
-def test_the_paper_config_is_the_paper() -> None:
+def test_the_paper_config_has_the_published_values() -> None:
     config = load_config(RunConfig, CONFIGS[0].with_name("distilbert-base-uncased.yaml"))
     assert config.train.global_batch_size == 4096 and config.train.precision == "fp16"
     assert config.train.epochs == 3 and config.masking.mode == "smoothed"
@@ -153,7 +153,7 @@ def test_a_mistake_in_a_source_names_its_place(tmp_path: Path) -> None:
         ("", "expected `key: value` lines"),
     ],
 )
-def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_are_no_config_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message) as error:
@@ -235,6 +235,6 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         ("train.max_stepz=3", "did you mean train.max_steps"),
     ],
 )
-def test_mistakes_in_overrides(tmp_path: Path, override: str, message: str) -> None:
+def test_mistakes_in_overrides_are_one_line(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_run(tmp_path, RUN, override)

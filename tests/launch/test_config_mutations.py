@@ -1,4 +1,4 @@
-"""Shipped configs with seeded mistakes: one line and exit code 2, or a run; never a traceback."""
+"""Seed mistakes into shipped configs: each is one line and exit code 2, or a run, no traceback."""
 
 import random
 import re
@@ -28,7 +28,7 @@ ODD = [
 
 
 def mutations(seed: int, num: int) -> Iterator[tuple[Path, str]]:
-    """Configs of which one to three places were changed."""
+    """Return configs of which one to three places were changed."""
     draw = random.Random(seed)
     for _ in range(num):
         path = draw.choice(CONFIGS)
@@ -57,7 +57,7 @@ def mutations(seed: int, num: int) -> Iterator[tuple[Path, str]]:
 
 @pytest.fixture(scope="module")
 def accepted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]:
-    """The mutated configs that load; every other one must be refused in a line."""
+    """Return the mutated configs that load; assert that every other one is refused in a line."""
     folder = tmp_path_factory.mktemp("configs")
     found = []
     for path, text in mutations(seed=13, num=MUTATIONS):

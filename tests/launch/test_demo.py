@@ -1,4 +1,4 @@
-"""What `distil demo` refuses before it writes anything."""
+"""Check what `distil demo` refuses before it writes anything."""
 
 from __future__ import annotations
 

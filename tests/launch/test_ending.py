@@ -1,5 +1,4 @@
-"""A `distil pretrain` that fails is gone, with its loader workers, whatever it failed of; one that
-is told to stop ends with 75, and one that nobody listens to goes on."""
+"""Check how `distil pretrain` ends: no loader workers after a failure, code 75 after a signal."""
 
 import fcntl
 import os
@@ -51,7 +50,7 @@ launch.cli.main()
 
 
 class Training:
-    """A real process, what it has printed, and its loader workers."""
+    """Hold a training process, its output and its loader workers."""
 
     def __init__(
         self,
@@ -79,13 +78,13 @@ class Training:
             time.sleep(0.05)
 
     def code(self) -> int:
-        """The exit code, after which nothing may be left."""
+        """Return the exit code; assert that no process is left."""
         code = self.process.wait(LIMIT)
         assert self.left() == []
         return code
 
     def left(self) -> list[psutil.Process]:
-        """The processes of its session: itself and its loader workers."""
+        """Return the processes of its session: itself and its loader workers."""
         found = []
         for process in psutil.process_iter():
             with suppress(ProcessLookupError, psutil.Error):
@@ -95,14 +94,14 @@ class Training:
         return found
 
     def worker(self) -> psutil.Process:
-        """Its loader worker."""
+        """Return its loader worker."""
         (found,) = psutil.Process(self.process.pid).children()
         return found
 
 
 @pytest.fixture
 def start(run: Path) -> Iterator[Callable[..., Training]]:
-    """A function that starts a training process with one loader worker."""
+    """Return a function that starts a training process with one loader worker."""
     started: list[Training] = []
 
     def begin(*arguments: str, **options: Any) -> Training:
@@ -125,7 +124,7 @@ def test_a_full_disk_at_the_last_save_ends_the_process(start: Callable[..., Trai
 
 
 @pytest.mark.slow
-def test_want_of_memory_ends_the_process(start: Callable[..., Training]) -> None:
+def test_out_of_memory_ends_the_process(start: Callable[..., Training]) -> None:
     training = start(MANY, code=NO_MEMORY)
     training.until("error: ")
     assert training.code() == 2

@@ -1,4 +1,4 @@
-"""`distil launch` for real, with two processes on the CPU; and what it shows is what runs."""
+"""Run `distil launch` with two CPU processes, and run the command that it shows."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def steps(run: Path) -> list[int]:
     return [record["step"] for record in records if "grad_norm" in record]
 
 
-def test_a_launch_stops_and_the_command_it_shows_goes_on(
+def test_a_launch_stops_and_its_shown_command_continues(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ["launch", str(run), "--hardware", "cpu", "--gpus", "2", "train.micro_batch_size=2"]
@@ -65,7 +65,7 @@ def test_a_launch_stops_and_the_command_it_shows_goes_on(
 
 @pytest.fixture
 def trap(tmp_path: Path) -> Path:
-    """A folder whose modules write their names to `executed` and fail."""
+    """Return a folder whose modules write their names to `executed` and fail."""
     folder = tmp_path / "trap"
     folder.mkdir()
     names = ("launch", "pretrain", "data_prep", "yaml", "torch", "socket", "signal", "selectors")
@@ -100,7 +100,7 @@ def distil(trap: Path, *arguments: object, **environment: str) -> str:
 
 @pytest.mark.slow
 def test_a_launch_executes_nothing_of_its_working_directory(run: Path, trap: Path) -> None:
-    """Not in torchrun, the ranks or their loader workers; and PYTHONPATH works as ever."""
+    """Check torchrun, the ranks and their loader workers; PYTHONPATH must still work."""
     library = trap.parent / "library"
     library.mkdir()
     (library / "sitecustomize.py").write_text(
@@ -153,7 +153,7 @@ def shards_digest(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_node_that_never_comes_is_waited_for_within_the_time_limit_and_may_be_left_out(
+def test_a_missing_node_ends_the_wait_and_the_advice_leaves_it_out(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -1,4 +1,4 @@
-"""A mistake in a config is answered before torch is imported, which takes seconds."""
+"""Check that a mistake is answered before torch is imported, which takes seconds."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Two nodes on one machine, network namespaces with a cable between them that can be pulled.
+"""Run two nodes in network namespaces of one machine, with a link that can be cut.
 
 They share host name, process ids and files: to the lock of a run, the other node is a process of
 the same host.
@@ -36,7 +36,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
 class Node:
-    """A network namespace, and the launcher that runs in it."""
+    """Hold a network namespace and the launcher that runs in it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -78,7 +78,7 @@ class Node:
 
     @property
     def code(self) -> int | None:
-        """The launcher's exit code; None while it runs."""
+        """Return the launcher's exit code; None while it runs."""
         assert self.process is not None
         return self.process.poll()
 
@@ -97,7 +97,7 @@ class Node:
 
 
 class Nodes:
-    """Both nodes, and the runs that they make together."""
+    """Hold both nodes and their common runs."""
 
     def __init__(self, near: Node, far: Node) -> None:
         self.near, self.far, self.both = near, far, (near, far)
@@ -115,7 +115,7 @@ class Nodes:
             time.sleep(0.01)
 
     def end(self, limit: float, output: Path) -> list[int | None]:
-        """The exit codes, after which nothing may be left."""
+        """Return the exit codes; assert that no process is left."""
         end = time.monotonic() + limit
         while any(node.code is None for node in self.both):
             assert time.monotonic() < end, screens(output)
@@ -125,7 +125,7 @@ class Nodes:
 
     @contextmanager
     def holders(self, output: Path) -> Iterator[set[tuple[str, ...]]]:
-        """Who holds the run's lock, looked at all the time: the namespaces of living holders."""
+        """Record the namespaces of living holders of the run's lock, in a thread."""
         names = {Path("/var/run/netns", node.name).stat().st_ino: node.name for node in self.both}
         seen: set[tuple[str, ...]] = set()
         over = Event()
@@ -144,13 +144,13 @@ class Nodes:
 
 
 def command(*argv: str) -> str:
-    """What a command says; an error with its words if it fails."""
+    """Return the output of a command; raise an error with it if the command fails."""
     return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=LIMIT).stdout
 
 
 @contextmanager
 def two_nodes() -> Iterator[Nodes]:
-    """Two namespaces and their cable; afterwards neither they nor their processes are there."""
+    """Make two namespaces and their link; remove them with all their processes afterwards."""
     if shutil.which("ip") is None:
         pytest.skip("network namespaces need the ip command")
     near, far = Node(0), Node(1)
@@ -177,7 +177,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Steps of 8 rows for a BERT of one layer, with dropout."""
+    """Return a config: steps of 8 rows for a BERT of one layer, with dropout."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     values = {
         "output": "unused",
@@ -202,7 +202,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(config: Path) -> Path:
-    """The output of a run on two nodes that nobody disturbs."""
+    """Return the output of an undisturbed run on two nodes."""
     output = config.parent / "undisturbed"
     with two_nodes() as nodes:
         nodes.launch(config, output)
@@ -211,7 +211,7 @@ def undisturbed(config: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_two_nodes_train_as_two_processes_of_one_host_do(config: Path, undisturbed: Path) -> None:
+def test_two_nodes_train_like_two_processes_of_one_host(config: Path, undisturbed: Path) -> None:
     output = config.parent / "one-host"
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -233,7 +233,7 @@ def test_two_nodes_train_as_two_processes_of_one_host_do(config: Path, undisturb
 
 
 @pytest.mark.slow
-def test_a_pulled_cable_ends_both_sides_and_the_same_commands_go_on(
+def test_a_network_outage_ends_both_nodes_and_the_same_commands_continue(
     nodes: Nodes, config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
@@ -258,7 +258,7 @@ def test_a_pulled_cable_ends_both_sides_and_the_same_commands_go_on(
 
 
 @pytest.mark.slow
-def test_a_cable_that_is_out_for_two_seconds_changes_nothing(
+def test_a_network_outage_of_two_seconds_changes_nothing(
     nodes: Nodes, config: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
@@ -278,7 +278,7 @@ def test_a_cable_that_is_out_for_two_seconds_changes_nothing(
 
 
 def lock_holders(output: Path) -> list[int]:
-    """Network namespaces (inodes) of the processes that hold the lock of a run and are alive."""
+    """Return the network namespaces (inodes) of living processes that hold the lock of a run."""
     found = []
     for path in output.glob("pretrain.*.lock"):
         record = path.read_bytes()
@@ -289,7 +289,7 @@ def lock_holders(output: Path) -> list[int]:
 
 
 def history(output: Path) -> list[dict[str, Any]]:
-    """The metrics, without what time may change."""
+    """Return the metrics without values that depend on time."""
     path = output / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
@@ -297,7 +297,7 @@ def history(output: Path) -> list[dict[str, Any]]:
 
 
 def whole_checkpoints(output: Path) -> list[int]:
-    """The steps of a run's checkpoints, of which every file is as its manifest says."""
+    """Return the steps of a run's checkpoints; assert that every file matches its manifest."""
     steps = []
     for folder in (output / "checkpoints").glob("step-*"):
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -308,7 +308,7 @@ def whole_checkpoints(output: Path) -> list[int]:
 
 
 def assert_same_end(output: Path, undisturbed: Path) -> None:
-    """Weights, optimizer and history of two runs are equal to the last bit."""
+    """Assert that weights, optimizer and history of two runs are identical bit for bit."""
     assert history(output) == history(undisturbed)
     assert max(whole_checkpoints(output)) == STEPS
     for name in ("student/model.safetensors", "optimizer.safetensors"):
@@ -317,6 +317,6 @@ def assert_same_end(output: Path, undisturbed: Path) -> None:
 
 
 def screens(output: Path) -> str:
-    """What both launchers have said."""
+    """Return the output of both launchers."""
     paths = sorted(output.parent.glob(f"{output.name}.node-*"))
     return "\n".join(f"{path.name}:\n{path.read_text(encoding='utf-8')}" for path in paths)

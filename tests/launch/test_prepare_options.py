@@ -1,4 +1,4 @@
-"""The options of `distil prepare`, as typed at a terminal."""
+"""Check the options of `distil prepare`, as typed at a terminal."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def in_a_process(*arguments: object, root: Path) -> tuple[int, str, str]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A corpus of Wikipedia-like records in two row lengths."""
+    """Write the config of a corpus of Wikipedia-like records in two row lengths."""
     lines = [
         {"id": str(i), "title": f"Title {i}", "text": f"Word{i} is the word number {i} ( , {i})."}
         for i in range(200)

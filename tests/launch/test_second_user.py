@@ -1,4 +1,4 @@
-"""What another user of the machine can reach while a run on one node is under way."""
+"""Check what another user of the machine can reach during a run on one node."""
 
 import os
 import subprocess
@@ -24,12 +24,12 @@ pytestmark = [
 
 
 def answers(port: int) -> bool:
-    """Whether another user can read and write a torch store at this port."""
+    """Return True if another user can read and write a torch store at this port."""
     return as_nobody(_write, port)
 
 
 def as_nobody(action, *arguments) -> bool:  # type: ignore[no-untyped-def]
-    """Whether an action succeeds in a process of another user; one that takes 20 s does not."""
+    """Return True if an action succeeds within 20 s in a process of another user."""
     process = context.Process(target=_other_user, args=(action, *arguments))
     process.start()
     process.join(20)
@@ -61,7 +61,7 @@ def _open(path: str) -> None:
     os.close(os.open(path, os.O_RDONLY))
 
 
-def test_a_store_on_tcp_would_be_found() -> None:
+def test_the_check_finds_a_tcp_store() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert answers(store.port)
     assert not answers(1)

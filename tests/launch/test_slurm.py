@@ -1,4 +1,4 @@
-"""prepare.sbatch runs every stage as a chain of job arrays, with the bytes of a plain run."""
+"""Run prepare.sbatch: a chain of job arrays must give the bytes of a plain run."""
 
 import os
 import stat
@@ -35,7 +35,7 @@ echo "$job;cluster"
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
-def test_the_chain_makes_what_one_run_makes(tmp_path: Path) -> None:
+def test_chained_array_jobs_give_the_digest_of_one_run(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(4):

@@ -1,4 +1,4 @@
-"""pretrain.sbatch: a signal before the time is over saves, the job is queued again and goes on."""
+"""Run pretrain.sbatch: a signal before the time limit saves, and the requeued job continues."""
 
 import json
 import os
@@ -50,7 +50,7 @@ touch "$LOG.requeue"
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
-def test_a_signal_saves_and_the_job_goes_on(run: Path, tmp_path: Path) -> None:
+def test_a_signal_saves_and_the_requeued_job_continues(run: Path, tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
     distil = f'#!/bin/bash\nexec {sys.executable} -m launch "$@"\n'
@@ -93,7 +93,7 @@ def test_a_signal_saves_and_the_job_goes_on(run: Path, tmp_path: Path) -> None:
 
 
 def signal_the_step(folder: Path, *, after: int) -> None:
-    """SIGUSR1 to every process of the step, as Slurm does it, once `after` steps are done."""
+    """Send SIGUSR1 to every process of the step, as Slurm does, once `after` steps are done."""
     metrics = folder / "out" / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while not metrics.exists() or len(metrics.read_text().splitlines()) < after:

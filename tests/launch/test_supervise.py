@@ -1,4 +1,4 @@
-"""Real torchrun, real ranks, real signals: what is left, what is said, what comes back."""
+"""Run torchrun, ranks and signals: check processes left, output and exit codes."""
 
 import json
 import os
@@ -43,7 +43,7 @@ context.set_forkserver_preload(["torch.distributed", "launch.torchrun.supervise"
 
 
 def under_supervision(output: Path, ranks: int, command: list[str], options: Any) -> None:
-    """The process of a supervisor; its screen is a file."""
+    """Run a supervisor in this process; its screen is a file."""
     screen = os.open(output.parent / "screen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(screen, 1)
     os.dup2(screen, 2)
@@ -58,7 +58,7 @@ def under_supervision(output: Path, ranks: int, command: list[str], options: Any
 
 
 class Supervised:
-    """A supervisor with its ranks."""
+    """Hold a supervisor with its ranks."""
 
     def __init__(self, output: Path, ranks: int, *command: str, **options: Any) -> None:
         output.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ class Supervised:
         return (self.output / f"logs/it/attempt-{attempt}/rank-{rank:05d}.log").read_text()
 
     def started(self) -> list[psutil.Process]:
-        """All that the supervisor has started, by what they were given."""
+        """Return all processes that the supervisor has started, found by their environment."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -90,7 +90,7 @@ class Supervised:
         return found
 
     def rank(self, number: int) -> psutil.Process:
-        """A rank's process."""
+        """Return a rank's process."""
         (found,) = (p for p in self.started() if p.environ().get("RANK") == str(number))
         return found
 
@@ -102,7 +102,7 @@ class Supervised:
             time.sleep(0.05)
 
     def code(self, limit: float = LIMIT) -> int:
-        """The exit code, after which nothing may be left."""
+        """Return the exit code; assert that no process is left."""
         self.process.join(limit)
         assert self.process.exitcode is not None, f"still there:\n{self.screen}"
         assert self.started() == []
@@ -118,7 +118,7 @@ class Supervised:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
-    """A function that starts a number of ranks of a module under a supervisor."""
+    """Return a function that starts a number of ranks of a module under a supervisor."""
     started: list[Supervised] = []
 
     def begin(ranks: int, *command: str, **options: Any) -> Supervised:
@@ -131,7 +131,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
 
 
 def listening(processes: list[psutil.Process]) -> list[str]:
-    """The addresses at which processes can be reached."""
+    """Return the addresses at which processes listen."""
     connections = [c for process in processes for c in process.net_connections("inet")]
     return [str(c.laddr.ip) for c in connections if c.status == psutil.CONN_LISTEN]
 
@@ -179,7 +179,7 @@ def test_a_scheduler_may_signal_every_process_of_a_job(start: Callable[..., Supe
     assert "Traceback" not in run.screen
 
 
-def test_a_signal_before_the_first_step_asks_for_another_start(
+def test_a_signal_before_the_first_step_ends_with_75(
     start: Callable[..., Supervised],
 ) -> None:
     run = start(1, *ENDLESS)
@@ -258,7 +258,7 @@ def test_a_stopped_rank_ends_all_and_is_named(start: Callable[..., Supervised]) 
 
 
 @pytest.mark.slow
-def test_a_rank_that_others_wait_for_in_vain_is_named_with_its_stack(
+def test_a_rank_that_blocks_a_collective_is_named_with_its_stack(
     start: Callable[..., Supervised],
 ) -> None:
     run = start(2, *ENDLESS, "hang", "1", "20", timeout=15)
@@ -273,7 +273,7 @@ def test_a_rank_that_others_wait_for_in_vain_is_named_with_its_stack(
     assert "Timed out" in run.log(0)
 
 
-def test_a_rank_alone_that_waits_for_data_without_end_is_named_with_its_stack(
+def test_a_single_rank_that_waits_for_data_forever_is_named_with_its_stack(
     start: Callable[..., Supervised],
 ) -> None:
     run = start(1, *ENDLESS, "hang", "0", "20", timeout=6)
@@ -302,7 +302,7 @@ def test_a_stopped_loader_worker_ends_the_run_and_is_named(
 
 
 @pytest.mark.slow
-def test_a_long_evaluation_is_no_standstill(start: Callable[..., Supervised]) -> None:
+def test_a_long_evaluation_is_not_taken_for_a_hang(start: Callable[..., Supervised]) -> None:
     run = start(1, ENTRY, "worker", "30", "evaluate", "0", "20", timeout=4)
     assert run.code(START) == 0
 
@@ -319,7 +319,7 @@ def test_logs_that_are_removed_do_not_end_a_run(start: Callable[..., Supervised]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc/self/mem")
-def test_a_log_that_cannot_be_read_is_shown_no_further(tmp_path: Path) -> None:
+def test_an_unreadable_log_is_not_shown_further(tmp_path: Path) -> None:
     log_file(tmp_path, 0).symlink_to("/proc/self/mem")  # opened; reading it fails
     watch = Watch(tmp_path, tmp_path, shown=0)
     Tail(watch).show()
@@ -357,7 +357,7 @@ def test_a_crash_is_shown_once_and_the_next_attempt_finishes(
 
 
 @pytest.mark.slow
-def test_three_ends_at_one_step_stop_the_run(start: Callable[..., Supervised]) -> None:
+def test_three_failures_at_one_step_stop_the_run(start: Callable[..., Supervised]) -> None:
     run = start(1, ENTRY, "worker", "40", "crash", "0", "5", max_restarts=10)
     assert run.code(START) == 1
     assert "the last 3 attempts all ended at step 5: it would happen again" in run.screen
@@ -378,7 +378,7 @@ def test_a_launch_leaves_nothing_among_temporary_files(
         assert os.listdir(folder) == []
 
 
-def test_nothing_outlives_the_supervisor(start: Callable[..., Supervised]) -> None:
+def test_no_process_outlives_the_supervisor(start: Callable[..., Supervised]) -> None:
     run = start(2, *ENDLESS)
     run.until("rank 0 is under way")
     assert len(run.started()) == 3  # torchrun and its ranks
@@ -389,7 +389,7 @@ def test_nothing_outlives_the_supervisor(start: Callable[..., Supervised]) -> No
         time.sleep(0.1)
 
 
-def test_a_diverged_run_says_so_in_one_line_whatever_an_older_one_said(
+def test_a_diverged_run_is_one_line_despite_an_older_status_file(
     start: Callable[..., Supervised], tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
@@ -430,7 +430,7 @@ def test_a_signal_saves_a_real_run_and_the_same_command_continues(
     assert f"stopped at step {status['step'] + 2:,}" in second.screen
 
 
-def test_only_what_a_killed_supervisor_of_this_user_left_is_removed(
+def test_only_folders_of_killed_supervisors_of_this_user_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Titles, names, licences and paths that would steer a terminal reach it as text."""
+"""Check that control characters in titles, names, licences and paths are printed escaped."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def is_harmless(text: str) -> bool:
 def distil(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """A function from arguments to exit code and all that is on the screen."""
+    """Return a function from arguments to exit code and all output."""
 
     def run(*arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["distil", *map(str, arguments)])
@@ -44,7 +44,7 @@ def distil(
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """A config of a corpus with a hostile name of a file, source, licence, id, title and URL."""
+    """Write a corpus config with a hostile name of a file, source, licence, id, title and URL."""
     records = [
         {"text": " ".join(WORDS[n:] + WORDS[:n]), "id": f"{EVIL}{n}", "title": EVIL, "url": EVIL}
         for n in range(3)
@@ -70,7 +70,9 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus.yaml"
 
 
-def test_of_a_corpus(distil: Callable[..., tuple[int, str]], corpus: Path) -> None:
+def test_commands_of_a_corpus_print_no_control_characters(
+    distil: Callable[..., tuple[int, str]], corpus: Path
+) -> None:
     shards = yaml.safe_load(corpus.read_text(encoding="utf-8"))["output"]
     commands: list[tuple[int, tuple[object, ...]]] = [
         (0, ("prepare", corpus, "--dry-run")),
@@ -97,7 +99,9 @@ def test_of_a_corpus(distil: Callable[..., tuple[int, str]], corpus: Path) -> No
     assert is_harmless(str(dataset_card(EVIL, load_manifest(shards))))
 
 
-def test_of_a_run(distil: Callable[..., tuple[int, str]], run: Path, tmp_path: Path) -> None:
+def test_commands_of_a_run_print_no_control_characters(
+    distil: Callable[..., tuple[int, str]], run: Path, tmp_path: Path
+) -> None:
     config = yaml.safe_load(run.read_text(encoding="utf-8"))
     config["output"] = f"{tmp_path}/out{EVIL}"  # no override: YAML takes no such characters
     hostile = tmp_path / f"run{EVIL}.yaml"
@@ -117,7 +121,9 @@ def test_of_a_run(distil: Callable[..., tuple[int, str]], run: Path, tmp_path: P
     assert (ended, is_harmless(screen)) == (0, True)
 
 
-def test_of_a_bug(distil: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_prints_no_control_characters(
+    distil: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise KeyError(0) from LookupError(EVIL)
 
@@ -126,12 +132,12 @@ def test_of_a_bug(distil: Callable[..., tuple[int, str]], monkeypatch: pytest.Mo
     assert ended == 1 and "Traceback" in screen and is_harmless(screen)
 
 
-def test_of_a_supervisor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_supervisor_prints_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     say(f"error: {EVIL}")
     assert is_harmless(capsys.readouterr().err)
 
 
-def test_on_a_model_card() -> None:
+def test_cards_hold_no_control_characters() -> None:
     parameters = SimpleNamespace(numel=lambda: 3)
     student: Any = SimpleNamespace(
         config=SimpleNamespace(num_hidden_layers=1), parameters=lambda: [parameters]
@@ -152,8 +158,8 @@ def test_on_a_model_card() -> None:
     assert is_harmless(str(model_card(student, state)))
 
 
-def test_on_a_real_terminal(tmp_path: Path) -> None:
-    """Our own colours and bars may pass; of another's string nothing that is not text."""
+def test_a_real_terminal_gets_no_control_characters(tmp_path: Path) -> None:
+    """Let our own colours and bars pass, but no control character of a string from outside."""
     program = (
         "import sys\n"
         "from launch.console import Training\n"

@@ -1,4 +1,4 @@
-"""OpenMP's threads do not spin for long while they wait: libgomp itself says what it was given."""
+"""Check how long OpenMP's threads spin while they wait, in libgomp's own words."""
 
 import os
 import re
@@ -14,7 +14,7 @@ GIVEN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def spin_count(package: str, **given: str) -> int:
-    """How often a thread spins where torch is imported after `package`."""
+    """Return how often a thread spins if torch is imported after `package`."""
     kept = {name: value for name, value in os.environ.items() if name not in GIVEN}
     code = f"import sys, {package}; assert 'torch' not in sys.modules; import torch"
     done = subprocess.run(
@@ -58,7 +58,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_of_the_corpus_and_of_the_loader_inherit_it(tmp_path: Path) -> None:
+def test_workers_of_the_corpus_and_of_the_loader_inherit_the_spin_limit(tmp_path: Path) -> None:
     script = tmp_path / "workers.py"
     script.write_text(WORKERS, encoding="utf-8")
     kept = {name: value for name, value in os.environ.items() if name not in GIVEN}

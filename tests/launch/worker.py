@@ -1,4 +1,4 @@
-"""A rank for the tests of the supervisor: steps of real collectives, and at most one fault.
+"""Act as a rank for tests of the supervisor: steps of real collectives, at most one fault.
 
 launch/torchrun/entry.py worker STEPS [FAULT RANK STEP]
 """
@@ -24,7 +24,7 @@ OUTPUT = Path(os.environ["WORKER_OUTPUT"])
 
 
 def train(steps: int, fault: str, faulty: int, when: int) -> str:
-    """Steps of 20 ms until the last, a signal, or the fault."""
+    """Run steps of 20 ms until the last, a signal, or the fault."""
     stop: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: stop.append(number))
@@ -49,7 +49,7 @@ def train(steps: int, fault: str, faulty: int, when: int) -> str:
 
 
 def fail(fault: str) -> None:
-    """What one rank does at one step."""
+    """Make a rank fail in one of several ways."""
     marker = OUTPUT / "failed-once"
     if fault == "crash" or (fault == "crash-once" and not marker.exists()):
         marker.touch()
@@ -75,7 +75,7 @@ def hang() -> None:
 
 
 def abort() -> None:
-    """What NCCL's watchdog does to a rank that has waited too long."""
+    """Abort as NCCL's watchdog does after a wait that took too long."""
     print("terminate called after throwing an instance of 'c10::DistBackendError'")
     print("  what():  [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2)")
     os.abort()
