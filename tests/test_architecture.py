@@ -1,4 +1,4 @@
-"""Arrows run one way, and only the listed packages are installed."""
+"""Check which package imports which, and that only the listed packages are installed."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ PACKAGES = ("benchmarks", *INSTALLED)
 
 
 def imports(file: Path) -> set[str]:
-    """The dotted names of all modules a file imports, wherever it does."""
+    """Return the dotted names of all modules that a file imports, in functions too."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -30,13 +30,13 @@ def modules(package: str) -> list[Path]:
     return files
 
 
-def test_data_prep_knows_nothing_of_training() -> None:
+def test_data_prep_imports_no_later_package() -> None:
     for file in modules("data_prep"):
         later = ("pretrain", "benchmarks", "launch")
         assert not {n for n in imports(file) if n.split(".")[0] in later}, file
 
 
-def test_pretrain_sees_the_corpus_stage_through_a_few_modules_alone() -> None:
+def test_pretrain_imports_only_a_few_modules_of_data_prep() -> None:
     for file in modules("pretrain"):
         for name in imports(file):
             assert not name.startswith(("launch", "benchmarks")), file
@@ -58,8 +58,8 @@ CORE = [
 MEASURING = ("baseline", "cost", "environment", "footprint", "measure", "sizes", "subjects")
 
 
-def test_the_computation_needs_torch_transformers_and_numpy_alone() -> None:
-    """A GPU machine that has no more can measure it; see `benchmarks/on_gpu.sh`."""
+def test_computation_and_gpu_benchmark_import_few_packages() -> None:
+    """Check the promise of `benchmarks/on_gpu.sh`, which runs where nothing else is installed."""
     allowed = {*sys.stdlib_module_names, "accelerate", "numpy", "torch", "transformers", "triton"}
     measuring = [ROOT / "pretrain" / "bench" / f"{name}.py" for name in ("__init__", *MEASURING)]
     files = (*CORE, *modules("pretrain/kernels"), *measuring)
@@ -74,7 +74,7 @@ def test_the_computation_needs_torch_transformers_and_numpy_alone() -> None:
             assert known if ours else name.split(".")[0] in allowed, f"{file}: {name}"
 
 
-def test_nothing_imports_the_benchmarks() -> None:
+def test_no_package_imports_benchmarks() -> None:
     for package in INSTALLED:
         for file in modules(package):
             assert not {n for n in imports(file) if n.split(".")[0] == "benchmarks"}, file
@@ -82,7 +82,7 @@ def test_nothing_imports_the_benchmarks() -> None:
         assert not {n for n in imports(file) if n.split(".")[0] == "launch"}, file
 
 
-def test_shards_need_nothing_else_of_the_corpus_stage_but_disk() -> None:
+def test_shards_import_only_disk_from_data_prep() -> None:
     for file in modules("data_prep/shards"):
         for name in imports(file):
             if name.startswith("data_prep"):
@@ -91,11 +91,11 @@ def test_shards_need_nothing_else_of_the_corpus_stage_but_disk() -> None:
                 assert allowed, f"{file}: {name}"
 
 
-def test_only_launch_reads_yaml() -> None:
+def test_only_launch_config_imports_yaml() -> None:
     readers = [
         file.relative_to(ROOT)
         for package in PACKAGES
-        if package != "benchmarks"  # they write configs, for runs they start
+        if package != "benchmarks"  # these scripts write configs for runs that they start
         for file in modules(package)
         if any(name.split(".")[0] == "yaml" for name in imports(file))
     ]
@@ -110,8 +110,8 @@ def test_environment_variables_are_named_in_one_table() -> None:
                     assert file == ROOT / "pretrain" / "environment.py", f"{file}:{node.lineno}"
 
 
-def test_no_call_needs_a_later_patch_release_than_the_oldest() -> None:
-    """mypy checks the rest: it knows Python 3.10, but not the releases within it."""
+def test_no_call_needs_a_later_patch_release_of_python() -> None:
+    """Check what mypy cannot: it knows Python 3.10, but not its patch releases."""
     for package in (*PACKAGES, "tests"):
         for file in modules(package):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -123,11 +123,11 @@ def test_no_call_needs_a_later_patch_release_than_the_oldest() -> None:
 
 
 @pytest.mark.parametrize("name", ["utils.py", "common.py", "helpers.py", "misc.py", "base.py"])
-def test_no_file_has_a_name_that_says_nothing(name: str) -> None:
+def test_no_file_has_a_meaningless_name(name: str) -> None:
     assert not [file for package in PACKAGES for file in (ROOT / package).rglob(name)]
 
 
-def test_only_the_listed_packages_are_built(tmp_path: Path) -> None:
+def test_build_has_only_the_listed_packages(tmp_path: Path) -> None:
     subprocess.run(
         [
             sys.executable,

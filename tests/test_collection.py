@@ -1,4 +1,4 @@
-"""Collect the suite as two workers do: at different times and with different hash seeds."""
+"""Collect the tests twice, as two workers do: at other times and with other hash seeds."""
 
 import os
 import subprocess

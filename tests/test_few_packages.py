@@ -1,4 +1,4 @@
-"""What a machine with a GPU may lack: datasets and deepspeed are not needed to train."""
+"""Check that training needs neither datasets nor deepspeed, which a GPU machine may lack."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# As if they were not installed: importlib finds no such package, as accelerate asks.
+# Hide the packages from importlib too, because accelerate asks it whether they are installed.
 HIDE = """
 import importlib.machinery
 
@@ -26,7 +26,7 @@ MODULES = "launch.cli pretrain.bench.comparison data_prep.prepare pretrain.train
 
 @pytest.fixture
 def hidden(tmp_path: Path) -> dict[str, str]:
-    """The environment of processes that find neither package."""
+    """Return the environment of processes that find neither package."""
     (tmp_path / "sitecustomize.py").write_text(HIDE, encoding="utf-8")
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -38,7 +38,7 @@ def run(*command: str, environment: dict[str, str]) -> subprocess.CompletedProce
     )
 
 
-def test_everything_is_imported_without_datasets_and_deepspeed(hidden: dict[str, str]) -> None:
+def test_modules_import_without_datasets_and_deepspeed(hidden: dict[str, str]) -> None:
     program = "import importlib.util, " + MODULES.replace(" ", ", ")
     program += "; print(*map(importlib.util.find_spec, ('datasets', 'deepspeed')))"
     result = run(sys.executable, "-c", program, environment=hidden)
@@ -47,7 +47,7 @@ def test_everything_is_imported_without_datasets_and_deepspeed(hidden: dict[str,
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_the_tests_for_gpus_start_without_datasets_and_deepspeed(hidden: dict[str, str]) -> None:
+def test_gpu_tests_start_without_datasets_and_deepspeed(hidden: dict[str, str]) -> None:
     environment = {**hidden, "PYTEST_ADDOPTS": "-p no:cacheprovider", "CUDA_VISIBLE_DEVICES": ""}
     result = run("make", "test-gpu", environment=environment)
     assert result.returncode == 0, result.stdout + result.stderr

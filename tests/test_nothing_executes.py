@@ -1,4 +1,4 @@
-"""No file of the project loads what could execute, nor evaluates text as code."""
+"""Check that no file of the project unpickles data or evaluates text as code."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ MODULES = {
     *("multiprocessing.connection", "multiprocessing.managers"),  # pickles from whoever connects
     *("torch.distributed.checkpoint", "torch.distributed.rpc", "torch.package", "torch.hub"),
 }
-# Dotted names after imports are resolved; a mere mention counts, since it could be called later.
+# Dotted names after imports are resolved. A mention is enough, because it could be called later.
 NAMES = {
     *("eval", "exec", "compile", "__import__", "os.system", "os.popen"),
     *("torch.save", "torch.jit.load", "numpy.lib.format.read_array"),
@@ -25,7 +25,7 @@ NAMES = {
     *("yaml.load_all", "yaml.Loader", "yaml.UnsafeLoader", "yaml.FullLoader"),
     *("yaml.CLoader", "yaml.CUnsafeLoader", "yaml.CFullLoader"),
 }
-# Methods and functions of any object or module: the first pickle Python objects between ranks.
+# Methods and functions of any object or module. The first six pickle objects between ranks.
 ANYWHERE = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list", "read_pickle", "to_pickle"),
@@ -37,13 +37,13 @@ KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}
 
 
 def forbidden(source: str) -> list[str]:
-    """What in a file may not be there, as `line: name`."""
+    """Return the forbidden names in a file, as `line: name`."""
     tree = ast.parse(source)
     return [f"{line}: {name}" for line, name in sorted(_findings(tree, _imported(tree)))]
 
 
 def _imported(tree: ast.AST) -> dict[str, str]:
-    """What each imported name stands for: np -> numpy, loads -> pickle.loads."""
+    """Map each imported name to its full name: np -> numpy, loads -> pickle.loads."""
     known = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -57,7 +57,7 @@ def _imported(tree: ast.AST) -> dict[str, str]:
 
 
 def _dotted(node: ast.AST, known: dict[str, str]) -> str:
-    """`np.load` -> numpy.load; "" where the root is no name; a local object keeps its name."""
+    """Return the dotted name after imports (`np.load` -> numpy.load), or "" if it has none."""
     if isinstance(node, ast.Name):
         return known.get(node.id, node.id)
     if isinstance(node, ast.Attribute):
@@ -67,7 +67,7 @@ def _dotted(node: ast.AST, known: dict[str, str]) -> str:
 
 
 def _safe_loaders(tree: ast.AST, known: dict[str, str]) -> set[str]:
-    """Classes of this file that derive from yaml.SafeLoader."""
+    """Return yaml.SafeLoader and the classes of this file that derive from it."""
     return {"yaml.SafeLoader"} | {
         node.name
         for node in ast.walk(tree)
@@ -100,13 +100,13 @@ def _findings(tree: ast.AST, known: dict[str, str]) -> Iterator[tuple[int, str]]
 
 
 def _objects(name: str) -> bool:
-    """Whether this is a function of ANYWHERE, and none of our own."""
+    """Return True for a function of ANYWHERE that is not one of our own."""
     owner, _, last = name.rpartition(".")
     return last in ANYWHERE and owner != "" and owner.split(".")[0] not in FOLDERS
 
 
 def _calls(node: ast.Call, known: dict[str, str], safe: set[str]) -> Iterator[str]:
-    """What is harmless or not by its arguments."""
+    """Yield what is forbidden about a call because of its arguments."""
     name = _dotted(node.func, known)
     last = name.rpartition(".")[2]
     given = {keyword.arg: keyword.value for keyword in node.keywords}
@@ -216,17 +216,17 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize("source", FORBIDDEN)
-def test_the_checker_finds_unsafe_code(source: str) -> None:
+def test_checker_finds_forbidden_code(source: str) -> None:
     assert forbidden(source)
 
 
 @pytest.mark.parametrize("source", ALLOWED)
-def test_the_checker_accepts_safe_code(source: str) -> None:
+def test_checker_accepts_allowed_code(source: str) -> None:
     assert forbidden(source) == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_nothing_that_could_execute_is_used(folder: str) -> None:
+def test_no_file_uses_forbidden_code(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     found = {
@@ -237,8 +237,8 @@ def test_nothing_that_could_execute_is_used(folder: str) -> None:
     assert found == {}
 
 
-def test_transformers_opens_only_folders_that_were_checked() -> None:
-    """The places that may call from_pretrained: ours refuse code before, or wrote the folder."""
+def test_from_pretrained_is_called_only_in_checked_places() -> None:
+    """List the files that may call from_pretrained: they refuse code first, or wrote the folder."""
     places = {
         str(file.relative_to(ROOT))
         for folder in FOLDERS

@@ -1,6 +1,6 @@
-"""Tests of files, permissions and archives as an unprivileged user with the system's Python.
+"""Run the tests of files, permissions and archives as an unprivileged user, by /usr/bin/python3.
 
-A developer's interpreter is often newer than the distribution's, and root may write anywhere.
+A developer's interpreter is often newer than the system's, and root may write anywhere.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-USER = 65534  # the kernel's own for users that it does not know
+USER = 65534  # nobody: the kernel's id for unknown users
 SELECTED = (
     *("data_prep/test_files.py", "data_prep/test_locks.py", "data_prep/test_prepare.py"),
     *("data_prep/test_publish.py", "data_prep/test_shards.py", "data_prep/test_sources.py"),
@@ -26,7 +26,7 @@ SELECTED = (
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder of USER's outside pytest's own, which nobody else may enter."""
+    """Yield a folder that belongs to USER; pytest's own folders are closed to other users."""
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("only root may become another user")
     path = Path(tempfile.mkdtemp(prefix="distil-other-user-", dir="/tmp"))
@@ -36,7 +36,7 @@ def folder() -> Iterator[Path]:
 
 
 def run(folder: Path, *arguments: object, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run a command as USER in `folder`, without anything of this environment."""
+    """Run a command as USER in `folder`, without this process's environment variables."""
     return subprocess.run(
         [str(argument) for argument in arguments],
         cwd=folder / "tree",
@@ -55,7 +55,7 @@ def run(folder: Path, *arguments: object, timeout: float) -> subprocess.Complete
 
 
 @pytest.mark.slow
-def test_an_unprivileged_user_with_the_systems_python(folder: Path) -> None:
+def test_selected_tests_pass_for_an_unprivileged_user_with_system_python(folder: Path) -> None:
     version = "python{}.{}".format(*sys.version_info)
     system = Path("/usr/bin") / version  # another version cannot load the packages
     if not system.exists():

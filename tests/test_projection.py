@@ -1,4 +1,4 @@
-"""The projection of the paper's run: by hand, and as the page on performance shows it."""
+"""Compare the estimate of the paper's run with values computed by hand and with the docs."""
 
 import argparse
 from pathlib import Path
@@ -10,8 +10,8 @@ from benchmarks.projection import SYSTEMS, System, all_reduce, predict, table
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 
 
-def test_a_step_by_hand() -> None:
-    """Two devices of 1 PFLOP/s at 50 % share 4,096 rows of 512 tokens at 1 GFLOP a token."""
+def test_step_equals_values_computed_by_hand() -> None:
+    """Estimate 4,096 rows of 512 tokens at 1 GFLOP a token on two devices of 1 PFLOP/s at 50 %."""
     system = System("two", 2, 1e15, 1e12, 1e9, price=1.0)
     step = predict(system, 0.5, 1e9, parameters=250_000_000)
     assert step.compute == pytest.approx(4096 * 512 * 1e9 / 1e15)
@@ -20,14 +20,14 @@ def test_a_step_by_hand() -> None:
     assert step.seconds == pytest.approx(2.097152 + 1.0 + 0.007)
 
 
-def test_the_network_is_the_bottleneck_of_several_nodes() -> None:
+def test_all_reduce_of_several_nodes_takes_the_network_bandwidth() -> None:
     node = System("node", 8, 1e14, 1e12, 1e11, price=1.0)
     nodes = System("nodes", 32, 1e14, 1e12, 1e11, price=1.0, nodes=4, network=1e10)
     assert all_reduce(node, 1e10) == pytest.approx(2 * 7 / 8 * 0.1)
     assert all_reduce(nodes, 1e10) == pytest.approx(2 * 31 / 32 * 1.0)
 
 
-def test_the_page_shows_what_the_script_prints() -> None:
+def test_docs_show_the_table_that_the_script_prints() -> None:
     printed = table(argparse.Namespace(mfu=0.4, tokens=4e9, epochs=3.0))
     rows = [line for line in printed.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 2 * len(SYSTEMS)

@@ -1,4 +1,4 @@
-"""Run the README's commands in its order, after the demo; only shortened."""
+"""Run the README's commands in their order after the demo, with fewer steps."""
 
 import os
 import re
@@ -54,8 +54,8 @@ def test_every_command_of_the_readme_runs_after_the_demo(tmp_path: Path) -> None
     assert (tmp_path / "exported" / "student" / "model.safetensors").is_file()
 
 
-def test_the_demo_has_steps_for_five_minutes_on_the_slower_machine() -> None:
-    """The promise against speeds measured in fp32 on two cores of a Xeon."""
+def test_demo_takes_less_than_five_minutes_at_measured_speeds() -> None:
+    """Compute the demo's time from speeds measured in fp32 on two cores of a Xeon."""
     seconds = 60.0  # corpus, imports, evaluations, exports
     for name, tokens_per_second in (("demo-teacher", 4200), ("demo", 3500)):
         config = yaml.safe_load((README.parent / "configs" / f"{name}.yaml").read_text("utf-8"))
@@ -64,7 +64,7 @@ def test_the_demo_has_steps_for_five_minutes_on_the_slower_machine() -> None:
     assert seconds <= 0.85 * 300
 
 
-def test_the_make_targets_it_names_exist() -> None:
+def test_make_targets_of_the_readme_exist() -> None:
     makefile = README.with_name("Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"make (\w[\w-]*)", README.read_text(encoding="utf-8")))
     targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""The wheel: only our packages, with shipped files, in any working directory."""
+"""Check that the wheel has only our packages and runs in any working directory."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel."""
+    """Build the wheel and return the folder it is unpacked to."""
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [
@@ -31,7 +31,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_nothing_else_is_at_the_top(installed: Path) -> None:
+def test_wheel_has_only_our_three_packages(installed: Path) -> None:
     names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert names == {"data_prep", "pretrain", "launch"}
 
@@ -64,7 +64,7 @@ def test_nothing_else_is_at_the_top(installed: Path) -> None:
     ],
     ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
 )
-def test_each_command_runs_beside_folders_with_the_names_of_our_packages(
+def test_commands_ignore_working_directory_folders_named_like_our_packages(
     installed: Path, tmp_path: Path, arguments: list[str], code: int, said: str
 ) -> None:
     for name in ("launch", "pretrain", "configs", "data_prep", "benchmarks"):
