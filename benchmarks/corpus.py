@@ -1,11 +1,12 @@
-"""The corpus stage against the original recipe, two workers against one, and memory against size.
+"""Compare the corpus stage with the original recipe, two workers with one, and memory with size.
 
     python benchmarks/corpus.py /path/to/wikiextractor/text VOCAB [--megabytes 30] [--repeats 2]
 
-The original recipe is that of DistilBERT's scripts (binarized_data.py, token_counts.py and
+The script takes about two minutes and prints JSON: seconds, ratios, and the memory of the largest
+process. The original recipe is that of DistilBERT's scripts (binarized_data.py, token_counts.py and
 LmSeqsDataset): one process, one `encode` a line, long sequences split, everything pickled. Ours
-goes from the same files to verified shards, duplicates and leftovers looked for. All runs are whole
-processes, one after the other, in turn.
+makes verified shards of the same files, with deduplication and a check for leftover markup. All
+runs are whole processes, one after the other, in turn.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 OURS = """
@@ -61,7 +64,7 @@ with open(output, "wb") as file:
 
 
 def main() -> None:
-    """Measure and print a line of JSON."""
+    """Run both in turn, and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("text", type=Path)
     parser.add_argument("vocab", type=Path)
@@ -104,7 +107,7 @@ def main() -> None:
 
 
 def _sample(text: Path, folder: Path, megabytes: float) -> Path:
-    """The first files of a folder, until they hold so much."""
+    """Link the first files of a folder, until they hold so much."""
     folder.mkdir()
     size = 0
     for number, path in enumerate(sorted(path for path in text.rglob("*") if path.is_file())):
@@ -116,7 +119,7 @@ def _sample(text: Path, folder: Path, megabytes: float) -> Path:
 
 
 def _timed(script: str, text: Path, vocab: Path, out: Path, workers: int) -> tuple[float, int]:
-    """(seconds, largest anonymous memory of any process in MiB) of a run."""
+    """Return seconds of a run, and the largest anonymous memory of a process in MiB."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     path = out.with_suffix(".py")
     path.write_text(script)
@@ -126,30 +129,15 @@ def _timed(script: str, text: Path, vocab: Path, out: Path, workers: int) -> tup
     )
     peak = 0
     while process.poll() is None:
-        peak = max([peak, *(_anonymous(pid) for pid in _family(process.pid))])
+        with suppress(psutil.Error):  # any of them may end meanwhile
+            root = psutil.Process(process.pid)
+            for member in (root, *root.children(recursive=True)):
+                memory = member.memory_info()
+                peak = max(peak, memory.rss - memory.shared)
         time.sleep(0.05)
     taken = time.perf_counter() - start
     assert process.returncode == 0, process.returncode
-    return taken, peak // 1024
-
-
-def _family(pid: int) -> Iterator[int]:
-    yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = task.read_text().split()
-        except OSError:
-            continue
-        for child in children:
-            yield from _family(int(child))
-
-
-def _anonymous(pid: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    return next((int(li.split()[1]) for li in status.splitlines() if li.startswith("RssAnon")), 0)
+    return taken, peak >> 20
 
 
 if __name__ == "__main__":
