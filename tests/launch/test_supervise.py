@@ -158,6 +158,7 @@ def test_a_socket_on_all_interfaces_would_be_noticed() -> None:
         assert "0.0.0.0" in listening([psutil.Process()])
 
 
+@pytest.mark.slow
 def test_ctrl_z_does_nothing_and_ctrl_c_saves(start: Callable[..., Supervised]) -> None:
     run = start(2, *ENDLESS)
     run.until("rank 0 is under way")
@@ -273,6 +274,7 @@ def test_a_rank_that_blocks_a_collective_is_named_with_its_stack(
     assert "Timed out" in run.log(0)
 
 
+@pytest.mark.slow
 def test_a_single_rank_that_waits_for_data_forever_is_named_with_its_stack(
     start: Callable[..., Supervised],
 ) -> None:
@@ -366,6 +368,7 @@ def test_three_failures_at_one_step_stop_the_run(start: Callable[..., Supervised
     ]
 
 
+@pytest.mark.slow
 def test_a_launch_leaves_nothing_among_temporary_files(
     start: Callable[..., Supervised], tmp_path: Path
 ) -> None:

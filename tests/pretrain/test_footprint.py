@@ -353,7 +353,12 @@ def rows_that_fit(peak: Callable[[int], int], weights: int, few: int) -> int:
 
 @pytest.mark.parametrize(
     ("where", "checkpointing", "rows"),
-    [("all", False, 128), ("masked", False, 133), ("all", True, 498), ("masked", True, 432)],
+    [
+        ("all", False, 128),
+        ("masked", True, 432),
+        pytest.param("masked", False, 133, marks=pytest.mark.slow),
+        pytest.param("all", True, 498, marks=pytest.mark.slow),
+    ],
 )
 def test_rows_that_16_gb_take_by_shapes(
     where: str, checkpointing: bool, rows: int, monkeypatch: pytest.MonkeyPatch
