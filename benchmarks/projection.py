@@ -31,9 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 from pretrain.bench.cost import flops_per_token
-from pretrain.data.batch import micro_batch
 from pretrain.kernels.attention import IMPLEMENTATION
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.objectives.terms import Term, cosine_term, kl_term, mlm_term
 
 ROW_LENGTH, ROWS = 512, 4096  # of the paper's optimizer step

@@ -20,9 +20,9 @@ import torch
 
 from pretrain import NonFiniteError
 from pretrain.config import Optimizer
-from pretrain.data.batch import MicroBatch, send
 from pretrain.data.hashing import root
 from pretrain.data.rows import StepRows
+from pretrain.model.distillation import MicroBatch, send
 from pretrain.monitor.post_mortem import write_post_mortem
 from pretrain.run import Run
 

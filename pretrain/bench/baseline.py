@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertForMaskedLM
 
-from pretrain.data.batch import MicroBatch
 from pretrain.data.masking import IGNORE
 from pretrain.device.precision import PRECISIONS, Precision
 from pretrain.kernels.cpu_layers import use_torch_layers
+from pretrain.model.distillation import MicroBatch
 from pretrain.model.encoder import MaskedLM
 
 Model = TypeVar("Model", bound=MaskedLM)

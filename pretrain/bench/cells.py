@@ -25,11 +25,10 @@ from pretrain.bench.measure import (
     ratio,
     timings,
 )
-from pretrain.data.batch import MicroBatch
 from pretrain.device.memory import out_of_memory
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head.backends import use_triton
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.encoder import MaskedLM
 from pretrain.objectives.terms import Term, VocabularyTerm
 

@@ -20,10 +20,10 @@ from pretrain.bench.cost import flops_per_token, peak_flops
 from pretrain.bench.documents import LAYOUTS, Document, SpecialIds, batch, drawn, packed, typical
 from pretrain.bench.sizes import Sizes
 from pretrain.config import RunConfig
-from pretrain.data.batch import MicroBatch
 from pretrain.data.rows import build_masking
 from pretrain.device.precision import allow_tf32
 from pretrain.device.precision import choose as choose_precision
+from pretrain.model.distillation import MicroBatch
 from pretrain.model.encoder import recompute_activations
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher

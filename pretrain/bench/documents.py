@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pretrain.data.batch import MicroBatch, micro_batch
 from pretrain.data.masking import Masking
+from pretrain.model.distillation import MicroBatch, micro_batch
 
 Document = NDArray[np.int64]
 

@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pretrain.data.batch import MicroBatch
 from pretrain.kernels.head import vocabulary_losses
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.encoder import projection
 
 aten = torch.ops.aten

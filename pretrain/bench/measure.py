@@ -23,9 +23,8 @@ from pretrain import NumericalError
 from pretrain.bench.baseline import UsualStep
 from pretrain.bench.cost import flops_per_token
 from pretrain.bench.footprint import Counter
-from pretrain.data.batch import MicroBatch
 from pretrain.device.precision import PRECISIONS, Precision
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.encoder import MaskedLM
 
 

@@ -14,7 +14,6 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 from pretrain.bench.sizes import Sizes
-from pretrain.data.batch import MicroBatch, micro_batch
 from pretrain.data.masking import Masking
 from pretrain.kernels.attention import IMPLEMENTATION
 

@@ -28,10 +28,10 @@ from data_prep.shards.manifest import TOKEN_COUNTS, SpecialIds
 from data_prep.shards.reading import check_size
 from pretrain import RunError
 from pretrain.config import MaskingConfig
-from pretrain.data.batch import MicroBatch, micro_batch
 from pretrain.data.masking import IGNORE, Masking
 from pretrain.data.order import Order
 from pretrain.environment import SUPERVISOR, TIMEOUT
+from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.signals import Interrupted, Signals, stop_signals
 
 _SOCKET = len("/pymp-12345678/listener-12345678")  # what a worker makes in TMPDIR

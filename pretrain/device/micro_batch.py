@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from pretrain import RunError
-from pretrain.data.batch import micro_batch
 from pretrain.data.rows import special_ids
 from pretrain.device.fitting import Found, largest, measured, sizes
 from pretrain.device.memory import Memory, out_of_memory
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.processes import any_process, jointly
+from pretrain.model.distillation import micro_batch
 from pretrain.run import Run
 
 MULTIPLE_ON_GPU = 8  # rows, which its matrix units like

@@ -19,8 +19,8 @@ from torch.optim import AdamW
 
 from pretrain.checkpoint.layout import MOMENTS, STEP
 from pretrain.config import RunConfig
-from pretrain.data.batch import MicroBatch
 from pretrain.device.precision import PRECISIONS
+from pretrain.model.distillation import MicroBatch
 
 
 def uses_deepspeed() -> bool:

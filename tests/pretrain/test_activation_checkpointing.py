@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from pretrain.config import RunConfig
-from pretrain.data.batch import MicroBatch, micro_batch
 from pretrain.data.masking import Masking
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
 from pretrain.model.encoder import MaskedLM, recompute_activations
 from pretrain.monitor import metrics
 from pretrain.objectives.distilbert import DistilBert

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.data.batch import micro_batch
 from pretrain.kernels.attention import IMPLEMENTATION, Segments, block_diagonal_mask, segments
+from pretrain.model.distillation import micro_batch
 from pretrain.model.encoder import MaskedLM, last_hidden_state, projection
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,8 +14,8 @@ from pretrain.bench import cells, measure
 from pretrain.bench.baseline import Padded, UsualStep, padded, twin
 from pretrain.bench.documents import LAYOUTS, drawn, packed, typical
 from pretrain.bench.documents import SpecialIds as Special
-from pretrain.data.batch import MicroBatch, micro_batch
 from pretrain.kernels.attention import IMPLEMENTATION
+from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
 
 pytestmark = pytest.mark.usefixtures("one_thread")

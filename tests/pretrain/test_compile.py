@@ -14,10 +14,9 @@ from torch._dynamo.utils import counters
 
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.data.batch import micro_batch
 from pretrain.kernels.compilation import check_compiler
 from pretrain.kernels.head import Projection, compiled, vocabulary, vocabulary_losses
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.monitor import metrics
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.terms import VocabularyTerm

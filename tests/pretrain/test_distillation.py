@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.data.batch import MicroBatch, micro_batch
 from pretrain.data.masking import Masking
 from pretrain.kernels.head import vocabulary
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,9 +14,9 @@ from accelerate.state import AcceleratorState
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from data_prep.shards import open_shards
-from pretrain.data.batch import micro_batch
 from pretrain.evaluate import evaluate, evaluate_folder, evaluation_masking
 from pretrain.kernels.attention import block_diagonal_mask, segments
+from pretrain.model.distillation import micro_batch
 
 
 def test_the_figures_are_those_of_a_plain_loop(

@@ -18,13 +18,12 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 from pretrain.bench import baseline
 from pretrain.bench.baseline import Padded, UsualStep, twin
 from pretrain.bench.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
-from pretrain.data.batch import MicroBatch
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels import attention, cpu_layers
 from pretrain.kernels.attention import IMPLEMENTATION, segments
 from pretrain.kernels.attention.backends import flash
 from pretrain.kernels.head import closed_form, vocabulary
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.encoder import last_hidden_state, recompute_activations
 from pretrain.objectives.distilbert import DistilBert
 

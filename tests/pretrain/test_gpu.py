@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from pretrain.checkpoint.snapshot import Snapshot
 from pretrain.config import RunConfig
-from pretrain.data.batch import send
 from pretrain.device.gpu import check_kernels
 from pretrain.device.precision import allow_tf32, choose
 from pretrain.distributed.parallel import DDP

@@ -14,9 +14,8 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 import pretrain.evaluate
 import pretrain.train
 from pretrain.config import RunConfig
-from pretrain.data.batch import MicroBatch, micro_batch
 from pretrain.data.masking import Masking
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
 from pretrain.model.teacher import parameters_sha256
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.run import Run, build

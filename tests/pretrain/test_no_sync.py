@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.data.batch import MicroBatch, micro_batch, send
 from pretrain.data.masking import Masking
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, MicroBatch, micro_batch, send
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.terms import SignalTerm, Term, VocabularyTerm
 

@@ -16,7 +16,6 @@ from data_prep.shards import ShardSet, open_shards
 from data_prep.shards.manifest import SpecialIds
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.data.batch import MicroBatch, micro_batch
 from pretrain.data.masking import IGNORE, Masked, Masking
 from pretrain.data.order import Order
 from pretrain.data.rows import (
@@ -29,7 +28,7 @@ from pretrain.data.rows import (
     skipped,
     with_skip,
 )
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 PAD, CLS = SPECIAL.pad, SPECIAL.cls
