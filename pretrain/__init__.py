@@ -1,4 +1,4 @@
-"""Shards -> student: the distillation itself, usable from Python without the command line."""
+"""Distil a student from shards; usable from Python without the command line."""
 
 import os
 
@@ -9,16 +9,16 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 
 class RunError(ValueError):
-    """A mistake in a run's inputs or environment; one line with the culprit and the fix."""
+    """Report a mistake in a run's inputs or environment in one line, with the fix."""
 
 
 class NumericalError(ArithmeticError):
-    """The run's numbers cannot be trusted; it stopped before they could do harm."""
+    """Report numbers that cannot be trusted; the run stopped before it used them."""
 
 
 class NonFiniteError(NumericalError):
-    """A loss or gradient that is not finite; raised before the optimizer step that would use it."""
+    """Report a loss or gradient that is not finite, before the optimizer step that would use it."""
 
 
 class DivergedError(NumericalError):
-    """The processes of one run hold different weights."""
+    """Report ranks of one run that hold different weights."""

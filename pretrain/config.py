@@ -1,4 +1,4 @@
-"""Everything a run can be told: one typed, frozen model, read from YAML by `launch` alone."""
+"""Define the config of a run: one typed, frozen model. Only `launch` reads it from YAML."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Model(Keys):
-    """Sizes of the BERT that `objective: mlm` trains; the names are those of `BertConfig`."""
+    """Hold the sizes of the BERT that `objective: mlm` trains, named as in `BertConfig`."""
 
     hidden_size: int = Field(768, ge=1, le=2**14)
     num_hidden_layers: int = Field(12, ge=1, le=256)
@@ -38,7 +38,7 @@ class Model(Keys):
 
 
 class Student(Keys):
-    """The student: how deep, and where its weights come from.
+    """Hold the depth of the student and the source of its weights.
 
     `init` is "teacher" (its layers, evenly spaced), a list of teacher layers counted from 0,
     "random", or a folder with a DistilBERT to continue from. `num_layers` defaults to half the
@@ -63,14 +63,14 @@ class Student(Keys):
 
 
 class MaskingConfig(Keys):
-    """Which tokens are predicted: 15 % of each row, drawn uniformly, or rare words more often."""
+    """Select the tokens to predict: 15 % of each row, uniformly or weighted by frequency."""
 
     probability: float = Field(0.15, gt=0, lt=1)
     mode: Literal["uniform", "smoothed"] = "uniform"
 
 
 class Optimizer(Keys):
-    """AdamW with linear warm-up and linear decay to 0; the defaults are DistilBERT's."""
+    """Configure AdamW with linear warm-up and linear decay to 0; the defaults are DistilBERT's."""
 
     learning_rate: float = Field(5.0e-4, gt=0, le=100)
     betas: tuple[_Beta, _Beta] = (0.9, 0.98)
@@ -81,16 +81,16 @@ class Optimizer(Keys):
 
 
 class Train(Keys):
-    """How long, in what batches, in what precision.
+    """Configure the length of training, its batches and its precision.
 
-    `global_batch_size` counts rows of one optimizer step over all processes; gradient accumulation
+    `global_batch_size` counts the rows of one optimizer step over all ranks; gradient accumulation
     follows from it. `micro_batch_size: auto`, the default, is the most rows that fit a GPU, found
-    before the first step; on a CPU at most 8, by what divides a rank's rows. `precision: auto` is
-    bf16 or fp16 where the hardware is faster in it, else fp32. `max_steps` wins over `epochs`.
-    `skip_non_finite` is how many steps may be left out because their loss or gradient was not
-    finite before the run stops. Every `compare_every` steps, and before a checkpoint, the ranks
-    compare their weights (0: never). `compile` makes steps faster and the first one slower;
-    `activation_checkpointing` saves memory for time.
+    before the first step. On a CPU it is at most 8, a divisor of a rank's rows. `precision: auto`
+    is bf16 or fp16 where the hardware is faster in it, else fp32. `max_steps` wins over `epochs`.
+    `skip_non_finite` is the number of steps that may be left out because their loss or gradient was
+    not finite; one more stops the run. Every `compare_every` steps, and before a checkpoint, the
+    ranks compare their weights (0: never). `compile` makes steps faster and the first one slower.
+    `activation_checkpointing` saves memory and costs time.
     """
 
     epochs: float = Field(3, gt=0, le=1e6)
@@ -114,16 +114,16 @@ class Train(Keys):
 
 
 class Evaluation(Keys):
-    """Held-out evaluation at the start, every `every` steps (0: not between) and at the end."""
+    """Evaluate on validation rows at the start, at the end, and every `every` steps (0: never)."""
 
     every: int = Field(1000, ge=0)
     rows: int = Field(512, ge=1)
 
 
 class Checkpoint(Keys):
-    """A checkpoint every `every` steps (0: not between) and at the end.
+    """Write a checkpoint every `every` steps (0: not between) and at the end.
 
-    The last `keep` stay, and the one with the lowest held-out loss.
+    The last `keep` stay, and the one with the lowest validation loss.
     """
 
     every: int = Field(500, ge=0)
@@ -131,18 +131,18 @@ class Checkpoint(Keys):
 
 
 class Logging(Keys):
-    """A line of metrics every `every` steps; `tensorboard` writes them there as well."""
+    """Write a line of metrics every `every` steps; `tensorboard` also writes them there."""
 
     every: int = Field(10, ge=1)
     tensorboard: bool = False
 
 
 class RunConfig(Keys):
-    """One training run.
+    """Configure one training run.
 
-    `teacher_vocabulary: same` takes the user's word that a teacher without tokenizer files knows
-    the shards' vocabulary, or that case and accents may be treated otherwise than by its tokenizer.
-    The words of tokenizer files are compared in any case.
+    With `teacher_vocabulary: same` the user asserts that a teacher without tokenizer files has the
+    shards' vocabulary, or that case and accents may be treated differently than by its tokenizer.
+    The vocabulary in tokenizer files is compared in any case.
     """
 
     output: Path
@@ -162,7 +162,7 @@ class RunConfig(Keys):
     @model_validator(mode="before")
     @classmethod
     def _objective_by_default(cls, values: Any) -> Any:
-        """`objective: {kl: 0}` means DistilBERT's, as no `objective:` does."""
+        """Fill in the name: `objective: {kl: 0}` means DistilBERT, like no `objective:`."""
         if isinstance(values, dict) and isinstance(objective := values.get("objective"), dict):
             values = {**values, "objective": {"name": "distilbert", **objective}}
         return values
@@ -191,8 +191,10 @@ class RunConfig(Keys):
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
     def shaping(self) -> dict[str, Any]:
-        """Return what a resumed run must share with its checkpoint: all but where, how fast, how
-        often."""
+        """Return the settings that a resumed run must share with its checkpoint.
+
+        Paths, speed and frequencies may change.
+        """
         shaping = self.model_dump(
             mode="json",
             exclude={

@@ -1,4 +1,4 @@
-"""What a process reads before it meets the others: corpus, teacher, checkpoint, student."""
+"""Load the inputs of a run: corpus, teacher, checkpoint and student."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from pretrain.monitor.metrics import Progress
 from pretrain.state import FIELDS, TrainState
 
 ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
-# What a run continues from, in state.json.
+# The keys of state.json that a run continues from.
 _NEEDED = (*FIELDS, "shaping", "shards", "teacher")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a process reads before it meets the others."""
+    """Hold what a rank loads before the first collective call that depends on it."""
 
     config: RunConfig  # without `precision: auto`
     manifest: Manifest
@@ -45,8 +45,7 @@ class Inputs:
     tokenizer: dict[str, bytes]  # its files, by name
 
     def names(self, stop_after: int | None) -> dict[str, str]:
-        """Return what all processes of a run must have read alike; paths may differ, what is there
-        not."""
+        """Return what all ranks must have loaded identically; only paths may differ."""
         told = self.config.model_dump(mode="json", exclude={"output", "shards", "teacher"})
         return {
             "configuration": repr((told, stop_after, self.dataset.skips)),
@@ -62,16 +61,16 @@ def load_inputs(
     progress: Progress,
     skip_rows: Sequence[tuple[int, int]] = (),
 ) -> Inputs:
-    """Read all that the run is made of, and hold it against the config.
+    """Load all inputs of the run and check them against the config.
 
     Raises:
-        RunError: batches that do not divide, a teacher that does not fit, a checkpoint of another
-            run, rows that are not there, or loader workers that cannot send.
+        RunError: the batches do not divide, the teacher does not fit, the checkpoint is of another
+            run, rows do not exist, or loader workers cannot send.
     """
     check_workers(config.train.num_workers)
     manifest = load_manifest(config.shards)
     config = with_defaults(config, ranks.device.type, ranks.num_processes)
-    accumulation_steps(config, ranks.num_processes)  # or it refuses
+    accumulation_steps(config, ranks.num_processes)  # raises if they do not divide
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
     teacher = None
@@ -123,9 +122,9 @@ def resolve_precision(
 
     Args:
         config: the run.
-        device: this process's.
-        state: of the checkpoint that is continued.
-        say: is told the precision, and if this machine would choose another.
+        device: of this rank.
+        state: of the checkpoint to continue from.
+        say: shows the precision, and whether this machine would choose another.
     """
     if config.train.precision != "auto":
         return config
@@ -147,10 +146,10 @@ def resolve_precision(
 
 
 def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:
-    """Fill in `micro_batch_size`: left out, it is `auto` on a GPU; there `auto` is resolved later.
+    """Fill in `micro_batch_size`. If it is missing it is `auto` on a GPU, which is resolved later.
 
-    On a CPU both are the largest number of rows, up to 8, that divides a rank's share: more are
-    hardly faster there, and a system that runs out of memory kills the process.
+    On a CPU both are the largest number of rows, up to 8, that divides a rank's share. More rows
+    are hardly faster there, and the system kills a process that runs out of memory.
     """
     if isinstance(config.train.micro_batch_size, int) or (
         device == "cuda" and config.train.micro_batch_size == "auto"
@@ -162,7 +161,7 @@ def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConf
 
 
 def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:
-    """Micro-batches a process works through in one optimizer step; None, yet, if they are `auto`.
+    """Return the micro-batches of a rank in one optimizer step; None while their size is `auto`.
 
     Raises:
         RunError: the batches do not divide.
@@ -184,7 +183,7 @@ def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:
 def check_same_run(
     config: RunConfig, manifest: Manifest, teacher: Teacher | None, saved: Saved
 ) -> None:
-    """Refuse to continue a checkpoint under another recipe, other data or another teacher."""
+    """Refuse to continue a checkpoint with another recipe, other data or another teacher."""
     if lacking := [key for key in _NEEDED if key not in saved.state]:
         raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
     before, now = flatten(saved.state["shaping"]), flatten(config.shaping())
@@ -200,13 +199,13 @@ def check_same_run(
         changes.append(f"the teacher {teacher.name} has other weights")
     if changes:
         raise RunError(
-            f"{saved.folder} was made by another run: {'; '.join(changes)}. Take back the change, "
-            "or give this run an `output:` of its own"
+            f"{saved.folder} was made by another run: {'; '.join(changes)}. Revert the change, "
+            "or set a different `output:` to start a new run"
         )
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    """Return nested keys joined by dots: {"a": {"b": 1}} gives {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Everything the loop touches, put together; and its state as a checkpoint keeps it."""
+"""Build a run: all parts that the loop uses, and the state that a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Ended = Literal["finished", "stopped", "interrupted", "up to date"]
 
 @dataclass
 class Run:
-    """Everything the loop touches. `state` changes with each step, the rest stays.
+    """Hold all parts of a run. Each step changes `state`; the rest stays.
 
-    Only `micro_batch.resolve` changes `config`, before the first step: afterwards its
-    `micro_batch_size` is a number, and `micro_batch` says where `auto` found it.
+    Only `micro_batch.resolve` changes `config`, before the first step: afterwards
+    `micro_batch_size` is a number, and `micro_batch` records where `auto` found it.
     """
 
     config: RunConfig
@@ -48,7 +48,7 @@ class Run:
     metrics: Metrics
     writer: Writer
     dataset: StepDataset
-    held_out: ShardSet | None
+    validation: ShardSet | None
     teacher: Teacher | None
     module: Distillation
     parallel: Parallel
@@ -65,19 +65,19 @@ class Run:
 
     @property
     def share(self) -> int:
-        """Return a process's rows of an optimizer step."""
+        """Return the number of rows of a rank in an optimizer step."""
         return self.config.train.global_batch_size // self.accelerator.num_processes
 
     @property
     def micro_batch_size(self) -> int:
-        """Rows at a time."""
+        """Return the number of rows that a rank computes at a time."""
         rows = self.config.train.micro_batch_size
         assert isinstance(rows, int)
         return rows
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a process in an optimizer step."""
+        """Return the number of micro-batches of a rank in an optimizer step."""
         return self.share // self.micro_batch_size
 
     @property
@@ -86,7 +86,7 @@ class Run:
         return self.dataset.shards.manifest
 
     def due(self, every: int) -> bool:
-        """Return every `every` steps (0: never in between) and at the last of the schedule."""
+        """Return whether the step is a multiple of `every` (0: none is) or the last one."""
         step = self.state.step
         return step == self.num_steps or (every > 0 and step % every == 0)
 
@@ -99,22 +99,22 @@ def build(
     heartbeat: Heartbeat,
     lock: Lock | None,
 ) -> Run:
-    """Put a run together; with a checkpoint, exactly as it was when that was written.
+    """Build a run; with a checkpoint, exactly as it was when that was written.
 
-    All processes call it. `lock` is held by the first, which writes.
+    All ranks call it. The first rank holds `lock`, and writes.
     """
     config, manifest = inputs.config, inputs.manifest
     teacher, student = inputs.teacher, inputs.student
     device, train = accelerator.device, config.train
     if teacher is not None:
-        # Its sha256 is taken, its layers are copied: nothing needs it in fp32 any more.
+        # The sha256 is computed and the student has its layers: fp32 is no longer needed.
         teacher.model.to(device, PRECISIONS[train.precision].dtype)
     student.to(device)
     if train.activation_checkpointing:
         recompute_activations(student)
     if train.compile:
         jointly(accelerator, lambda: check_compiler(device))
-    # The compiled head is for where Triton's, which reads the logits less often, cannot run.
+    # Triton's head reads the logits less often. The compiled one is for devices without it.
     compiled_head = train.compile and not use_triton("auto", next(student.parameters()))
     module = Distillation(
         student,
@@ -147,7 +147,7 @@ def build(
             warn=progress.say,
         ),
         dataset=inputs.dataset,
-        held_out=open_shards(config.shards, "validation") if validates else None,
+        validation=open_shards(config.shards, "validation") if validates else None,
         teacher=teacher,
         module=module,
         parallel=parallel,
@@ -158,13 +158,13 @@ def build(
 
 
 def save(run: Run, *, wait: bool = False) -> float:
-    """Write a checkpoint of the run as it stands; all processes call it, the first writes.
+    """Write a checkpoint of the run as it is; all ranks call it, the first one writes.
 
-    Returns the seconds that training stood still. With `wait` the checkpoint is on the disk after
-    it; without, it is written while training goes on.
+    Return the seconds that training paused. With `wait` the checkpoint is on disk on return.
+    Without it a thread writes while training continues.
 
     Raises:
-        OSError: with `wait`, in the first process: the disk is full or read-only.
+        OSError: with `wait`, on the first rank: the disk is full or read-only.
     """
     weights, optimizer, run.state.scaler = run.parallel.save(run.student)
     if not run.accelerator.is_main_process:
@@ -198,7 +198,11 @@ def save(run: Run, *, wait: bool = False) -> float:
 
 
 def build_optimizer(student: nn.Module, config: Optimizer, device: torch.device) -> AdamW:
-    """AdamW with decay on matrices only: DistilBERT's norms defy a filter by name."""
+    """Build AdamW with decay on matrices only.
+
+    The filter is the number of dimensions: DistilBERT's norms have names that no filter by name
+    catches.
+    """
     groups: list[dict[str, Any]] = [
         {"params": [p for p in student.parameters() if p.dim() > 1]},
         {"params": [p for p in student.parameters() if p.dim() <= 1], "weight_decay": 0.0},

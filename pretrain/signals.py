@@ -1,4 +1,4 @@
-"""Signals that tell a process to stop: before a run begins, and while its loop runs."""
+"""Handle the signals that stop a process: before a run begins, and while its loop runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _EARLY = b"stopped before training had begun; the same command starts it\n"
 
 
 class Interrupted(BaseException):
-    """A wait was ended: a signal came, or it took too long."""
+    """Signal that a wait has ended: a signal arrived, or the wait took too long."""
 
 
 class Signals(list[int]):
-    """The signals that have come."""
+    """List the signals that have arrived."""
 
-    saves = False  # nothing to save yet: a signal ends the process
+    saves = False  # while there is nothing to save, a signal ends the process
     _interrupts = False
 
     @contextmanager
     def interrupt_after(self, seconds: float) -> Iterator[None]:
-        """Raise Interrupted inside the block when a signal comes, or after `seconds` (0: never)."""
+        """Raise Interrupted inside the block on a signal, or after `seconds` (0: never)."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may set handlers
             return
@@ -43,7 +43,7 @@ class Signals(list[int]):
             signal.signal(signal.SIGALRM, before)
 
     def interrupt(self) -> None:
-        """Raise Interrupted, once, if such a block is being executed."""
+        """Raise Interrupted once, if a block of `interrupt_after` is being executed."""
         if self._interrupts:
             self._interrupts = False
             raise Interrupted
@@ -51,9 +51,9 @@ class Signals(list[int]):
 
 @contextmanager
 def end_on_signal() -> Iterator[None]:
-    """End this process with 75 when a signal comes, while libraries and configs are read.
+    """End this process with 75 when a signal arrives while libraries and configs are read.
 
-    Not by an exception, which an import that is under way may swallow.
+    It raises no exception, because an import in progress may swallow one.
     """
 
     def end(number: int, frame: object) -> None:
@@ -66,10 +66,10 @@ def end_on_signal() -> Iterator[None]:
 
 @contextmanager
 def stop_on_signal() -> Iterator[Signals]:
-    """Note signals in the list given; the second SIGINT after `saves` is set ends at once.
+    """Add signals to the yielded list; the second SIGINT after `saves` is set ends at once.
 
-    Before, each raises SystemExit(75). A rank among several ends without an exception, which would
-    wait for a thread that reads.
+    Before `saves` is set each signal raises SystemExit(75). One of several ranks ends without an
+    exception, which would wait for a thread that reads.
     """
     received = Signals()
 
@@ -80,7 +80,7 @@ def stop_on_signal() -> Iterator[Signals]:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 os._exit(ExitCode.REQUEUE)
             raise SystemExit(ExitCode.REQUEUE)
-        if number == signal.SIGINT:  # a scheduler repeats itself, a person means it
+        if number == signal.SIGINT:  # a scheduler repeats other signals; a second Ctrl-C is meant
             signal.signal(number, signal.default_int_handler)
         received.interrupt()
 
@@ -89,7 +89,7 @@ def stop_on_signal() -> Iterator[Signals]:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a run: without SIGHUP where `nohup` lets it be ignored."""
+    """Return the signals that stop a run: without SIGHUP where `nohup` ignores it."""
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
     return numbers[:3] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else numbers
 

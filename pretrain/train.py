@@ -1,4 +1,4 @@
-"""The loop. It does not know which paper it trains."""
+"""Train a run, from its inputs to its exit status; the loop does not depend on the objective."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from pretrain.step import micro_batches, train_step
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call of `train` ended."""
+    """Hold how a call of `train` ended."""
 
     step: int
     num_steps: int
@@ -56,21 +56,21 @@ def train(
     skip_rows: Sequence[tuple[int, int]] = (),
     heartbeat: Heartbeat | None = None,
 ) -> Outcome:
-    """Train until the last step, or continue where the newest checkpoint left off.
+    """Train until the last step, or continue from the newest checkpoint.
 
-    Every process of a run calls it, with the same arguments.
+    Every rank of a run calls it, with the same arguments.
 
     Args:
         config: the run.
-        progress: who shows it; nobody by default.
+        progress: shows lines and steps; nothing is shown by default.
         stop_after: stop with a checkpoint after this step, without changing the schedule.
-        skip_rows: training rows [first, last) that are left out from now on.
-        heartbeat: who is told where this process is; a launcher's by default.
+        skip_rows: training rows [first, last) to leave out from now on.
+        heartbeat: records the position of this rank; a launcher's by default.
 
     Raises:
-        RunError, CorpusError: a mistake in the inputs, before the first step; another process is at
-            work on the same output; or memory ran out.
-        NumericalError: a loss or gradient was not finite, or weights differ between processes; the
+        RunError, CorpusError: the inputs have a mistake, another process works on the same output,
+            or memory ran out.
+        NumericalError: a loss or gradient was not finite, or weights differ between ranks; the
             update was not made.
         OSError: a file could not be written; earlier checkpoints are untouched.
     """
@@ -107,7 +107,7 @@ def train(
             heartbeat.at(state.step, "micro-batch")
             resolve(run, inputs.saved.state if inputs.saved else None)
 
-        # Nothing was refused: only from here on may the folder of the run change.
+        # All checks have passed. Only from here on may the folder of the run change.
         signals.saves = True
         with status_written(run):
             if state.step < run.num_steps:
@@ -124,11 +124,11 @@ def train(
 
 
 def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> None:
-    """Make optimizer steps up to `last`, or until a signal has come."""
+    """Make optimizer steps up to `last`, or until a signal arrives."""
     config, state = run.config, run.state
     clock = Clock(state.tokens)
     if state.step == 0:
-        hold_out(run)
+        validate(run)
     while state.step < last:
         run.heartbeat.at(state.step, "data")
         with clock.waiting():
@@ -142,7 +142,7 @@ def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> 
         if run.due(config.train.compare_every):
             compare_weights(run)
         if run.due(config.evaluation.every):
-            hold_out(run)
+            validate(run)
             clock.rates(state.tokens)  # evaluation is not training time
         if state.step == last or run.due(config.checkpoint.every):
             save_checkpoint(run, wait=state.step == last)
@@ -150,10 +150,10 @@ def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> 
 
 
 def warm_up(run: Run) -> None:
-    """Run one backward pass whose gradients are discarded, so that a resumed run repeats its bits.
+    """Run one backward pass and discard its gradients, so that a resumed run repeats its bits.
 
-    DDP sorts its buckets again after the first backward pass of a process; with three ranks or more
-    another order of summation gives other bits. ZeRO's buckets do not move.
+    DDP reorders its buckets after the first backward pass of a process. With three ranks or more
+    another order of summation gives other bits. ZeRO's buckets keep their order.
     """
     if run.accelerator.num_processes > 1 and isinstance(run.parallel, DDP):
         inputs = next(micro_batches(run, run.dataset[run.state.step]))
@@ -162,15 +162,15 @@ def warm_up(run: Run) -> None:
         run.module.zero_grad(set_to_none=True)
 
 
-def hold_out(run: Run) -> None:
-    """Evaluate on held-out rows, write the figures, keep them for the checkpoint and the card."""
-    if run.held_out is None:
+def validate(run: Run) -> None:
+    """Evaluate on the validation rows; write the figures and keep them for the checkpoint."""
+    if run.validation is None:
         return
     run.heartbeat.at(run.state.step, "evaluation")
     run.state.evaluation = evaluate(
         run.student,
         run.teacher.model if run.teacher else None,
-        run.held_out,
+        run.validation,
         rows=run.config.evaluation.rows,
         # Without gradients eight times the rows take less memory than a micro-batch with them.
         batch_size=min(32, 8 * run.micro_batch_size),
@@ -183,7 +183,7 @@ def hold_out(run: Run) -> None:
 
 
 def save_checkpoint(run: Run, *, wait: bool) -> None:
-    """Write a checkpoint while training goes on, or `wait` for it; never of diverged weights."""
+    """Compare the weights of all ranks, then write a checkpoint; `wait` until it is on disk."""
     run.heartbeat.at(run.state.step, "save")
     compare_weights(run)
     if not wait:
@@ -196,7 +196,7 @@ def save_checkpoint(run: Run, *, wait: bool) -> None:
 
 
 def open_output(run: Run) -> None:
-    """Start the run's files: its config, no exit status yet, no metrics of later steps."""
+    """Start the run's files: write the config, drop the old exit status and later metrics."""
     output = run.config.output
     write_json(output / "config.json", run.config.model_dump(mode="json"))
     clear_status(output)
@@ -205,10 +205,11 @@ def open_output(run: Run) -> None:
 
 @contextmanager
 def hold_output(config: RunConfig, progress: Progress) -> Iterator[Lock]:
-    """Hold the output folder; Busy, naming host and pid, if another run has it.
+    """Hold the lock of the output folder.
 
     Raises:
-        RunError: it is an input, or holds what is no run.
+        Busy: another run holds it; the error names host and process id.
+        RunError: the folder is an input, or holds files that no run has written.
     """
     output, told = config.output, set[str]()
 
@@ -227,16 +228,15 @@ def hold_output(config: RunConfig, progress: Progress) -> Iterator[Lock]:
 
 @contextmanager
 def status_written(run: Run) -> Iterator[None]:
-    """Write `exit_status.json`, however the run ends; not if another process has taken it over."""
+    """Write `exit_status.json` at the end of the run, unless another process took the run over."""
     code, error, ours = 0, "", run.accelerator.is_main_process
     said = read_status(run.config.output) or {}
     if run.state.step == run.num_steps and said.get("ended") == "finished":
-        ours = False  # nothing is to be done, and the file says so
+        ours = False  # nothing was done, and the file is still right
     try:
         yield
-        run.heartbeat.at(
-            run.state.step, "end"
-        )  # not after an error: its place is what matters then
+        # Not after an error, whose position is what the supervisor reports.
+        run.heartbeat.at(run.state.step, "end")
         code = ExitCode.REQUEUE if run.ended == "interrupted" else ExitCode.DONE
     except Busy:
         ours = False
@@ -247,7 +247,7 @@ def status_written(run: Run) -> Iterator[None]:
     finally:
         if ours:
             ended = "failed" if error else run.ended
-            # What went wrong is more than that a file about it could not be written.
+            # The original error matters more than a failure to write a file about it.
             with suppress(OSError, Busy) if ended == "failed" else nullcontext():
                 run.writer.close()
                 write_status(

@@ -1,1 +1,1 @@
-"""What `distil bench` needs: the baseline step, measurement, comparison."""
+"""Measure our step and the baseline for `distil bench`, and compare them."""

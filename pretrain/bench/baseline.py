@@ -1,9 +1,9 @@
-"""The usual distillation step, the baseline: as the formulas read, on whole tensors.
+"""Compute the baseline: the distillation step as its formulas read, on whole tensors.
 
-DistilBERT's triple loss (arXiv 1910.01108, section 3) as it is commonly written: both models are
-called as Transformers has them, with padded sequences, a 2-D attention mask and `sdpa` attention;
-the logits of both exist in full at every position; the positions that count are copied out with
-`masked_select`; and each term is read back with `.item()`.
+This is DistilBERT's triple loss (arXiv 1910.01108, section 3) as it is commonly written. Both
+models are called as in Transformers, with padded sequences, a 2-D attention mask and `sdpa`
+attention. The logits of both exist in full at every position, `masked_select` copies the positions
+that count, and `.item()` reads each term back.
 
 Shapes: B sequences, L length, V vocabulary, D width, N selected positions.
 """
@@ -32,7 +32,7 @@ TEMPERATURE = 2.0
 
 
 class Padded(NamedTuple):
-    """Sequences as the usual step takes them, each [B, L] and int64."""
+    """Hold sequences as the baseline takes them, each [B, L] and int64."""
 
     input_ids: Tensor  # corrupted
     attention_mask: Tensor  # 1 at tokens, 0 at padding
@@ -40,22 +40,24 @@ class Padded(NamedTuple):
 
 
 def padded(batch: MicroBatch, *, pad_id: int) -> Padded:
-    """Return the same rows and masks; that is the same work only where no row holds two
-    documents."""
+    """Return the same rows and masks as padded sequences.
+
+    The work is the same only if no row holds two documents.
+    """
     labels = torch.full_like(batch.input_ids, IGNORE).scatter(1, batch.positions, batch.labels)
     return Padded(batch.input_ids, (batch.input_ids != pad_id).long(), labels)
 
 
 @dataclass
-class UsualStep:
-    """Forward and backward pass of one micro-batch; gradients are added to the student's.
+class BaselineStep:
+    """Compute the forward and backward pass of one micro-batch; add gradients to the student's.
 
     Args:
         student, teacher: see `twin`; the teacher is frozen and in eval mode.
         batch: on their device.
-        weights: of the terms, each a mean over its positions; one of weight 0 is not computed.
         kl_positions: "all" tokens but padding, or "masked" ones.
         precision: of the forward pass; its loss scale multiplies the loss.
+        weights: of the terms, each a mean over its positions; one of weight 0 is not computed.
     """
 
     student: MaskedLM
@@ -76,7 +78,7 @@ class UsualStep:
         self.terms = {name: mean.item() for name, mean in means.items()}
 
     def losses(self) -> dict[str, Tensor]:
-        """Return the mean of each term whose weight is above 0, as a graph."""
+        """Return the mean of each term whose weight is above 0, with its graph."""
         input_ids, attention_mask, labels = self.batch
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         inputs |= {"output_hidden_states": True, "return_dict": True}
@@ -105,7 +107,7 @@ class UsualStep:
         return means
 
     def trunk(self) -> Any:
-        """Return what the trunks' forward passes alone leave alive."""
+        """Return the encoders' outputs alone, which keeps all that their graph holds alive."""
         input_ids, attention_mask, _ = self.batch
         hidden = []
         with self.precision.autocast(input_ids.device):
@@ -118,16 +120,15 @@ class UsualStep:
 
 
 def selected(values_BLX: Tensor, mask_BL: Tensor) -> Tensor:
-    """Return the positions of a mask, copied out [N, X]."""
+    """Return a copy of the positions of a mask [N, X]."""
     width = values_BLX.shape[-1]
     return values_BLX.masked_select(mask_BL[:, :, None].expand_as(values_BLX)).view(-1, width)
 
 
 def twin(model: Model) -> Model:
-    """Return the same model around the same parameters, with Transformers' attention and torch's
-    layers.
+    """Return the same model and parameters with Transformers' attention and torch's layers.
 
-    Its configuration and its dropout are its own; weights and their gradients are one.
+    It has its own configuration and dropout; weights and their gradients are shared.
     """
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     other = copy.deepcopy(model, shared)

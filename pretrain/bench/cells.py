@@ -1,6 +1,6 @@
-"""One cell of the table `distil bench` prints: what is made, measured and reported in it.
+"""Measure one cell of the table that `distil bench` prints.
 
-A step that memory does not suffice for is reported as such, and the others are still measured.
+A step that does not fit into memory is reported as such, and the others are still measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from pretrain.bench.baseline import UsualStep, padded, twin
+from pretrain.bench.baseline import BaselineStep, padded, twin
 from pretrain.bench.measure import (
     OurStep,
     Step,
@@ -38,9 +38,9 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class Pair:
-    """What both steps are made of: one set of weights, on a device.
+    """Hold one set of weights on a device, from which both steps are made.
 
-    Our teacher is in the precision of its step, as in a run; the usual one's computes in it under
+    Our teacher is in the precision of its step, as in a run. The baseline's computes in it under
     autocast.
     """
 
@@ -63,7 +63,7 @@ class Pair:
         pad_id: int,
         compiled: bool = False,
     ) -> Pair:
-        """Move both models to the device and make the usual step's twins."""
+        """Move both models to the device and make the baseline's twins."""
         nn.Module.to(student, device)
         nn.Module.to(teacher, device)
         teachers = {}
@@ -74,7 +74,7 @@ class Pair:
         return cls(student, teachers, twin(student), twin(teacher), device, pad_id, compiled)
 
     def ours(self, terms: Sequence[Term], batch: MicroBatch, precision: str) -> OurStep:
-        """Our step on a micro-batch in the host's memory."""
+        """Return our step on a micro-batch in the host's memory."""
         weight = next(self.student.parameters())
         module = Distillation(
             self.student,
@@ -86,11 +86,11 @@ class Pair:
         )
         return OurStep(module, batch.to(self.device), PRECISIONS[precision])
 
-    def usual(self, terms: Sequence[Term], batch: MicroBatch, precision: str) -> UsualStep:
+    def usual(self, terms: Sequence[Term], batch: MicroBatch, precision: str) -> BaselineStep:
         """Return the baseline step on the same data."""
         by_name = {term.name: term for term in terms}
         kl = by_name.get("kl")
-        return UsualStep(
+        return BaselineStep(
             self.usual_student,
             self.usual_teacher,
             padded(batch.to(self.device), pad_id=self.pad_id),
@@ -104,10 +104,10 @@ class Pair:
 def agreement(
     pair: Pair, terms: Sequence[Term], batch: MicroBatch, precision: str
 ) -> dict[str, Any]:
-    """Return how far the two steps are apart.
+    """Return the differences between the two steps.
 
     Raises:
-        NumericalError: further than rounding explains.
+        NumericalError: they are larger than rounding explains.
     """
     ours, usual = pair.ours(terms, batch, precision), pair.usual(terms, batch, precision)
     found = attempt(lambda: check(ours, usual, precision))
@@ -117,7 +117,7 @@ def agreement(
 def rows(
     pair: Pair, terms: Sequence[Term], batch: MicroBatch, precision: str, repeats: int
 ) -> dict[str, Any]:
-    """Both steps on rows of one document each: the gain of head and trunk."""
+    """Measure both steps on rows of one document each: the gain of head and encoder."""
     ours = pair.ours(terms, batch, precision)
     both: dict[str, Step] = {"ours": ours, "usual": pair.usual(terms, batch, precision)}
     taken = {}
@@ -135,7 +135,7 @@ def rows(
             "peak_bytes": taken[name].peak,
             "above_trunk_bytes": taken[name].above_trunk,
         }
-        # The same work for the loss, whatever else a step does.
+        # Both are credited with the same work, that of the loss.
         steps[name]["flops"] = flops(ours, steps[name]["milliseconds"])
     found: dict[str, Any] = {"tokens": batch.num_tokens, "steps": steps, "ratio": None}
     if len(times) == 2:
@@ -152,13 +152,13 @@ def documents(
     precision: str,
     repeats: int,
 ) -> dict[str, Any]:
-    """Return what packing gains, in real tokens a second.
+    """Measure the gain of packing, in real tokens a second.
 
-    `batches` are of one shape: documents "packed" into rows, one document a row and "padded", and
-    rows "full" of one document. Filling promises as many times the tokens a second as packed rows
-    are fuller than padded ones; `kept` is how much of that is reached, against our own step on
-    padded rows (which computes no padding in the head) and against the usual one; and what a
-    position of packed rows costs beside one of full rows.
+    `batches` have one shape: documents "packed" into rows, one document a row and "padded", and
+    rows "full" of one document. Packed rows are fuller than padded ones, and the fill promises as
+    many times the tokens a second. `kept` is the share of that which is reached, compared with our
+    own step on padded rows (which computes no padding in the head) and with the baseline. Compared
+    with full rows, it shows the cost of a position in packed rows.
     """
     steps: dict[str, Step] = {
         f"ours {name}": pair.ours(terms, batch, precision) for name, batch in batches.items()
@@ -188,14 +188,14 @@ def documents(
 
 
 def attempt(work: Callable[[], Result]) -> Result | None:
-    """Return the result, or None where memory did not suffice."""
+    """Return the result, or None if memory ran out."""
     result = None
     try:
         result = work()
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-    if result is None:  # outside the handler: its error holds what the step had
+    if result is None:  # outside the handler, whose error keeps the tensors of the step alive
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The cost model: operations a token of distillation needs, and what matrix products reach."""
+"""Model the cost of distillation: operations a token, and the peak of matrix products."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pretrain.model.encoder import MaskedLM
 def flops_per_token(
     student: MaskedLM, teacher: MaskedLM | None, row_length: int, head_share: float
 ) -> float:
-    """Work the loss needs, a token: the teacher forward, the student forward and backward (x 3).
+    """Return the work of the loss a token: teacher forward, student forward and backward (x 3).
 
-    A layer's forward is 8 D^2 + 4 D F + 4 S D, the head's 2 D^2 + 2 D V at `head_share` of the
+    A layer's forward is 8 D^2 + 4 D F + 4 S D. The head's is 2 D^2 + 2 D V at `head_share` of the
     positions (1 with KL over all tokens, else the masked share).
     """
     total = 0.0
@@ -35,10 +35,10 @@ def flops_per_token(
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """Measure what large matrix products of random numbers reach on the device, in FLOP/s.
+    """Measure the speed of large matrix products of random numbers on the device, in FLOP/s.
 
-    The best of several shapes and of many tries: no one shape is the fastest on every processor,
-    and other work on the machine only slows a product.
+    It is the best of several shapes and many tries: no shape is the fastest on every processor, and
+    other work on the machine only slows a product.
     """
     dtype = PRECISIONS[precision].dtype
     size = 1024 if device.type == "cpu" else 4096
@@ -46,7 +46,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
     for inner in (size, 3 * size):
         a = torch.randn(size, inner, device=device).to(dtype)
         b = torch.randn(inner, size, device=device).to(dtype)
-        # By each library that our layers use.
+        # Time each library that our layers use.
         products: list[Callable[[], Tensor]] = [partial(torch.matmul, a, b)]
         if have_product(a, b):
             products.append(partial(product, a, b.t(), None))

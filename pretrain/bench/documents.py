@@ -1,4 +1,4 @@
-"""Documents of stated lengths, one a sequence with padding, or packed into rows.
+"""Draw documents of given lengths: one a sequence with padding, or packed into rows.
 
 The lengths are drawn from log-normal distributions whose fill of 512-token sequences is that of
 Wikipedia: 0.92 with an article a sequence (cut into pieces of 512), 0.15 with a paragraph.
@@ -22,14 +22,14 @@ Document = NDArray[np.int64]
 
 
 class Layout(NamedTuple):
-    """Lengths of documents in tokens, [CLS] and [SEP] included."""
+    """Describe the lengths of documents in tokens, [CLS] and [SEP] included."""
 
     what: str
     median: float  # of a log-normal distribution
     sigma: float  # of its logarithm
 
     def lengths(self, num: int, length: int, seed: int) -> list[int]:
-        """Of the pieces, of at most `length`, that `num` documents make."""
+        """Return the lengths, at most `length`, of the pieces of `num` documents."""
         draw = np.random.default_rng(seed)
         whole = draw.lognormal(np.log(self.median), self.sigma, num).round().astype(int)
         pieces: list[int] = []
@@ -46,7 +46,7 @@ LAYOUTS = {
 
 
 class SpecialIds(NamedTuple):
-    """Of a vocabulary."""
+    """Hold the special ids of a vocabulary."""
 
     pad: int
     cls: int
@@ -54,7 +54,7 @@ class SpecialIds(NamedTuple):
 
 
 def drawn(lengths: Sequence[int], vocabulary: int, special: SpecialIds) -> list[Document]:
-    """[CLS] words [SEP], the words at random from id 104 on."""
+    """Draw documents: [CLS], random tokens from id 104 on, [SEP]."""
     draw = np.random.default_rng(0)
     documents = []
     for n in lengths:
@@ -65,7 +65,7 @@ def drawn(lengths: Sequence[int], vocabulary: int, special: SpecialIds) -> list[
 
 
 def packed(documents: Sequence[Document], num_rows: int, length: int) -> list[list[Document]]:
-    """Rows of documents: each goes into the first row where it fits, if there is one."""
+    """Pack documents into rows: each goes into the first row with room for it, if any."""
     rows: list[list[Document]] = [[] for _ in range(num_rows)]
     room = [length] * num_rows
     for document in documents:
@@ -77,7 +77,7 @@ def packed(documents: Sequence[Document], num_rows: int, length: int) -> list[li
 
 
 def typical(documents: Sequence[Document], num_rows: int) -> list[list[Document]]:
-    """One document a row: of all neighbours, those whose mean length is nearest to the overall."""
+    """Return neighbours, one a row, whose mean length is nearest to the overall mean."""
     lengths = np.array([len(document) for document in documents])
     sums = np.convolve(lengths, np.ones(num_rows), "valid")
     first = int(np.abs(sums / num_rows - lengths.mean()).argmin())
@@ -87,7 +87,7 @@ def typical(documents: Sequence[Document], num_rows: int) -> list[list[Document]
 def batch(
     rows: Sequence[Sequence[Document]], length: int, masking: Masking, special: SpecialIds
 ) -> MicroBatch:
-    """Rows of documents, padded to `length` and masked."""
+    """Return a micro-batch of rows of documents, padded to `length` and masked."""
     ids = np.full((len(rows), length), special.pad, dtype=np.int64)
     for row, documents in zip(ids, rows, strict=True):
         joined = np.concatenate(documents)

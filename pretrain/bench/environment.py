@@ -1,4 +1,4 @@
-"""What figures were measured on. It names hardware and versions, but no host and no path."""
+"""Describe what figures were measured on: hardware and versions, but no host and no path."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy")
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Return the processor, and the GPU if that is what computes."""
+    """Return the processor, and the GPU if it computes."""
     processor = platform.processor() or platform.machine()
-    with suppress(OSError):  # Linux says more
+    with suppress(OSError):  # Linux names the model
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         names = [line.partition(":")[2] for line in text.splitlines() if "model name" in line]
         processor = names[0].strip() if names else platform.machine()
@@ -37,7 +37,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and the packages that matter; None for one that is not there."""
+    """Return the versions of Python and of packages; None for one that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in _PACKAGES:
         try:
@@ -48,8 +48,10 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Return the commit this code is at, with a `+` if there are changes; None outside a git
-    checkout."""
+    """Return the commit of this code; None outside a git checkout.
+
+    A `+` follows it if there are changes.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

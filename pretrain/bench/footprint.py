@@ -1,9 +1,9 @@
-"""What a training step costs, counted exactly: operations, bytes moved, bytes alive.
+"""Count exactly what a training step costs: operations, bytes moved, bytes alive.
 
-A `Counter` sees every operator that torch dispatches, backward passes included; unlike timings its
-numbers are the same everywhere. Under `shapes_only` tensors have no memory, and BERT-base at
-64 x 512 takes seconds. It has the device's autocast, which torch's `meta` device has not.
-Not seen: what a kernel uses inside itself, the allocator's rounding, Triton's kernels.
+A `Counter` sees every operator that torch dispatches, also in backward passes. Unlike timings the
+counts are the same on every machine. Under `shapes_only` tensors have no memory, and BERT-base at
+64 x 512 takes seconds. It has the device's autocast, which torch's `meta` device lacks. It does not
+see the memory inside a kernel, the allocator's rounding, and Triton's kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pretrain.model.encoder import projection
 aten = torch.ops.aten
 Module = TypeVar("Module", bound=nn.Module)
 
-# torch's own formulas (a multiplication and an addition are two), and for operators it leaves out.
+# torch's formulas (a multiplication and an addition are two), also for operators without one.
 _LIKE = {
     aten.addmm_: aten.addmm,
     aten.baddbmm_: aten.baddbmm,
@@ -45,16 +45,20 @@ if torch.backends.mkldnn.is_available():
     _FLOPS[torch.ops.mkldnn._linear_pointwise] = lambda input, weight, *_, **__: (
         2 * input.numel() * weight.shape[0]
     )
-_DEVICE = torch.ops.prim.device.default  # what shapes are asked every second time
-_WHOLE: set[Any] = set()  # operators known to be no composition of others
+_DEVICE = torch.ops.prim.device.default  # every second call on shapes; it has no cost
+_WHOLE: set[Any] = set()  # operators that do not decompose into others
 _ALLOCATE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
-_OVERWRITE = {aten.copy_, aten.fill_, aten.zero_}  # write to their first argument without a look
+_OVERWRITE = {
+    aten.copy_,
+    aten.fill_,
+    aten.zero_,
+}  # they do not read what they write
 _PICK = {aten.gather, aten.index, aten.index_select, aten.embedding}
 _PLACE = {aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_put_, aten.index_copy_}
 
 
 class Footprint(NamedTuple):
-    """Counts of a piece of work."""
+    """Hold the counts of a piece of work."""
 
     flops: int  # of matrix products and attention
     bytes: int  # every operator's inputs read once and its outputs written once
@@ -63,9 +67,9 @@ class Footprint(NamedTuple):
 
 
 class Counter(TorchDispatchMode):
-    """Counts what is done `with Counter() as counter:`, up to reading `counter.footprint`.
+    """Count what is done `with Counter() as counter:`, up to reading `counter.footprint`.
 
-    Memory is alive from the operator that returns it until its last tensor, or view, is gone.
+    Memory is alive from the operator that returns it until its last tensor or view is freed.
     """
 
     def __init__(self) -> None:
@@ -127,7 +131,7 @@ class Counter(TorchDispatchMode):
 
 
 class _HostValues(TorchDispatchMode):
-    """Under a mode of shapes, what is computed from tensors with values has values."""
+    """Compute real values from tensors with values, under a mode that has shapes only."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -141,10 +145,10 @@ class _HostValues(TorchDispatchMode):
 
 @contextmanager
 def shapes_only(module: Module, device: str = "cpu") -> Iterator[Module]:
-    """Yields a copy of a module without values; all tensors made inside are shapes on `device`.
+    """Yield a copy of a module without values; all tensors made inside are shapes on `device`.
 
-    What was compiled, or Triton's, runs in plain torch. Tensors from outside keep their values, and
-    so does what is computed from them alone. "cuda" needs a GPU, though none of its memory.
+    Compiled code and Triton's kernels are replaced by plain torch. Tensors from outside keep their
+    values, and so do results computed from them alone. "cuda" needs a GPU, but none of its memory.
     """
     teacher = getattr(module, "teacher", None)  # no submodule of Distillation
     modules: list[nn.Module] = [module, *([teacher] if isinstance(teacher, nn.Module) else [])]
@@ -172,15 +176,16 @@ def of_micro_step(
     masked: float = 0.15,
     device: str = "cpu",
 ) -> Footprint:
-    """Forward and backward of one micro-batch without padding.
+    """Count the forward and backward pass of one micro-batch without padding.
 
-    The peak includes the batch and the gradients of all parameters, weights it does not.
+    The peak includes the batch and the gradients of all parameters, but not the weights.
 
     Args:
-        module: what is trained, on any device; it is not changed.
+        module: the module to train, on any device; it is not changed.
         batch_size, row_length: rows, and tokens of each.
         autocast: the half precision, or None.
-        segments, masked: documents of a row, all as long; the share of tokens that is predicted.
+        segments: documents of a row, all of the same length.
+        masked: the share of tokens that is predicted.
         device: where it would run, "cpu" or "cuda"; see `shapes_only`.
     """
     B, L, K = batch_size, row_length, max(1, round(masked * row_length))
@@ -205,10 +210,10 @@ def of_head(
     masked: float = 0.15,
     device: str = "cpu",
 ) -> Footprint:
-    """Return the vocabulary head and its losses alone: what a step needs above its trunks.
+    """Count the LM head and its losses alone: what a step needs above its encoders.
 
-    The arguments are those of `of_micro_step`. Inputs (hidden states and embeddings) are not in the
-    peak; the gradients of the student's are.
+    The arguments are those of `of_micro_step`. The peak includes the gradients of the student's
+    inputs (hidden states and embeddings), but not the inputs themselves.
     """
     tokens, slots = batch_size * row_length, batch_size * max(1, round(masked * row_length))
     terms = module.vocabulary_terms

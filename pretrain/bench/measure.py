@@ -1,7 +1,7 @@
-"""Our micro-step beside the usual one: the same function first, then time and memory.
+"""Compare our micro-step with the baseline: first their values, then time and memory.
 
 Both steps take the same weights, rows and masks. With dropout 0 their loss terms and gradients must
-agree; then they are timed in turn in one process, with dropout, forward and backward.
+agree. Then they are timed in turn in one process, with dropout, forward and backward.
 
 Shapes: T terms.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain import NumericalError
-from pretrain.bench.baseline import UsualStep
+from pretrain.bench.baseline import BaselineStep
 from pretrain.bench.cost import flops_per_token
 from pretrain.bench.footprint import Counter
 from pretrain.device.precision import PRECISIONS, Precision
@@ -30,7 +30,7 @@ from pretrain.model.encoder import MaskedLM
 
 @dataclass
 class OurStep:
-    """The micro-step of `pretrain.train`, with the micro-batch's own counts.
+    """Compute the micro-step of `pretrain.train`, with the counts of its own micro-batch.
 
     Args:
         module: student, teacher and terms.
@@ -65,37 +65,37 @@ class OurStep:
         (loss * (self.precision.loss_scale / self.batch.num_tokens)).backward()
 
     def trunk(self) -> Any:
-        """Return what the trunks' forward passes alone leave alive."""
+        """Return the encoders' outputs alone, which keeps all that their graph holds alive."""
         with self.precision.autocast(self.batch.input_ids.device):
             return self.module.trunks(self.batch.input_ids, self.batch.cu_seqlens)
 
     @property
     def terms(self) -> dict[str, float]:
-        """Means of the last call."""
+        """Return the mean of each term in the last call."""
         assert self._sums_T is not None
         sums = zip(self.module.terms, self._sums_T.tolist(), self._counts, strict=True)
         return {term.name: total / count for term, total, count in sums}
 
 
-Step = OurStep | UsualStep
+Step = OurStep | BaselineStep
 
 
 class Agreement(NamedTuple):
-    """How far two steps are apart with dropout 0."""
+    """Hold the differences of two steps with dropout 0."""
 
     term: float  # the largest relative difference of a loss term
     gradient: float  # the largest difference of a gradient, see `compare`
 
 
 class Memory(NamedTuple):
-    """Of one step, in bytes."""
+    """Hold the memory of one step in bytes."""
 
     peak: int  # weights of both models, activations, gradients; no optimizer state
-    above_trunk: int  # above weights and what the trunks' forward passes leave alive
+    above_trunk: int  # above weights and what the encoders' forward passes leave alive
 
 
 def check(ours: Step, usual: Step, precision: str) -> Agreement:
-    """`compare`, and raise NumericalError where the two are not the same function."""
+    """Compare two steps, and raise NumericalError if they are not the same function."""
     found = compare(ours, usual, precision)
     for what, error, limit in zip(
         found._fields, found, PRECISIONS[precision].tolerances, strict=True
@@ -109,13 +109,13 @@ def check(ours: Step, usual: Step, precision: str) -> Agreement:
 
 
 def compare(ours: Step, usual: Step, precision: str) -> Agreement:
-    """Make both steps with dropout 0 and hold their terms and gradients against one another.
+    """Make both steps with dropout 0 and return the differences of their terms and gradients.
 
-    A term's difference is relative to the sum of terms: the KL of a student that is near its
-    teacher is the difference of numbers as good as equal. In fp32 each parameter counts for itself,
-    its gradient's largest difference relative to its largest entry; in half precision the
-    gradient's is the norm of the difference relative to the norm, over all parameters.
-    `k_lin.bias` does not count in fp32: softmax ignores it, so its true gradient is 0.
+    The difference of a term is relative to the sum of terms: the KL of a student that is near its
+    teacher is the difference of nearly equal numbers. In fp32 each parameter counts for itself: the
+    largest difference of its gradient, relative to its largest entry. In half precision it is the
+    norm of the difference relative to the norm, over all parameters. `k_lin.bias` does not count in
+    fp32: softmax ignores it, so its true gradient is 0.
     """
     with without_dropout(ours.student, usual.student):
         gradients = [gradient(step) for step in (ours, usual)]
@@ -154,7 +154,7 @@ def gradient(step: Step) -> dict[str, Tensor]:
 def timings(
     steps: Mapping[str, Step], repeats: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Milliseconds of each step, in turn `repeats` times after one round that warms up."""
+    """Return the milliseconds of each step, in turn `repeats` times after one warm-up round."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):
         for name, step in steps.items():
@@ -168,7 +168,7 @@ def timings(
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds; on a GPU by its own clock, which does not see the wait for it."""
+    """Return the milliseconds of a call; on a GPU by its own clock, without the wait for it."""
     if device.type != "cuda":
         begin = time.perf_counter()
         work()
@@ -188,8 +188,7 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 
 
 def memory(step: Step, device: torch.device) -> Memory:
-    """Return what a step takes at its highest. Weights are counted once, whoever else shares
-    them."""
+    """Return the peak memory of a step. Shared weights are counted once."""
     step.student.zero_grad(set_to_none=True)
     models = [model for model in (step.student, step.teacher) if model is not None]
     tensors = {id(t): t for m in models for t in chain(m.parameters(), m.buffers())}
@@ -201,7 +200,7 @@ def memory(step: Step, device: torch.device) -> Memory:
 
 
 def _allocated(work: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """(bytes at most, bytes left while the result is held), above what was there before."""
+    """Return (peak bytes, bytes left while the result is held), both above the bytes before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -218,7 +217,7 @@ def _allocated(work: Callable[[], object], device: torch.device) -> tuple[int, i
 
 
 def flops(step: OurStep, milliseconds: float) -> float:
-    """FLOP/s that go into work the loss needs; for rows of one document."""
+    """Return the FLOP/s of the work that the loss needs, for rows of one document."""
     everywhere = any(t.over == "tokens" for t in step.module.vocabulary_terms)
     share = 1.0 if everywhere else step.batch.num_masked / step.batch.num_tokens
     work = flops_per_token(step.student, step.teacher, step.batch.input_ids.shape[1], share)
@@ -227,7 +226,7 @@ def flops(step: OurStep, milliseconds: float) -> float:
 
 @contextmanager
 def without_dropout(*models: nn.Module) -> Iterator[None]:
-    """Dropout 0 for a while, that of attention included."""
+    """Set dropout to 0 inside the block, also in attention."""
     layers = [m for model in models for m in model.modules() if isinstance(m, nn.Dropout)]
     before = [layer.p for layer in layers]
     for layer in layers:

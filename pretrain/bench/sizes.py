@@ -1,4 +1,4 @@
-"""How large the models and rows are: BERT-base and its student, or tiny ones to rehearse with."""
+"""Define the sizes of models and rows: BERT-base and its student, or tiny ones to rehearse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """BERT-base as the teacher, half its layers as the student; `rows` is the micro-batch."""
+    """Hold the sizes; the student has half the layers, `rows` is the micro-batch."""
 
     width: int = 768
     layers: int = 12
@@ -16,9 +16,9 @@ class Sizes:
     rows: int = 64
     fewer_rows: tuple[int, ...] = (8, 32)
     repeats: int = 10
-    matmul: int = 8192  # of the ceilings: a square product
+    matmul: int = 8192  # side of a square product, for the peak
     copied: int = 1 << 32  # bytes
-    head_positions: int = 4200  # of the gate: the last chunk is not full
+    head_positions: int = 4200  # of the comparison of heads; the last chunk is not full
 
 
 TINY = Sizes(

@@ -1,8 +1,8 @@
-"""The models and rows that are measured.
+"""Build the models and rows to measure.
 
-Weights and rows are drawn, not read: nothing that is timed depends on what the words mean. Rows
-hold one document each, of full length, so that padded sequences and packed rows are the same work;
-what packing gains comes on top.
+Weights and rows are drawn, not read: timings do not depend on the meaning of the text. Rows hold
+one document each, of full length, so that padded sequences and packed rows are the same work. The
+gain of packing comes on top.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 from pretrain.bench.sizes import Sizes
 from pretrain.data.masking import Masking
 from pretrain.kernels.attention import IMPLEMENTATION
+from pretrain.model.distillation import MicroBatch, micro_batch
 
 PAD, CLS, SEP, MASK = 0, 101, 102, 103
 _SPECIAL = (PAD, 100, CLS, SEP, MASK)
 
 
 def models(sizes: Sizes, *, dropout: float = 0.1) -> tuple[DistilBertForMaskedLM, BertForMaskedLM]:
-    """(student in training mode, frozen teacher in eval mode), both in fp32 on the CPU."""
+    """Return the student in training mode and the frozen teacher, both in fp32 on the CPU."""
     width, heads = sizes.width, max(1, sizes.width // 64)
     torch.manual_seed(0)
     teacher = BertForMaskedLM(
@@ -49,7 +50,7 @@ def models(sizes: Sizes, *, dropout: float = 0.1) -> tuple[DistilBertForMaskedLM
             attn_implementation=IMPLEMENTATION,
         )
     )
-    # Logits of a deviation of about 2, so that a divergence is not lost in its rounding.
+    # Scale logits to a deviation of about 2, so that the divergence is larger than its rounding.
     with torch.no_grad():
         for weight in (student.vocab_projector.weight, teacher.cls.predictions.decoder.weight):
             weight.mul_(2 / (weight.std() * weight.shape[1] ** 0.5))
@@ -58,12 +59,12 @@ def models(sizes: Sizes, *, dropout: float = 0.1) -> tuple[DistilBertForMaskedLM
 
 @cache
 def masking(sizes: Sizes) -> Masking:
-    """DistilBERT's."""
+    """Return DistilBERT's masking."""
     return Masking(0.15, _SPECIAL, mask_id=MASK, vocab_size=sizes.vocabulary, seed=0)
 
 
 def ids(sizes: Sizes, num_rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Rows of one document each [B, L], int64."""
+    """Return rows of one document each [B, L], int64."""
     words = np.random.default_rng(0).integers(MASK + 1, sizes.vocabulary, (num_rows, sizes.length))
     words[:, 0], words[:, -1] = CLS, SEP
     return words

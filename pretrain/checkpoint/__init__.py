@@ -1,15 +1,16 @@
-"""Checkpoints: whole or not there. Safetensors and JSON only; nothing that executes on loading.
+"""Write and read checkpoints: each is whole or absent, and loading one executes nothing.
 
     checkpoints/step-00000500/
         student/               a Hugging Face folder that loads at any moment
-        optimizer.safetensors  AdamW's moments, by parameter name
+        optimizer.safetensors  AdamW's state, by parameter name
         state.json             step, configuration, data digest, teacher, fp16 scale
-        manifest.json          size and sha256 of every file, itself hashed
-    checkpoints/latest, best   names of the newest and of the lowest held-out loss: for people, and
-                               for readers, who compare `latest` before and after a listing
+        manifest.json          size and sha256 of every file, and its own hash
+    checkpoints/latest, best   names of the newest one and of the one with the lowest validation
+                               loss: for people, and for readers, who compare `latest` before and
+                               after a listing
 
-Written in the background to a temporary folder, flushed, hashed, renamed; only then is an old one
-removed. Whoever writes holds the lock of the run's folder.
+A thread writes to a temporary folder, flushes, hashes and renames it. Only then is an old one
+removed. The writer holds the lock of the run's folder.
 """
 
 from pretrain.checkpoint.reading import Saved, check_optimizer, newest, read_newest, verify

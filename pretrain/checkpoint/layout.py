@@ -1,4 +1,4 @@
-"""Where the parts of a checkpoint lie, and the manifest that seals them."""
+"""Name the parts of a checkpoint, list checkpoints, and write the manifest."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2  # 1 had no skipped rows in its state
+FORMAT = 2  # format 1 had no skipped rows
 STUDENT = "student"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 LATEST = "latest"  # the newest checkpoint's name; replaced before an older one is removed
-# AdamW's state, behind the parameter's name and a slash: a counter, and tensors of its shape.
+# AdamW's state of a parameter, named `parameter/state`: a counter, and tensors of its shape.
 STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 
 
@@ -26,11 +26,12 @@ def folder_name(step: int) -> str:
 
 
 def checkpoints(root: Path) -> dict[int, Path]:
-    """Return the committed folders by step, newest first: by number, for modification times lie.
+    """Return the committed folders by step, newest first.
 
-    A listing that a save overtakes may show neither the folder that came nor the one that went. The
-    writer replaces the pointer between the two, so a listing is complete if the pointer is the same
-    before and after it; else it is taken again.
+    The number in the name decides, because modification times are unreliable. A listing during a
+    save may show neither the new folder nor the removed one. The writer replaces the pointer
+    between the two, so a listing is complete if the pointer is the same before and after it; else
+    it is repeated.
     """
     while True:
         before = _pointer(root)
@@ -45,7 +46,7 @@ def checkpoints(root: Path) -> dict[int, Path]:
 
 
 def _pointer(root: Path) -> tuple[int, int, bytes] | None:
-    """Return what changes whenever the pointer is replaced, even by the same text."""
+    """Return a value that changes whenever the pointer is replaced, even by the same text."""
     try:
         with (root / LATEST).open("rb") as file:
             status = os.fstat(file.fileno())
@@ -55,11 +56,11 @@ def _pointer(root: Path) -> tuple[int, int, bytes] | None:
 
 
 def manifest_bytes(values: dict[str, Any]) -> bytes:
-    """manifest.json of these values, with its own hash; there is one way to write it."""
+    """Return the content of manifest.json, which includes its own hash."""
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     return as_json({**values, "sha256": digest})
 
 
 def as_json(value: object) -> bytes:
-    """Indented, keys in order, one newline at the end."""
+    """Return indented JSON with sorted keys and one newline at the end."""
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from: the newest of which every byte is as it was written."""
+"""Find and verify the checkpoint that a run continues from."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from pretrain.checkpoint.layout import (
 )
 
 Result = TypeVar("Result")
-_ATTEMPTS = 20  # to read a checkpoint before its run removes it
+_ATTEMPTS = 20  # reads of a checkpoint that its run removes meanwhile
 
 
 class Saved(NamedTuple):
-    """A checkpoint that was found and verified."""
+    """Hold a verified checkpoint."""
 
     step: int
     folder: Path
     state: dict[str, Any]
 
     def optimizer(self) -> dict[str, Tensor]:
-        """Return the optimizer's tensors by name; `check_optimizer` says whether they fit."""
+        """Return the optimizer state by name; `check_optimizer` checks that it fits."""
         try:
             return load_file(self.folder / OPTIMIZER)
         except (SafetensorError, OSError) as error:
@@ -50,17 +50,17 @@ class Saved(NamedTuple):
 
 
 class DamagedError(ValueError):
-    """A checkpoint is not what was written; the message says what differs."""
+    """Report that a checkpoint differs from what was written, and where."""
 
 
 def newest(root: Path, warn: Callable[[str], None]) -> Saved | None:
-    """Return the newest checkpoint that verifies; `warn` is told of each that was skipped, and why.
+    """Return the newest checkpoint that verifies; `warn` of each that was skipped, and why.
 
     Raises:
-        RunError: there are checkpoints and none verifies, or one is of another version.
+        RunError: no checkpoint verifies, or one is of another version.
     """
     skipped: set[Path] = set()
-    # Listed anew each time: a run that goes on may remove one while it is read here.
+    # List again each time: a running training may remove one while it is read here.
     while left := [item for item in checkpoints(root).items() if item[1] not in skipped]:
         step, folder = left[0]
         try:
@@ -79,10 +79,10 @@ def newest(root: Path, warn: Callable[[str], None]) -> Saved | None:
 def read_newest(
     root: Path, read: Callable[[Path], Result], warn: Callable[[str], None]
 ) -> tuple[Saved, Result] | None:
-    """Return the newest checkpoint that verifies and what `read` makes of its folder.
+    """Return the newest checkpoint that verifies and the result of `read` on its folder.
 
-    A run removes old checkpoints while others read them: then the newest is read in its place, and
-    `warn` is told.
+    A run may remove a checkpoint while it is read here. Then the newest is read instead, with a
+    warning.
 
     Raises:
         RunError: as `newest`, or the run removes checkpoints faster than they are read.
@@ -93,7 +93,7 @@ def read_newest(
             return None
         try:
             result = read(saved.folder)
-            if saved.folder.exists():  # else part of it may have been missing
+            if saved.folder.exists():  # else some files may have been missing
                 return saved, result
         except Exception:
             if saved.folder.exists():
@@ -106,7 +106,7 @@ def read_newest(
 
 
 def verify(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint, or None.
+    """Return the fault of a checkpoint, or None.
 
     Raises:
         RunError: it is whole, but of another version.
@@ -119,15 +119,15 @@ def verify(folder: Path) -> str | None:
 
 
 def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
-    """state.json of a checkpoint of which all files are there, in size and in content.
+    """Verify all files of a checkpoint, and return the content of its state.json.
 
     Args:
         folder: the checkpoint.
         every_byte: hash all files; else only manifest and state, which takes no time.
 
     Raises:
-        DamagedError: a file is missing, altered or too many.
-        RunError: it is whole, but of another version.
+        DamagedError: a file is missing, altered or foreign.
+        RunError: the checkpoint is whole, but of another version.
     """
     try:
         if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
@@ -173,10 +173,10 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
 
 
 def check_optimizer(tensors: Mapping[str, Tensor], student: nn.Module) -> None:
-    """Hold AdamW's state against the student it is for.
+    """Check that AdamW's state fits the student.
 
-    Each parameter has all of its moments or none (AdamW makes them with the first gradient), all in
-    fp32 and of its shape, the step counter a scalar.
+    Each parameter has all of its tensors or none (AdamW makes them with the first gradient). All
+    are in fp32 and of the parameter's shape; the step counter is a scalar.
 
     Raises:
         RunError: naming the first tensor that does not fit.

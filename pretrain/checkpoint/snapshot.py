@@ -1,4 +1,4 @@
-"""Tensors that training goes on changing, copied to host memory so that they can be written."""
+"""Copy tensors to host memory, so that they can be written while training changes them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 
 
 class Snapshot:
-    """Host copies of named tensors; their memory is used again by the next `take`."""
+    """Hold host copies of named tensors; the next `take` reuses their memory."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
-        """Copy all; if `tied`, names of one tensor get one copy, else each its own.
+        """Copy all tensors, and overwrite what the last call returned.
 
-        What it returned before is overwritten.
+        If `tied`, several names of one tensor share a copy; else each name has its own.
         """
         owners: dict[object, str] = {}
         copies: dict[str, Tensor] = {}
@@ -46,10 +46,10 @@ class Snapshot:
 
 
 def complete(weights: Mapping[str, Tensor], student: PreTrainedModel) -> dict[str, Tensor]:
-    """`weights` under all names of the student's state dict, tied ones once more.
+    """Return `weights` under all names of the student's state dict, including tied ones.
 
     Raises:
-        KeyError: a parameter is not among them, or one of them is no parameter.
+        KeyError: a parameter is missing from `weights`, or one of them is no parameter.
     """
     own = student.state_dict()
     by_place = {own[name].data_ptr(): tensor for name, tensor in weights.items()}
@@ -61,6 +61,6 @@ def complete(weights: Mapping[str, Tensor], student: PreTrainedModel) -> dict[st
 
 
 def without_weights(student: PreTrainedModel) -> PreTrainedModel:
-    """Return the same model on no device: it knows how to write weights, and has none to write."""
+    """Return the same model on no device: it can write weights, and has none of its own."""
     with torch.device("meta"):
         return type(student)(copy.deepcopy(student.config))

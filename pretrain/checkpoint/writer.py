@@ -1,4 +1,4 @@
-"""Saving while training goes on: copied at once, written by a thread, one at a time."""
+"""Save while training continues: copy at once, write in a thread, one save at a time."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pretrain.checkpoint.writing import Contents, commit, tidy
 
 
 class Writer:
-    """Writes the checkpoints of one run; the caller holds the lock of the run's folder.
+    """Write the checkpoints of one run; the caller holds the lock of the run's folder.
 
     Args:
-        root: the folder of checkpoints, made by the first save.
-        tokenizer: the files that go beside the student's weights, by name.
-        keep: how many of the newest stay, beside the best.
-        phase: is told what the writer is at, from its thread.
-        fence: called just before a checkpoint takes its name; raises if the run was taken over.
-        warn: is told in one line, from the thread, of a save that failed.
+        root: the folder of checkpoints; the first save makes it.
+        tokenizer: the files next to the student's weights, by name.
+        keep: the number of newest checkpoints that stay, next to the best.
+        phase: called from the thread with the name of each part of a save.
+        fence: called just before a checkpoint gets its name; raises if the run was taken over.
+        warn: called from the thread with one line about a save that failed.
     """
 
     def __init__(
@@ -61,26 +61,26 @@ class Writer:
     ) -> float:
         """Copy all that a checkpoint of `step` needs, and let the thread write it.
 
-        A save that is still being written is waited for first. One that fails costs a warning: the
-        checkpoint before it stays, and the next save tries again.
+        A save in flight is waited for first. One that fails gives a warning: the checkpoint before
+        it stays, and the next save tries again.
 
         Args:
             step: optimizer steps done.
             student: the model; its own weights are read only if `weights` is None.
             weights: the full fp32 parameters by name.
-            optimizer: AdamW's state as `parameter name/moment`.
+            optimizer: AdamW's state by `parameter/state`.
             state: all else, for JSON; `evaluation` and `evaluation_step` decide which is the best.
             wait: return only when it is committed.
 
         Returns:
-            The seconds that the caller was held up.
+            The seconds that the caller waited.
 
         Raises:
-            OSError: it was not written, with `wait`.
-            Exception: what the fence raised in the save before this one, or in this with `wait`.
+            OSError: with `wait`, it was not written.
+            Exception: the fence raised it in the save before this one, or in this one with `wait`.
         """
         start = time.perf_counter()
-        with suppress(OSError):  # which was told
+        with suppress(OSError):  # the thread has warned of it
             self.finish()
         if self._model is None:
             self._model = without_weights(student)
@@ -103,17 +103,17 @@ class Writer:
 
         Raises:
             OSError: it was not written.
-            Exception: what the fence raised.
+            Exception: the fence raised it.
         """
         if self._flight is not None:
             try:
                 self._flight.result()
             finally:
-                if self._flight.done():  # not, if a signal's handler raised
+                if self._flight.done():  # a signal handler may have raised during the wait
                     self._flight = None
 
     def close(self) -> None:
-        """`finish`, and let the thread end."""
+        """Wait for the save in flight, and end the thread."""
         try:
             self.finish()
         finally:

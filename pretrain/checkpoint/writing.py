@@ -1,4 +1,4 @@
-"""The order in which a checkpoint comes to be on disk, so that no crash leaves half of one."""
+"""Write a checkpoint to disk in an order that leaves no half of one after a crash."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TEMPORARY = ".tmp-"
 
 @dataclass(frozen=True)
 class Contents:
-    """All of a checkpoint, in memory that nobody else writes to."""
+    """Hold all of a checkpoint, in memory that nothing else writes to."""
 
     step: int
     model: PreTrainedModel  # without weights
@@ -46,7 +46,7 @@ class Contents:
 
     @property
     def num_bytes(self) -> int:
-        """Return what it takes on disk, nearly."""
+        """Return the approximate size on disk."""
         tensors = {t.data_ptr(): t for t in [*self.weights.values(), *self.optimizer.values()]}
         files = [self.state, *self.tokenizer.values()]
         return sum(t.nbytes for t in tensors.values()) + sum(map(len, files))
@@ -55,12 +55,12 @@ class Contents:
 def commit(
     root: Path, contents: Contents, *, phase: Callable[[str], None], fence: Callable[[], None]
 ) -> None:
-    """Write a checkpoint beside its place, flush it, and rename it there.
+    """Write a checkpoint to a temporary folder, flush it, and rename it.
 
-    One that is there and verifies stays: a run is repeatable.
+    An existing one that verifies stays, because a run is repeatable.
 
     Raises:
-        OSError: it could not be written; what was there before is untouched.
+        OSError: it could not be written; older checkpoints are untouched.
     """
     final = root / folder_name(contents.step)
     if final.exists() and verify(final) is None:
@@ -69,16 +69,16 @@ def commit(
         if not root.exists():
             root.mkdir(parents=True)
             sync(root.parent)
-        for leftover in root.glob(f"{_TEMPORARY}*"):  # of processes that are no more
+        for leftover in root.glob(f"{_TEMPORARY}*"):  # of processes that have ended
             shutil.rmtree(leftover, ignore_errors=True)
-    # A name of its own: a process that was taken for dead and is not may still write to another.
+    # A unique name: a process that was wrongly taken for dead may still write to its own.
     temporary = root / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
     try:
         _fill(temporary, contents, phase)
         fence()
         phase("save:rename")
         with writing_to(final):
-            if final.exists():  # one that does not verify
+            if final.exists():  # it does not verify
                 remove(final)
             temporary.rename(final)
             sync(root)
@@ -94,10 +94,10 @@ def _fill(folder: Path, contents: Contents, phase: Callable[[str], None]) -> Non
         student.mkdir(parents=True)
         for name, data in contents.tokenizer.items():
             (student / name).write_bytes(data)
-        # After the tokenizer, none of whose files can then replace a weight.
+        # Weights come last, so that no file of the tokenizer can replace one.
         contents.model.save_pretrained(student, state_dict=dict(contents.weights))
         for path in student.iterdir():
-            # safetensors writes for the owner alone; a checkpoint is for all who may read the run.
+            # safetensors writes files that only the owner can read. Use the mode of the rest.
             shutil.copymode(student / "config.json", path)
             sync(path)
     phase("save:optimizer")
@@ -128,11 +128,11 @@ def _put(path: Path, data: bytes) -> None:
 
 
 def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> None:
-    """After `step` was committed: write the pointers, then remove what is neither new nor best.
+    """Write the pointers after `step` was committed, then remove what is neither new nor best.
 
-    Of the checkpoints up to this step the newest `keep` stay, and the one with the lowest held-out
-    loss. Later ones did not verify when the run was resumed; each is replaced when its step comes.
-    What is damaged or of another version is neither counted nor removed.
+    Of the checkpoints up to this step the newest `keep` stay, and the one with the lowest
+    validation loss. Later ones did not verify when the run was resumed; each is replaced at its
+    step. Checkpoints that are damaged or of another version are neither counted nor removed.
 
     Raises:
         OSError: a pointer was not written or a folder not removed; all checkpoints are whole.
@@ -147,14 +147,15 @@ def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> N
                 # A checkpoint carries the newest figures, which may be those of an earlier step.
                 own = state.get("evaluation_step") == state["step"]
                 losses[folder] = loss if own and math.isfinite(loss) else math.inf
-    best = min(reversed(losses), key=losses.__getitem__, default=None)  # of two the older
+    # Oldest first: of two equal losses the older checkpoint is the best.
+    best = min(reversed(losses), key=losses.__getitem__, default=None)
     if best is not None and losses[best] == math.inf:
         best = None
     try:
         replace_text(root / LATEST, f"{folder_name(step)}\n")
         if best is not None:
             replace_text(root / "best", f"{best.name}\n")
-    finally:  # a disk too full for a pointer needs this all the more
+    finally:  # on a full disk the pointer fails, and removing makes space
         phase("save:rotate")
         with writing_to(root):
             for folder in list(losses)[keep:]:
@@ -164,7 +165,7 @@ def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> N
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, never leaving half of it under its name."""
+    """Remove a checkpoint, and never leave half of it under its name."""
     doomed = folder.with_name(f"{_TEMPORARY}removed-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)

@@ -1,1 +1,1 @@
-"""What the hardware offers: precision, kernels, memory, micro-batch size."""
+"""Match a run to its hardware: precision, kernels, memory, micro-batch size."""

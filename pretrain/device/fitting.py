@@ -1,4 +1,4 @@
-"""The largest micro-batch within a budget of memory, found with few measurements. No torch here."""
+"""Find the largest micro-batch within a memory budget, with few measurements and without torch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from pretrain.device.memory import out_of_memory
 
 
 class Found(NamedTuple):
-    """A micro-batch that fits."""
+    """Hold a micro-batch that fits."""
 
     rows: int
-    used: float  # bytes, of those that there are
+    used: float  # bytes
 
 
 def sizes(share: int, most: int | None = None) -> list[int]:
-    """Return the micro-batches that a rank's `share` of a step can be made of, ascending."""
+    """Return the possible micro-batch sizes, ascending: the divisors of a rank's `share`."""
     return [n for n in range(1, min(share, most or share) + 1) if share % n == 0]
 
 
 def largest(
     sizes: Sequence[int], measure: Callable[[int], float], budget: float, *, multiple: int = 1
 ) -> Found | None:
-    """Return the largest of `sizes` whose memory is within the budget; None if not even the
-    smallest is.
+    """Return the largest of `sizes` whose memory is within the budget, or None.
 
-    Memory is taken to grow with the rows in nearly a straight line, so few sizes are measured: the
-    two smallest, then where the line through the last two reaches the budget.
+    Memory grows with the rows in nearly a straight line. So few sizes are measured: the two
+    smallest, then the one where the line through the last two reaches the budget.
 
     Args:
         sizes: ascending.
-        measure: rows -> bytes; an out-of-memory error says that they do not fit.
+        measure: rows -> bytes; an out-of-memory error means that they do not fit.
         budget: bytes.
         multiple: a multiple of this is taken instead if it is at least 3/4 as large.
     """
@@ -60,24 +59,26 @@ def largest(
 def _next(
     between: Sequence[int], fits: Sequence[Found], beyond: Sequence[Found], budget: float
 ) -> int | None:
-    """Return which of the sizes `between` the largest that fits and one that does not to measure
-    next."""
+    """Return the index of the size to measure next, or None.
+
+    The sizes `between` lie above the largest that fits and below the smallest that does not.
+    """
     if not between or not fits:
         return None
     points = [*fits, *(point for point in beyond if point.used < math.inf)][-2:]
     if len(points) == 1 and not beyond:
-        return 0  # a second point
+        return 0  # a line needs a second point
     if len(points) == 2:
         reached = [i for i, n in enumerate(between) if _line(points, n) <= budget]
         if not reached:
             return None
         if not (beyond and len(reached) == len(between)):
             return reached[-1]
-    return len(between) // 2  # the line was wrong
+    return len(between) // 2  # the line was wrong: halve the interval
 
 
 def _line(points: Sequence[Found], rows: int) -> float:
-    """Bytes of so many rows, on the line through the last two points."""
+    """Return the bytes of so many rows, on the line through the last two points."""
     if len(points) == 1:
         return points[0].used
     (x, y), (x2, y2) = points[-2:]
@@ -85,7 +86,7 @@ def _line(points: Sequence[Found], rows: int) -> float:
 
 
 def measured(measure: Callable[[int], float], rows: int) -> float:
-    """Bytes that so many rows take; infinite if they ran out of memory."""
+    """Return the bytes that so many rows take; infinite if memory ran out."""
     try:
         return measure(rows)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Whether the installed torch has kernels for this machine's GPU."""
+"""Check that the installed torch has kernels for this machine's GPU."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ def check_kernels(device: torch.device) -> None:
     """Refuse a GPU for which torch was not built, before the first operation fails on it.
 
     Kernels of a capability (sm_80) run on GPUs of the same major version and an equal or later
-    minor one (8.6); PTX (compute_80) is compiled by the driver for every later GPU. Architectures
-    with the suffix "a" run on that capability alone, with "f" as those without.
+    minor one (8.6). The driver compiles PTX (compute_80) for every later GPU. The suffix "a" limits
+    an architecture to that capability alone; "f" changes nothing here.
 
     Raises:
-        RunError: naming the GPU, what the build has, and a build that has it.
+        RunError: naming the GPU, the architectures of the build, and a build that fits.
     """
     archs = torch.cuda.get_arch_list() if device.type == "cuda" and torch.version.cuda else []
-    with warnings.catch_warnings():  # torch's own, of many lines, at the first use of the GPU
+    with warnings.catch_warnings():  # torch warns in many lines at the first use of the GPU
         warnings.simplefilter("ignore")
         capability = torch.cuda.get_device_capability(device) if archs else (0, 0)
     if not archs or any(_runs(arch, capability) for arch in archs):
         return
-    # torch's builds for CUDA 12.6 go from 5.0 to 9.0, those for 13.0 from 7.5 on.
+    # torch's builds for CUDA 12.6 support 5.0 to 9.0, those for 13.0 support 7.5 and later.
     build = "cu126" if capability < (7, 5) else "cu130"
     release = torch.__version__.partition("+")[0]
     raise RunError(
@@ -40,7 +40,7 @@ def check_kernels(device: torch.device) -> None:
 def _runs(arch: str, capability: tuple[int, int]) -> bool:
     found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
     if not found:
-        return True  # a name of a later torch, which is left to say so itself
+        return True  # an unknown name of a later torch, which reports a missing kernel itself
     built = int(found[2]), int(found[3])
     if found[4] == "a":
         return capability == built

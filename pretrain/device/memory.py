@@ -1,4 +1,4 @@
-"""Amounts of memory, and the errors that say there was too little."""
+"""Describe amounts of memory, and recognise errors about too little of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import re
 from typing import NamedTuple
 
-# In the texts of torch's, CUDA's, Python's and the system's errors.
+# Matches the messages of torch, CUDA, Python and the system.
 OUT_OF_MEMORY = (
     r"out of memory|OutOfMemoryError|MemoryError|bad_alloc|STATUS_ALLOC_FAILED"
     r"|(can't|cannot|unable to) allocate (\S+ )?memory"
@@ -14,16 +14,16 @@ OUT_OF_MEMORY = (
 
 
 class Memory(NamedTuple):
-    """Bytes."""
+    """Hold amounts of memory in bytes."""
 
-    total: int  # that there are, or that a limit leaves
-    free: int  # of them, for what is still to be allocated
+    total: int  # of the device, or of a limit below it
+    free: int  # of them, still to be allocated
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory could not be had, on a GPU or on the host."""
+    """Return whether an error means that memory ran out, on a GPU or on the host."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    if isinstance(error, RuntimeError):  # torch's, also where it names no type of its own
+    if isinstance(error, RuntimeError):  # torch raises it without a type of its own in places
         return bool(re.search(OUT_OF_MEMORY, str(error), re.IGNORECASE))
     return isinstance(error, MemoryError)

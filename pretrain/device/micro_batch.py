@@ -1,9 +1,9 @@
-"""`micro_batch_size: auto` on a GPU: the most rows at a time that fit, found before the start.
+"""Resolve `micro_batch_size: auto` on a GPU: find the most rows that fit, before the first step.
 
 The effective batch stays `global_batch_size`: the sizes tried are the divisors of a rank's share.
-Real micro-steps are made and discarded. What was found is the same on all ranks, and kept in the
-checkpoint: only with the same micro-batches does a resumed run repeat bit for bit. On a CPU `auto`
-is a fixed number, see `inputs.with_defaults`.
+Each trial is a real micro-step whose gradients are discarded. The result is the same on all ranks
+and is kept in the checkpoint, because a resumed run repeats its bits only with the same
+micro-batches. On a CPU `auto` is a fixed number, see `inputs.with_defaults`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pretrain.distributed.processes import any_process, jointly
 from pretrain.model.distillation import micro_batch
 from pretrain.run import Run
 
-MULTIPLE_ON_GPU = 8  # rows, which its matrix units like
-_MARGIN = 0.08  # of the memory, left free
-_SAME_MEMORY = 0.02  # what one machine may differ by from start to start
+MULTIPLE_ON_GPU = 8  # rows; matrix units are faster with multiples of 8
+_MARGIN = 0.08  # share of the memory that is left free
+_SAME_MEMORY = 0.02  # relative; the total of one machine varies a little between starts
 
 
 def resolve(run: Run, state: Mapping[str, Any] | None) -> None:
-    """Put a number in the place of `auto` in the run's config; all processes call it.
+    """Replace `auto` by a number in the run's config; all ranks call it.
 
     Args:
         run: as built, before its first step.
-        state: of the checkpoint that is continued.
+        state: of the checkpoint to continue from.
 
     Raises:
         RunError: not even the smallest micro-batch fits.
@@ -51,7 +51,7 @@ def resolve(run: Run, state: Mapping[str, Any] | None) -> None:
         "activation_checkpointing": run.config.train.activation_checkpointing,
     }
     recorded = recorded_rows((state or {}).get("micro_batch"), where, share)
-    # Processes may have unlike devices; the first has written what was recorded.
+    # Ranks may have different devices. Only the first one has written the record.
     if any_process(accelerator, accelerator.is_main_process and recorded is None):
         found = jointly(accelerator, lambda: _find(run, share))
         assert found is not None
@@ -72,7 +72,7 @@ def explained(run: Run) -> Iterator[None]:
     """Turn an out-of-memory error into one that names the fix.
 
     Raises:
-        RunError: instead of torch's, Python's or the system's.
+        RunError: instead of the error of torch, Python or the system.
     """
     try:
         yield
@@ -95,7 +95,7 @@ def explained(run: Run) -> Iterator[None]:
 
 
 def recorded_rows(record: Any, where: Mapping[str, Any], share: int) -> int | None:
-    """Return the rows that a checkpoint records for the same kind of device."""
+    """Return the rows that a checkpoint records, if it was made on the same kind of device."""
     if not isinstance(record, dict) or record.keys() != {"rows", *where}:
         return None
     rows, memory = record["rows"], record["memory"]
@@ -107,7 +107,7 @@ def recorded_rows(record: Any, where: Mapping[str, Any], share: int) -> int | No
 
 
 def gpu_memory(device: torch.device) -> Memory:
-    """Return what this process may take of its GPU; what it has already counts as free."""
+    """Return the memory of the GPU; what this process holds already counts as free."""
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)
     if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # torch 2.6 has no such function
@@ -118,17 +118,17 @@ def gpu_memory(device: torch.device) -> Memory:
 def micro_step_memory(run: Run, rows: int) -> int:
     """Return the bytes of the GPU that torch holds after a real micro-step of full rows.
 
-    Gradients are computed and discarded: no parameter gets one, no process hears of it (DDP and
-    DeepSpeed act when gradients are added up, which they are not), and torch's random streams are
-    put back. Compiled code runs uncompiled: that takes more, and no compilation per size.
+    The gradients are returned by autograd and discarded. No parameter gets one, so neither DDP nor
+    DeepSpeed communicates. torch's random states are restored. Compiled code runs uncompiled: that
+    takes more memory, but no compilation for each size.
 
     Raises:
-        torch.OutOfMemoryError: they do not fit.
+        torch.OutOfMemoryError: the rows do not fit.
     """
     manifest, device = run.manifest, run.accelerator.device
     special, length = manifest.tokenizer.special_ids, manifest.row_length
     slots = run.dataset.masking.num_slots(length)
-    # The rows that take most memory: no padding, and every mask slot used.
+    # Rows without padding and with every mask slot used take the most memory.
     token = min(set(range(manifest.tokenizer.vocab_size)) - {*special_ids(manifest)})
     ids, labels = torch.full((rows, length), token), torch.full((rows, slots), token)
     ids[:, 0], ids[:, -1] = special.cls, special.sep
@@ -147,12 +147,12 @@ def micro_step_memory(run: Run, rows: int) -> int:
 
 
 def _find(run: Run, share: int) -> tuple[Found, str]:
-    """Return what fits in this process, and the words for it."""
+    """Return what fits on this rank, and its description."""
     device, measure = run.accelerator.device, partial(micro_step_memory, run)
-    measured(measure, 1)  # libraries take memory of their own when they are first used
+    measured(measure, 1)  # libraries allocate memory at their first use
     free = gpu_memory(device).free
-    # The first step will take a gradient and, in a new run, AdamW's two moments of each parameter
-    # in fp32. ZeRO has made its moments, but not its buckets.
+    # The first step allocates a gradient of each parameter and, in a new run, AdamW's two tensors
+    # in fp32. ZeRO has allocated its optimizer state, but not its buckets.
     weights = sum(4 * p.numel() for p in run.student.parameters() if p.requires_grad)
     ahead = weights * (1 if run.state.step else 3)
     found = largest(sizes(share), measure, free * (1 - _MARGIN) - ahead, multiple=MULTIPLE_ON_GPU)

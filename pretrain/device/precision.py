@@ -1,8 +1,8 @@
-"""The one table of precisions, and which of them `train.precision: auto` is.
+"""Define all precisions in one table, and choose the one that `train.precision: auto` means.
 
-`auto` is chosen by the kind of hardware, without a measurement: a machine chooses the same at every
-start. The choice is part of the run: `config.json` and every checkpoint hold it, and a resumed run
-keeps it. A run in fp16 therefore continues on GPUs only.
+The choice depends on the kind of hardware and needs no measurement, so a machine chooses the same
+at every start. It is part of the run: `config.json` and every checkpoint hold it, and a resumed
+run keeps it. A run in fp16 therefore continues on GPUs only.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def choose(device: torch.device) -> tuple[str, str]:
 
 
 def allow_tf32(device: torch.device) -> None:
-    """Let a GPU multiply fp32 on its matrix units, which round factors to 10 bits (TF32)."""
+    """Let a GPU compute fp32 products in TF32, which rounds factors to 10 bits."""
     import torch
 
     if device.type == "cuda":  # on a CPU the same setting would change oneDNN's products

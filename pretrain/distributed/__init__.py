@@ -1,1 +1,1 @@
-"""Several ranks: how they start, agree, share one student's update, and end."""
+"""Start ranks, make them agree, share one student's update between them, and end them."""

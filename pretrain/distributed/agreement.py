@@ -18,7 +18,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def compare_weights(run: Run) -> None:
-    """Compare the weights of all ranks: memory and networks do fail.
+    """Compare the weights of all ranks, because memory and networks fail.
 
     Raises:
         DivergedError: on every rank, naming those that differ.
@@ -39,13 +39,13 @@ def compare_weights(run: Run) -> None:
 
 @torch.no_grad()
 def parameter_checksum(parameters: Iterable[Tensor]) -> Tensor:
-    """Return a 64-bit hash [] (int64) of every bit of the parameters and of their order, on their
-    device.
+    """Return a 64-bit hash [] (int64) of all bits of the parameters and of their order.
 
-    The sum, modulo 2**64, of each element's bits as an integer times an odd weight of its own: one
-    flipped bit therefore always changes it, and no order of summation does. Nothing is read back
-    from the device; at most a few chunks of extra memory are taken (and a copy of a parameter that
-    is not contiguous). All parameters are on one device; of none, the hash is 0.
+    It is the sum, modulo 2**64, of each element's bits as an integer times an odd weight of its
+    own. So one flipped bit always changes it, and the order of summation never does. It stays on
+    the device of the parameters, which is one for all, and nothing is read back. It takes a few
+    chunks of extra memory, and a copy of a parameter that is not contiguous. Without parameters it
+    is 0.
     """
     total = weights = torch.zeros((), dtype=torch.int64)
     chunks = 0
@@ -62,8 +62,7 @@ def parameter_checksum(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def differing(checksums: Sequence[int]) -> list[int]:
-    """Return the ranks whose checksum is not the most frequent one; all of them where two
-    are."""
+    """Return the ranks whose checksum is not the most frequent one; all ranks if two are."""
     ranked = Counter(checksums).most_common(2)
     if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
         return list(range(len(checksums)))

@@ -1,8 +1,8 @@
-"""One student on several ranks: each holds all of it (DDP), or a part of its optimizer (ZeRO).
+"""Train one student on several ranks: each holds all of it (DDP) or a part of its optimizer (ZeRO).
 
-Both classes have the same methods and give the same steps to 1e-5: the sum of all ranks' gradients,
-clipped, through AdamW. Both save and load the whole optimizer by parameter name, so that a run may
-change from one to the other and from any number of ranks to another.
+Both classes have the same methods and give the same steps to 1e-5: the sum of all ranks'
+gradients, clipped, through AdamW. Both save and load the whole optimizer state by parameter name,
+so a run may change from one to the other and from any number of ranks to another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def uses_deepspeed() -> bool:
 
 
 class ParallelState(NamedTuple):
-    """Hold what a checkpoint keeps of the update, beside the student's own weights."""
+    """Hold what a checkpoint keeps of the update, next to the student's own weights."""
 
     weights: dict[str, Tensor] | None  # fp32 by name; None where the student's own are in fp32
     optimizer: dict[str, Tensor]  # whole, by `parameter/state`
@@ -56,7 +56,7 @@ class DDP:
         """
         with nullcontext() if last else self.accelerator.no_sync(self.model):
             loss, sums_T = self.model(*inputs, factors_T)
-            # DDP averages over ranks; the sum over all of them is wanted.
+            # DDP averages over ranks, but the loss needs the sum.
             self.accelerator.backward(loss * (scale * self.accelerator.num_processes))
         return loss.detach(), sums_T
 
@@ -109,7 +109,7 @@ class DDP:
         for name, parameter in student.named_parameters():
             for key in (STEP, *MOMENTS):
                 if f"{name}/{key}" in optimizer:
-                    # A fused AdamW keeps its step counter beside the parameter, on a GPU too.
+                    # A fused AdamW keeps its step counter next to the parameter, on a GPU too.
                     value = optimizer[f"{name}/{key}"].to(parameter.device)
                     self.optimizer.state[parameter][key] = value
         if self.accelerator.scaler is not None and scaler and "_growth_tracker" in scaler:
@@ -130,15 +130,15 @@ class ZeRO:
         self.accelerator = accelerator
         precision = PRECISIONS[config.train.precision]
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
-        # One window of accumulation is one step: its end is named in `forward_backward`.
+        # `forward_backward` marks the end of a step itself, so DeepSpeed counts no micro-batches.
         settings["gradient_accumulation_steps"] = 1
         micro = config.train.micro_batch_size
-        # Only DeepSpeed's own log reads it; what `auto` stands for is found with its engine there.
+        # Only DeepSpeed's log reads it. The trial of `auto` comes later and needs the engine.
         settings["train_micro_batch_size_per_gpu"] = 1 if micro == "auto" else micro
         settings["gradient_clipping"] = config.optimizer.max_grad_norm
         self.scaled = precision.scaled
         exact = {name: p.detach().clone() for name, p in module.named_parameters() if self.scaled}
-        # Inside the engine: on a GPU it ends an autocast that it finds around its forward pass.
+        # Autocast goes inside the engine, which ends one around its forward pass on a GPU.
         module.forward = precision.autocast(accelerator.device)(module.forward)
         self.engine, _ = accelerator.prepare(module, optimizer)
         self.zero = self.engine.optimizer
@@ -154,7 +154,7 @@ class ZeRO:
                 state[key] = torch.zeros_like(flat)
             self.states.append(state)
         self.zero._lazy_init_hp_params_optimizer_state()
-        # In fp16 it makes the fp32 weights from those that it has rounded.
+        # In fp16 DeepSpeed makes the fp32 weights from rounded ones; restore the exact ones.
         for name, parameter in module.named_parameters():
             if name in exact:
                 safe_set_full_fp32_param(parameter, exact[name])
@@ -221,7 +221,7 @@ class ZeRO:
                 if f"{name}/{key}" in optimizer:
                     value = optimizer[f"{name}/{key}"].to(parameter.device)
                     safe_set_full_optimizer_state(parameter, value, key)
-        # A checkpoint of step 0 has none: AdamW makes its state at the first step.
+        # A checkpoint of step 0 may have none, because AdamW makes its state at the first step.
         steps = [value for name, value in optimizer.items() if name.endswith(f"/{STEP}")]
         for state in self.states if steps else []:
             state[STEP].copy_(steps[0])

@@ -1,4 +1,4 @@
-"""The processes of a run: how they start, agree and end together."""
+"""Start the ranks of a run, and let them agree and end together."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ from pretrain.objectives.terms import VocabularyTerm
 
 Result = TypeVar("Result")
 
-TIMEOUT = 300.0  # seconds that a process waits for the others in a collective operation
-Ranks: TypeAlias = (
-    PartialState | Accelerator
-)  # both know this rank, its device and the number of ranks
-# Process groups that have ended, kept until the interpreter does: else DDP's reducer is the last to
-# own one, and torch 2.13 frees it there without letting go of the GIL, for which a thread of gloo
-# that the group waits for may wait in turn.
+TIMEOUT = 300.0  # seconds that a rank waits for the others in a collective operation
+# Both know this rank, its device and the number of ranks.
+Ranks: TypeAlias = PartialState | Accelerator
+# Process groups that have ended, kept until the interpreter ends. Else DDP's reducer is the last
+# owner of one, and torch 2.13 frees it there while it holds the GIL. The group then waits for a
+# thread of gloo, which may wait for the GIL: a deadlock.
 _KEPT: list[Any] = []
 
 
@@ -47,16 +46,16 @@ _KEPT: list[Any] = []
 def start_ranks(config: RunConfig) -> Iterator[PartialState]:
     """Start this rank: its device and its process group, before anything is read.
 
-    A group that was not there before ends with the block. After an error NCCL's is left to the end
-    of the process: it would wait for ranks that are gone.
+    The block ends a process group that did not exist before. After an error NCCL's group is left to
+    the end of the process, because it would wait for ranks that have ended.
 
     Raises:
-        RunError: the environment does not fit the config, for instance fp16 without a GPU, where
-            Accelerate would silently compute in fp32; or a package is not installed.
+        RunError: the environment does not fit the config (for instance fp16 without a GPU, where
+            Accelerate would silently compute in fp32), or a package is not installed.
     """
     gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     gpu = gpu and not parse_flag_from_env("ACCELERATE_USE_CPU")
-    if not gpu:  # Accelerate imports DeepSpeed where it is installed, which then warns of this
+    if not gpu:  # Accelerate imports DeepSpeed where it is installed, which warns on a CPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout()), **meeting_point()}
     if deepspeed := uses_deepspeed():
@@ -79,7 +78,7 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
     # Without `cpu=True` Accelerate runs one process where several were started on CPUs.
     ranks = PartialState(cpu=not gpu and not deepspeed, **settings)
     check_kernels(ranks.device)
-    if ranks.device == torch.device("cuda"):  # of an unlaunched process: some calls need an index
+    if ranks.device == torch.device("cuda"):  # without a launcher; some calls need an index
         ranks.device = torch.device("cuda", torch.cuda.current_device())
     precision, device = config.train.precision, ranks.device.type
     if config.logging.tensorboard:
@@ -103,24 +102,24 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
 
 
 def build_accelerator(config: RunConfig) -> Accelerator:
-    """Build Accelerate's wrapper of a started rank; accumulation and saving are left to us.
+    """Build the Accelerator of a started rank, without its accumulation and its checkpoints.
 
-    `precision: auto` is resolved by then: Accelerate takes the precision here only.
+    The precision is resolved by then. Accelerate keeps it, so the Accelerator is built once.
     """
     precision, deepspeed = PRECISIONS[config.train.precision], uses_deepspeed()
     device = PartialState().device
     if config.train.precision == "fp32":
         allow_tf32(device)
-    # Accelerate keeps the first precision of a process for ever; a second run may want another.
+    # Accelerate keeps the first precision of a process; a second run may use another.
     AcceleratorState._reset_state()
-    # The head's parameters get no gradient when no term looks at logits.
+    # The LM head gets no gradient when no term reads logits, and DDP would wait for it.
     unused = not any(isinstance(term, VocabularyTerm) for term in config.objective.terms())
     return Accelerator(
         cpu=device.type == "cpu" and not deepspeed,
         mixed_precision=precision.deepspeed if deepspeed else precision.accelerate,
         log_with="tensorboard" if config.logging.tensorboard else None,
         project_dir=config.output,
-        # Ours is the loop's; a launcher's environment would divide every loss.
+        # The loop accumulates. A number from a launcher's environment would divide every loss.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
             DistributedDataParallelKwargs(
@@ -133,7 +132,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
 
 
 def meeting_point() -> dict[str, Any]:
-    """Return init_process_group's arguments for the supervisor's file; none if there is no file."""
+    """Return init_process_group's arguments for the supervisor's file; none without that file."""
     if environment.STORE not in os.environ:
         return {}
     return {
@@ -144,7 +143,7 @@ def meeting_point() -> dict[str, Any]:
 
 
 def timeout() -> float:
-    """Seconds that a process waits for the others, DISTIL_TIMEOUT of the environment.
+    """Return the seconds that a rank waits for the others: DISTIL_TIMEOUT of the environment.
 
     Raises:
         RunError: it is no positive number.
@@ -162,9 +161,10 @@ def timeout() -> float:
 
 
 def jointly(ranks: Ranks, action: Callable[[], Result], *, here: bool = True) -> Result | None:
-    """Act where `here`; if that fails anywhere all end, the others without a word of their own.
+    """Call `action` where `here`; if it fails on any rank, end all of them.
 
-    A process that raised alone would leave the rest waiting for it until their timeout.
+    The other ranks end with SystemExit and without a message. If only one rank raised, the rest
+    would wait for it until their timeout.
     """
     result, error = None, None
     if here:
@@ -177,16 +177,17 @@ def jointly(ranks: Ranks, action: Callable[[], Result], *, here: bool = True) ->
         try:
             raise error
         finally:
-            error = None  # its traceback holds this frame, and would keep all that it refers to
+            error = None  # its traceback would keep this frame and all tensors in it alive
     if failed:
         raise SystemExit(2)
     return result
 
 
 def patiently(ranks: Ranks, action: Callable[[], Result], *, here: bool = True) -> Result | None:
-    """As `jointly`, for what may take longer than the timeout and communicates nothing itself.
+    """Do the same as `jointly` for an action that may take longer than the timeout.
 
-    It runs in a thread, while the processes tell one another that they are still there.
+    The action runs in a thread and must not communicate. Meanwhile the ranks exchange flags, so
+    that no collective operation times out.
     """
     if ranks.num_processes == 1:
         return action() if here else None
@@ -202,7 +203,7 @@ def patiently(ranks: Ranks, action: Callable[[], Result], *, here: bool = True) 
 
 
 def any_process(ranks: Ranks, flag: bool) -> bool:
-    """Return whether the flag is set in any process; all call it."""
+    """Return whether the flag is set on any rank; all call it."""
     if ranks.num_processes == 1:
         return flag
     flags = reduce(torch.tensor([int(flag)], device=ranks.device), "sum")
@@ -214,10 +215,10 @@ def same_everywhere(
     values: Mapping[str, str],
     fix: str = "start all nodes with the same command, on files that all of them share",
 ) -> None:
-    """Hold what the processes have read against one another.
+    """Check that all ranks have loaded identical values.
 
     Raises:
-        RunError: in every process, naming the value, who differs and the `fix`.
+        RunError: on every rank, with the name of the value, a rank that differs, and the `fix`.
     """
     if ranks.num_processes == 1:
         return

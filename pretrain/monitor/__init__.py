@@ -1,1 +1,1 @@
-"""What a run reports: metrics, progress, heartbeats, and why it failed."""
+"""Report on a run: metrics, progress, heartbeats, and the reason of a failure."""

@@ -1,7 +1,8 @@
-"""A sign of life of each rank, for the supervisor that started it.
+"""Write a sign of life of each rank, for its supervisor.
 
-A rank cannot say that it hangs, so a thread of it writes where it is, with a counter, twice a
-second. A stopped process stops counting; one that waits for the others counts on in one place.
+A rank that hangs cannot report it, so a thread writes its position and a counter twice a second.
+The counter of a stopped process stands still. A rank that waits for others keeps counting at one
+position.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _RECORD = 1024  # bytes: written at once and in place, so that a reader sees one
 
 
 class Heartbeat:
-    """Where a rank is, and that it lives; written only if there is a folder."""
+    """Record the position of a rank; it is written only if there is a folder."""
 
     _running: ClassVar[Heartbeat | None] = None
 
@@ -48,7 +49,7 @@ class Heartbeat:
 
     @classmethod
     def from_environment(cls, rank: int) -> Heartbeat:
-        """This process's heartbeat: the one that beats already, if there is one."""
+        """Return this process's heartbeat, the running one if there is one."""
         name = os.environ.get(HEARTBEATS)
         folder = Path(name) if name else None
         running = cls._running
@@ -59,18 +60,18 @@ class Heartbeat:
         return beginning
 
     def at(self, step: int, phase: str) -> None:
-        """Say where the rank is; written at once, because a killed rank cannot do it later."""
+        """Record the position; write it at once, because a killed rank cannot write it later."""
         self.step = step
         self.phase = phase
         self._write()
 
     def saving(self, part: str) -> None:
-        """Say what the thread that writes checkpoints is at, while the rank is elsewhere."""
+        """Record the phase of the thread that writes checkpoints."""
         self.background = part
         self._write()
 
     def close(self) -> None:
-        """Stop, and say that it was on purpose."""
+        """Stop the thread, and record that the end was intended."""
         if self._file < 0:
             return
         self._stop.set()
@@ -100,8 +101,8 @@ class Heartbeat:
                     # `is_running` is false for another process that got the same pid.
                     running = supervisor.is_running()
                     alive = running and supervisor.status() != psutil.STATUS_ZOMBIE
-            # Without its parent and supervisor nobody would end this process, nor read what it
-            # writes; and it may hang, or write into a run that has been started again.
+            # Without parent or supervisor nothing ends this process if it hangs, and it might
+            # write into a run that has been started again.
             if os.getppid() != parent or (SUPERVISOR in os.environ and not alive):
                 os.kill(os.getpid(), signal.SIGKILL)
             self._write()
@@ -123,7 +124,7 @@ class Heartbeat:
                 "beat": self._beat,
                 "closed": self._stop.is_set(),
             }
-            with suppress(OSError):  # a beat that is lost is not worth the run
+            with suppress(OSError):  # a lost beat must not end the run
                 os.pwrite(self._file, json.dumps(values).encode().ljust(_RECORD), 0)
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics.jsonl, the console, and the trackers a config asks for."""
+"""Write the metrics of a run to metrics.jsonl, the console and the configured trackers."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from pretrain.files import writing_to
 
 
 class Progress(Protocol):
-    """What training tells whoever shows it; `launch` has a bar, a plain line is the default."""
+    """Receive what a run reports. `launch` shows a bar, or plain lines."""
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Show a line that stays."""
         return
 
     def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
-        """After every optimizer step; `values` are its metrics where it is logged, else empty."""
+        """Show an optimizer step; `values` has its metrics where they are logged, else nothing."""
         return
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Held-out figures."""
+        """Show validation figures."""
         return
 
 
 class Silent(Progress):
-    """Show nothing: the progress of other ranks, and of use from Python."""
+    """Show nothing, for ranks other than the first and for use from Python."""
 
 
 class Metrics:
-    """Appends to metrics.jsonl.
+    """Append to metrics.jsonl.
 
-    `fence` is called before each line, and raises if another process took the run over.
+    `fence` is called before each line, and raises if another process has taken the run over.
     """
 
     def __init__(self, path: Path, accelerator: Accelerator, fence: Callable[[], None]) -> None:
@@ -46,9 +46,9 @@ class Metrics:
         self.last: dict[str, Any] | None = None
 
     def open(self, step: int) -> None:
-        """Drop what a run that continues after `step` writes again; the first rank calls it.
+        """Drop the entries that a run continued after `step` writes again; the first rank calls it.
 
-        That is all of later steps, and of this one what a run writes before its first step: the
+        Those are all later steps, and the entries of this step that precede the next one: the
         evaluation at step 0, and rows that are left out. Only the end of the file is parsed.
         """
         self.last = None
@@ -63,7 +63,7 @@ class Metrics:
                     entry: dict[str, Any] = json.loads(data[start:end])
                     again = step == 0 or entry["kind"] == "skip_rows"
                     whole = data[end - 1] == ord("\n")
-                except (ValueError, KeyError, TypeError):  # cut short with its process
+                except (ValueError, KeyError, TypeError):  # incomplete: its process was killed
                     whole = False
                 if whole and (entry["step"] < step or (entry["step"] == step and not again)):
                     self.last = entry
@@ -72,8 +72,8 @@ class Metrics:
             file.truncate(end)
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """One line, closed at once, so that `tail -f` and a crash both see it."""
-        # JSON has no NaN; strict readers stop at Python's.
+        """Append one line and close the file, so that `tail -f` shows it and a crash keeps it."""
+        # JSON has no NaN, and strict readers reject the one that Python writes.
         figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.last = {"kind": kind, "step": step, **figures}
         if self.accelerator.is_main_process:
@@ -84,7 +84,7 @@ class Metrics:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl; a last line cut short with its process is left out."""
+    """Return the entries of a metrics.jsonl, without an incomplete last line."""
     entries = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -95,20 +95,20 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class Clock:
-    """Tokens a second and data-wait share since the last reading; monotonic time only."""
+    """Measure tokens a second and the share of time spent waiting for data."""
 
     def __init__(self, tokens: int) -> None:
         self._start, self._waited, self._tokens = time.perf_counter(), 0.0, tokens
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what waits for the loader."""
+        """Count the time of the block as waiting for data."""
         start = time.perf_counter()
         yield
         self._waited += time.perf_counter() - start
 
     def rates(self, tokens: int) -> dict[str, float]:
-        """Return the rates since the last call, given how many tokens have been seen by now."""
+        """Return the rates since the last call, given the number of tokens seen so far."""
         now = time.perf_counter()
         seconds = max(now - self._start, 1e-9)
         rate = (tokens - self._tokens) / seconds

@@ -1,4 +1,4 @@
-"""The report about a step whose loss or gradient was not finite.
+"""Report on a step whose loss or gradient was not finite.
 
 Shapes: A micro-batches of a rank in a step, T terms.
 """
@@ -23,7 +23,7 @@ _SHOWN = 16  # rows named in a message
 def write_post_mortem(
     run: Run, losses_A: Tensor, totals_AT: Tensor, norm: float, rate: float
 ) -> str:
-    """Write post_mortem.json for a step that was not finite, and return one line; all ranks call.
+    """Write post_mortem.json for a step that was not finite; return a line. All ranks call it.
 
     Args:
         run: at that step.
@@ -62,7 +62,7 @@ def write_post_mortem(
 
 @dataclass(frozen=True)
 class Culprit:
-    """A micro-batch whose loss is not finite."""
+    """Hold a micro-batch whose loss is not finite."""
 
     rank: int
     micro_batch: int  # of its rank, from 0
@@ -77,7 +77,7 @@ def culprits(
     sums: Sequence[Sequence[Sequence[float]]],
     names: Sequence[str],
 ) -> list[Culprit]:
-    """Return every micro-batch of a step whose loss is not finite, from what the ranks gathered.
+    """Return every micro-batch of a step whose loss is not finite, from the values of all ranks.
 
     Args:
         rows: [W, R] row numbers of each rank, in the order of its micro-batches.
@@ -107,17 +107,17 @@ def post_mortem(
     shards: Path,
     file: Path,
 ) -> tuple[dict[str, Any], str]:
-    """(what is written to `file` as JSON, one line for the screen) of a non-finite step.
+    """Return the content of `file` and one line for the screen, about a step that is not finite.
 
     Args:
-        step: as the log counts it: the first is 1.
-        rows: all of the step; named where no loss but only the gradient is not finite.
-        culprits: the micro-batches whose loss is not finite, of all ranks.
+        step: counted from 1, as in the log.
+        rows: all rows of the step; named if only the gradient is not finite.
+        culprits: the micro-batches of all ranks whose loss is not finite.
         grad_norm: of the whole gradient, before clipping.
         learning_rate: of this step.
-        loss_scale: fp16's, None in other precisions.
+        loss_scale: of fp16; None in other precisions.
         metrics: the last entry of metrics.jsonl before the step.
-        shards: the folder that the rows are in.
+        shards: the folder of the rows.
         file: where the caller writes the dictionary.
     """
     bad = [row for culprit in culprits for row in culprit.rows] or list(rows)
@@ -149,13 +149,13 @@ def post_mortem(
     }
     message = (
         f"step {step}: the {what} over rows {shown}{where} ({shards}); the update was not made, "
-        f"and no checkpoint was touched; {file} says more. To mend it: {'; '.join(remedies)}"
+        f"and no checkpoint was touched; {file} says more. To fix it: {'; '.join(remedies)}"
     )
     return _strict(report), message
 
 
 def _strict(value: Any) -> Any:
-    """Return the value with "nan", "inf" and "-inf" for the numbers that JSON does not have."""
+    """Return the value with "nan", "inf" and "-inf" for numbers that JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: what is about to happen, each step's terms, a checkpoint."""
+"""Show what a run does: its sizes before the first step, and each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pretrain.step import Step
 
 
 def describe(run: Run) -> None:
-    """Say in three lines what is about to happen."""
+    """Show the sizes of model, data and schedule before the first step."""
     config, accelerator, manifest = run.config, run.accelerator, run.manifest
     say = run.progress.say
     size = sum(p.numel() for p in run.student.parameters())
@@ -25,8 +25,8 @@ def describe(run: Run) -> None:
     split = manifest.splits["train"]
     fill = split.tokens / (split.rows * manifest.row_length)
     held = (
-        f", {len(run.held_out)} held out"
-        if run.held_out
+        f", {len(run.validation):,} validation rows"
+        if run.validation
         else "; no validation split: no evaluation"
     )
     say(
@@ -52,7 +52,7 @@ def describe(run: Run) -> None:
 
 
 def report(run: Run, clock: Clock, step: Step) -> None:
-    """Show a step that was made; if it is due, write its terms, rates and gradient norm."""
+    """Show a finished step; if logging is due, write its terms, rates and gradient norm."""
     values: dict[str, float] = {}
     counts, norm = step.counts, step.grad_norm
     terms = {
@@ -60,7 +60,8 @@ def report(run: Run, clock: Clock, step: Step) -> None:
         for term, total in zip(run.module.terms, step.totals, strict=True)
     }
     loss = sum(term.weight * terms[term.name] for term in run.module.terms)
-    made = math.isfinite(norm)  # else fp16's scaled gradients overflowed, or the step was left out
+    # Not so if scaled gradients overflowed in fp16, or if the step was left out.
+    made = math.isfinite(norm)
     if made and counts["tokens"]:
         for warning in run.spikes.warnings(run.state.step, loss, norm):
             run.progress.say(f"warning: {warning}")

@@ -1,4 +1,4 @@
-"""Warnings of a loss or a gradient norm that leaves its usual range."""
+"""Warn of a loss or a gradient norm that leaves its usual range."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from statistics import fmean, median
 
 
 class SpikeDetector:
-    """Warns of a loss or gradient norm that leaps out of its last 128 steps.
+    """Warn of a loss or gradient norm far outside its last 128 values.
 
-    A loss beyond the limit is entered as the limit: one spike then hides none that follow, and a
-    step to a new level is accepted after a few dozen values. A gradient norm is compared with the
-    median, which one value hardly moves. What is not finite is neither judged nor entered. Nothing
-    of this is saved: a run that continues is judged again after its first 32 steps.
+    A loss beyond the limit is stored as the limit: then one spike hides no later one, and a new
+    level is accepted after a few dozen values. A gradient norm is compared with the median, which
+    one value hardly moves. Values that are not finite are neither judged nor stored. Nothing is
+    saved: a resumed run is judged again after its first 32 steps.
     """
 
     window = 128  # steps
     least = 32  # values before anything is judged, and steps between two warnings of a kind
     deviations = 6.0  # of the loss, above its mean
-    floor = 1e-3  # of the mean: a curve this flat would warn of rounding
+    floor = 1e-3  # of the mean: below it a flat curve would warn of rounding
     times = 10.0  # of the gradient norm, above its median
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class SpikeDetector:
         self._warned: dict[str, int] = {}
 
     def warnings(self, step: int, loss: float, grad_norm: float) -> list[str]:
-        """Judge a step's values by those before it, then enter them; a line for each warning.
+        """Compare a step's values with earlier ones, store them, and return the warnings.
 
         Args:
-            step: as the log counts it, for the text and the pause between warnings.
-            loss: of the same rows' share at every call, so that values can be compared.
+            step: counted as in the log, for the text and the pause between warnings.
+            loss: weighted the same way at every call, so that values can be compared.
             grad_norm: before clipping.
         """
         warnings = []

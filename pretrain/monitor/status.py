@@ -1,7 +1,7 @@
-"""`exit_status.json`: how a run ended, for a launcher that cannot see the ranks' exit codes.
+"""Record in `exit_status.json` how a run ended.
 
-torchrun returns 1 whatever code its ranks end with. The file names the launch that wrote it
-(environment DISTIL_LAUNCH), so that an old one is not taken for this one's.
+A launcher cannot see the exit codes of ranks: torchrun returns 1 for all of them. The file names
+the launch that wrote it (environment DISTIL_LAUNCH), so that an old file is recognised.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ def verdict(error: BaseException) -> tuple[int, str]:
 def write_status(
     output: Path, *, ended: str, step: int, num_steps: int, exit_code: int, error: str = ""
 ) -> None:
-    """Replace the file; by one rank only. OSError if it cannot be written."""
+    """Replace the file; only one rank calls it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     values = {
         "launch": os.environ.get(LAUNCH, ""),
         "ended": ended,
@@ -77,7 +81,7 @@ def write_status(
 
 
 def read_status(output: Path) -> dict[str, Any] | None:
-    """Return what the file says; None if there is none, or none that can be read."""
+    """Return the content of the file; None if it is missing or unreadable."""
     try:
         values = json.loads((output / _NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -87,5 +91,5 @@ def read_status(output: Path) -> dict[str, Any] | None:
 
 
 def clear_status(output: Path) -> None:
-    """Remove the file, if there is one."""
+    """Remove the file if it exists."""
     (output / _NAME).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from pretrain import NumericalError
 from pretrain.bench import cells, measure
-from pretrain.bench.baseline import Padded, UsualStep, padded, twin
+from pretrain.bench.baseline import BaselineStep, Padded, padded, twin
 from pretrain.bench.documents import LAYOUTS, drawn, packed, typical
 from pretrain.bench.documents import SpecialIds as Special
 from pretrain.kernels.attention import IMPLEMENTATION
@@ -79,7 +79,7 @@ def test_the_usual_step_is_the_formulas(
 ) -> None:
     student, teacher = twin(pair.student).double().eval(), twin(pair.usual_teacher).double()
     sequences = padded(batch, pad_id=0)
-    step = UsualStep(student, teacher, sequences, kl_positions=positions)
+    step = BaselineStep(student, teacher, sequences, kl_positions=positions)
     step()
     with torch.no_grad():
         expected = formulas(student, teacher, sequences, positions == "masked")
@@ -206,7 +206,7 @@ def test_documents_have_the_stated_fill() -> None:
     assert sum(len(d) for [d] in alone) / 8 / 512 == pytest.approx(fill, abs=0.02)
 
 
-class Starved(UsualStep):
+class Starved(BaselineStep):
     """Wants more than any machine has."""
 
     def __call__(self) -> None:
@@ -216,7 +216,7 @@ class Starved(UsualStep):
 class Starving(cells.Pair):
     """Whose usual step is starved."""
 
-    def usual(self, *arguments: Any) -> UsualStep:
+    def usual(self, *arguments: Any) -> BaselineStep:
         step = super().usual(*arguments)
         return Starved(step.student, step.teacher, step.batch)
 

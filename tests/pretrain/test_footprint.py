@@ -16,7 +16,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 from pretrain.bench import baseline
-from pretrain.bench.baseline import Padded, UsualStep, twin
+from pretrain.bench.baseline import BaselineStep, Padded, twin
 from pretrain.bench.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels import attention, cpu_layers
@@ -335,7 +335,7 @@ def of_usual_step(pair: UsualPair, batch_size: int, where: str, patch: pytest.Mo
     with shapes_only(pair) as shapes:
         ids = torch.zeros(batch_size, L, dtype=torch.int64)
         batch = Padded(ids, torch.ones_like(ids), ids.clone())
-        step = UsualStep(shapes.student, shapes.frozen, batch, where, PRECISIONS["fp16"])
+        step = BaselineStep(shapes.student, shapes.frozen, batch, where, PRECISIONS["fp16"])
         with Counter() as counter:
             with step.precision.autocast(ids.device):
                 loss = torch.stack([*step.losses().values()]).sum()

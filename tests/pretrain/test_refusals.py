@@ -520,25 +520,25 @@ def no_checkpoint_is_whole(place: Place) -> None:
         (place.checkpoint(step) / "optimizer.safetensors").write_bytes(b"")
 
 
-MEND = "Take back the change, or give this run an `output:` of its own"
+FIX = "Revert the change, or set a different `output:` to start a new run"
 
 RESUMED = [
-    (change("objective", name="distilbert", kl=1.0), "objective.kl was 5.0 and is now 1.0", MEND),
-    (change("objective", name="distilbert", temperature=3.0), "objective.temperature was", MEND),
-    (another_objective, "objective.name was distilbert and is now mlm", MEND),
-    (change("train", max_steps=5), "train.max_steps was 4 and is now 5", MEND),
-    (change("train", seed=1), "train.seed was 0 and is now 1", MEND),
-    (change("train", global_batch_size=8), "train.global_batch_size was 4", MEND),
-    (change("train", precision="bf16"), "train.precision was fp32 and is now bf16", MEND),
-    (change("optimizer", learning_rate=2e-3), "optimizer.learning_rate was 0.001", MEND),
-    (change("optimizer", warmup_ratio=0.5), "optimizer.warmup_ratio was 0.05", MEND),
-    (change("masking", mode="smoothed"), "masking.mode was uniform", MEND),
-    (change("student", num_layers=1), "student.num_layers was 2 and is now 1", MEND),
-    (change("student", dropout=0.2), "student.dropout was 0.1 and is now 0.2", MEND),
-    (other_shards, "shards are other ones", MEND),
-    (other_teacher_weights, "teacher", "has other weights", MEND),
-    (another_teacher_architecture, "teacher", "has other weights", MEND),
-    (a_checkpoint_of_another_run, "step-00000003", "train.seed was 7 and is now 0", MEND),
+    (change("objective", name="distilbert", kl=1.0), "objective.kl was 5.0 and is now 1.0", FIX),
+    (change("objective", name="distilbert", temperature=3.0), "objective.temperature was", FIX),
+    (another_objective, "objective.name was distilbert and is now mlm", FIX),
+    (change("train", max_steps=5), "train.max_steps was 4 and is now 5", FIX),
+    (change("train", seed=1), "train.seed was 0 and is now 1", FIX),
+    (change("train", global_batch_size=8), "train.global_batch_size was 4", FIX),
+    (change("train", precision="bf16"), "train.precision was fp32 and is now bf16", FIX),
+    (change("optimizer", learning_rate=2e-3), "optimizer.learning_rate was 0.001", FIX),
+    (change("optimizer", warmup_ratio=0.5), "optimizer.warmup_ratio was 0.05", FIX),
+    (change("masking", mode="smoothed"), "masking.mode was uniform", FIX),
+    (change("student", num_layers=1), "student.num_layers was 2 and is now 1", FIX),
+    (change("student", dropout=0.2), "student.dropout was 0.1 and is now 0.2", FIX),
+    (other_shards, "shards are other ones", FIX),
+    (other_teacher_weights, "teacher", "has other weights", FIX),
+    (another_teacher_architecture, "teacher", "has other weights", FIX),
+    (a_checkpoint_of_another_run, "step-00000003", "train.seed was 7 and is now 0", FIX),
     (moments_in_bf16, "optimizer.safetensors", "bfloat16", "another checkpoint"),
     (a_moment_is_missing, NORM, "is missing", "another checkpoint"),
     (a_moment_of_another_shape, NORM, "[31]", "another checkpoint"),
