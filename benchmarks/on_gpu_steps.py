@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks import on_gpu
-from pretrain.bench.baseline import UsualStep, padded, twin
+from pretrain.bench.baseline import BaselineStep, padded, twin
 from pretrain.bench.cost import peak_flops
 from pretrain.bench.measure import (
     OurStep,
@@ -109,11 +109,11 @@ class Subjects:
         moved = batch(self.sizes, rows).to(self.device)
         return OurStep(module, moved, PRECISIONS[precision])
 
-    def baseline(self, precision: str, kl: str, rows: int) -> UsualStep:
+    def baseline(self, precision: str, kl: str, rows: int) -> BaselineStep:
         """Build the baseline's step on the same rows and masks."""
         moved = padded(batch(self.sizes, rows).to(self.device), pad_id=PAD)
         student, teacher = twin(self.student), twin(self.teacher)
-        return UsualStep(student, teacher, moved, kl, PRECISIONS[precision])
+        return BaselineStep(student, teacher, moved, kl, PRECISIONS[precision])
 
     def tried(self, build: Callable[..., Step], *arguments: int) -> Step | None:
         """Return a step after one call, which warms it up, or None if it does not fit."""

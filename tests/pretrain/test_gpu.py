@@ -22,6 +22,7 @@ from pretrain.device.gpu import check_kernels
 from pretrain.device.precision import allow_tf32, choose
 from pretrain.distributed.parallel import DDP
 from pretrain.distributed.processes import build_accelerator, start_ranks
+from pretrain.model.distillation import send
 from pretrain.monitor import metrics
 from pretrain.train import train
 
