@@ -1,4 +1,4 @@
-"""What the ranks of tests do; a module of its own, since a forked rank imports it by name."""
+"""Define the work of ranks in tests. A forked rank imports this module by name."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pretrain.train import train
 
 
 def once(values: dict[str, Any], arguments: dict[str, Any] | None = None) -> None:
-    """One call of `train`."""
+    """Call `train` once."""
     train(RunConfig.model_validate(values), **(arguments or {}))
 
 
 def on_machines(values: dict[str, Any], cpuinfo: Path, file: Path) -> None:
-    """As `once`, each rank with a /proc/cpuinfo of its own; notes the error that it ends with."""
+    """Call `once` with a /proc/cpuinfo of its own for each rank; write the error that ends it."""
     rank = os.environ["RANK"]
     pretrain.device.precision.CPUINFO = cpuinfo.with_suffix(f".{rank}")
     try:
@@ -44,14 +44,14 @@ def on_machines(values: dict[str, Any], cpuinfo: Path, file: Path) -> None:
 
 
 def as_on_a_gpu(values: dict[str, Any]) -> None:
-    """As `once`, where a question for a GPU's autocast, which names no device, means the CPU's."""
+    """Call `once`; a query for the GPU's autocast, which names no device, means the CPU's."""
     ask = torch.is_autocast_enabled
     torch.is_autocast_enabled = lambda device="cpu": ask(device)  # type: ignore[assignment]
     once(values)
 
 
 def on_nccl(values: dict[str, Any], file: Path) -> None:
-    """As `once`; each rank notes its device, backend and time limit."""
+    """Call `once`; each rank writes its device, backend and time limit."""
     config = RunConfig.model_validate(values)
     with start_ranks(config) as started:
         group = torch.distributed.group.WORLD
@@ -67,7 +67,7 @@ def on_nccl(values: dict[str, Any], file: Path) -> None:
 
 
 def seen(values: dict[str, Any], arguments: dict[str, Any] | None, file: Path) -> None:
-    """As `once`; every rank notes the rows and masks of each step it is given."""
+    """Call `once`; every rank writes the rows and masks of each step that it reads."""
     given = pretrain.data.rows.StepDataset.__getitem__
     notes: list[Any] = []
 
@@ -83,10 +83,10 @@ def seen(values: dict[str, Any], arguments: dict[str, Any] | None, file: Path) -
 
 
 def resumes(values: dict[str, Any], steps: list[int], control: str = "") -> None:
-    """An undisturbed run, then one resume from each of its checkpoints `steps`, a step long.
+    """Make an undisturbed run, then resume it for a step from each of its checkpoints `steps`.
 
-    All in one process group, in which model, optimizer and DDP are made anew each time. `control`
-    names what is broken on purpose.
+    All runs share one process group; model, optimizer and DDP are new in each. `control` names what
+    is broken on purpose.
     """
     break_on_purpose(control)
     if int(os.environ["WORLD_SIZE"]) > 1:
@@ -105,7 +105,7 @@ def resumes(values: dict[str, Any], steps: list[int], control: str = "") -> None
 
 
 def break_on_purpose(control: str) -> None:
-    """Take away one of the things that make a resume exact."""
+    """Remove one of the measures that make a resume exact."""
     if control == "dropout is not reseeded":
         seed: Callable[[int], Any] = lambda number: None  # noqa: E731
         pretrain.train.torch.manual_seed = seed  # type: ignore[assignment]
@@ -124,7 +124,7 @@ def break_on_purpose(control: str) -> None:
 
 
 def collectives(values: dict[str, Any], file: Path) -> None:
-    """As `once`, noting for each micro-step how many collective operations its backward made."""
+    """Call `once`; write the number of collective operations of each backward pass."""
     from torch.profiler import ProfilerActivity, profile
 
     made: list[list[Any]] = []
@@ -148,7 +148,7 @@ def collectives(values: dict[str, Any], file: Path) -> None:
 
 
 class Doomed(Heartbeat):
-    """Kills its own process, or the whole group, the `count`-th time that it is at a place."""
+    """Kill this process, or the whole group, the `count`-th time that it is at a position."""
 
     def __init__(self, rank: int, doom: dict[str, Any], folder: Path) -> None:
         super().__init__(rank, None)
@@ -181,7 +181,7 @@ class Doomed(Heartbeat):
 
 
 def doomed(values: dict[str, Any], doom: dict[str, Any], folder: Path) -> None:
-    """A life that ends by SIGKILL where `doom` says."""
+    """Train until the SIGKILL that `doom` describes."""
     while not (folder / "pids").exists():
         time.sleep(0.01)
     train(
@@ -191,7 +191,7 @@ def doomed(values: dict[str, Any], doom: dict[str, Any], folder: Path) -> None:
 
 
 def answered(settings: list[dict[str, Any]], file: Path, harm: str = "") -> None:
-    """Train with this rank's settings; how that ended goes to `file`.RANK, as [kind, message]."""
+    """Train with this rank's settings; write [kind, message] of its end to `file`.RANK."""
     rank = int(os.environ["RANK"])
     do_harm(harm, rank)
     answer = ["finished", ""]
@@ -203,7 +203,7 @@ def answered(settings: list[dict[str, Any]], file: Path, harm: str = "") -> None
 
 
 def within(values: dict[str, Any], limits: list[int], file: Path) -> None:
-    """As `answered`, while this rank may reserve only `limits[rank]` MiB more than it has now."""
+    """Call `answered` while this rank may reserve only `limits[rank]` MiB more than it has now."""
     taken = psutil.Process().memory_info().vms
     limit = taken + limits[int(os.environ["RANK"])] * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -211,7 +211,7 @@ def within(values: dict[str, Any], limits: list[int], file: Path) -> None:
 
 
 def do_harm(harm: str, rank: int) -> None:
-    """Spoil something in one rank at the fourth step, as failing hardware would."""
+    """Spoil a value on one rank at the fourth step, as failing hardware would."""
     kind = pretrain.distributed.parallel.DDP
     forward, clip = kind.forward_backward, kind.clip
     calls = iter(range(10**9))  # the first call warms the buckets up
@@ -242,7 +242,7 @@ def do_harm(harm: str, rank: int) -> None:
 
 
 def slow(settings: dict[str, Any], seconds: float, file: Path) -> None:
-    """Rank 0 takes longer than the timeout over something that the others wait for."""
+    """Let an action on rank 0 take longer than the timeout of the others."""
     with start_ranks(RunConfig.model_validate(settings)) as started:
         first = started.is_main_process
         patiently(started, lambda: time.sleep(seconds), here=first)

@@ -1,4 +1,4 @@
-"""Real processes that train together over gloo. torch is imported once, in a server that forks."""
+"""Start real processes that train together over gloo. A server imports torch once and forks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def start(
 
 
 def wait(processes: list[BaseProcess]) -> list[int | None]:
-    """The exit codes; all are killed when one ends badly, as a launcher does."""
+    """Return the exit codes; kill all ranks when one fails, as a launcher does."""
     deadline = time.monotonic() + LIMIT
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         if any(process.exitcode not in (None, 0) for process in processes):
@@ -72,12 +72,12 @@ def wait(processes: list[BaseProcess]) -> list[int | None]:
 
 
 def run(world: int, work: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
-    """Run `work` in `world` ranks, all of which must end well."""
+    """Run `work` on `world` ranks, and require that all succeed."""
     assert wait(start(world, work, *arguments, **keywords)) == [0] * world
 
 
 def zero(stage: int) -> dict[str, str]:
-    """The environment that makes Accelerate take DeepSpeed; none for stage 0."""
+    """Return the environment that makes Accelerate use DeepSpeed; empty for stage 0."""
     if stage == 0:
         return {}
     return {
@@ -87,7 +87,7 @@ def zero(stage: int) -> dict[str, str]:
 
 
 def digests(output: Path, step: int) -> dict[str, str]:
-    """sha256 of the weights and of the optimizer in a run's checkpoint."""
+    """Return the sha256 of weights and optimizer in a run's checkpoint."""
     folder = output / "checkpoints" / f"step-{step:08d}"
     files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
     names = ("student/model.safetensors", "optimizer.safetensors")

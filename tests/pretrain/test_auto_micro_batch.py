@@ -1,4 +1,4 @@
-"""`micro_batch_size: auto`: the most rows that fit a GPU, a fixed number on a CPU."""
+"""Check `micro_batch_size: auto`: the most rows that fit a GPU, a fixed number on a CPU."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ from pretrain.train import train
 
 @pytest.fixture
 def settings(tmp_path: Path, corpus: Path) -> Callable[..., dict[str, Any]]:
-    """4 steps of 24 rows of a BERT with dropout, `auto`."""
+    """Return 4 steps of 24 rows of a BERT with dropout, with `auto`."""
 
     def make(name: str = "run", **train: Any) -> dict[str, Any]:
         return {
@@ -98,7 +98,7 @@ def test_the_largest_on_a_line_is_found_in_few_measurements(
     steps=st.lists(st.integers(0, 1000), min_size=16, max_size=16),
     budget=st.integers(0, 20_000),
 )
-def test_whatever_the_curve_what_is_taken_was_seen_to_fit(steps: list[int], budget: int) -> None:
+def test_the_result_was_measured_to_fit_for_any_memory_curve(steps: list[int], budget: int) -> None:
     needs = dict(zip(sizes(120), [sum(steps[: i + 1]) for i in range(16)], strict=True))
     seen: set[int] = set()
 
@@ -142,7 +142,7 @@ def test_other_errors_of_a_measurement_are_not_swallowed() -> None:
         (RunError("step 3: out of memory with micro_batch_size 8"), False),
     ],
 )
-def test_errors_for_want_of_memory_are_told_from_others(error: Exception, is_one: bool) -> None:
+def test_out_of_memory_errors_are_recognised(error: Exception, is_one: bool) -> None:
     assert out_of_memory(error) == is_one
 
 
@@ -161,7 +161,7 @@ def test_errors_for_want_of_memory_are_told_from_others(error: Exception, is_one
         ({"more": 1}, False),
     ],
 )
-def test_a_record_counts_only_in_a_place_like_its_own(change: dict[str, Any], kept: bool) -> None:
+def test_a_record_counts_only_on_the_same_device_kind(change: dict[str, Any], kept: bool) -> None:
     where = {"processes": 1, "device": "cpu", "memory": 1000, "activation_checkpointing": False}
     record = {"rows": 12, **where, **change}
     assert recorded_rows(record, where, 24) == (12 if kept else None)
@@ -180,7 +180,7 @@ def test_on_a_cpu_it_is_the_largest_divisor_up_to_eight(
     )
 
 
-def test_on_a_cpu_a_run_has_the_bits_of_the_number_itself(
+def test_auto_on_a_cpu_gives_the_same_bits_as_the_number(
     settings: Callable[..., dict[str, Any]], one_thread: None
 ) -> None:
     run(settings("auto")), run(settings("number", micro_batch_size=8))
@@ -191,7 +191,7 @@ def test_on_a_cpu_a_run_has_the_bits_of_the_number_itself(
     assert config["train"]["micro_batch_size"] == 8
 
 
-def test_memory_that_runs_out_names_the_fix(
+def test_out_of_memory_names_the_fix(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     values = settings(global_batch_size=96, micro_batch_size=96)
@@ -208,7 +208,7 @@ def test_memory_that_runs_out_names_the_fix(
 
 
 @pytest.mark.parametrize("value", ["automatic", "0", "-8", "1.5", "[8]", "''"])
-def test_what_is_neither_a_number_nor_auto_is_refused_in_a_line(
+def test_an_invalid_micro_batch_size_is_refused_in_one_line(
     settings: Callable[..., dict[str, Any]], tmp_path: Path, value: str
 ) -> None:
     path = tmp_path / "run.yaml"
@@ -219,17 +219,6 @@ def test_what_is_neither_a_number_nor_auto_is_refused_in_a_line(
     assert "train.micro_batch_size: give a number of rows, 1 or more, or auto" in text
     assert "\n" not in text and "more)" not in text
     assert load_config(RunConfig, path).train.micro_batch_size == "auto"
-
-
-def test_auto_divides_among_processes_or_says_what_would(
-    settings: Callable[..., dict[str, Any]],
-) -> None:
-    from pretrain.inputs import accumulation_steps
-
-    config = RunConfig.model_validate(settings())
-    assert accumulation_steps(config, 8) is None
-    with pytest.raises(RunError, match=r"24 is not a multiple of 5 process\(es\); take 20 or 25$"):
-        accumulation_steps(config, 5)
 
 
 def test_one_point_makes_a_flat_line() -> None:

@@ -1,4 +1,4 @@
-"""The usual step against the formulas, ours against it, and how the two are measured."""
+"""Compare the baseline with the formulas and our step with the baseline; check the measurement."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def batch() -> MicroBatch:
-    """Three rows of one document each, of 32, 20 and 9 tokens; a seventh of them is predicted."""
+    """Return three rows of one document each, of 32, 20 and 9 tokens; a seventh is predicted."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(5, 200, (3, 32), generator=generator)
     ids[:, 0] = 2
@@ -46,7 +46,7 @@ def pair(
     tiny_bert: Callable[..., BertForMaskedLM],
     tiny_distilbert: Callable[..., DistilBertForMaskedLM],
 ) -> cells.Pair:
-    """Tiny models in both steps, the student in training mode."""
+    """Return tiny models in both steps, the student in training mode."""
     teacher, student = tiny_bert().requires_grad_(False), tiny_distilbert().train()
     for model in (teacher, student):
         model.set_attn_implementation(IMPLEMENTATION)
@@ -54,7 +54,7 @@ def pair(
 
 
 def formulas(student: Any, teacher: Any, batch: Padded, masked: bool) -> dict[str, float]:
-    """The means of the three terms, position by position."""
+    """Return the means of the three terms, computed position by position."""
     kl, mlm, cosine = [], [], []
     for ids, mask, labels in zip(*batch, strict=True):
         n = int(mask.sum())  # the document alone, without its padding
@@ -74,7 +74,7 @@ def formulas(student: Any, teacher: Any, batch: Padded, masked: bool) -> dict[st
 
 
 @pytest.mark.parametrize("positions", ["all", "masked"])
-def test_the_usual_step_is_the_formulas(
+def test_the_baseline_equals_the_formulas(
     pair: cells.Pair, batch: MicroBatch, positions: str
 ) -> None:
     student, teacher = twin(pair.student).double().eval(), twin(pair.usual_teacher).double()
@@ -135,7 +135,7 @@ def shifted(batch: MicroBatch) -> MicroBatch:
 
 
 def packed_rows(batch: MicroBatch) -> MicroBatch:
-    """The last row becomes two documents."""
+    """Split the last row into two documents."""
     ids = batch.input_ids.clone()
     ids[2, 5] = 2
     return micro_batch(ids, batch.positions, batch.labels, cls_id=2, pad_id=0)
@@ -152,7 +152,7 @@ def packed_rows(batch: MicroBatch) -> MicroBatch:
         (DistilBert(), packed_rows),
     ],
 )
-def test_another_function_is_refused(
+def test_a_step_with_other_values_is_refused(
     pair: cells.Pair,
     batch: MicroBatch,
     precision: str,
@@ -165,7 +165,7 @@ def test_another_function_is_refused(
         measure.check(ours, usual, precision)
 
 
-def test_peak_memory_is_what_the_allocator_says(pair: cells.Pair, batch: MicroBatch) -> None:
+def test_peak_memory_equals_the_allocators(pair: cells.Pair, batch: MicroBatch) -> None:
     terms = DistilBert().terms()
     models = (pair.student, pair.usual_teacher)
     weights = sum(p.numel() * 4 for model in models for p in model.parameters())
@@ -207,14 +207,14 @@ def test_documents_have_the_stated_fill() -> None:
 
 
 class Starved(BaselineStep):
-    """Wants more than any machine has."""
+    """Allocate more than any machine has."""
 
     def __call__(self) -> None:
         torch.empty(1 << 55)
 
 
 class Starving(cells.Pair):
-    """Whose usual step is starved."""
+    """Make a baseline that runs out of memory."""
 
     def usual(self, *arguments: Any) -> BaselineStep:
         step = super().usual(*arguments)

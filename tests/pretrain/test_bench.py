@@ -1,4 +1,4 @@
-"""What `distil bench` measures, prints and writes, and what it refuses."""
+"""Check what `distil bench` measures, prints, writes and refuses."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def assert_whole(step: dict[str, Any], *more: str) -> None:
     assert step["fastest"] <= step["milliseconds"] <= step["slowest"]
 
 
-def test_synthetic_models_are_measured_without_anything_else(
+def test_synthetic_models_are_measured_without_files(
     tmp_path: Path, distil: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "figures" / "bench.json"
@@ -108,7 +108,7 @@ def test_a_config_is_measured_as_it_trains(
         (["nowhere.yaml", "--synthetic"], ["--synthetic", "nowhere.yaml"]),
     ],
 )
-def test_mistakes_are_one_line(
+def test_mistakes_are_reported_in_one_line(
     distil: Callable[..., tuple[int, str, str]],
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
@@ -120,7 +120,7 @@ def test_mistakes_are_one_line(
     assert all(part in err for part in parts), err
 
 
-def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_measured(
+def test_an_unwritable_file_is_refused_before_anything_is_measured(
     tmp_path: Path, distil: Callable[..., tuple[int, str, str]]
 ) -> None:
     code, out, err = distil("bench", "--synthetic", *TINY, "--json", tmp_path)
@@ -140,7 +140,7 @@ def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_measured(
         ({"train": {"micro_batch_size": 10**6}}, ["1000000", "rows"]),
     ],
 )
-def test_a_config_that_cannot_be_measured_is_one_line(
+def test_a_config_that_cannot_be_measured_is_refused_in_one_line(
     tmp_path: Path,
     config: dict[str, Any],
     distil: Callable[..., tuple[int, str, str]],

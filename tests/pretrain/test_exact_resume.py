@@ -1,4 +1,4 @@
-"""A run that is left at any step and taken up again is bitwise the run that was not left."""
+"""Check that a run resumed after any step is bitwise identical to the undisturbed run."""
 
 import os
 from collections.abc import Callable
@@ -19,7 +19,7 @@ RATES = ("tokens_per_second", "data_wait")  # the only figures that time may cha
 
 @pytest.fixture
 def settings(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> dict[str, Any]:
-    """21 steps of 24 rows with dropout, over more than one epoch, a checkpoint at each."""
+    """Return 21 steps of 24 rows with dropout over more than one epoch, a checkpoint at each."""
     save_teacher(tmp_path / "teacher")
     return {
         "output": str(tmp_path / "run"),
@@ -37,7 +37,7 @@ def settings(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> 
 def resumed(
     settings: dict[str, Any], world: int, steps: list[int], control: str = "", stage: int = 0
 ) -> list[int]:
-    """The steps after which a resumed run differs from the undisturbed one."""
+    """Return the steps after which a resumed run differs from the undisturbed one."""
     ranks.run(world, rank_work.resumes, settings, steps, control, environment=ranks.zero(stage))
     whole = Path(settings["output"])
     return [
@@ -52,7 +52,7 @@ def resumed(
 
 
 def line(output: Path, step: int) -> list[dict[str, Any]]:
-    """The metrics of a step, without what time may change."""
+    """Return the metrics of a step, without those that time may change."""
     return [
         {key: value for key, value in entry.items() if key not in RATES}
         for entry in metrics.read(output / "metrics.jsonl")
@@ -93,7 +93,7 @@ def test_a_resume_under_zero_is_bitwise(settings: dict[str, Any], stage: int) ->
     ("control", "world"),
     [("dropout is not reseeded", 1), ("buckets are not warmed up", 3), ("masks have no key", 1)],
 )
-def test_without_what_makes_it_exact_a_resume_differs(
+def test_a_resume_differs_without_each_measure_that_makes_it_exact(
     settings: dict[str, Any], control: str, world: int
 ) -> None:
     settings["train"] |= {"micro_batch_size": 24 // world}

@@ -1,7 +1,7 @@
-"""Counts of a step against numbers made by hand, against torch's allocator, and against themselves.
+"""Compare counts of a step with numbers made by hand, torch's allocator and committed counts.
 
-The last is `tests/golden/footprint.json`, BERT-base with DistilBERT. To move it on purpose:
-`python -m tests.pretrain.test_footprint`, and say why in docs/LOG.md.
+The last are in `tests/golden/footprint.json`, for BERT-base with DistilBERT. To change them on
+purpose run `python -m tests.pretrain.test_footprint`, and give the reason in docs/LOG.md.
 """
 
 import json
@@ -36,7 +36,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def base(kl_positions: Any, precision: str) -> Distillation:
-    """A DistilBERT of half BERT-base's layers with it, in half precision as in a run, as shapes."""
+    """Return BERT-base and a student of half its layers as shapes, in the precision of a run."""
     with torch.device("meta"):
         teacher = (
             BertForMaskedLM(BertConfig(attn_implementation=IMPLEMENTATION))
@@ -51,7 +51,7 @@ def base(kl_positions: Any, precision: str) -> Distillation:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's chunks, attention and layers, which are also far fewer operators to count."""
+    """Use a GPU's chunks, attention and layers, which are also far fewer operators to count."""
     _as_on_a_gpu(monkeypatch)
 
 
@@ -189,7 +189,7 @@ def test_a_layer_of_bert_base_takes_24_d_squared_and_4_s_d() -> None:
 @pytest.mark.parametrize(("where", "precision"), CASES)
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_step_takes_what_the_cost_model_says(where: str, precision: str) -> None:
-    """30 L + 4 k H a token; attention that computes its scores again in backward adds up to 2 %."""
+    """Expect 30 L + 4 k H a token; scores computed again in backward add up to 2 %."""
     layer, head = 24 * D**2 + 4 * L * D, 2 * D**2 + 2 * D * V
     share = 1 if where == "all" else K / L
     expected = 2 * L * (30 * layer + 4 * share * head)
@@ -211,7 +211,7 @@ def small(
 
 
 def really(module: Distillation, dtype: torch.dtype | None) -> None:
-    """The micro-step of 4 rows of two documents with 5 predicted tokens each, on numbers."""
+    """Make the micro-step of 4 rows of two documents with 5 predicted tokens each, with values."""
     ids = torch.ones(4, 32, dtype=torch.int64)
     slots = torch.arange(5).repeat(4, 1)
     batch = MicroBatch(ids, slots, slots + 5, torch.arange(0, 129, 16).int(), 128, 20)
@@ -249,7 +249,7 @@ def test_shapes_take_no_memory_and_leave_values_from_outside_alone() -> None:
 def test_the_peak_is_that_of_torchs_allocator(
     small: Distillation, precision: str, tmp_path: Path
 ) -> None:
-    """Kernels' own scratch memory, the smallest part, is what the counter does not see."""
+    """The counter misses the scratch memory of kernels, the smallest part."""
     dtype = DTYPES[precision]
     really(small, dtype)  # what is allocated once
     small.zero_grad(set_to_none=True)
@@ -272,9 +272,9 @@ def test_the_peak_is_that_of_torchs_allocator(
 
 
 def usual_head(rows: int, slots: int, dtype: torch.dtype | None, *, masked: bool) -> Footprint:
-    """The formulas on whole logits: KLDivLoss and CrossEntropyLoss, `masked_select` before KL.
+    """Compute the formulas on whole logits: KLDivLoss, CrossEntropyLoss, `masked_select` before KL.
 
-    A selection by index stands for `masked_select`, whose result has no shape without numbers.
+    A selection by index replaces `masked_select`, whose result has no shape without values.
     """
     with shapes_only(nn.Linear(D, V, device="meta")) as student:
         teacher = torch.empty(V, D), torch.empty(V)
@@ -296,7 +296,7 @@ def usual_head(rows: int, slots: int, dtype: torch.dtype | None, *, masked: bool
 
 
 @pytest.mark.parametrize(("where", "precision"), CASES)
-def test_the_head_takes_less_than_a_quarter_of_the_usual_memory(
+def test_the_head_takes_less_than_a_quarter_of_the_baselines_memory(
     where: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = DTYPES[precision]
@@ -315,7 +315,7 @@ def test_the_head_takes_less_than_a_quarter_of_the_usual_memory(
 
 
 class UsualPair(nn.Module):
-    """Both models as the usual step has them, in fp32."""
+    """Hold both models as the baseline has them, in fp32."""
 
     def __init__(self, module: Distillation) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ class UsualPair(nn.Module):
 
 
 def of_usual_step(pair: UsualPair, batch_size: int, where: str, patch: pytest.MonkeyPatch) -> int:
-    """Bytes at most; a selection by index stands for `masked_select`, as above."""
+    """Return the peak bytes; a selection by index replaces `masked_select`, as above."""
     slots = {"all": L, "masked": K}
 
     def selected(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -344,7 +344,7 @@ def of_usual_step(pair: UsualPair, batch_size: int, where: str, patch: pytest.Mo
 
 
 def rows_that_fit(peak: Callable[[int], int], weights: int, few: int) -> int:
-    """In 16 GB, by the straight line through `few` rows and twice as many."""
+    """Return the rows that fit 16 GB, by the straight line through `few` rows and twice as many."""
     first, second = peak(few), peak(2 * few)
     slope = (second - first) / few
     return int((16e9 - weights - (first - few * slope)) / slope)
@@ -362,7 +362,7 @@ def rows_that_fit(peak: Callable[[int], int], weights: int, few: int) -> int:
 def test_rows_that_16_gb_take_by_shapes(
     where: str, checkpointing: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In fp16 with AdamW's moments; docs/performance.md has these numbers."""
+    """Count in fp16 with AdamW's state; docs/performance.md has these numbers."""
     _as_on_a_gpu(monkeypatch)
     module = base(where, "bf16")  # of fp16's size
     if checkpointing:
@@ -398,7 +398,7 @@ def test_rows_that_16_gb_take_in_the_usual_step(
 
 
 def counts(where: str, precision: str) -> Iterator[tuple[str, int]]:
-    """(name, count) of the step at 1 x 512 on a CPU, of step and head at 64 x 512 as on a GPU."""
+    """Yield (name, count): a step of 1 x 512 on a CPU, step and head of 64 x 512 on a GPU."""
     module, dtype, found = base(where, precision), DTYPES[precision], {}
     if (where, precision) in (("all", "fp32"), ("masked", "bf16")):  # it takes seconds
         found["1 x 512, CPU: step"] = of_micro_step(module, 1, L, autocast=dtype)
@@ -413,7 +413,7 @@ def counts(where: str, precision: str) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.usefixtures("one_thread")  # on a CPU they decide on the size of blocks
 @pytest.mark.parametrize(("where", "precision"), CASES)
-def test_a_step_costs_what_it_did(where: str, precision: str) -> None:
+def test_a_step_costs_the_committed_counts(where: str, precision: str) -> None:
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     for name, count in counts(where, precision):
         change = f"{name} was {golden[name]:,} and is {count:,}"

@@ -1,9 +1,10 @@
-"""A committed loss curve: a refactor does not move it.
+"""Compare a loss curve with the committed one, which no refactoring moves.
 
 Weights, text, rows and masks come from integer hashes and dropout is 0, so only the order of
 floating-point sums may differ between processors: hence 1e-4, not equality.
 
-To move it on purpose: `python -m tests.pretrain.test_golden`, and say why in docs/LOG.md.
+To change it on purpose run `python -m tests.pretrain.test_golden`, and give the reason in
+docs/LOG.md.
 """
 
 import shutil
@@ -27,7 +28,7 @@ WORDS = [f"{a}{b}{c}" for a in "bdfglmn" for b in "aeiou" for c in "kprst"]
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:
-    """(step, loss) of 20 steps of 4 -> 2 layers over hashed text."""
+    """Return (step, loss) of 20 steps of 4 -> 2 layers over hashed text."""
     text = folder / "text.txt"
     text.write_text("\n".join(_line(i) for i in range(400)) + "\n", encoding="utf-8")
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
@@ -74,7 +75,7 @@ def curve(folder: Path) -> list[tuple[int, float]]:
 
 
 def _line(number: int) -> str:
-    """3 to 34 words, low numbers more often."""
+    """Return 3 to 34 words, low numbers more often."""
     key = root(7, number)
     length = 3 + derive(key, 0) % 32
     draws = [derive(key, 1 + i) % 65536 / 65536 for i in range(length)]
@@ -83,7 +84,7 @@ def _line(number: int) -> str:
 
 @torch.no_grad()
 def _fill(model: nn.Module) -> None:
-    """Weights uniform in +-0.2 (LayerNorm weights about 1), exact multiples of 2**-16."""
+    """Set weights uniform in +-0.2 (LayerNorm weights about 1), exact multiples of 2**-16."""
     for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
         index = torch.arange(parameter.numel())
         draw = (derive(root(8, number), index) >> 16).double() / 65536 - 0.5

@@ -1,6 +1,6 @@
-"""What a run does only on a GPU, against the same on the CPU or the formula: `make test-gpu`.
+"""Compare a run on a GPU with the same on the CPU or with the formula: `make test-gpu`.
 
-Kernels have tests of their own beside the CPU's: `grep -rl mark.gpu tests` lists all files.
+Tests of kernels lie next to those for the CPU: `grep -rl mark.gpu tests` lists all files.
 """
 
 import json
@@ -32,7 +32,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate decides on the device once a process; TF32 is the process's, too."""
+    """Reset what Accelerate and TF32 keep for the whole process."""
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -48,7 +48,7 @@ def settings(
     save_teacher: Callable[..., Any],
     tiny_bert: Callable[..., Any],
 ) -> Callable[..., dict[str, Any]]:
-    """6 steps of 16 rows with the triple loss, without dropout; heads of width 16."""
+    """Return 6 steps of 16 rows with the triple loss, without dropout; heads of width 16."""
     save_teacher(tmp_path / "teacher", tiny_bert(2, width=64))
 
     def make(name: str = "run", **train: Any) -> dict[str, Any]:
@@ -68,13 +68,13 @@ def settings(
 
 
 def losses(values: dict[str, Any], **arguments: Any) -> dict[int, float]:
-    """By step, of a run that is made, or continued, in this process."""
+    """Return the losses by step of a run made, or continued, in this process."""
     train(RunConfig.model_validate(values), **arguments)
     return written(values)
 
 
 def written(values: dict[str, Any]) -> dict[int, float]:
-    """The losses in a run's metrics; a step that fp16's scaler leaves out has none."""
+    """Return the losses in a run's metrics; a step that fp16's scaler leaves out has none."""
     entries = metrics.read(Path(values["output"]) / "metrics.jsonl")
     return {entry["step"]: entry["loss"] for entry in entries if entry["kind"] == "train"}
 
@@ -86,7 +86,7 @@ def recorded(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_cpu(values: dict[str, Any]) -> dict[int, float]:
-    """As `losses`, in a process that sees no GPU."""
+    """Return `losses` of a process that sees no GPU."""
     ranks.run(1, rank_work.once, values, environment={"CUDA_VISIBLE_DEVICES": ""})
     return written(values)
 
@@ -182,7 +182,7 @@ def test_loader_workers_start_beside_a_gpu(settings: Callable[..., dict[str, Any
 
 
 class Linear(nn.Module):
-    """A weight as the parameter of a `Distillation`: (loss, sums)."""
+    """Use a weight as the parameter of a `Distillation` that returns (loss, sums)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_an_overflow_leaves_the_step_out_and_halves_the_scale(
 
 
 def busy(seconds: float = 0.05) -> None:
-    """Give the GPU work that is not done when the host goes on."""
+    """Give the GPU work that lasts longer than the call."""
     torch.cuda._sleep(int(seconds * 1.5e9))
 
 
@@ -268,7 +268,7 @@ def test_a_snapshot_is_of_the_moment_it_was_taken() -> None:
 def test_a_trial_leaves_nothing_behind_and_is_believed(
     settings: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`auto` within a limit finds fewer rows than fit the GPU, and the run ends well with them."""
+    """`auto` within a limit finds fewer rows than fit the GPU, and the run succeeds with them."""
     auto, number = settings("auto", precision="fp32"), settings("number", precision="fp32")
     found = losses(auto)
     number["train"]["micro_batch_size"] = recorded(auto)["micro_batch_size"]
@@ -294,7 +294,7 @@ def test_a_trial_leaves_nothing_behind_and_is_believed(
 def test_nccl_has_the_time_limit_and_trains(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """One rank, which NCCL takes for a world; a second needs a GPU of its own."""
+    """One rank is a world for NCCL; a second needs a GPU of its own."""
     world = min(2, torch.cuda.device_count())
     values = settings("nccl", precision="fp32", micro_batch_size=4)
     environment = {"DISTIL_TIMEOUT": "77", "NCCL_SOCKET_IFNAME": "lo"}

@@ -1,4 +1,4 @@
-"""First contact with a GPU, without one: only the driver's calls are stubbed."""
+"""Check the start on a GPU without one: only the driver's calls are stubbed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ CUDA_126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One GPU of 80 GB, of which 79 are free, in an unlaunched process."""
+    """Stub one GPU of 80 GB, of which 79 are free, in a process without a launcher."""
 
     class Runtime:
         cudaMemGetInfo = staticmethod(lambda device: (79 * GB, 80 * GB))
@@ -80,7 +80,7 @@ def test_fp32_runs_in_tf32(gpu: None, tmp_path: Path, precision: str, expected: 
         torch.set_float32_matmul_precision("highest")
 
 
-def test_accelerates_switch_leaves_the_gpu_alone(
+def test_accelerate_use_cpu_keeps_the_run_off_the_gpu(
     gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -1,4 +1,4 @@
-"""What a rank leaves behind, and when it ends itself."""
+"""Check what a rank records of itself, and when it ends itself."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def first_line(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline().strip()
 
 
-def test_a_killed_rank_has_said_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_rank_has_recorded_its_position(tmp_path: Path) -> None:
     process = beating(tmp_path, BEATING)
     assert first_line(process) == str(process.pid)
     process.kill()
@@ -106,7 +106,7 @@ def test_a_rank_ends_when_its_supervisor_is_gone(tmp_path: Path) -> None:
     supervisor.wait()
 
 
-def test_a_closed_heartbeat_has_written_its_last(tmp_path: Path) -> None:
+def test_a_closed_heartbeat_records_its_end(tmp_path: Path) -> None:
     heartbeat = Heartbeat(3, tmp_path)
     heartbeat.at(9, "end")
     heartbeat.close()
@@ -128,7 +128,7 @@ def test_nothing_is_written_without_a_supervisor(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[75]", '{"exit_code": "75"}', '{"step": 1}'])
-def test_a_torn_status_is_none(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_status_is_none(tmp_path: Path, text: str) -> None:
     assert read_status(tmp_path) is None
     write_status(tmp_path, ended="finished", step=4, num_steps=4, exit_code=0)
     status = read_status(tmp_path)

@@ -1,6 +1,6 @@
-"""Killed again and again, at every phase, a run ends as the one that nobody disturbed.
+"""Kill a run repeatedly, at every phase, and compare it with an undisturbed one.
 
-`make torture` kills 100 times; DISTIL_KILLS says how often.
+`make torture` kills 100 times; DISTIL_KILLS sets the number.
 """
 
 import os
@@ -27,7 +27,7 @@ RATES = ("tokens_per_second", "data_wait")  # the only figures that time may cha
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_ends_as_the_undisturbed_one(
+def test_a_run_killed_repeatedly_equals_the_undisturbed_one(
     tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]
 ) -> None:
     save_teacher(tmp_path / "teacher")
@@ -67,7 +67,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_undisturbed_one(
 
 
 def torment(values: dict[str, Any], folder: Path, draw: random.Random) -> Counter[str]:
-    """Lives that end by SIGKILL: how many in each phase. The first is killed in its first save."""
+    """Start and kill a run repeatedly; return the kills in each phase. The first is in a save."""
     killed: Counter[str] = Counter()
     while sum(killed.values()) < KILLS:
         saved = checkpoint.newest(Path(values["output"]) / "checkpoints", print)
@@ -86,7 +86,7 @@ def torment(values: dict[str, Any], folder: Path, draw: random.Random) -> Counte
 
 
 def moment(draw: random.Random, step: int, *, first: bool) -> dict[str, Any]:
-    """A place that a run which continues after `step` comes to soon."""
+    """Return a position that a run continued after `step` reaches soon."""
     phases = ["data", "counts", "forward", "middle", "update", "evaluation", *SAVING]
     phase = draw.choice(SAVING if first else phases)
     ahead = step + draw.randrange(4)
@@ -104,13 +104,13 @@ def moment(draw: random.Random, step: int, *, first: bool) -> dict[str, Any]:
 
 
 def state(output: Path) -> dict[str, Any]:
-    """Position, evaluation and all else of the last checkpoint but its place."""
+    """Return position, evaluation and all else of the last checkpoint but its place."""
     saved = checkpoint.newest(output / "checkpoints", print)
     assert saved is not None and saved.step == STEPS
     return {**saved.state, "config": {**saved.state["config"], "output": ""}}
 
 
 def history(output: Path) -> list[dict[str, Any]]:
-    """The metrics, without what time may change."""
+    """Return the metrics, without those that time may change."""
     entries = metrics.read(output / "metrics.jsonl")
     return [{k: v for k, v in entry.items() if k not in RATES} for entry in entries]

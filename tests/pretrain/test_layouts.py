@@ -1,4 +1,4 @@
-"""One result, however a run is laid out, and whatever layout continues it."""
+"""Check that all layouts give one result, and that any layout continues a run."""
 
 import json
 import os
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import rank_work
 import ranks
@@ -31,10 +30,10 @@ SLOW = pytest.mark.slow
 def settings(
     tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]
 ) -> Callable[..., dict[str, Any]]:
-    """20 steps of 24 rows without dropout, under a name of its own."""
+    """Return 20 steps of 24 rows without dropout, under a given name."""
     save_teacher(tmp_path / "teacher")
 
-    def make(name: str, micro: int, **train: Any) -> dict[str, Any]:
+    def make(name: str, micro: int = 24, **train: Any) -> dict[str, Any]:
         return {
             "output": str(tmp_path / name),
             "shards": str(corpus),
@@ -64,7 +63,7 @@ def tensors(output: str) -> dict[str, torch.Tensor]:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference between the students' weights, relative to the weights' size.
+    """Return the largest difference between the students' weights, relative to the weights' size.
 
     The key biases have a true gradient of zero, so Adam turns their rounding noise into steps.
     """
@@ -77,8 +76,15 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
+def figures(settings: dict[str, Any]) -> list[dict[str, float]]:
+    """Return the numbers of each metrics entry, without those that time may change."""
+    entries = metrics.read(Path(settings["output"]) / "metrics.jsonl")
+    rates = ("kind", "tokens_per_second", "data_wait")
+    return [{k: v for k, v in entry.items() if k not in rates} for entry in entries]
+
+
 def seen(settings: dict[str, Any], world: int, arguments: Any = None, stage: int = 0) -> list[Any]:
-    """Run; [step, row, input_ids, labels] of every row that any rank was given, in order."""
+    """Run; return [step, row, input_ids, labels] of every row that any rank read, in order."""
     file = Path(settings["output"] + ".seen")
     ranks.run(world, rank_work.seen, settings, arguments, file, environment=ranks.zero(stage))
     notes = []
@@ -91,7 +97,7 @@ def seen(settings: dict[str, Any], world: int, arguments: Any = None, stage: int
 
 
 def wanted(settings: dict[str, Any], first: int = 0, last: int = 20) -> list[Any]:
-    """What one process would see, straight from the pure functions."""
+    """Return what one process would read, straight from the pure functions."""
     config = RunConfig.model_validate(settings)
     shards = open_shards(config.shards)
     masking = masking_over(shards.manifest, config.masking.probability, config.train.seed)
@@ -107,7 +113,7 @@ def wanted(settings: dict[str, Any], first: int = 0, last: int = 20) -> list[Any
 
 @pytest.fixture
 def alone(settings: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """The reference: one process, one micro-batch a step."""
+    """Return the reference: one process, one micro-batch a step."""
     values = settings("alone", 24)
     assert seen(values, 1) == wanted(values)
     return values
@@ -132,6 +138,8 @@ def test_processes_and_micro_batches_change_only_rounding(
         else:
             assert seen(values, world) == wanted(values)
         assert difference(values, alone) < 1e-5
+        for entry, expected in zip(figures(values), figures(alone), strict=True):
+            assert entry == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -150,7 +158,7 @@ def test_zero_agrees_with_one_process(
 def test_zero_computes_in_the_runs_precision_where_deepspeed_sees_autocast(
     settings: Callable[..., dict[str, Any]],
 ) -> None:
-    """On a GPU its engine ends an autocast that it finds around its forward pass."""
+    """On a GPU DeepSpeed's engine ends an autocast around its forward pass."""
     losses = {}
     for name, precision, work in (
         ("fp32", "fp32", rank_work.once),
@@ -180,7 +188,7 @@ def test_a_run_changes_its_layout_four_times_and_sees_each_row_once(
 
 
 class Interrupted(Heartbeat):
-    """Tells its process to stop when it waits for the first step's rows."""
+    """Signal this process while it waits for the first step's rows."""
 
     def at(self, step: int, phase: str) -> None:
         if phase == "data":
@@ -190,7 +198,7 @@ class Interrupted(Heartbeat):
 
 @pytest.mark.slow
 @ranks.needs_deepspeed
-def test_zero_goes_on_from_a_checkpoint_of_step_0(
+def test_zero_continues_from_a_checkpoint_of_step_0(
     settings: Callable[..., dict[str, Any]],
 ) -> None:
     values = settings("stopped", 6, max_steps=2)
@@ -224,12 +232,26 @@ def test_only_the_last_micro_batch_of_a_step_communicates(
     assert all(count > 0 for _, count in made[2])
 
 
-@pytest.mark.parametrize(("world", "micro", "fits"), [(3, 5, "15 or 30"), (7, 4, "28")])
-def test_what_does_not_divide_is_refused_with_sizes_that_would(
-    settings: Callable[..., dict[str, Any]], world: int, micro: int, fits: str
+@pytest.mark.parametrize(
+    ("world", "micro", "product", "fits"),
+    [
+        (3, 5, r"micro_batch_size 5 x 3 process\(es\) = 15", "15 or 30"),
+        (7, 4, r"micro_batch_size 4 x 7 process\(es\) = 28", "28"),
+        (5, "auto", r"5 process\(es\)", "20 or 25"),
+    ],
+)
+def test_batches_that_do_not_divide_are_refused_with_sizes_that_do(
+    settings: Callable[..., dict[str, Any]],
+    world: int,
+    micro: int | str,
+    product: str,
+    fits: str,
 ) -> None:
-    config = RunConfig.model_validate(settings("odd", micro))
-    with pytest.raises(RunError, match=f"24 is not a multiple .* take {fits}"):
+    config = RunConfig.model_validate(settings("odd", micro_batch_size=micro))
+    with pytest.raises(RunError, match=f"24 is not a multiple of {product}; take {fits}"):
         accumulation_steps(config, world)
-    for rows in map(int, np.array(fits.split(" or "))):
-        assert rows % (world * micro) == 0
+    for rows in map(int, fits.split(" or ")):
+        assert rows % (world * (1 if micro == "auto" else int(micro))) == 0
+    even = RunConfig.model_validate(settings("even", 3))
+    assert accumulation_steps(even, 8) == 1
+    assert accumulation_steps(even.with_train(micro_batch_size="auto"), 8) is None

@@ -1,4 +1,4 @@
-"""`precision: auto` and the default of `micro_batch_size`: chosen by the hardware, then kept."""
+"""Check `precision: auto` and the default of `micro_batch_size`, when chosen and when resumed."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ CPUS = {
 
 
 class Said(Silent):
-    """What a run says."""
+    """Record the lines of a run."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -45,7 +45,7 @@ class Said(Silent):
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """A function that makes this process read another /proc/cpuinfo, or none."""
+    """Return a function that makes this process read another /proc/cpuinfo, or none."""
 
     def set_cpuinfo(text: str | None) -> None:
         file = tmp_path / "cpuinfo"
@@ -59,7 +59,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | 
 
 @pytest.fixture
 def settings(tmp_path: Path, corpus: Path) -> Callable[..., dict[str, Any]]:
-    """4 steps of 8 rows, without the keys `precision` and `micro_batch_size`."""
+    """Return 4 steps of 8 rows, without the keys `precision` and `micro_batch_size`."""
 
     def make(name: str = "run", **train: Any) -> dict[str, Any]:
         return {
@@ -92,7 +92,7 @@ def recorded(output: str | Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("cpuinfo", "expected"), CPUS.values(), ids=CPUS)
-def test_a_cpu_is_judged_by_its_flags(
+def test_auto_on_a_cpu_follows_its_flags(
     cpuinfo: str | None, expected: str, machine: Callable[[str | None], None]
 ) -> None:
     from pretrain.device.precision import choose
@@ -114,7 +114,7 @@ def test_a_cpu_is_judged_by_its_flags(
     ],
     ids=str,
 )
-def test_a_gpu_is_judged_by_its_capability(
+def test_auto_on_a_gpu_follows_its_compute_capability(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pretrain.device.precision import choose
@@ -126,7 +126,7 @@ def test_a_gpu_is_judged_by_its_capability(
     assert f"a GPU, compute capability {capability[0]}.{capability[1]}" == choose(GPU)[1]
 
 
-def test_the_choice_is_recorded_and_kept_by_a_resume_that_says_so(
+def test_a_resume_keeps_the_recorded_precision_and_reports_it(
     settings: Callable[..., dict[str, Any]], machine: Callable[[str | None], None], one_thread: None
 ) -> None:
     whole, halves = settings("whole"), settings("halves")
@@ -145,7 +145,7 @@ def test_the_choice_is_recorded_and_kept_by_a_resume_that_says_so(
     assert ranks.digests(Path(halves["output"]), 4) == ranks.digests(Path(whole["output"]), 4)
 
 
-def test_auto_goes_on_with_what_was_given_and_another_one_is_refused(
+def test_auto_continues_the_given_precision_and_another_is_refused(
     settings: Callable[..., dict[str, Any]], machine: Callable[[str | None], None], one_thread: None
 ) -> None:
     machine(AMX)
@@ -157,7 +157,7 @@ def test_auto_goes_on_with_what_was_given_and_another_one_is_refused(
     ]
 
 
-def test_processes_of_unlike_machines_are_refused_and_told_what_to_set(
+def test_ranks_that_choose_different_precisions_are_refused(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     for rank, text in enumerate((AMX, OLD)):

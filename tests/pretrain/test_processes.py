@@ -1,4 +1,4 @@
-"""What several processes decide, they decide together; numbers that are wrong do no harm."""
+"""Check that ranks decide together, and that wrong numbers change no weights."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from pretrain.train import train
 def settings(
     tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]
 ) -> Callable[..., dict[str, Any]]:
-    """6 steps of 12 rows, one micro-batch a step for 3 ranks, a checkpoint at each step."""
+    """Return 6 steps of 12 rows: one micro-batch a step for 3 ranks, a checkpoint at each step."""
     save_teacher(tmp_path / "teacher")
 
     def make(name: str = "run", **train: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def settings(
 def answers(
     settings: list[dict[str, Any]], folder: Path, world: int, harm: str = ""
 ) -> list[list[str]]:
-    """[kind, message] of how each rank ended."""
+    """Return [kind, message] of the end of each rank."""
     ranks.run(world, rank_work.answered, settings, folder / "answer", harm)
     files = [folder / f"answer.{rank}" for rank in range(world)]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -64,7 +64,7 @@ def status(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def steps(values: dict[str, Any]) -> list[int]:
-    """The steps that have a checkpoint which verifies."""
+    """Return the steps of the checkpoints that verify."""
     folders = sorted((Path(values["output"]) / "checkpoints").glob("step-*"))
     assert all(checkpoint.verify(folder) is None for folder in folders)
     return [int(folder.name.removeprefix("step-")) for folder in folders]
@@ -89,7 +89,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_the_update(
 
 
 @pytest.mark.parametrize("harm", ["loss", "gradient"])
-def test_a_step_may_be_skipped_and_counted_and_changes_no_weight(
+def test_a_skipped_step_is_counted_and_changes_no_weight(
     settings: Callable[..., dict[str, Any]], tmp_path: Path, harm: str
 ) -> None:
     values = settings(skip_non_finite=1)
@@ -112,7 +112,7 @@ def test_a_flipped_bit_names_its_rank_and_no_checkpoint_holds_it(
     assert steps(values) == [1, 2, 3] and status(values)["exit_code"] == 3
 
 
-def test_a_mistake_that_one_rank_meets_ends_all(
+def test_an_error_on_one_rank_ends_all_ranks(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     good = settings()
@@ -121,7 +121,7 @@ def test_a_mistake_that_one_rank_meets_ends_all(
     assert "nowhere" in found[1][1]
 
 
-def test_ranks_that_see_other_files_are_told_so(
+def test_ranks_with_different_files_are_refused(
     settings: Callable[..., dict[str, Any]], tmp_path: Path, save_teacher: Any, tiny_bert: Any
 ) -> None:
     good = settings()
@@ -131,7 +131,7 @@ def test_ranks_that_see_other_files_are_told_so(
     assert found[0][1].startswith("process 1 has another teacher than process 0")
 
 
-def test_ranks_that_were_started_differently_are_told_so(
+def test_ranks_with_different_settings_are_refused(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     usual = settings(micro_batch_size=6)
@@ -144,7 +144,7 @@ def test_ranks_that_were_started_differently_are_told_so(
 
 
 @pytest.mark.slow
-def test_what_takes_longer_than_the_timeout_is_waited_for_at_the_start(
+def test_a_slow_start_may_take_longer_than_the_timeout(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     file = tmp_path / "found"
@@ -173,7 +173,7 @@ def test_skipped_rows_are_recorded_and_stay_skipped(
         train(RunConfig.model_validate(settings("other")), skip_rows=[(250, 256)])
 
 
-def test_of_two_runs_on_one_output_one_wins_and_the_other_names_it(
+def test_the_second_run_on_an_output_names_the_first(
     settings: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     values = settings(micro_batch_size=12, max_steps=12)
@@ -214,7 +214,7 @@ def test_the_lock_of_a_killed_run_is_taken_over(
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-3", "inf"])
-def test_a_timeout_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_timeout_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("DISTIL_TIMEOUT", text)
     with pytest.raises(RunError, match="not a number of seconds"):
         timeout()

@@ -1,4 +1,4 @@
-"""Fingerprints see every bit, warnings come when they should, a post-mortem says all."""
+"""Check the parameter checksum, the loss spike detector and the post-mortem."""
 
 import json
 import math
@@ -30,12 +30,12 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def as_bytes(parameter: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The parameter's memory, to be changed in place."""
+    """Return the parameter's memory, to change it in place."""
     return parameter.reshape(-1).view(torch.uint8).numpy()
 
 
 def test_the_checksum_is_a_sum_of_bits_times_odd_weights() -> None:
-    """Worked out element by element in Python's integers."""
+    """Compute it element by element in Python's integers."""
     ours = [torch.randn(2**17 + 3), torch.tensor([float("nan"), -0.0])]
     expected, chunk = 0, 0
     for parameter in ours:
@@ -65,7 +65,7 @@ def test_one_flipped_bit_changes_the_checksum_wherever_it_is(dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_bit_of_one_element_counts(dtype: torch.dtype) -> None:
-    """None is lost to a conversion: the sign of zero, the payload of a NaN, the last bit."""
+    """No conversion loses a bit: the sign of zero, the payload of a NaN, the last bit."""
     ours = [torch.zeros(3, dtype=dtype)]
     seen = {int(parameter_checksum(ours))}
     bits = 8 * ours[0].element_size()
@@ -105,7 +105,7 @@ def test_threads_and_memory_layout_do_not_change_the_parameter_checksum(one_thre
 
 
 class Watch(TorchDispatchMode):
-    """Notes the size of every tensor that is made and every value that is read back."""
+    """Record the size of every tensor that is made and every value that is read back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def test_the_checksum_waits_for_nothing_and_takes_little_memory() -> None:
+def test_the_checksum_reads_nothing_back_and_takes_little_memory() -> None:
     large = torch.randn(4_000_000)
     with Watch() as watch:
         found = parameter_checksum([large])
@@ -165,7 +165,7 @@ def watch(losses: Iterator[float], steps: int, spikes: SpikeDetector | None = No
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
 )
 def test_ten_thousand_noisy_steps_raise_no_alarm(seed: int) -> None:
-    """A loss that falls as losses do, and gradient norms that scatter by a third."""
+    """Draw a falling loss, and gradient norms that scatter by a third."""
     losses = curve(lambda step: 2 + 8 * math.exp(-step / 400), 0.03, seed)
     draw = random.Random(100 + seed)
     spikes = SpikeDetector()
@@ -173,7 +173,7 @@ def test_ten_thousand_noisy_steps_raise_no_alarm(seed: int) -> None:
         assert spikes.warnings(step, next(losses), math.exp(draw.gauss(0, 0.33))) == []
 
 
-def test_a_spike_is_told_with_its_numbers() -> None:
+def test_a_spike_warning_has_its_numbers() -> None:
     """Half the values are 1 and half 3: mean 2, deviation 1."""
     spikes = SpikeDetector()
     for step in range(1, 129):
@@ -189,7 +189,7 @@ def test_a_spike_is_told_with_its_numbers() -> None:
 
 
 def test_a_spike_does_not_hide_the_next() -> None:
-    """At full weight the first, 1,000, would set the next 128 steps' limit above 500."""
+    """With its full value the first, 1,000, would set the limit of 128 steps above 500."""
     spikes = SpikeDetector()
     calm = curve(lambda _: 2.0, 0.02, 3)
     watch(calm, 128, spikes)
@@ -220,7 +220,7 @@ def test_a_slow_rise_is_no_spike(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_step_change_is_told_once_and_then_accepted(seed: int) -> None:
+def test_a_new_level_is_warned_of_once_and_then_accepted(seed: int) -> None:
     said = watch(curve(lambda step: 2 if step < 300 else 3, 0.02, seed), 2000)
     assert len(said) == 1 and said[0].startswith("step 300: ")
     drop = watch(curve(lambda step: 3 if step < 300 else 2, 0.02, seed), 2000)
@@ -246,7 +246,7 @@ def test_nothing_is_judged_before_32_values() -> None:
         assert len(spikes.warnings(known, 100.0, 100.0)) == expected
 
 
-def test_what_is_not_finite_is_left_to_the_post_mortem() -> None:
+def test_values_that_are_not_finite_give_no_warning() -> None:
     """fp16 reports an infinite norm whenever its scale was too high."""
     ours, plain = SpikeDetector(), SpikeDetector()
     values = curve(lambda _: 2.0, 0.02, 7)
@@ -267,7 +267,7 @@ NAN, INF = math.nan, math.inf
 
 
 def gathered() -> list[Culprit]:
-    """Two ranks, three micro-batches of two rows each; one of rank 0 and two of rank 1 are bad."""
+    """Return three micro-batches on each of two ranks; one of rank 0 and two of rank 1 are bad."""
     return culprits(
         rows=[[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]],
         losses=[[1.0, INF, 1.0], [NAN, 2.0, -INF]],
@@ -306,7 +306,7 @@ def test_the_micro_batches_whose_loss_is_not_finite_are_found() -> None:
     assert culprits([[1, 2]], [[0.5, 0.25]], [[[1.0], [1.0]]], ["mlm"]) == []
 
 
-def test_the_post_mortem_says_all_that_is_known() -> None:
+def test_the_post_mortem_has_step_ranks_rows_and_remedies() -> None:
     report, message = told()
     strict = json.loads(json.dumps(report, allow_nan=False))
     assert strict == report
@@ -341,7 +341,7 @@ def test_the_post_mortem_says_all_that_is_known() -> None:
         assert part in message, part
 
 
-def test_a_gradient_alone_names_every_row_of_its_step() -> None:
+def test_a_non_finite_gradient_names_every_row_of_its_step() -> None:
     report, message = told(culprits=[], grad_norm=INF, loss_scale=1.0, rows=list(range(20)))
     assert (report["what"], report["ranks"]) == ("gradient norm is inf", [])
     assert report["rows"] == list(range(20)) and report["micro_batches"] == []
@@ -350,7 +350,7 @@ def test_a_gradient_alone_names_every_row_of_its_step() -> None:
     assert f"step 812: the gradient norm is inf over rows {shown}, ... (shards/books)" in message
 
 
-def test_before_the_first_entry_there_are_no_metrics() -> None:
+def test_a_post_mortem_before_the_first_entry_has_no_metrics() -> None:
     report, message = told(step=1, metrics=None, culprits=gathered()[1:])
     assert report["last_metrics"] is None and report["ranks"] == [1]
     assert re.search(r"step 1: the loss is nan over rows \d+, .* of rank 1 .* not made", message)

@@ -1,7 +1,7 @@
-"""fp16's loss scale survives a checkpoint: its state as JSON continues exactly.
+"""Check that fp16's loss scale continues exactly from its state as JSON.
 
-What Accelerate makes of `mixed_precision="fp16"` is `torch.amp.GradScaler("cuda")`; the same class
-scales on a CPU, where this looks at it.
+Accelerate makes `torch.amp.GradScaler("cuda")` of `mixed_precision="fp16"`. The same class scales
+on a CPU, where these tests use it.
 """
 
 import json
@@ -21,7 +21,7 @@ GROWTH = 4  # finite steps between two doublings
 
 
 class Training:
-    """A linear model with AdamW and a loss scale."""
+    """Train a linear model with AdamW and a loss scale."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -30,7 +30,7 @@ class Training:
         self.scaler = new_scaler(growth_interval=GROWTH)
 
     def step(self, number: int) -> tuple[Tensor, float, int]:
-        """(weights, scale, growth tracker) after an update, which an overflow leaves out."""
+        """Return (weights, scale, growth tracker) after an update; an overflow skips the update."""
         x = torch.arange(4.0) + number
         loss = (self.weight * x).square().sum()
         if number in OVERFLOWS:
@@ -49,7 +49,7 @@ def new_scaler(**arguments: Any) -> torch.amp.GradScaler:
 
 
 def through_json(path: Path, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
-    """As a checkpoint's state.json keeps it; the new one's own arguments are the defaults."""
+    """Return a scaler loaded from JSON, as from state.json, over default arguments."""
     write_json(path, {"scaler": scaler.state_dict()})
     again = new_scaler()
     again.load_state_dict(json.loads(path.read_text(encoding="utf-8"))["scaler"])
@@ -65,7 +65,7 @@ def run(after_step: Callable[[int, Training], None]) -> list[tuple[Tensor, float
 
 
 def test_the_scale_rises_and_falls_in_these_steps() -> None:
-    """What is saved moves: 4 finite steps double it, an overflow halves it and updates nothing."""
+    """The state changes: 4 finite steps double the scale, an overflow halves it."""
     history = run(lambda number, training: None)
     scales = [scale / 65536 for _, scale, _ in history]
     assert scales[:12] == [1, 1, 1, 2, 2, 1, 0.5, 0.5, 0.5, 0.5, 1, 1]
@@ -98,7 +98,7 @@ def test_a_scaler_that_is_not_restored_does_not() -> None:
 
 
 def test_a_scaler_that_has_not_scaled_yet_can_be_saved(tmp_path: Path) -> None:
-    """The checkpoint of a run that was told to stop before its first step."""
+    """A run interrupted before its first step saves such a scaler."""
     fresh = new_scaler(init_scale=1024, growth_interval=GROWTH)
     again = through_json(tmp_path / "state.json", fresh)
     assert again.state_dict() == fresh.state_dict()

@@ -1,4 +1,4 @@
-"""What exit_status.json says of an end is what the screen and the exit code say."""
+"""Check that exit_status.json agrees with the screen and the exit code."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ ENDS: list[tuple[BaseException, int, str]] = [
 
 
 @pytest.mark.parametrize(("error", "code", "text"), ENDS, ids=lambda value: type(value).__name__)
-def test_the_file_says_what_the_exit_code_says(
+def test_the_status_file_agrees_with_the_exit_code(
     tmp_path: Path,
     corpus: Path,
     save_teacher: Callable[..., Any],
@@ -72,7 +72,7 @@ def test_the_file_says_what_the_exit_code_says(
 def test_a_bug_without_a_message_is_recorded_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no consequence of another rank's failure, and its traceback is shown."""
+    """Such an error did not follow from another rank's, so its traceback is shown."""
     monkeypatch.setenv("DISTIL_HEARTBEATS", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
 
@@ -88,7 +88,7 @@ def test_a_bug_without_a_message_is_recorded_by_its_name(
 
 
 def test_a_hint_comes_from_the_error_alone() -> None:
-    """An error on the way, which was dealt with, is no cause."""
+    """An earlier error that was handled gives no hint."""
     try:
         try:
             os.stat("/there/is/no/such/file")

@@ -1,4 +1,4 @@
-"""Whole runs on tiny real models: one result, however it is run, stopped or split."""
+"""Run whole trainings of tiny real models: continued, interrupted and split in several ways."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def teacher(tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manife
 
 @pytest.fixture
 def settings(tmp_path: Path, corpus: Path, teacher: Path) -> Settings:
-    """A run of 10 steps of 8 rows with dropout, as YAML would give it; changes by section."""
+    """Return 10 steps of 8 rows with dropout, as YAML would give it; changes by section."""
 
     def make(name: str = "run", **changes: Any) -> dict[str, Any]:
         values: dict[str, Any] = {
@@ -88,7 +88,7 @@ def history(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def assert_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Bitwise: weights, optimizer state, and every metric but the rates."""
+    """Compare bitwise: weights, optimizer state, and every metric but the rates."""
     ours, theirs = weights(one), weights(other)
     assert ours.keys() == theirs.keys()
     for name in ours:
@@ -97,7 +97,7 @@ def assert_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference between the students' weights, relative to the weights' size.
+    """Return the largest difference between the students' weights, relative to the weights' size.
 
     The key biases have a true gradient of zero, so Adam turns their rounding noise into steps.
     """
@@ -122,7 +122,7 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
 
 
-def test_ten_steps_are_five_and_five_bitwise(settings: Settings) -> None:
+def test_a_run_resumed_half_way_is_bitwise_identical(settings: Settings) -> None:
     whole, halves = settings("whole"), settings("halves")
     assert run(whole).ended == "finished"
     first = run(halves, stop_after=5)
@@ -143,7 +143,7 @@ def test_dropout_is_really_on(settings: Settings) -> None:
     assert history(dropped)[1]["kl"] != history(kept)[1]["kl"]
 
 
-def test_workers_change_nothing(settings: Settings) -> None:
+def test_loader_workers_do_not_change_the_run(settings: Settings) -> None:
     one, other = settings("one"), settings("other", train={"num_workers": 2})
     run(one), run(other)
     assert_same_run(one, other)
@@ -195,7 +195,7 @@ def test_sigterm_saves_and_the_same_command_continues(settings: Settings, tmp_pa
     assert history(undisturbed) == history(disturbed)
 
 
-def test_killed_at_once_it_loses_only_what_follows_the_checkpoint(
+def test_a_killed_run_loses_only_steps_after_its_checkpoint(
     settings: Settings, tmp_path: Path
 ) -> None:
     undisturbed, killed = settings("undisturbed"), settings("killed")
@@ -348,11 +348,6 @@ def test_an_mlm_run_is_not_continued_by_a_distillation(settings: Settings) -> No
         run(settings())
 
 
-def test_batches_that_do_not_divide_are_refused_with_sizes_that_do(settings: Settings) -> None:
-    with pytest.raises(RunError, match=r"8 is not a multiple of micro_batch_size 3 .* take 6 or 9"):
-        run(settings(train={"micro_batch_size": 3}))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do fp16")
 def test_fp16_is_refused_on_a_cpu(settings: Settings) -> None:
     with pytest.raises(RunError, match="fp16 needs a CUDA GPU"):
@@ -368,7 +363,7 @@ def test_bf16_follows_fp32(settings: Settings) -> None:
     assert history(full)[1]["loss"] != history(half)[1]["loss"]
 
 
-def test_a_damaged_checkpoint_is_skipped_and_said(settings: Settings) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_reported(settings: Settings) -> None:
     whole, damaged = settings("whole"), settings("damaged")
     run(whole), run(damaged)
     root = Path(damaged["output"]) / "checkpoints"
@@ -385,7 +380,7 @@ def test_a_damaged_checkpoint_is_skipped_and_said(settings: Settings) -> None:
 
 
 class Listener(metrics.Silent):
-    """Keeps what is said."""
+    """Record the lines of a run."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

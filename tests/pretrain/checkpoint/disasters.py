@@ -1,7 +1,7 @@
-"""What can happen to a save, each disaster in a process of its own, one after the other.
+"""Inflict disasters on a save, each in its own process, one after the other.
 
-`python disasters.py FOLDER EVERY KIND...` prints a line of JSON for each; any exit code but 0 means
-that a promise was broken, and the traceback says which. EVERY is the distance between two lines of
+`python disasters.py FOLDER EVERY KIND...` prints a line of JSON for each. Any exit code but 0 means
+that a promise was broken, and the traceback names it. EVERY is the distance between two lines of
 code before which a save is killed or fails.
 """
 
@@ -43,7 +43,7 @@ Tell = Callable[[Told], None]
 def kills(folder: Path, every: int, before: int | None) -> Iterator[Told]:
     """Kill with SIGKILL before lines of a save of step 2, over that of `before` or nothing.
 
-    Lines that only read change nothing that a later line would find.
+    Lines that only read are left out, because they change nothing that a later line finds.
     """
     for number in count(1, every):
         root = fresh(folder, number, before)
@@ -92,7 +92,7 @@ def errors(folder: Path, every: int) -> Iterator[Told]:
 
 
 def large_files(folder: Path) -> Iterator[Told]:
-    """A limit on the size of files: from nothing, by steps, to what is enough."""
+    """Limit the size of files: from nothing, by steps, to enough."""
     free = resource.getrlimit(resource.RLIMIT_FSIZE)
     for number in count(0):
         root = fresh(folder, number, 1)
@@ -110,9 +110,9 @@ def large_files(folder: Path) -> Iterator[Told]:
 
 
 def full_disks(folder: Path) -> Iterator[Told]:
-    """A file system with too few pages left, from none to enough; then one that is read-only.
+    """Use a file system with too few pages left, from none to enough; then a read-only one.
 
-    Needs a mount namespace of its own.
+    It needs a mount namespace of its own.
     """
     disk = folder / "disk"
     disk.mkdir()
@@ -136,9 +136,9 @@ def full_disks(folder: Path) -> Iterator[Told]:
 
 
 def flushes(folder: Path) -> Iterator[Told]:
-    """No disaster: what a save over step 1 opens to write, flushes, renames and removes, in order.
+    """Record in order what a save over step 1 opens to write, flushes, renames and removes.
 
-    A power cut cannot be made here. What it would lose is what was not flushed before the rename.
+    A test cannot cut the power. A power cut would lose what was not flushed before the rename.
     """
     root = fresh(folder, 1, 1)
     told: list[Told] = []
@@ -167,7 +167,7 @@ def fails(
     disarm: Callable[[], object],
     phase: Callable[[str], None] = tiny_run.nothing,
 ) -> Told:
-    """In a child: a periodic save of step 2 once `arm` was called, and a last one of step 3."""
+    """Make, in a child, a save of step 2 once `arm` was called, and a last one of step 3."""
 
     def work(tell: Tell) -> None:
         warned: list[str] = []
@@ -216,14 +216,14 @@ def save_last(root: Path) -> None:
 
 
 def found(root: Path) -> int | None:
-    """The step of the newest checkpoint, which must be whole, with nothing in its way."""
+    """Return the step of the newest checkpoint, which must be whole."""
     saved = newest(root, lambda text: sys.exit(f"skipped: {text}"))
     assert saved is None or tiny_run.is_whole(saved), saved
     return saved and saved.step
 
 
 def fresh(folder: Path, number: int, before: int | None) -> Path:
-    """A folder of checkpoints with that of step `before`, or with none."""
+    """Return a folder of checkpoints with that of step `before`, or with none."""
     root = folder / str(number) / "checkpoints"
     if before is None:
         root.parent.mkdir()
@@ -238,9 +238,9 @@ def fresh(folder: Path, number: int, before: int | None) -> Path:
 
 
 class Lines:
-    """Acts just before the `number`th line that a thread runs of some files.
+    """Act just before the `number`th line that a thread runs of some files.
 
-    Of a line that comes again and again in one phase of a save, the first two times count.
+    Of a line that is repeated in one phase of a save, the first two times count.
     """
 
     def __init__(
@@ -251,15 +251,15 @@ class Lines:
         self.seen: Counter[tuple[str, str, int]] = Counter()
 
     def enter(self, phase: str) -> None:
-        """A phase of the save begins."""
+        """Begin a phase of the save."""
         self.phase = phase
 
     def rest(self) -> None:
-        """Act no more."""
+        """Stop acting."""
         self.left = -1
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
-        """For sys.settrace."""
+        """Trace lines, for sys.settrace."""
         file, line = frame.f_code.co_filename, frame.f_lineno
         if file not in self.files:
             return None
@@ -273,7 +273,7 @@ class Lines:
 
 
 def in_child(work: Callable[[Tell], object]) -> tuple[bool, Told]:
-    """Whether a forked process was killed, and what it told before."""
+    """Return whether a forked process was killed, and what it sent before."""
     reading, writing = os.pipe()
     sys.stdout.flush()
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""Killed or failing anywhere, a save leaves the old checkpoint or the new one, whole."""
+"""Check that a save that is killed or fails anywhere leaves the old or the new checkpoint whole."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_killed_anywhere_in_a_save_the_old_or_the_new_checkpoint_is_whole(
     assert {entry["found"] for entry in told} == {1, 2}
 
 
-def test_all_is_flushed_before_it_has_its_name_and_nothing_is_removed_before_that(
+def test_files_are_flushed_before_the_rename_and_removal_comes_after(
     disasters: Disasters,
 ) -> None:
     folder, told = disasters("flushes")
@@ -118,7 +118,7 @@ def test_all_is_flushed_before_it_has_its_name_and_nothing_is_removed_before_tha
 
 
 @at_lines
-def test_killed_anywhere_in_the_first_save_nobody_is_needed(
+def test_killed_in_the_first_save_the_run_starts_without_help(
     disasters: Disasters, every: int
 ) -> None:
     _, told = disasters("first kills", every)
@@ -127,7 +127,7 @@ def test_killed_anywhere_in_the_first_save_nobody_is_needed(
 
 
 @at_lines
-def test_an_input_or_output_error_anywhere_costs_a_line_and_no_checkpoint(
+def test_io_errors_anywhere_give_a_warning_and_lose_no_checkpoint(
     disasters: Disasters, every: int
 ) -> None:
     _, told = disasters("errors", every)
@@ -136,12 +136,12 @@ def test_an_input_or_output_error_anywhere_costs_a_line_and_no_checkpoint(
     assert sum(bool(entry["raised"]) for entry in told) >= 50 // every
 
 
-def test_files_that_may_not_grow_cost_a_line_and_no_checkpoint(disasters: Disasters) -> None:
+def test_a_file_size_limit_gives_a_warning_and_loses_no_checkpoint(disasters: Disasters) -> None:
     _, told = disasters("large files")
     assert len(told) >= 10 and all(entry["raised"] and entry["found"] == 1 for entry in told)
 
 
-def test_a_full_or_read_only_disk_costs_a_line_and_no_checkpoint(
+def test_a_full_or_read_only_disk_gives_a_warning_and_loses_no_checkpoint(
     disasters: Disasters, tmp_path: Path
 ) -> None:
     mount = ("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", tmp_path)

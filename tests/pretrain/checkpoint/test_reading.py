@@ -1,4 +1,4 @@
-"""What is read is what was written, or it is not read."""
+"""Check that only unchanged checkpoints are read."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from pretrain.checkpoint.layout import manifest_bytes
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 1 and 2; whoever changes them changes them back."""
+    """Return checkpoints of steps 1 and 2; a test that changes them changes them back."""
     folder = tmp_path_factory.mktemp("reading") / "checkpoints"
     to = tiny_run.writer(folder, keep=2)
     for step in (1, 2):
@@ -35,7 +35,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def newest(root: Path) -> tuple[int | None, list[str]]:
-    """(step, what was said) of the newest checkpoint, which is whole."""
+    """Return (step, warnings) of the newest checkpoint, which is whole."""
     said: list[str] = []
     saved = checkpoint.newest(root, said.append)
     assert saved is None or tiny_run.is_whole(saved)
@@ -56,7 +56,7 @@ def zero(data: bytes, draw: random.Random) -> bytes:
 
 
 def edit(data: bytes, draw: random.Random) -> bytes:
-    """Another value in one place of a JSON file."""
+    """Change the value at one place of a JSON file."""
     values = json.loads(data)
     holder: Any = values
     key = draw.choice(sorted(holder))
@@ -127,7 +127,7 @@ def test_a_thousand_damaged_checkpoints_are_all_passed_over(root: Path, tmp_path
         (lambda f: shutil.copytree(f.parent / "step-00000001", f, dirs_exist_ok=True), "holds s"),
     ],
 )
-def test_the_reason_is_said(
+def test_the_warning_has_the_reason(
     root: Path, tmp_path: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
     copied = shutil.copytree(root, tmp_path / "checkpoints")
@@ -147,10 +147,10 @@ def test_a_whole_checkpoint_under_another_steps_name_is_passed_over(
     assert step == 2 and "step-00000003: the folder holds step 1" in line
 
 
-def test_a_manifest_sealed_anew_over_another_state_is_passed_over(
+def test_a_manifest_sealed_again_over_another_state_is_passed_over(
     root: Path, tmp_path: Path
 ) -> None:
-    """Whoever seals a state of step 1 as part of step 2 still has to name its step."""
+    """A state of step 1 sealed as part of step 2 still holds its own step."""
     copied = shutil.copytree(root, tmp_path / "checkpoints")
     forged = copied / "step-00000002"
     values = json.loads((forged / "manifest.json").read_bytes())
@@ -163,7 +163,7 @@ def test_a_manifest_sealed_anew_over_another_state_is_passed_over(
     assert step == 1 and "the folder holds step 1" in line
 
 
-def test_if_none_verifies_a_person_is_asked(root: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_good_checkpoint_is_refused(root: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(root, tmp_path / "checkpoints")
     for folder in copied.glob("step-*"):
         (folder / "state.json").write_bytes(b"")
@@ -187,7 +187,7 @@ def test_another_version_is_refused_and_not_passed_over(
         checkpoint.newest(copied, pytest.fail)
 
 
-def test_modification_times_and_other_names_decide_nothing(root: Path, tmp_path: Path) -> None:
+def test_modification_times_and_foreign_names_are_ignored(root: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(root, tmp_path / "checkpoints")
     for name in ("step-00000009.old", "step-9", ".tmp-step-00000009", "step-0000000x"):
         (copied / name).mkdir()
@@ -233,7 +233,7 @@ def test_a_reader_beside_a_run_that_removes_its_checkpoints_always_finds_one(
 def test_a_listing_that_a_save_overtakes_is_taken_again(
     moment: str, damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that shows neither the checkpoint that came nor the one that went, as POSIX allows."""
+    """POSIX allows a listing with neither the new checkpoint nor the removed one."""
     root = tmp_path / "checkpoints"
     to = tiny_run.writer(root, keep=1)
     if damaged:
@@ -261,7 +261,7 @@ def test_a_listing_that_a_save_overtakes_is_taken_again(
 
 
 def test_an_optimizers_state_fits_its_student() -> None:
-    """That of a real AdamW, of which one parameter never had a gradient."""
+    """Use a real AdamW, in which one parameter never had a gradient."""
     student = tiny_run.student(1)
     checkpoint.check_optimizer(tiny_run.moments(1), student)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2, bias=False))

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, the best, and whatever else somebody may need."""
+"""Check which checkpoints stay: the newest, the best, and those the rotation must not judge."""
 
 import math
 import os
@@ -40,7 +40,7 @@ def test_a_whole_checkpoint_of_the_step_stays_and_a_damaged_one_is_replaced(
 
 
 def test_a_damaged_later_checkpoint_pushes_no_good_one_out(tmp_path: Path) -> None:
-    """Step 20 is damaged, so the run goes on from 10, and passes 20 again."""
+    """Step 20 is damaged, so the run continues from 10 and reaches 20 again."""
     root = tmp_path / "checkpoints"
     to = tiny_run.writer(root, keep=2)
     tiny_run.save(to, 10)
@@ -61,7 +61,7 @@ def test_a_damaged_later_checkpoint_pushes_no_good_one_out(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 @pytest.mark.parametrize("skewed", [False, True])
-def test_the_newest_and_the_best_stay_whatever_the_clock_says(
+def test_the_newest_and_the_best_stay_with_any_modification_times(
     keep: int, skewed: bool, tmp_path: Path
 ) -> None:
     draw = random.Random(keep)
@@ -90,7 +90,7 @@ def test_the_newest_and_the_best_stay_whatever_the_clock_says(
 
 
 def test_a_loss_of_another_step_makes_no_best(tmp_path: Path) -> None:
-    """The last evaluation's figures go into each checkpoint until the next."""
+    """Each checkpoint until the next evaluation has the figures of the last one."""
     root = tmp_path / "checkpoints"
     to = tiny_run.writer(root)
     stale: dict[str, Any] = {"evaluation": {"loss": 0.1}, "evaluation_step": 1, "tokens": 200}

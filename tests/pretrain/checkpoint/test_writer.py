@@ -1,4 +1,4 @@
-"""What is written is the run as it stood when it was told to save, while it goes on."""
+"""Check that a save writes the state at its call, while training continues."""
 
 import copy
 import json
@@ -30,7 +30,7 @@ WEIGHTS = "student/model.safetensors"
 
 
 def six_layers() -> DistilBertForMaskedLM:
-    """A DistilBERT in all but width."""
+    """Return a DistilBERT with all but its width."""
     config = DistilBertConfig(vocab_size=50, dim=8, n_heads=2, hidden_dim=8)
     return DistilBertForMaskedLM(config)
 
@@ -67,7 +67,7 @@ def test_the_student_is_byte_for_byte_what_save_pretrained_writes(
 
 
 def test_given_weights_are_written_and_not_the_students_own(tmp_path: Path) -> None:
-    """As ZeRO in half precision has them: the student's are rounded, the optimizer's are not."""
+    """ZeRO in half precision has rounded weights in the student and exact ones in the optimizer."""
     student = copy.deepcopy(tiny_run.student(3))
     exact = {name: p.detach().clone() for name, p in student.named_parameters()}
     tiny_run.save(tiny_run.writer(tmp_path / "exact"), 3, student=student)
@@ -81,8 +81,8 @@ def test_given_weights_are_written_and_not_the_students_own(tmp_path: Path) -> N
         tiny_run.save(to, 4, student=student, weights=exact)
 
 
-def test_moments_that_share_memory_are_written_each(tmp_path: Path) -> None:
-    """One step counter for all parameters, as DeepSpeed has it, and none before the first step."""
+def test_optimizer_tensors_that_share_memory_are_written_separately(tmp_path: Path) -> None:
+    """DeepSpeed has one step counter for all parameters, and none before the first step."""
     step = torch.tensor(7.0)
     moments = {
         name: step if name.endswith("/step") else tensor
@@ -97,7 +97,7 @@ def test_moments_that_share_memory_are_written_each(tmp_path: Path) -> None:
 
 
 class Gate:
-    """Holds the writer's thread where it enters a phase."""
+    """Hold the writer's thread at the start of a phase."""
 
     def __init__(self, phase: str) -> None:
         self.phase, self.seen = phase, list[str]()
@@ -128,7 +128,7 @@ def test_what_changes_after_save_returned_is_not_written(tmp_path: Path) -> None
 
 
 def test_the_live_weights_would_have_let_the_change_through(tmp_path: Path) -> None:
-    """What the test above would see if nothing were copied."""
+    """Without a copy the test above would fail."""
     student = copy.deepcopy(tiny_run.student(1))
     live = Contents(
         step=1,
@@ -206,7 +206,7 @@ def test_with_wait_it_is_on_disk_when_save_returns(tmp_path: Path) -> None:
     assert saved is not None and saved.step == 1 and seconds > 0
 
 
-def test_with_wait_a_failure_is_raised_and_without_it_is_told(tmp_path: Path) -> None:
+def test_a_failed_save_is_raised_with_wait_and_warned_of_without(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     root.write_text("a file where the folder should be")
     said: list[str] = []
@@ -226,7 +226,7 @@ def test_with_wait_a_failure_is_raised_and_without_it_is_told(tmp_path: Path) ->
     assert tiny_run.names(root) == ["latest", "step-00000004"]
 
 
-def test_a_run_that_was_taken_over_renames_nothing_and_hears_of_it(tmp_path: Path) -> None:
+def test_a_run_that_was_taken_over_commits_nothing_and_raises(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     over: list[str] = []
 

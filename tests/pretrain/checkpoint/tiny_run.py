@@ -1,4 +1,4 @@
-"""A run so small that a thousand of its checkpoints can be written; a step decides every number."""
+"""Build a run so small that a test can write a thousand checkpoints; the step sets all numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENIZER = {"tokenizer.json": b'{"model": "tiny"}\n', "vocab.txt": b"[PAD]\n[UN
 
 @cache
 def student(step: int = 0) -> DistilBertForMaskedLM:
-    """One layer of width 8 whose weights are those of `step`; not to be changed."""
+    """Return one layer of width 8 with the weights of `step`; do not change it."""
     config = DistilBertConfig(
         vocab_size=40, dim=8, n_layers=1, n_heads=2, hidden_dim=16, max_position_embeddings=16
     )
@@ -35,7 +35,7 @@ def student(step: int = 0) -> DistilBertForMaskedLM:
 
 @cache
 def moments(step: int) -> dict[str, Tensor]:
-    """AdamW's state of `step` for this student; not to be changed."""
+    """Return AdamW's state of `step` for this student; do not change it."""
     generator = torch.Generator().manual_seed(1000 + step)
     tensors: dict[str, Tensor] = {}
     for name, parameter in student().named_parameters():
@@ -46,18 +46,18 @@ def moments(step: int) -> dict[str, Tensor]:
 
 
 def state(step: int, loss: float | None = None) -> dict[str, Any]:
-    """A state; with `loss` it was evaluated at this step."""
+    """Return a state; with `loss` it was evaluated at this step."""
     if loss is None:
         return {"tokens": 100 * step, "evaluation": {}, "evaluation_step": 0}
     return {"tokens": 100 * step, "evaluation": {"loss": loss}, "evaluation_step": step}
 
 
 def nothing(*_: object) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 def writer(root: Path, **changes: Any) -> Writer:
-    """A writer below `root`, which must not warn unless told otherwise."""
+    """Return a writer below `root`, which must not warn by default."""
     settings: dict[str, Any] = {"keep": 1, "phase": nothing, "fence": nothing, "warn": _fail}
     return Writer(root, tokenizer=TOKENIZER, **settings | changes)
 
@@ -76,7 +76,7 @@ def save(
 
 
 def is_whole(saved: Saved) -> bool:
-    """Whether a checkpoint holds exactly what its step decides."""
+    """Return whether a checkpoint holds exactly what its step decides."""
     weights = load_file(saved.folder / "student" / "model.safetensors")
     expected = student(saved.step).state_dict()
     files = {path.name: path.read_bytes() for path in (saved.folder / "student").iterdir()}
@@ -93,12 +93,12 @@ def is_whole(saved: Saved) -> bool:
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Equal names, shapes and bits."""
+    """Return whether names, shapes and bits are equal."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def names(root: Path) -> list[str]:
-    """What lies in a folder of checkpoints."""
+    """Return the names in a folder of checkpoints."""
     return sorted(path.name for path in root.iterdir())
 
 
