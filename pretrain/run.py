@@ -47,21 +47,18 @@ class Run:
     heartbeat: Heartbeat
     metrics: Metrics
     writer: Writer
+    manifest: Manifest
     dataset: StepDataset
     validation: ShardSet | None
     teacher: Teacher | None
-    module: Distillation
+    student: MaskedLM
+    module: Distillation  # student and teacher on a micro-batch
     parallel: Parallel
     spikes: SpikeDetector
     num_steps: int
     state: TrainState
     ended: Ended = "up to date"
     micro_batch: dict[str, Any] | None = None
-
-    @property
-    def student(self) -> MaskedLM:
-        """Return the model that is trained."""
-        return self.module.student
 
     @property
     def share(self) -> int:
@@ -79,11 +76,6 @@ class Run:
     def accumulation(self) -> int:
         """Return the number of micro-batches of a rank in an optimizer step."""
         return self.share // self.micro_batch_size
-
-    @property
-    def manifest(self) -> Manifest:
-        """Return the shards' manifest."""
-        return self.dataset.shards.manifest
 
     def due(self, every: int) -> bool:
         """Return whether the step is a multiple of `every` (0: none is) or the last one."""
@@ -146,9 +138,11 @@ def build(
             fence=fence,
             warn=progress.say,
         ),
+        manifest=manifest,
         dataset=inputs.dataset,
         validation=open_shards(config.shards, "validation") if validates else None,
         teacher=teacher,
+        student=student,
         module=module,
         parallel=parallel,
         spikes=SpikeDetector(),

@@ -80,7 +80,7 @@ def stop_on_signal() -> Iterator[Signals]:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 os._exit(ExitCode.REQUEUE)
             raise SystemExit(ExitCode.REQUEUE)
-        if number == signal.SIGINT:  # a scheduler repeats other signals; a second Ctrl-C is meant
+        if number == signal.SIGINT:  # schedulers repeat other signals; a user repeats this one
             signal.signal(number, signal.default_int_handler)
         received.interrupt()
 

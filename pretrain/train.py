@@ -31,7 +31,7 @@ from pretrain.inputs import load_inputs
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Clock, Progress, Silent
 from pretrain.monitor.progress import describe, report
-from pretrain.monitor.status import clear_status, read_status, verdict, write_status
+from pretrain.monitor.status import STATUS, read_status, verdict, write_status
 from pretrain.output import check_output
 from pretrain.run import Ended, Run, build, save
 from pretrain.signals import Signals, stop_on_signal
@@ -79,7 +79,8 @@ def train(
         ranks = stack.enter_context(start_ranks(config))
         first = ranks.is_main_process
         if heartbeat is None:
-            heartbeat = stack.enter_context(Heartbeat.from_environment(ranks.process_index))
+            heartbeat = Heartbeat.from_environment(ranks.process_index)
+            stack.callback(heartbeat.close)
         progress = progress if progress and first else Silent()
 
         heartbeat.at(0, "lock")
@@ -199,7 +200,7 @@ def open_output(run: Run) -> None:
     """Start the run's files: write the config, drop the old exit status and later metrics."""
     output = run.config.output
     write_json(output / "config.json", run.config.model_dump(mode="json"))
-    clear_status(output)
+    (output / STATUS).unlink(missing_ok=True)
     run.metrics.open(run.state.step)
 
 

@@ -117,8 +117,17 @@ def compare(ours: Step, usual: Step, precision: str) -> Agreement:
     norm of the difference relative to the norm, over all parameters. `k_lin.bias` does not count in
     fp32: softmax ignores it, so its true gradient is 0.
     """
+    gradients: list[dict[str, Tensor]] = []  # by parameter, unscaled
     with without_dropout(ours.student, usual.student):
-        gradients = [gradient(step) for step in (ours, usual)]
+        for step in (ours, usual):
+            step.student.zero_grad(set_to_none=True)
+            step()
+            found = {}
+            for name, parameter in step.student.named_parameters():
+                made = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                found[name] = made.float() / step.precision.loss_scale
+            gradients.append(found)
+            step.student.zero_grad(set_to_none=True)
     expected, total = usual.terms, sum(map(abs, usual.terms.values()))
     terms = [abs(ours.terms[name] - value) / max(total, 1e-30) for name, value in expected.items()]
     differences = {name: gradients[0][name] - theirs for name, theirs in gradients[1].items()}
@@ -137,18 +146,6 @@ def compare(ours: Step, usual: Step, precision: str) -> Agreement:
     # `max` of a tensor is NaN if one of the numbers is; Python's may leave a NaN out.
     term, error = (float(torch.tensor(e, dtype=torch.float64).max()) for e in (terms, errors))
     return Agreement(term, error)
-
-
-def gradient(step: Step) -> dict[str, Tensor]:
-    """Return a step's gradient by parameter, unscaled; none is left in the student."""
-    step.student.zero_grad(set_to_none=True)
-    step()
-    found = {}
-    for name, parameter in step.student.named_parameters():
-        made = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found[name] = made.float() / step.precision.loss_scale
-    step.student.zero_grad(set_to_none=True)
-    return found
 
 
 def timings(

@@ -83,12 +83,6 @@ class Heartbeat:
         if Heartbeat._running is self:
             Heartbeat._running = None
 
-    def __enter__(self) -> Heartbeat:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _keep(self) -> None:
         parent = os.getppid()
         supervisor: psutil.Process | None = None

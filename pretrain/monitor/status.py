@@ -21,7 +21,7 @@ from pretrain.environment import LAUNCH
 from pretrain.exit_codes import ExitCode
 from pretrain.files import write_json
 
-_NAME = "exit_status.json"
+STATUS = "exit_status.json"
 _FULL = "; free some space, then run the same command again; what is finished stays"
 _TAKEN = "; a file is where a folder should be, or the other way round; choose another path"
 _REMEDIES = {
@@ -77,19 +77,14 @@ def write_status(
         "error": masked(error),
         "time": time.time(),
     }
-    write_json(output / _NAME, values)
+    write_json(output / STATUS, values)
 
 
 def read_status(output: Path) -> dict[str, Any] | None:
     """Return the content of the file; None if it is missing or unreadable."""
     try:
-        values = json.loads((output / _NAME).read_text(encoding="utf-8"))
+        values = json.loads((output / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     sound = isinstance(values, dict) and type(values.get("exit_code")) is int
     return values if sound else None
-
-
-def clear_status(output: Path) -> None:
-    """Remove the file if it exists."""
-    (output / _NAME).unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -121,7 +122,7 @@ def test_nothing_is_written_without_a_supervisor(
 ) -> None:
     monkeypatch.delenv("DISTIL_HEARTBEATS", raising=False)
     monkeypatch.chdir(tmp_path)
-    with Heartbeat.from_environment(0) as heartbeat:
+    with closing(Heartbeat.from_environment(0)) as heartbeat:
         heartbeat.at(4, "forward")
         assert (heartbeat.step, heartbeat.phase) == (4, "forward")
     assert not list(tmp_path.iterdir())
