@@ -46,9 +46,9 @@ class Inputs:
 
     def names(self, stop_after: int | None) -> dict[str, str]:
         """Return what all ranks must have loaded identically; only paths may differ."""
-        told = self.config.model_dump(mode="json", exclude={"output", "shards", "teacher"})
+        settings = self.config.model_dump(mode="json", exclude={"output", "shards", "teacher"})
         return {
-            "configuration": repr((told, stop_after, self.dataset.skips)),
+            "configuration": repr((settings, stop_after, self.dataset.skips)),
             "corpus": self.manifest.digest,
             "teacher": self.teacher.sha256 if self.teacher else "",
             "checkpoint": str(self.saved.step if self.saved else None),

@@ -212,11 +212,11 @@ def hold_output(config: RunConfig, progress: Progress) -> Iterator[Lock]:
         Busy: another run holds it; the error names host and process id.
         RunError: the folder is an input, or holds files that no run has written.
     """
-    output, told = config.output, set[str]()
+    output, shown = config.output, set[str]()
 
     def waiting(left: float, host: str) -> None:
-        if host not in told:
-            told.add(host)
+        if host not in shown:
+            shown.add(host)
             progress.say(
                 f"{output}: a run on {host} has it; without a sign of life it is taken "
                 f"over in {left:.0f} s"

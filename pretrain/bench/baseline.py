@@ -106,15 +106,15 @@ class BaselineStep:
             means["cosine"] = nn.CosineEmbeddingLoss()(student_ND, teacher_ND, same)
         return means
 
-    def trunk(self) -> Any:
+    def encoders(self) -> Any:
         """Return the encoders' outputs alone, which keeps all that their graph holds alive."""
         input_ids, attention_mask, _ = self.batch
         hidden = []
         with self.precision.autocast(input_ids.device):
             for model, gradients in ((self.student, True), (self.teacher, False)):
-                trunk = model.bert if isinstance(model, BertForMaskedLM) else model.distilbert
+                encoder = model.bert if isinstance(model, BertForMaskedLM) else model.distilbert
                 with torch.set_grad_enabled(gradients):
-                    outputs = trunk(input_ids=input_ids, attention_mask=attention_mask)
+                    outputs = encoder(input_ids=input_ids, attention_mask=attention_mask)
                 hidden.append(outputs.last_hidden_state)
         return hidden
 

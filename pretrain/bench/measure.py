@@ -64,7 +64,7 @@ class OurStep:
             loss, self._sums_T = self.module(*self.batch, self._factors_T)
         (loss * (self.precision.loss_scale / self.batch.num_tokens)).backward()
 
-    def trunk(self) -> Any:
+    def encoders(self) -> Any:
         """Return the encoders' outputs alone, which keeps all that their graph holds alive."""
         with self.precision.autocast(self.batch.input_ids.device):
             return self.module.trunks(self.batch.input_ids, self.batch.cu_seqlens)
@@ -94,21 +94,21 @@ class Memory(NamedTuple):
     above_trunk: int  # above weights and what the encoders' forward passes leave alive
 
 
-def check(ours: Step, usual: Step, precision: str) -> Agreement:
+def check(ours: Step, baseline: Step, precision: str) -> Agreement:
     """Compare two steps, and raise NumericalError if they are not the same function."""
-    found = compare(ours, usual, precision)
+    found = compare(ours, baseline, precision)
     for what, error, limit in zip(
         found._fields, found, PRECISIONS[precision].tolerances, strict=True
     ):
         if not error <= limit:  # NaN included
             raise NumericalError(
-                f"our step and the usual one differ: a {what} by {error:.1e} in {precision}, at "
+                f"our step and the baseline differ: a {what} by {error:.1e} in {precision}, at "
                 f"most {limit:.0e} is rounding; nothing was timed"
             )
     return found
 
 
-def compare(ours: Step, usual: Step, precision: str) -> Agreement:
+def compare(ours: Step, baseline: Step, precision: str) -> Agreement:
     """Make both steps with dropout 0 and return the differences of their terms and gradients.
 
     The difference of a term is relative to the sum of terms: the KL of a student that is near its
@@ -118,8 +118,8 @@ def compare(ours: Step, usual: Step, precision: str) -> Agreement:
     fp32: softmax ignores it, so its true gradient is 0.
     """
     gradients: list[dict[str, Tensor]] = []  # by parameter, unscaled
-    with without_dropout(ours.student, usual.student):
-        for step in (ours, usual):
+    with without_dropout(ours.student, baseline.student):
+        for step in (ours, baseline):
             step.student.zero_grad(set_to_none=True)
             step()
             found = {}
@@ -128,7 +128,7 @@ def compare(ours: Step, usual: Step, precision: str) -> Agreement:
                 found[name] = made.float() / step.precision.loss_scale
             gradients.append(found)
             step.student.zero_grad(set_to_none=True)
-    expected, total = usual.terms, sum(map(abs, usual.terms.values()))
+    expected, total = baseline.terms, sum(map(abs, baseline.terms.values()))
     terms = [abs(ours.terms[name] - value) / max(total, 1e-30) for name, value in expected.items()]
     differences = {name: gradients[0][name] - theirs for name, theirs in gradients[1].items()}
     if precision == "fp32":
@@ -190,10 +190,10 @@ def memory(step: Step, device: torch.device) -> Memory:
     models = [model for model in (step.student, step.teacher) if model is not None]
     tensors = {id(t): t for m in models for t in chain(m.parameters(), m.buffers())}
     weights = sum(t.numel() * t.element_size() for t in tensors.values())
-    _, trunk = _allocated(step.trunk, device)
+    _, encoders = _allocated(step.encoders, device)
     peak, _ = _allocated(step, device)
     step.student.zero_grad(set_to_none=True)
-    return Memory(weights + peak, peak - trunk)
+    return Memory(weights + peak, peak - encoders)
 
 
 def _allocated(work: Callable[[], object], device: torch.device) -> tuple[int, int]:

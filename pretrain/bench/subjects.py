@@ -65,9 +65,9 @@ def masking(sizes: Sizes) -> Masking:
 
 def ids(sizes: Sizes, num_rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     """Return rows of one document each [B, L], int64."""
-    words = np.random.default_rng(0).integers(MASK + 1, sizes.vocabulary, (num_rows, sizes.length))
-    words[:, 0], words[:, -1] = CLS, SEP
-    return words
+    tokens = np.random.default_rng(0).integers(MASK + 1, sizes.vocabulary, (num_rows, sizes.length))
+    tokens[:, 0], tokens[:, -1] = CLS, SEP
+    return tokens
 
 
 def batch(sizes: Sizes, num_rows: int) -> MicroBatch:

@@ -101,9 +101,9 @@ def recorded_rows(record: Any, where: Mapping[str, Any], share: int) -> int | No
     rows, memory = record["rows"], record["memory"]
     if not (isinstance(rows, int) and isinstance(memory, int)) or rows < 1 or share % rows:
         return None
-    alike = all(record[key] == where[key] for key in where.keys() - {"memory"})
-    alike &= abs(memory - where["memory"]) <= _SAME_MEMORY * where["memory"]
-    return rows if alike else None
+    same = all(record[key] == where[key] for key in where.keys() - {"memory"})
+    same &= abs(memory - where["memory"]) <= _SAME_MEMORY * where["memory"]
+    return rows if same else None
 
 
 def gpu_memory(device: torch.device) -> Memory:

@@ -24,14 +24,14 @@ def describe(run: Run) -> None:
     )
     split = manifest.splits["train"]
     fill = split.tokens / (split.rows * manifest.row_length)
-    held = (
+    validation = (
         f", {len(run.validation):,} validation rows"
         if run.validation
         else "; no validation split: no evaluation"
     )
     say(
         f"{split.rows:,} rows x {manifest.row_length}, {split.tokens:,} tokens "
-        f"({fill:.1%} full){held}"
+        f"({fill:.1%} full){validation}"
     )
     say(
         f"{run.num_steps:,} steps of {config.train.global_batch_size} rows = "

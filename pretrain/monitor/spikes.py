@@ -52,11 +52,11 @@ class SpikeDetector:
             self._losses.append(loss)
         if math.isfinite(grad_norm):
             if len(self._norms) >= self.least:
-                usual = median(self._norms)
-                if grad_norm > self.times * usual > 0 and self._due("norm", step):
+                middle = median(self._norms)
+                if grad_norm > self.times * middle > 0 and self._due("norm", step):
                     warnings.append(
                         f"step {step}: the gradient norm is {grad_norm:.4g}, "
-                        f"{grad_norm / usual:.1f} times {usual:.4g}, its median over the last "
+                        f"{grad_norm / middle:.1f} times {middle:.4g}, its median over the last "
                         f"{len(self._norms)} steps"
                     )
             self._norms.append(grad_norm)

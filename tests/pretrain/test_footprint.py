@@ -271,7 +271,7 @@ def test_the_peak_is_that_of_torchs_allocator(
 # The head
 
 
-def usual_head(rows: int, slots: int, dtype: torch.dtype | None, *, masked: bool) -> Footprint:
+def baseline_head(rows: int, slots: int, dtype: torch.dtype | None, *, masked: bool) -> Footprint:
     """Compute the formulas on whole logits: KLDivLoss, CrossEntropyLoss, `masked_select` before KL.
 
     A selection by index replaces `masked_select`, whose result has no shape without values.
@@ -304,7 +304,7 @@ def test_the_head_takes_less_than_a_quarter_of_the_baselines_memory(
         if batch_size == B:
             _as_on_a_gpu(monkeypatch)
         ours = of_head(base(where, precision), batch_size, L, autocast=dtype)
-        usual = usual_head(batch_size * L, batch_size * K, dtype, masked=where == "masked")
+        usual = baseline_head(batch_size * L, batch_size * K, dtype, masked=where == "masked")
         assert ours.peak < usual.peak / 4
         rows = vocabulary.CHUNK.get("cpu", vocabulary.CHUNK_GPU)
         assert ours.largest <= 4 * max(rows * V, V * D)
@@ -314,7 +314,7 @@ def test_the_head_takes_less_than_a_quarter_of_the_baselines_memory(
 # A V100's 16 GB
 
 
-class UsualPair(nn.Module):
+class BaselinePair(nn.Module):
     """Hold both models as the baseline has them, in fp32."""
 
     def __init__(self, module: Distillation) -> None:
@@ -322,7 +322,9 @@ class UsualPair(nn.Module):
         self.student, self.frozen = twin(module.student).train(), twin(module.teacher)
 
 
-def of_usual_step(pair: UsualPair, batch_size: int, where: str, patch: pytest.MonkeyPatch) -> int:
+def of_baseline_step(
+    pair: BaselinePair, batch_size: int, where: str, patch: pytest.MonkeyPatch
+) -> int:
     """Return the peak bytes; a selection by index replaces `masked_select`, as above."""
     slots = {"all": L, "masked": K}
 
@@ -378,16 +380,16 @@ def test_rows_that_16_gb_take_by_shapes(
 
 
 @pytest.mark.parametrize(("where", "rows"), [("all", 16), ("masked", 24)])
-def test_rows_that_16_gb_take_in_the_usual_step(
+def test_rows_that_16_gb_take_in_the_baseline_step(
     where: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _as_on_a_gpu(monkeypatch)
     module = base(where, "fp32")
     parameters = sum(p.numel() for p in module.student.parameters())
     frozen = sum(p.numel() for p in module.teacher.parameters())
-    pair = UsualPair(module)
+    pair = BaselinePair(module)
     found = rows_that_fit(
-        lambda rows: of_usual_step(pair, rows, where, monkeypatch),
+        lambda rows: of_baseline_step(pair, rows, where, monkeypatch),
         12 * parameters + 4 * frozen,
         4,
     )
