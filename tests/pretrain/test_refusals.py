@@ -1,6 +1,6 @@
-"""What does not fit together is refused before step 0, in a line that names it and how to mend it.
+"""Check that inputs that do not fit are refused before step 0, in one line with the fix.
 
-Nothing is written then, and nothing that was there is changed.
+A refusal writes nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOCKS = (".lock", "lock")  # who is at work: of the start, not of the run
 
 @dataclass
 class Place:
-    """A folder with a teacher, a student to continue from, and a run over the tiny corpus."""
+    """Hold a folder with a teacher, a student to continue from, and a run over the tiny corpus."""
 
     folder: Path
     corpus: Path
@@ -58,7 +58,7 @@ class Place:
         return Path(self.values["output"])
 
     def own_shards(self) -> Path:
-        """A copy of the corpus that may be changed; the run reads it."""
+        """Copy the corpus, so that a test may change it; the run reads the copy."""
         shards = self.folder / "shards"
         shutil.copytree(self.corpus, shards, dirs_exist_ok=True)
         self.values["shards"] = str(shards)
@@ -68,7 +68,7 @@ class Place:
         return self.output / "checkpoints" / f"step-{step:08d}"
 
     def student(self, words: list[str] | None = None, **changes: Any) -> Path:
-        """A DistilBERT with a vocabulary, from which the run is to continue."""
+        """Save a DistilBERT with a vocabulary, from which the run continues."""
         folder = self.folder / "student"
         model = self.distilbert(2)
         model.save_pretrained(folder)
@@ -105,7 +105,7 @@ def stopped(
     corpus: Path,
     save_teacher: Callable[..., BertForMaskedLM],
 ) -> Path:
-    """The output of a run with checkpoints of steps 1 and 2 of 4, made with the same teacher."""
+    """Return the output of a run with checkpoints of steps 1 and 2 of 4, with the same teacher."""
     folder = tmp_path_factory.mktemp("stopped")
     save_teacher(folder / "teacher")
     start(run_values(folder / "run", corpus, folder / "teacher"), stop_after=2)
@@ -142,7 +142,7 @@ def edit(path: Path, changes: Values) -> None:
 
 
 def assert_refused(place: Place, *parts: str) -> None:
-    """One line with all the parts, and no file of the run written, changed or removed."""
+    """Check for one line with all the parts, and for an unchanged folder of the run."""
     before = place.files()
     with pytest.raises((RunError, CorpusError)) as error:
         start(place.values)
@@ -210,7 +210,7 @@ def teacher_without_tokenizer(place: Place) -> None:
 
 
 def teacher_whose_tokenizer_json_has_other_ids(place: Place) -> None:
-    """Transformers reads this file and not the vocab.txt beside it."""
+    """Transformers reads this file instead of the vocab.txt next to it."""
     ids = {word: id for id, word in enumerate(swapped(place.words, 7, 8))}
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
     tokenizer.save(str(place.teacher / "tokenizer.json"))
@@ -310,7 +310,7 @@ def reseal(shards: Path, **changes: Any) -> None:
 
 
 def forge(shards: Path, change: Callable[[Values], None]) -> None:
-    """The same by hand, for what `seal` itself refuses."""
+    """Do the same by hand, for changes that `seal` itself refuses."""
     path = shards / "manifest.json"
     values = json.loads(path.read_text(encoding="utf-8"))
     change(values)
@@ -321,7 +321,7 @@ def forge(shards: Path, change: Callable[[Values], None]) -> None:
 
 
 def rewrite_rows(shards: Path, change: Callable[[Any], None]) -> None:
-    """Change the training rows, and describe them truly."""
+    """Change the training rows, and describe them correctly."""
     splits = load_manifest(shards).model_dump(mode="json")["splits"]
     rows = open_shards(shards).rows(np.arange(splits["train"]["rows"]))
     change(rows)
@@ -407,14 +407,14 @@ FRESH = [
 
 
 @pytest.mark.parametrize("case", FRESH, ids=lambda case: case[0].__name__)
-def test_a_run_that_cannot_start(place: Place, case: tuple[Any, ...]) -> None:
+def test_a_new_run_with_a_mistake_is_refused(place: Place, case: tuple[Any, ...]) -> None:
     spoil, *parts = case
     spoil(place)
     assert_refused(place, *parts)
     assert not place.files()
 
 
-def test_a_teacher_without_tokenizer_is_taken_on_the_user_s_word(place: Place) -> None:
+def test_teacher_vocabulary_same_accepts_a_teacher_without_tokenizer(place: Place) -> None:
     teacher_without_tokenizer(place)
     place.values["teacher_vocabulary"] = "same"
     start(place.values, stop_after=1)
@@ -457,7 +457,7 @@ def another_teacher_architecture(place: Place) -> None:
 
 
 def a_checkpoint_of_another_run(place: Place) -> None:
-    """Its own is older, so the copied one would be taken."""
+    """Copy a newer checkpoint of another run next to the run's own."""
     other = place.values | {"output": str(place.folder / "other")}
     start(other | {"train": place.values["train"] | {"seed": 7}}, stop_after=3)
     copied = place.folder / "other" / "checkpoints" / place.checkpoint(3).name
@@ -465,7 +465,7 @@ def a_checkpoint_of_another_run(place: Place) -> None:
 
 
 def reseal_checkpoint(folder: Path, **changes: Any) -> None:
-    """Describe a checkpoint's files truly, as no accident would."""
+    """Describe a checkpoint's files correctly, as no accident would."""
     values = json.loads((folder / "manifest.json").read_text(encoding="utf-8")) | changes
     del values["sha256"]
     for name in values["files"]:
@@ -480,7 +480,7 @@ def reseal_checkpoint(folder: Path, **changes: Any) -> None:
 def moments(
     change: Callable[[dict[str, Tensor]], object],
 ) -> Callable[[Place], None]:
-    """Change the newest checkpoint's optimizer, and seal it again."""
+    """Change the optimizer state of the newest checkpoint, and seal it again."""
 
     def spoil(place: Place) -> None:
         folder = place.checkpoint()
@@ -549,17 +549,19 @@ RESUMED = [
 
 
 @pytest.mark.parametrize("case", RESUMED, ids=lambda case: case[0].__name__)
-def test_a_run_that_cannot_go_on(place: Place, stopped: Path, case: tuple[Any, ...]) -> None:
+def test_a_resumed_run_with_a_mistake_is_refused(
+    place: Place, stopped: Path, case: tuple[Any, ...]
+) -> None:
     spoil, *parts = case
     shutil.copytree(stopped, place.output)
     spoil(place)
     assert_refused(place, *parts)
 
 
-def test_a_run_for_which_memory_is_too_small_is_left_as_it_was(
+def test_a_run_refused_for_lack_of_memory_is_unchanged(
     place: Place, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last refusal there is, on a GPU, after everything was built."""
+    """This is the last possible refusal, on a GPU, after everything was built."""
 
     def refuse(*_: object) -> None:
         raise RunError("micro_batch_size auto: not even 1 row fits")
@@ -667,7 +669,7 @@ TAKEN += [
 
 
 def everything(folder: Path) -> dict[str, str]:
-    """Every path below a folder, with a hash of each file."""
+    """Return every path below a folder, with a hash of each file."""
     return {
         str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in folder.rglob("*")
@@ -675,7 +677,7 @@ def everything(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", TAKEN, ids=lambda case: case[0].__name__)
-def test_an_output_that_is_something_else_is_not_touched(
+def test_an_output_with_foreign_files_is_refused_and_unchanged(
     place: Place, case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil, *parts = case
@@ -689,7 +691,7 @@ def test_an_output_that_is_something_else_is_not_touched(
     assert everything(place.folder) == before
 
 
-def test_an_output_with_the_user_s_yaml_or_of_this_run_is_taken(place: Place) -> None:
+def test_an_output_with_yaml_or_of_this_run_is_accepted(place: Place) -> None:
     (place.output / "logs").mkdir(parents=True)  # of a launch that was refused
     for name in ("run.yaml", "corpus.yml", ".gitignore"):
         (place.output / name).write_text("# mine\n", encoding="utf-8")
@@ -702,14 +704,14 @@ def test_an_output_with_the_user_s_yaml_or_of_this_run_is_taken(place: Place) ->
     assert (place.output / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
-def test_what_is_not_spoilt_goes_on(place: Place, stopped: Path) -> None:
+def test_a_run_without_mistakes_resumes(place: Place, stopped: Path) -> None:
     """The two tests above would pass if everything were refused."""
     shutil.copytree(stopped, place.output)
     start(place.values)
     assert place.checkpoint(4).is_dir()
 
 
-def test_what_is_not_spoilt_starts(place: Place) -> None:
+def test_a_run_without_mistakes_starts(place: Place) -> None:
     place.student()
     place.own_shards()
     start(place.values, stop_after=1)
@@ -726,8 +728,8 @@ def test_a_student_in_half_precision_is_widened(place: Place) -> None:
         assert torch.equal(parameter, before[name].half().float()), name
 
 
-def test_a_model_does_not_change_with_its_file(place: Place) -> None:
-    """Weights are copied from the file, not mapped: whoever writes it again changes no run."""
+def test_a_loaded_model_does_not_change_with_its_file(place: Place) -> None:
+    """Weights are copied from the file, not mapped: a later write changes no run."""
     folder = place.student()
     before = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
     model = load_model(folder)
