@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -58,7 +57,7 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
     if not gpu:  # Accelerate imports DeepSpeed where it is installed, which warns on a CPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout()), **meeting_point()}
-    if deepspeed := uses_deepspeed():
+    if uses_deepspeed():
         _need("deepspeed", "ACCELERATE_USE_DEEPSPEED")
         if not gpu:
             settings["backend"] = "gloo"
@@ -66,9 +65,9 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
             # processes of one host and needs a C++ compiler. When a start is killed while it
             # compiles, torch's lock file (torch/utils/file_baton.py) stays, and every later start
             # waits for it forever.
-            importlib.import_module("deepspeed").ops.__compatible_ops__["deepspeed_shm_comm"] = (
-                False
-            )
+            import deepspeed
+
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "LOCAL_RANK" not in os.environ:
             raise RunError(
                 "ACCELERATE_USE_DEEPSPEED is set, but no launcher has started this process: "
@@ -76,7 +75,7 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
             )
     there = torch.distributed.is_initialized()
     # Without `cpu=True` Accelerate runs one process where several were started on CPUs.
-    ranks = PartialState(cpu=not gpu and not deepspeed, **settings)
+    ranks = PartialState(cpu=not gpu and not uses_deepspeed(), **settings)
     check_kernels(ranks.device)
     if ranks.device == torch.device("cuda"):  # without a launcher; some calls need an index
         ranks.device = torch.device("cuda", torch.cuda.current_device())
@@ -106,8 +105,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
 
     The precision is resolved by then. Accelerate keeps it, so the Accelerator is built once.
     """
-    precision, deepspeed = PRECISIONS[config.train.precision], uses_deepspeed()
-    device = PartialState().device
+    precision, device = PRECISIONS[config.train.precision], PartialState().device
     if config.train.precision == "fp32":
         allow_tf32(device)
     # Accelerate keeps the first precision of a process; a second run may use another.
@@ -115,8 +113,8 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     # The LM head gets no gradient when no term reads logits, and DDP would wait for it.
     unused = not any(isinstance(term, VocabularyTerm) for term in config.objective.terms())
     return Accelerator(
-        cpu=device.type == "cpu" and not deepspeed,
-        mixed_precision=precision.deepspeed if deepspeed else precision.accelerate,
+        cpu=device.type == "cpu" and not uses_deepspeed(),
+        mixed_precision=precision.deepspeed if uses_deepspeed() else precision.accelerate,
         log_with="tensorboard" if config.logging.tensorboard else None,
         project_dir=config.output,
         # The loop accumulates. A number from a launcher's environment would divide every loss.
