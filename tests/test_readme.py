@@ -1,11 +1,10 @@
 """Run the README's commands in their order after the demo, with fewer steps."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -30,27 +29,23 @@ def shortened(command: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_command_of_the_readme_runs_after_the_demo(tmp_path: Path) -> None:
+def test_every_command_of_the_readme_runs_after_the_demo(
+    tmp_path: Path, distil: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
     commands = [line for line in lines if line[0] == "distil"]
     shown = {command[1] for command in commands}
     assert shown | {"demo"} == {command.__name__ for command in COMMANDS}
     (tmp_path / "configs").symlink_to(README.with_name("configs"))
+    monkeypatch.chdir(tmp_path)
     demo = ["distil", "demo", "--quick", "--output", "runs/demo"]
-    results = {}
+    outputs = {}
     for command in [demo, *map(shortened, commands)]:
-        results[" ".join(command[1:3])] = result = subprocess.run(
-            [sys.executable, "-m", "launch", *command[1:]],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(README.parent), "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        code, outputs[" ".join(command[1:3])], err = distil(*command[1:])
+        assert code == 0, f"{command}: {outputs}{err}"
     for finished in ("prepare configs/corpus-demo.yaml", "pretrain configs/demo-teacher.yaml"):
-        assert "up to date" in results[finished].stdout
+        assert "up to date" in outputs[finished]
     assert (tmp_path / "exported" / "student" / "model.safetensors").is_file()
 
 
