@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from data_prep.disk.json_files import NotRegularError, read_regular_text
 from data_prep.messages import one_line
 from pretrain import RunError
 
@@ -124,11 +125,10 @@ def load_config(model: type[Config], path: Path, overrides: Sequence[str] = ()) 
     Raises:
         ConfigError: names the file, the key and the fix.
     """
-    file = _find(path)
-    if file.exists() and not file.is_file():  # reading from a pipe would block
-        raise ConfigError(f"{path}: not a readable text file")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_regular_text(_find(path))
+    except NotRegularError:
+        raise ConfigError(f"{path}: not a readable text file") from None
     except FileNotFoundError:
         names = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         close = difflib.get_close_matches(str(path), names, n=1)
@@ -136,7 +136,7 @@ def load_config(model: type[Config], path: Path, overrides: Sequence[str] = ()) 
             close = [f"{_SHIPPED}{path.name}"]
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"{path}: no such file{hint}") from None
-    except (IsADirectoryError, UnicodeDecodeError, PermissionError) as error:
+    except (UnicodeDecodeError, PermissionError) as error:
         raise ConfigError(f"{path}: not a readable text file ({error})") from error
     values = _parse(f"{path}:", text)
     if not isinstance(values, dict):

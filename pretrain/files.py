@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from data_prep.disk import write_file
+from data_prep.disk import json_files, write_file
 
 
 @contextmanager
@@ -40,4 +39,5 @@ def replace_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Replace a small JSON file."""
-    replace_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+    with writing_to(path):
+        json_files.write_json(path, value)

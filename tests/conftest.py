@@ -26,12 +26,13 @@ def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str)
 @pytest.fixture(scope="session")
 def seal() -> Callable[[Path, Mapping[str, Any]], Path]:
     """Return a function that writes a checkpoint with a state and nothing else."""
-    from pretrain.checkpoint.layout import FORMAT, as_json, folder_name, manifest_bytes
+    from data_prep.disk.json_files import indented_json
+    from pretrain.checkpoint.layout import FORMAT, folder_name, manifest_bytes
 
     def write(run: Path, state: Mapping[str, Any]) -> Path:
         folder = run / "checkpoints" / folder_name(state["step"])
         folder.mkdir(parents=True)
-        data = as_json(state)
+        data = indented_json(state)
         (folder / "state.json").write_bytes(data)
         file = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         values = {"format": FORMAT, "step": state["step"], "files": {"state.json": file}}

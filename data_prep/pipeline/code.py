@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from data_prep.shards import canonical_json
+from data_prep.disk.json_files import canonical_sha256
 
 # Raise a stage's number with every change of the bytes that it writes.
 BEHAVIOUR = {
@@ -94,7 +94,7 @@ def source_of(module: str, root: Path = _ROOT) -> str:
             continue  # of another package, or what a module defines
         found[name], imported = _meaning(path)
         waiting += [name.rpartition(".")[0], *imported]
-    return hashlib.sha256(canonical_json(sorted(found.items()))).hexdigest()
+    return canonical_sha256(sorted(found.items()))
 
 
 @cache

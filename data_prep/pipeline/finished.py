@@ -12,9 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from data_prep import CorpusError
 from data_prep.config import TrainTokenizer, VocabularyTokenizer
+from data_prep.disk.json_files import read_regular, write_json
 from data_prep.pipeline.code import Code, installed
 from data_prep.pipeline.plan import Plan
-from data_prep.pipeline.stages.finish import ACCEPTED, CODE, OURS, PROVENANCE, write_json
+from data_prep.pipeline.stages.finish import ACCEPTED, CODE, OURS, PROVENANCE
 from data_prep.pipeline.units import InputRecord, is_same
 from data_prep.shards import Manifest, load_manifest, verify
 from data_prep.shards.manifest import MANIFEST
@@ -64,7 +65,7 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
     if labels != [(source.name, source.licence) for source in manifest.sources]:
         yield "names or licences of sources differ"
     try:
-        lines = (folder / PROVENANCE).read_bytes().splitlines()
+        lines = read_regular(folder / PROVENANCE).splitlines()
         # The inputs alone: other fields are of the release that wrote them.
         units = [
             unit for unit in map(json.loads, lines) if unit["stage"] in ("examples", "extract")
@@ -88,12 +89,11 @@ def _compare_code(here: Code, folder: Path, manifest: Manifest, accept: bool) ->
     there = None
     try:
         if CODE in [file.file for file in manifest.files]:
-            there = Code.model_validate_json((folder / CODE).read_bytes())
+            there = Code.model_validate_json(read_regular(folder / CODE))
     except (OSError, ValidationError):
         return  # `verify` will find it
     try:
-        known = (folder / ACCEPTED).is_file()  # reading from a pipe would block
-        accepted = _ACCEPTED.validate_json((folder / ACCEPTED).read_bytes()) if known else []
+        accepted = _ACCEPTED.validate_json(read_regular(folder / ACCEPTED))
     except (OSError, ValidationError):
         accepted = []
     if there is not None and there.behaviour != here.behaviour:

@@ -12,6 +12,7 @@ import numpy as np
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig, TrainTokenizer, source_keys
+from data_prep.disk.json_files import canonical_sha256
 from data_prep.duplicates import minhash
 from data_prep.pipeline.code import BEHAVIOUR, Code, code_of
 from data_prep.pipeline.stages.deduplicate import TRAIN, VALIDATION, DeduplicateTask, deduplicate
@@ -20,7 +21,7 @@ from data_prep.pipeline.stages.extract import ExtractTask, extract
 from data_prep.pipeline.stages.match import MatchTask, match
 from data_prep.pipeline.stages.pack import PackTask, PartSlice, pack_unit
 from data_prep.pipeline.stages.vocabulary import VocabularyTask, vocabulary
-from data_prep.pipeline.units import NamedPiece, Record, Unit, group, make_unit, sha256_of
+from data_prep.pipeline.units import NamedPiece, Record, Unit, group, make_unit
 from data_prep.shards.manifest import FileRecord, TokenizerRecord
 from data_prep.sources import Piece, name_of, pieces
 from data_prep.tokens import load
@@ -121,7 +122,9 @@ class Plan:
         return make_unit(stage, number, task, self.work / stage, keys, upstream, pieces)
 
     def _digest(self, stage: StageName) -> str:
-        return f"stage {stage}: {sha256_of([record.digest for record in self.records(stage)])}"
+        return (
+            f"stage {stage}: {canonical_sha256([record.digest for record in self.records(stage)])}"
+        )
 
     @cached_property
     def tokenizer(self) -> TokenizerRecord | None:

@@ -7,8 +7,6 @@ too: the process that plans a unit and the worker that makes it must have the sa
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import socket
@@ -23,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from data_prep import CorpusError, sources
 from data_prep.disk import sync, write_file
+from data_prep.disk.json_files import canonical_sha256, parse_object, read_regular, self_sha256
 from data_prep.pipeline.code import Code, code_of
-from data_prep.shards import canonical_json
 from data_prep.shards.manifest import FileRecord
 from data_prep.shards.writing import file_record
 from data_prep.sources.document import Piece
@@ -62,13 +60,13 @@ class Record(BaseModel):
     @property
     def is_whole(self) -> bool:
         """Return whether the record is as it was written."""
-        return self.self_sha256 == _seal(self.model_dump(mode="json"))
+        return self.self_sha256 == self_sha256(self.model_dump(mode="json"))
 
     @property
     def digest(self) -> str:
         """Return what a later unit that reads this one's outputs depends on: these, however
         made."""
-        return sha256_of([(output.file, output.sha256) for output in self.outputs])
+        return canonical_sha256([(output.file, output.sha256) for output in self.outputs])
 
 
 NamedPiece = tuple[int, str, Piece]  # (source number, name in records, piece)
@@ -108,15 +106,15 @@ class Unit:
         if record := self._written():
             return record.code.differences(self.code)
         try:
-            values = json.loads(self._record.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            values = parse_object(read_regular(self._record))
+        except (OSError, ValueError):
             return ""
-        old = isinstance(values, dict) and "identity" in values and "code" not in values
+        old = "identity" in values and "code" not in values
         return "of a release that did not record it" if old else ""
 
     def _written(self) -> Record | None:
         try:
-            record = Record.model_validate_json(self._record.read_bytes())
+            record = Record.model_validate_json(read_regular(self._record))
         except (OSError, ValidationError):
             return None
         return record if record.identity == self.identity and record.is_whole else None
@@ -137,7 +135,7 @@ def make_unit(
 ) -> Unit:
     """Return a unit; `keys` are all the settings that shape its outputs."""
     read = [(source, name, piece.start, piece.end, piece.size) for source, name, piece in pieces]
-    identity = sha256_of([stage, keys, read, upstream])
+    identity = canonical_sha256([stage, keys, read, upstream])
     return Unit(stage, number, task, identity, code_of(stage), upstream, home, pieces)
 
 
@@ -182,7 +180,7 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
         result=result,
         self_sha256="",
     )
-    sealed = record.model_copy(update={"self_sha256": _seal(record.model_dump(mode="json"))})
+    sealed = record.model_copy(update={"self_sha256": self_sha256(record.model_dump(mode="json"))})
     data = sealed.model_dump_json().encode() + b"\n"
     write_file(unit._record, lambda file: file.write(data))
     return sealed
@@ -204,10 +202,6 @@ def read_record(source: int, name: str, piece: Piece) -> InputRecord:
         version=sources.version(piece),
         sha256=sources.sha256(piece),
     )
-
-
-def _seal(values: dict[str, Any]) -> str:
-    return sha256_of({key: value for key, value in values.items() if key != "self_sha256"})
 
 
 def inputs_are_same(unit: Unit, record: Record) -> bool:
@@ -257,11 +251,6 @@ def _flushed(folder: Path) -> tuple[FileRecord, ...]:
     for name in names:
         sync(folder / name)
     return tuple(file_record(folder, name) for name in names)
-
-
-def sha256_of(value: object) -> str:
-    """Return the hash of a value's one JSON spelling."""
-    return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def group(sizes: Sequence[int], limit: int) -> list[range]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 from data_prep import CorpusError
 from data_prep.audit import side_table
 from data_prep.disk import sync
+from data_prep.disk.json_files import indented_json, parse_object, read_regular
 from data_prep.publish.card import dataset_card
 from data_prep.shards import (
     Manifest,
@@ -93,7 +93,7 @@ def _holds(destination: Path, manifest: Manifest) -> bool:
         raise CorpusError(f"{destination}: holds another corpus: choose another folder")
     again = "restore it, or delete the folder and write it again"
     try:
-        files: dict[str, Any] = json.loads((destination / FILES).read_bytes())
+        files: dict[str, Any] = parse_object(read_regular(destination / FILES))
         for name, entry in files.items():
             if file_record(destination, name).model_dump() != {"file": name, **entry}:
                 raise CorpusError(f"{destination / name}: damaged: {again}")
@@ -139,7 +139,7 @@ def _write(
     paths = sorted(path for path in target.rglob("*") if path.is_file())
     names = [path.relative_to(target).as_posix() for path in paths]
     records = {n: file_record(target, n).model_dump(exclude={"file"}) for n in names}
-    (target / FILES).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    (target / FILES).write_bytes(indented_json(records))
     for path in [*target.rglob("*"), target]:
         sync(path)
 

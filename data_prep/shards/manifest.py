@@ -1,7 +1,6 @@
 """`manifest.json`: what a folder of shards holds, sealed by hashes."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +15,14 @@ from pydantic import (
 )
 
 from data_prep import CorpusError
+from data_prep.disk.json_files import (
+    NotRegularError,
+    canonical_sha256,
+    indented_json,
+    parse_object,
+    read_regular,
+    self_sha256,
+)
 
 FORMAT_VERSION: Literal[2] = 2
 BLOCK_BYTES = 2**20
@@ -151,39 +158,31 @@ def vocabulary_sha256(tokens: list[str]) -> str:
     return hashlib.sha256("\n".join(tokens).encode()).hexdigest()
 
 
-def canonical_json(value: object) -> bytes:
-    """Return the one JSON spelling that hashes are taken of."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
 def seal(fields: dict[str, Any]) -> Manifest:
     """Make a manifest of all fields but the two hashes, which it computes."""
     zero = "0" * 64
     values = Manifest(**fields, digest=zero, self_sha256=zero).model_dump(mode="json")
     values["digest"] = _digest(values)
-    values["self_sha256"] = _self_sha256(values)
+    values["self_sha256"] = self_sha256(values)
     return Manifest(**values)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the one spelling of `manifest.json`."""
-    values = manifest.model_dump(mode="json")
-    return (json.dumps(values, indent=1, sort_keys=True) + "\n").encode()
+    return indented_json(manifest.model_dump(mode="json"))
 
 
 def load_manifest(folder: Path | str) -> Manifest:
     """Read and check `folder/manifest.json`; raise CorpusError if missing, unknown or damaged."""
     path = Path(folder) / MANIFEST
     try:
-        if path.exists() and not path.is_file():  # reading from a pipe would block
-            raise FileNotFoundError
-        values = json.loads(path.read_bytes())
+        values = parse_object(read_regular(path))
         version = values["format_version"]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotRegularError):
         raise CorpusError(
             f"{path}: not found: {folder} holds no finished shards; run `distil prepare`"
         ) from None
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, KeyError):
         raise CorpusError(f"{path}: damaged: {AGAIN}") from None
     if version != FORMAT_VERSION:
         raise CorpusError(
@@ -197,7 +196,7 @@ def load_manifest(folder: Path | str) -> Manifest:
         where = ".".join(str(part) for part in first["loc"])
         at = f" at {where}" if where else ""
         raise CorpusError(f"{path}: damaged{at} ({first['msg']}): {AGAIN}") from None
-    if manifest.self_sha256 != _self_sha256(values) or manifest.digest != _digest(values):
+    if manifest.self_sha256 != self_sha256(values) or manifest.digest != _digest(values):
         raise CorpusError(f"{path}: edited or damaged (its own hash differs): {AGAIN}")
     return manifest
 
@@ -211,9 +210,4 @@ def _digest(values: dict[str, Any]) -> str:
     }
     kept = ("format_version", "tokenizer", "row_length", "dtype", "content")
     content = {key: values[key] for key in kept} | {"shards": shards, "token_counts": counts}
-    return hashlib.sha256(canonical_json(content)).hexdigest()
-
-
-def _self_sha256(values: dict[str, Any]) -> str:
-    rest = {key: value for key, value in values.items() if key != "self_sha256"}
-    return hashlib.sha256(canonical_json(rest)).hexdigest()
+    return canonical_sha256(content)

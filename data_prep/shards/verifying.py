@@ -1,7 +1,6 @@
 """Does a folder of shards still hold what its manifest says?"""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 
 from data_prep import CorpusError
 from data_prep.disk import hash_file
+from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards.manifest import (
     AGAIN,
     MANIFEST,
@@ -66,7 +66,7 @@ def read_listed(folder: Path, manifest: Manifest, name: str) -> bytes:
     for problem in _file_bytes(folder, record, full=False):
         raise CorpusError(problem)
     try:
-        data = (folder / name).read_bytes()
+        data = read_regular(folder / name)
     except OSError as error:
         raise CorpusError(f"{folder / name}: cannot be read ({error.strerror}): {AGAIN}") from None
     if hashlib.sha256(data).hexdigest() != record.sha256:
@@ -82,7 +82,7 @@ def verify(folder: Path | str, full: bool = True) -> list[str]:
     except CorpusError as error:
         return [str(error)]
     problems = list(_counts(folder, manifest))
-    if (folder / MANIFEST).read_bytes() != manifest_bytes(manifest):
+    if read_regular(folder / MANIFEST) != manifest_bytes(manifest):
         problems.append(f"{folder / MANIFEST}: not as it was written: {AGAIN}")
     for split in manifest.splits.values():
         for shard in split.shards:
@@ -165,7 +165,7 @@ def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
                 counts += np.bincount(rows.reshape(-1), minlength=len(counts))
         if segments != split.segments:
             yield f"{folder}: {name} holds {segments} segments, the manifest says {split.segments}"
-    saved = json.loads((folder / TOKEN_COUNTS).read_bytes())["counts"]
+    saved = parse_object(read_regular(folder / TOKEN_COUNTS))["counts"]
     if saved != counts.tolist():
         yield f"{folder / TOKEN_COUNTS}: counts differ from the rows: {AGAIN}"
 

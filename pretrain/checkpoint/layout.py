@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from data_prep.disk.json_files import indented_json
+
 FORMAT = 2  # format 1 had no skipped rows
 STUDENT = "student"
 OPTIMIZER = "optimizer.safetensors"
@@ -58,9 +60,4 @@ def _pointer(root: Path) -> tuple[int, int, bytes] | None:
 def manifest_bytes(values: dict[str, Any]) -> bytes:
     """Return the content of manifest.json, which includes its own hash."""
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    return as_json({**values, "sha256": digest})
-
-
-def as_json(value: object) -> bytes:
-    """Return indented JSON with sorted keys and one newline at the end."""
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+    return indented_json({**values, "sha256": digest})

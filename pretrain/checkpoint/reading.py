@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from data_prep.disk import hash_file
+from data_prep.disk.json_files import NotRegularError, read_regular
 from pretrain import RunError
 from pretrain.checkpoint.layout import (
     FORMAT,
@@ -130,9 +131,10 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
         RunError: the checkpoint is whole, but of another version.
     """
     try:
-        if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
-            raise DamagedError(f"{MANIFEST} is no file")  # reading from a pipe would block
-        data = (folder / MANIFEST).read_bytes()
+        try:
+            data = read_regular(folder / MANIFEST)
+        except NotRegularError:
+            raise DamagedError(f"{MANIFEST} is no file") from None
         values = json.loads(data)
         values.pop("sha256")
         if data != manifest_bytes(values):
@@ -159,7 +161,7 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
             if hash_file(path)[0] != files[name]["sha256"]:
                 raise DamagedError(f"{name} differs from its checksum")
 
-        data = (folder / STATE).read_bytes()
+        data = read_regular(folder / STATE)
         if hashlib.sha256(data).hexdigest() != files[STATE]["sha256"]:
             raise DamagedError(f"{STATE} differs from its checksum")
         state: dict[str, Any] = json.loads(data)

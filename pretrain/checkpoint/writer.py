@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pretrain.checkpoint.layout import as_json, folder_name
+from data_prep.disk.json_files import indented_json
+from pretrain.checkpoint.layout import folder_name
 from pretrain.checkpoint.snapshot import Snapshot, complete, without_weights
 from pretrain.checkpoint.writing import Contents, commit, tidy
 
@@ -90,7 +91,7 @@ class Writer:
             model=self._model,
             weights=self._weights.take(own, tied=True),
             optimizer=self._moments.take(optimizer, tied=False),
-            state=as_json({**state, "step": step}),
+            state=indented_json({**state, "step": step}),
             tokenizer=self._tokenizer,
         )
         self._flight = self._thread.submit(self._write, contents, wait)

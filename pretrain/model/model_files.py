@@ -7,7 +7,6 @@ every function opens the message of the RunError that it raises.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers.modeling_utils import load_state_dict
 
+from data_prep.disk.json_files import (
+    NotRegularError,
+    TooLargeError,
+    parse_object,
+    read_regular_text,
+)
 from pretrain import RunError
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -69,14 +74,15 @@ def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str |
 
 
 def read_text(who: str, path: Path, limit: int) -> str:
-    """Return a text file's content: a pipe would block, and a sparse file fill the memory."""
-    if not path.is_file():
-        raise RunError(f"{who}: {path} is no file; copy or download it again")
-    if (size := path.stat().st_size) > limit:
+    """Return a text file's content; RunError if it is no file, or larger than any model's."""
+    try:
+        return read_regular_text(path, limit)
+    except (FileNotFoundError, NotRegularError):
+        raise RunError(f"{who}: {path} is no file; copy or download it again") from None
+    except TooLargeError as error:
         raise RunError(
-            f"{who}: {path.name} has {size:,} bytes, more than the {limit:,} of any model"
-        )
-    return path.read_text(encoding="utf-8")
+            f"{who}: {path.name} {error.strerror}, more than the {limit:,} of any model"
+        ) from None
 
 
 def read_config(who: str, folder: Path) -> dict[str, Any]:
@@ -163,13 +169,13 @@ def first_line(error: Exception) -> str:
 
 def _read_json(who: str, path: Path) -> dict[str, Any]:
     try:
-        raw: dict[str, Any] = json.loads(read_text(who, path, _LONGEST_JSON))
+        raw = parse_object(read_text(who, path, _LONGEST_JSON))
     except RunError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except UnicodeDecodeError as error:
         raise RunError(f"{who}: {path} is not valid JSON ({first_line(error)})") from error
-    if not isinstance(raw, dict):
-        raise RunError(f"{who}: {path} is not a JSON object")
+    except ValueError as error:
+        raise RunError(f"{who}: {path} is {first_line(error)}") from error
     for key in _keys(raw):
         if key.lstrip("_").startswith(_CODE):
             raise RunError(

@@ -7,13 +7,13 @@ the launch that wrote it (environment DISTIL_LAUNCH), so that an old file is rec
 from __future__ import annotations
 
 import errno
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 from data_prep.disk.credentials import masked
+from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards import CorpusError
 from pretrain import NumericalError, RunError
 from pretrain.device.memory import out_of_memory
@@ -83,8 +83,7 @@ def write_status(
 def read_status(output: Path) -> dict[str, Any] | None:
     """Return the content of the file; None if it is missing or unreadable."""
     try:
-        values = json.loads((output / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = parse_object(read_regular(output / STATUS))
+    except (OSError, ValueError):
         return None
-    sound = isinstance(values, dict) and type(values.get("exit_code")) is int
-    return values if sound else None
+    return values if type(values.get("exit_code")) is int else None

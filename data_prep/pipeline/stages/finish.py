@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data_prep.disk import sync, write_file
+from data_prep.disk.json_files import write_json
 from data_prep.pipeline.code import installed
 from data_prep.pipeline.plan import Plan
 from data_prep.pipeline.smoothing import smoothing
@@ -218,9 +218,3 @@ def source_records(plan: Plan) -> list[SourceRecord]:
 
 def _counted(counts: Counter[str]) -> dict[str, int]:
     return {reason: count for reason, count in sorted(counts.items()) if count}
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write one JSON value, whole or not at all."""
-    data = (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
-    write_file(path, lambda file: file.write(data))
