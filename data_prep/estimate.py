@@ -17,7 +17,7 @@ from data_prep.pipeline.engines import started
 from data_prep.pipeline.packing import cut, pack
 from data_prep.pipeline.plan import Plan
 from data_prep.pipeline.stages.documents import read_part
-from data_prep.pipeline.stages.extract import ExtractTask, extract
+from data_prep.pipeline.stages.extract import ExtractTask, extract, extract_task
 from data_prep.sources import Document, Piece, Source
 from data_prep.sources.compressed import decompressed, is_compressed
 from data_prep.sources.files import opened
@@ -135,7 +135,7 @@ def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _
             of = source.model_copy(update={"path": str(head)})
         else:
             sampled += piece.size
-        jobs.append(_Timed(replace(plan.extract_task(number, (piece,)), source=of), path))
+        jobs.append(_Timed(replace(extract_task(plan, number, (piece,)), source=of), path))
     with started(config.workers) as run:
         found = run(_timed, jobs)
     return _Sample(

@@ -10,21 +10,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from functools import partial
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import Lock, lock
 from data_prep.pipeline.engines import Engine, Run, WorkerDiedError, started
 from data_prep.pipeline.finished import check_inputs_apart, find_finished, open_work
-from data_prep.pipeline.plan import FUNCTIONS, PART_BYTES, PIECE_BYTES, Plan, StageName
-from data_prep.pipeline.stages.deduplicate import TRAIN
-from data_prep.pipeline.stages.finish import finish
-from data_prep.pipeline.units import Unit, bound, inputs_are_same, is_output_whole
+from data_prep.pipeline.plan import PART_BYTES, PIECE_BYTES, STAGES, Plan
+from data_prep.pipeline.stage import Reads
+from data_prep.pipeline.stages.finish import READS, finish
+from data_prep.pipeline.units import Unit, inputs_are_same, is_output_whole, run_unit
 from data_prep.pipeline.watchdog import last_seen
 from data_prep.shards import Manifest
 
-STAGES: tuple[StageName, ...] = get_args(StageName)
 Progress = Callable[[str, int, int], None]
 Warn = Callable[[str], None]
 
@@ -56,7 +55,7 @@ def prepare(
     with _held(plan, "prepare") as held, started(config.workers, engine) as run:
         for stage in STAGES:
             units = plan.units(stage)
-            _check_what_is_read(plan, stage, units)
+            _check_what_is_read(plan, STAGES[stage].reads, units)
             _run(plan, stage, units, held, progress, warn, run)
             _require_rows(plan, stage)
         return _finish(plan)
@@ -64,7 +63,7 @@ def prepare(
 
 def prepare_stage(
     config: CorpusConfig,
-    stage: StageName,
+    stage: str,
     task: int = 1,
     tasks: int = 1,
     progress: Progress = lambda stage, done, total: None,
@@ -85,7 +84,7 @@ def prepare_stage(
         return 0
     open_work(plan)
     units = plan.units(stage)[task - 1 :: tasks]
-    _check_what_is_read(plan, stage, units)
+    _check_what_is_read(plan, STAGES[stage].reads, units)
     with (
         _held(plan, f"{stage}-{task}-of-{tasks}") as held,
         started(config.workers, engine) as run,
@@ -118,17 +117,15 @@ def _finish(plan: Plan) -> Manifest:
         # Whoever held the lock before may have done it, and `.work` is gone.
         finished = find_finished(plan, lambda text: None)
         if not finished:
-            _check_what_is_read(plan, "finish", [])
+            _check_what_is_read(plan, READS, [])
             finished = finish(plan)
         shutil.rmtree(plan.work)
     return finished[0]
 
 
-def _check_what_is_read(
-    plan: Plan, stage: StageName | Literal["finish"], units: Sequence[Unit]
-) -> None:
+def _check_what_is_read(plan: Plan, reads: Reads, units: Sequence[Unit]) -> None:
     """CorpusError if what another process made has changed since."""
-    for earlier, unit, record, outputs in plan.read_by(stage, units):
+    for earlier, unit, record, outputs in plan.read_by(reads, units):
         if not inputs_are_same(unit, record):
             names = ", ".join(name for _, name, _ in unit.pieces)
             raise CorpusError(
@@ -157,7 +154,7 @@ def _held(plan: Plan, name: str) -> Iterator[Lock]:
 
 def _run(
     plan: Plan,
-    stage: StageName,
+    stage: str,
     units: list[Unit],
     held: Lock,
     progress: Progress,
@@ -188,35 +185,20 @@ def _run(
 
     begun = time.time()
     try:
-        records = run(bound(FUNCTIONS[stage]), units, report)
+        records = run(partial(run_unit, STAGES[stage].run), units, report)
     except WorkerDiedError as error:
         seen = " and ".join(last_seen(home, begun))
         raise WorkerDiedError(f"{error}; last read: {seen}" if seen else str(error)) from None
     if len(units) == len(plan.units(stage)):
         plan.finished(stage, records)
-    for reason in sorted({record.result.get("slow", "") for record in records} - {""}):
-        warn(f"tokenising with the slower `tokenizers`: {reason}")
-    for found in (record.result.get("accents") for record in records):
-        if found and found["changed"] > found["words"] / 100:
-            warn(
-                f"stripping accents changes {found['changed'] / found['words']:.1%} of the words "
-                f"behind the vocabulary ({found['example']}): set "
-                "`tokenizer.train.strip_accents: false` to keep them"
-            )
+    warnings = (text for record in records for text in STAGES[stage].warnings(record.result))
+    for text in dict.fromkeys(warnings):
+        warn(text)
 
 
-def _require_rows(plan: Plan, stage: StageName) -> None:
+def _require_rows(plan: Plan, stage: str) -> None:
     """CorpusError, with what became of the documents, once no training row can come any more."""
-    if stage == "deduplicate":
-        units = plan.records(stage)[0].result["units"]
-        left = any(sum(unit["parts"][TRAIN]) for unit in units)
-    elif stage == "pack":
-        results = [record.result for record in plan.records(stage)]
-        found = [set(result["shards"]) for result in results if result["split"] == "train"]
-        left = any(found)
-    else:
-        return
-    if not left:
+    if not STAGES[stage].leaves_rows(plan.records(stage)):
         extracted = [record.result for record in plan.records("extract")]
         dropped = sum((Counter(result["dropped"]) for result in extracted), Counter())
         documents = sum(result["documents_in"] for result in extracted)

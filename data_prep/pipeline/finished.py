@@ -15,6 +15,7 @@ from data_prep.config import TrainTokenizer, VocabularyTokenizer
 from data_prep.disk.json_files import read_regular, write_json
 from data_prep.pipeline.code import Code, installed
 from data_prep.pipeline.plan import Plan
+from data_prep.pipeline.stages.examples import evaluation_files
 from data_prep.pipeline.stages.finish import ACCEPTED, CODE, OURS, PROVENANCE
 from data_prep.pipeline.units import InputRecord, is_same
 from data_prep.shards import Manifest, load_manifest, verify
@@ -67,13 +68,11 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
     try:
         lines = read_regular(folder / PROVENANCE).splitlines()
         # The inputs alone: other fields are of the release that wrote them.
-        units = [
-            unit for unit in map(json.loads, lines) if unit["stage"] in ("examples", "extract")
-        ]
+        units = map(json.loads, lines)
         read = [InputRecord.model_validate(values) for unit in units for values in unit["inputs"]]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return  # `verify` will find it
-    here = [*plan.examples, *chain.from_iterable(plan.pieces)]
+    here = [*evaluation_files(config), *chain.from_iterable(plan.pieces)]
     if len(read) != len(here):
         yield f"{len(read)} pieces of input there, {len(here)} here"
         return
@@ -139,7 +138,7 @@ def check_inputs_apart(plan: Plan) -> None:
     output = os.path.realpath(plan.config.output)
     tokenizer = plan.config.tokenizer
     vocabulary = tokenizer.vocab if isinstance(tokenizer, VocabularyTokenizer) else tokenizer
-    read = {piece.path for _, _, piece in plan.examples}
+    read = {piece.path for _, _, piece in evaluation_files(plan.config)}
     for source, found in zip(plan.config.sources, plan.pieces, strict=True):
         if source.kind != "python_docs":  # whose pieces are names of packages
             read |= {piece.path for _, _, piece in found}

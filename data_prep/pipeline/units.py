@@ -11,9 +11,8 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from data_prep import CorpusError, sources
 from data_prep.disk import sync, write_file
 from data_prep.disk.json_files import canonical_sha256, parse_object, read_regular, self_sha256
 from data_prep.pipeline.code import Code, code_of
+from data_prep.pipeline.stage import Planned
 from data_prep.shards.manifest import FileRecord
 from data_prep.shards.writing import file_record
 from data_prep.sources.document import Piece
@@ -124,16 +124,9 @@ class Unit:
         return self.home / f"{self.number:06d}.json"
 
 
-def make_unit(
-    stage: str,
-    number: int,
-    task: Any,
-    home: Path,
-    keys: dict[str, Any],
-    upstream: tuple[str, ...] = (),
-    pieces: tuple[NamedPiece, ...] = (),
-) -> Unit:
-    """Return a unit; `keys` are all the settings that shape its outputs."""
+def make_unit(stage: str, number: int, home: Path, planned: Planned) -> Unit:
+    """Return a stage's unit, which lies in `home`."""
+    task, keys, upstream, pieces = planned
     read = [(source, name, piece.start, piece.end, piece.size) for source, name, piece in pieces]
     identity = canonical_sha256([stage, keys, read, upstream])
     return Unit(stage, number, task, identity, code_of(stage), upstream, home, pieces)
@@ -184,11 +177,6 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
     data = sealed.model_dump_json().encode() + b"\n"
     write_file(unit._record, lambda file: file.write(data))
     return sealed
-
-
-def bound(function: Callable[[Task, Path], dict[str, Any]]) -> Callable[[Unit], Record]:
-    """`run_unit` for one stage's function, in a form that travels to other processes."""
-    return partial(run_unit, function)
 
 
 def read_record(source: int, name: str, piece: Piece) -> InputRecord:
@@ -251,17 +239,3 @@ def _flushed(folder: Path) -> tuple[FileRecord, ...]:
     for name in names:
         sync(folder / name)
     return tuple(file_record(folder, name) for name in names)
-
-
-def group(sizes: Sequence[int], limit: int) -> list[range]:
-    """Join consecutive items into groups of at most `limit`; a larger item stands alone."""
-    groups: list[range] = []
-    start, total = 0, 0
-    for item, size in enumerate(sizes):
-        if item > start and total + size > limit:
-            groups.append(range(start, item))
-            start, total = item, 0
-        total += size
-    if len(sizes) > start:
-        groups.append(range(start, len(sizes)))
-    return groups

@@ -129,7 +129,8 @@ def prepare_one_stage(config: CorpusConfig, stage: str, task: str | None, engine
     from data_prep import CorpusError
     from data_prep.messages import warn
     from data_prep.pipeline.memory import return_large_blocks
-    from data_prep.prepare import STAGES, prepare_stage
+    from data_prep.pipeline.plan import STAGES
+    from data_prep.prepare import prepare_stage
 
     return_large_blocks()
     chosen = next((name for name in STAGES if name == stage), None)

@@ -19,7 +19,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.pipeline import code, engines, units
-from data_prep.prepare import STAGES, prepare, prepare_stage
+from data_prep.pipeline.plan import STAGES
+from data_prep.prepare import prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
 from data_prep.shards.manifest import manifest_bytes, seal
 from data_prep.shards.writing import file_record

@@ -16,8 +16,8 @@ import pytest
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
-from data_prep.pipeline.plan import Plan
-from data_prep.prepare import STAGES, finalise, prepare, prepare_stage
+from data_prep.pipeline.plan import STAGES, Plan
+from data_prep.prepare import finalise, prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
 
 KILLS = int(os.environ.get("DISTIL_KILLS", "5"))  # of the slow tests
@@ -268,7 +268,7 @@ def test_a_stage_on_its_own_checks_what_it_reads(
     make_config: Any, tmp_path: Path, stage: str, file: str, later: str, gone: bool
 ) -> None:
     config = make_config()
-    for name in STAGES[: STAGES.index("pack" if later == "finish" else later)]:  # type: ignore[arg-type]
+    for name in [*STAGES][: [*STAGES].index("pack" if later == "finish" else later)]:  # type: ignore[arg-type]
         prepare_stage(config, name, **SMALL)
     if later == "finish":
         prepare_stage(config, "pack", **SMALL)

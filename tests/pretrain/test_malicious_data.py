@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +33,7 @@ from traps import (
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import hash_file
-from data_prep.pipeline.plan import StageName
+from data_prep.pipeline.plan import STAGES
 from data_prep.prepare import prepare_stage
 from data_prep.shards import load_manifest, open_shards
 from data_prep.shards.manifest import manifest_bytes, seal
@@ -302,7 +302,7 @@ def test_an_array_of_objects_in_the_work_folder(
 ) -> None:
     source = {"kind": "text", "path": str(texts), "document": "paragraph"}
     config = CorpusConfig.model_validate(corpus_values(tmp_path, corpus, source))
-    stages = get_args(StageName)
+    stages = [*STAGES]
     for stage in stages[: stages.index("pack")]:
         prepare_stage(config, stage)
     arrays = list((tmp_path / "shards" / ".work" / "deduplicate").rglob("*-fates.npy"))

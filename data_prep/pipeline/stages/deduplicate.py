@@ -6,16 +6,22 @@ its texts decides: no duplicate of a training text is held out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.duplicates.dedup import chunks, clusters, draw
+from data_prep.pipeline.stage import Planned, Stage
 from data_prep.pipeline.stages.documents import read_index
+from data_prep.pipeline.stages.match import item_bounds
+
+if TYPE_CHECKING:
+    from data_prep.pipeline.plan import Plan
 
 TRAIN, VALIDATION, DUPLICATE, NEAR_DUPLICATE = range(4)
 FATES = ("train", "validation", "duplicate", "near duplicate")
@@ -35,6 +41,25 @@ class DeduplicateTask:
     paragraph_bounds: tuple[int, ...]
     validation: float
     seed: int
+
+
+def _plan(plan: Plan) -> Iterator[Planned]:
+    """Yield the one unit of the stage."""
+    of_level = {
+        level: tuple(unit.folder for unit in plan.units("match") if unit.task.level == level)
+        for level in ("documents", "paragraphs")
+    }
+    task = DeduplicateTask(
+        extracted=plan.folders("extract"),
+        bounds=item_bounds(plan, "documents"),
+        paragraph_bounds=item_bounds(plan, "paragraphs"),
+        documents=of_level["documents"],
+        paragraphs=of_level["paragraphs"],
+        validation=plan.config.validation,
+        seed=plan.config.seed,
+    )
+    keys = {"validation": task.validation, "seed": task.seed}
+    yield Planned(task, keys, (plan.digest("extract"), plan.digest("match")))
 
 
 def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
@@ -64,7 +89,7 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
             document = int(alive[place(draws[alive])])
             extremes.append((float(draws[document]), number, document))
         extremes = [min(extremes), max(extremes)] if extremes else []
-        np.save(_fates(folder, number), fates)
+        np.save(fates_file(folder, number), fates)
     # As if `validation` were just large, or small, enough for one document on the other side.
     if held_out == 0 and kept > 1 and task.validation > 0:
         _move(folder, extremes[0], VALIDATION)
@@ -81,16 +106,16 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
 
 def _move(folder: Path, place: tuple[float, int, int], fate: int) -> None:
     _, unit, document = place
-    fates = np.load(_fates(folder, unit))
+    fates = np.load(fates_file(folder, unit))
     fates[document] = fate
-    np.save(_fates(folder, unit), fates)
+    np.save(fates_file(folder, unit), fates)
 
 
 def _account(
     unit: Path, folder: Path, number: int, taken_out: npt.NDArray[np.uint32]
 ) -> dict[str, Any]:
     np.save(folder / f"{number:06d}-paragraphs.npy", taken_out)
-    index, fates = read_index(unit), np.load(_fates(folder, number))
+    index, fates = read_index(unit), np.load(fates_file(folder, number))
     parts, sizes = index["part"], index["bytes"]
     totals = np.zeros((2, int(parts.max(initial=-1)) + 1), dtype=np.int64)
     kept = fates < DUPLICATE
@@ -102,7 +127,8 @@ def _account(
     }
 
 
-def _fates(folder: Path, unit: int) -> Path:
+def fates_file(folder: Path, unit: int) -> Path:
+    """Return the file of the fates of a unit's documents."""
     return folder / f"{unit:06d}-fates.npy"
 
 
@@ -148,7 +174,7 @@ def _paragraphs(task: DeduplicateTask, folder: Path) -> list[npt.NDArray[np.uint
         saved = np.concatenate([np.empty((0, 2), np.uint32), *map(np.load, files)])
         mine = slice(*np.searchsorted(items, [start, start + len(saved)]))
         places.append(saved[items[mine] - start])
-        fates = np.load(_fates(folder, number))
+        fates = np.load(fates_file(folder, number))
         in_kept_document.append(fates[places[-1][:, 0]] < DUPLICATE)
     repeated = np.concatenate(in_kept_document)
     kept = np.flatnonzero(repeated)
@@ -158,3 +184,15 @@ def _paragraphs(task: DeduplicateTask, folder: Path) -> list[npt.NDArray[np.uint
     return [
         place[repeated[end - len(place) : end]] for place, end in zip(places, ends, strict=True)
     ]
+
+
+STAGE = Stage(
+    "deduplicate",
+    _plan,
+    deduplicate,
+    reads={"extract": ("index.arrow", "*-places-*"), "match": ("*",)},
+    leaves_rows=lambda records: any(
+        sum(unit["parts"][TRAIN]) for unit in records[0].result["units"]
+    ),
+    result_is_provenance=False,
+)

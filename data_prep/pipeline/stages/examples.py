@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from data_prep import CorpusError
+from data_prep.config import CorpusConfig
 from data_prep.duplicates import decontamination
+from data_prep.pipeline.stage import Planned, Stage
+from data_prep.sources.document import Piece
+
+if TYPE_CHECKING:
+    from data_prep.pipeline.plan import Plan
+    from data_prep.pipeline.units import NamedPiece
 
 FILE = "ngrams.safetensors"
 
@@ -18,6 +27,28 @@ class ExamplesTask:
     files: tuple[Path, ...]
 
 
+def evaluation_files(config: CorpusConfig) -> list[NamedPiece]:
+    """Return the evaluation files, each whole; CorpusError if one cannot be read."""
+    files = () if config.decontaminate is None else config.decontaminate.files
+    found: list[NamedPiece] = []
+    for number, file in enumerate(files):
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise CorpusError(
+                f"decontaminate.files: {file}: cannot be read: {error.strerror}"
+            ) from None
+        found.append((number, file.name, Piece(str(file), 0, None, size)))
+    return found
+
+
+def _plan(plan: Plan) -> Iterator[Planned]:
+    """Yield one unit for all files, none without `decontaminate`."""
+    if plan.config.decontaminate is not None:
+        task = ExamplesTask(plan.config.decontaminate.files)
+        yield Planned(task, {}, pieces=tuple(evaluation_files(plan.config)))
+
+
 def examples(task: ExamplesTask, folder: Path) -> dict[str, Any]:
     """Write the n-grams of all files."""
     contamination = decontamination.build(task.files)
@@ -27,3 +58,6 @@ def examples(task: ExamplesTask, folder: Path) -> dict[str, Any]:
         "files": dict(zip(contamination.names, contamination.num_texts, strict=True)),
         "too_short": dict(zip(contamination.names, contamination.num_short, strict=True)),
     }
+
+
+STAGE = Stage("examples", _plan, examples, reads={})

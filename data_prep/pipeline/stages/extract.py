@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from data_prep.config import Deduplicate
+from data_prep.config import Deduplicate, source_keys
 from data_prep.duplicates import decontamination
 from data_prep.duplicates.decontamination import Contamination
 from data_prep.duplicates.dedup import draw, text_hash
 from data_prep.duplicates.minhash import word_hashes
+from data_prep.pipeline.stage import Planned, Stage, group
+from data_prep.pipeline.stages import examples
 from data_prep.pipeline.stages.documents import DocumentWriter, valid
 from data_prep.pipeline.watchdog import Watchdog
 from data_prep.sources import Document, Piece, Rejected, Source, read
 from data_prep.text import language
 from data_prep.text.cleaning import clean
 from data_prep.text.wikipedia import leftovers
+
+if TYPE_CHECKING:
+    from data_prep.pipeline.plan import Plan
 
 DETAIL_CHARACTERS = 200
 EXAMPLES = 20  # of leftovers, by class
@@ -46,10 +51,54 @@ class ExtractTask:
     seed: int
 
 
+def extract_task(
+    plan: Plan, source_number: int, pieces: tuple[Piece, ...], contamination: Path | None = None
+) -> ExtractTask:
+    """Return how to read pieces of a source; `contamination` holds 13-grams to look for."""
+    config = plan.config
+    return ExtractTask(
+        source_number=source_number,
+        source=config.sources[source_number],
+        pieces=pieces,
+        part_bytes=plan.part_bytes,
+        min_characters=config.min_characters,
+        max_characters=config.max_characters,
+        deduplicate=config.deduplicate,
+        contamination=contamination,
+        remove_contaminated=bool(config.decontaminate and config.decontaminate.remove),
+        seed=config.seed,
+    )
+
+
+def _plan(plan: Plan) -> Iterator[Planned]:
+    """Yield units of about `piece_bytes`, each of one source."""
+    config = plan.config
+    contamination: Path | None = None
+    upstream: tuple[str, ...] = ()
+    if config.decontaminate is not None:
+        contamination = plan.folders("examples")[0] / examples.FILE
+        upstream = (plan.digest("examples"),)
+    for source_number, source in enumerate(config.sources):
+        found = plan.pieces[source_number]
+        for members in group([piece.size for _, _, piece in found], plan.piece_bytes):
+            named = tuple(found[member] for member in members)
+            pieces = tuple(piece for _, _, piece in named)
+            task = extract_task(plan, source_number, pieces, contamination)
+            keys = {
+                "source": source_keys(source),
+                "part_bytes": plan.part_bytes,
+                "characters": [config.min_characters, config.max_characters],
+                "levels": [config.deduplicate.documents, config.deduplicate.paragraphs],
+                "remove_contaminated": task.remove_contaminated,
+                "seed": config.seed,
+            }
+            yield Planned(task, keys, upstream, named)
+
+
 def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
     """Read, clean and filter the documents of a unit."""
     counts = _Counts()
-    examples = None if task.contamination is None else decontamination.load(task.contamination)
+    ngrams = None if task.contamination is None else decontamination.load(task.contamination)
     with ExitStack() as stack:
         logs = {
             name: stack.enter_context((folder / f"{name}.jsonl").open("w", encoding="ascii"))
@@ -69,8 +118,8 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
                 text = clean(item.text)
                 key = text_hash(text)
                 reason = _unwanted(text, key, task)
-                if not reason and examples is not None:
-                    reason = _contaminated(item, text, examples, task, counts, logs)
+                if not reason and ngrams is not None:
+                    reason = _contaminated(item, text, ngrams, task, counts, logs)
                 if reason:
                     counts.dropped[reason] += 1
                     continue
@@ -117,13 +166,13 @@ def _unwanted(text: str, key: bytes, task: ExtractTask) -> str:
 def _contaminated(
     item: Document,
     text: str,
-    examples: Contamination,
+    ngrams: Contamination,
     task: ExtractTask,
     counts: _Counts,
     logs: Mapping[str, IO[str]],
 ) -> str:
     """Return the reason to drop a document that overlaps an evaluation file ("" to keep it)."""
-    overlap, names = examples.overlap(word_hashes(text))
+    overlap, names = ngrams.overlap(word_hashes(text))
     if not overlap:
         return ""
     counts.contaminated.update(names)
@@ -160,3 +209,6 @@ def _quarantine(item: Rejected, source: Source, counts: _Counts, log: IO[str]) -
 
 def _write(log: IO[str], **entry: Any) -> None:
     log.write(json.dumps(entry) + "\n")  # ASCII: surrogates stay escaped
+
+
+STAGE = Stage("extract", _plan, extract, reads={"examples": ("*",)})

@@ -15,8 +15,9 @@ import numpy.typing as npt
 from data_prep.disk import sync, write_file
 from data_prep.disk.json_files import write_json
 from data_prep.pipeline.code import installed
-from data_prep.pipeline.plan import Plan
+from data_prep.pipeline.plan import STAGES, Plan
 from data_prep.pipeline.smoothing import smoothing
+from data_prep.pipeline.stage import Reads
 from data_prep.pipeline.stages.deduplicate import FATES, TRAIN, VALIDATION
 from data_prep.pipeline.units import remove
 from data_prep.shards import Manifest
@@ -32,6 +33,7 @@ from data_prep.shards.manifest import (
 )
 from data_prep.shards.writing import file_record
 
+READS: Reads = {"extract": ("*.jsonl",), "vocabulary": ("*",), "pack": ("*",)}
 PROVENANCE = "provenance.jsonl"
 CODE = "code.json"  # what made the shards
 ACCEPTED = "accepted_code.json"  # what a user said would make the same; the manifest has no part
@@ -149,9 +151,9 @@ def _write_lines(plan: Plan, final: Path) -> None:
     """The chain from input to shard, a unit a line, and what the units logged."""
 
     def provenance(file: Any) -> None:
-        for stage in ("examples", "extract", "match", "deduplicate", "vocabulary", "pack"):
-            for record in plan.records(stage):
-                result = {} if stage == "deduplicate" else dict(record.result)
+        for stage in STAGES.values():
+            for record in plan.records(stage.name):
+                result = dict(record.result) if stage.result_is_provenance else {}
                 result.pop("slow", None)  # of this machine, not of the corpus
                 line = record.model_copy(update={"result": result})
                 file.write(line.model_dump_json().encode() + b"\n")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.pipeline.packing import cut, cut_at_lines, fill_rows, pack
+from data_prep.pipeline.stage import Planned, Stage, group
 from data_prep.pipeline.stages.columns import batch
-from data_prep.pipeline.stages.deduplicate import TRAIN, VALIDATION
+from data_prep.pipeline.stages.deduplicate import TRAIN, VALIDATION, fates_file
 from data_prep.pipeline.stages.documents import read_part
 from data_prep.shards import write_shard
 from data_prep.sources import Document
 from data_prep.tokens import Tokens, load
 from data_prep.tokens.fast import NO_WORD_PIECE
+
+if TYPE_CHECKING:
+    from data_prep.pipeline.plan import Plan
 
 Item = TypeVar("Item")
 # Best fit wants many segments to choose from; ids of a window take 8 MB.
@@ -71,6 +75,61 @@ class _Tokenised:
     lines: list[npt.NDArray[np.int32]]  # one unless it is cut at line ends only
     source_number: int
     document: Document  # without its text
+
+
+def _plan(plan: Plan) -> Iterator[Planned]:
+    """Join parts until they hold `part_bytes` of a split, so that few rows end half empty."""
+    (deduplicated,), (fates_folder,) = plan.records("deduplicate"), plan.folders("deduplicate")
+    (tokenizer,), (vocabulary,) = plan.records("vocabulary"), plan.folders("vocabulary")
+    sha256 = {output.file: output.sha256 for output in deduplicated.outputs}
+    # (part, its bytes of each split, digests of what it is read from), in document order
+    slices: list[tuple[PartSlice, list[int], tuple[str, ...]]] = []
+    extracted = zip(plan.records("extract"), plan.folders("extract"), strict=True)
+    for unit, (record, folder) in enumerate(extracted):
+        source = plan.config.sources[record.result["source"]]
+        fates = fates_file(fates_folder, unit)
+        taken_out = fates.with_name(f"{unit:06d}-paragraphs.npy")
+        files = (f"file {file.name}: {sha256[file.name]}" for file in (fates, taken_out))
+        upstream = (f"unit extract/{unit}: {record.digest}", *files)
+        last = 0
+        sizes = deduplicated.result["units"][unit]["parts"]
+        for number, part in enumerate(record.result["parts"]):
+            first, last = last, last + part["documents"]
+            part_slice = PartSlice(
+                file=folder / part["file"],
+                source_number=record.result["source"],
+                by_line=source.kind == "sentences",
+                fates=fates,
+                taken_out=taken_out,
+                first=first,
+                last=last,
+            )
+            slices.append((part_slice, [of_split[number] for of_split in sizes], upstream))
+    splits: tuple[tuple[Literal["train", "validation"], int], ...] = (
+        ("train", TRAIN),
+        ("validation", VALIDATION),
+    )
+    for split, number in splits:
+        chosen = [item for item in slices if item[1][number]]
+        for members in group([sizes[number] for _, sizes, _ in chosen], plan.part_bytes):
+            mine = [chosen[member] for member in members]
+            task = PackTask(
+                split=split,
+                slices=tuple(part for part, _, _ in mine),
+                tokenizer=vocabulary,
+                row_lengths=plan.config.row_lengths,
+            )
+            keys = {
+                "split": split,
+                "parts": [
+                    [part.file.name, part.source_number, part.by_line, part.first, part.last]
+                    for part in task.slices
+                ],
+                "row_lengths": plan.config.row_lengths,
+            }
+            digests = [digest for _, _, of_part in mine for digest in of_part]
+            upstream = tuple(dict.fromkeys([f"unit vocabulary/0: {tokenizer.digest}", *digests]))
+            yield Planned(task, keys, upstream)
 
 
 def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
@@ -234,3 +293,18 @@ def _sample(task: PackTask) -> list[str]:
             if size >= SAMPLE_CHARACTERS:
                 return sample
     return sample
+
+
+STAGE = Stage(
+    "pack",
+    _plan,
+    pack_unit,
+    reads={"extract": ("part-*",), "deduplicate": ("*",), "vocabulary": ("*",)},
+    files_read=lambda task: (part.file for part in task.slices),
+    leaves_rows=lambda records: any(
+        record.result["shards"] for record in records if record.result["split"] == "train"
+    ),
+    warnings=lambda result: (
+        [f"tokenising with the slower `tokenizers`: {result['slow']}"] if result.get("slow") else []
+    ),
+)

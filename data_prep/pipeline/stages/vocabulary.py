@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_prep.config import JsonTokenizer, TrainWordPiece, VocabularyTokenizer
+from data_prep.config import JsonTokenizer, TrainTokenizer, TrainWordPiece, VocabularyTokenizer
 from data_prep.duplicates.dedup import draw
-from data_prep.pipeline.stages.deduplicate import TRAIN
+from data_prep.pipeline.stage import Planned, Stage
+from data_prep.pipeline.stages.deduplicate import TRAIN, fates_file
 from data_prep.pipeline.stages.documents import read_index, read_part
 from data_prep.tokens import load
 from data_prep.tokens.wordpiece import stripped_words, train
+
+if TYPE_CHECKING:
+    from data_prep.pipeline.plan import Plan
 
 # A vocabulary needs no more text than this, and the trainer's memory grows with its words.
 TEXT_BYTES = 2**30
@@ -31,6 +35,34 @@ class VocabularyTask:
     fates: tuple[Path, ...]
     train_bytes: int
     seed: int
+
+
+def _plan(plan: Plan) -> Iterator[Planned]:
+    """Yield the one unit of the stage; a tokenizer that is named reads no documents."""
+    config = plan.config
+    longest = max(config.row_lengths)
+    if not isinstance(config.tokenizer, TrainTokenizer):
+        assert plan.tokenizer is not None
+        task = VocabularyTask(config.tokenizer, longest, (), (), (), 0, config.seed)
+        record = plan.tokenizer.model_dump(mode="json")
+        yield Planned(task, {"tokenizer": record, "longest": longest})
+        return
+    of_units = plan.records("deduplicate")[0].result["units"]
+    (fates,) = plan.folders("deduplicate")
+    task = VocabularyTask(
+        tokenizer=config.tokenizer.train,
+        model_max_length=longest,
+        extracted=plan.folders("extract"),
+        part_names=tuple(
+            tuple(part["file"] for part in record.result["parts"])
+            for record in plan.records("extract")
+        ),
+        fates=tuple(fates_file(fates, number) for number in range(len(of_units))),
+        train_bytes=sum(sum(unit["parts"][TRAIN]) for unit in of_units),
+        seed=config.seed,
+    )
+    keys = {"train": config.tokenizer.train.model_dump(), "longest": longest, "seed": config.seed}
+    yield Planned(task, keys, (plan.digest("extract"), plan.digest("deduplicate")))
 
 
 def vocabulary(task: VocabularyTask, folder: Path) -> dict[str, Any]:
@@ -59,3 +91,22 @@ def _texts(task: VocabularyTask) -> Iterator[str]:
         for part, name in enumerate(names):
             for _, document in read_part(unit / name, chosen[parts == part]):
                 yield document.text
+
+
+def _warnings(result: dict[str, Any]) -> Iterator[str]:
+    found = result.get("accents")
+    if found and found["changed"] > found["words"] / 100:
+        yield (
+            f"stripping accents changes {found['changed'] / found['words']:.1%} of the words "
+            f"behind the vocabulary ({found['example']}): set "
+            "`tokenizer.train.strip_accents: false` to keep them"
+        )
+
+
+STAGE = Stage(
+    "vocabulary",
+    _plan,
+    vocabulary,
+    reads={"extract": ("index.arrow", "part-*"), "deduplicate": ("*-fates.npy",)},
+    warnings=_warnings,
+)
