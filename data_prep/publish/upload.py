@@ -1,29 +1,32 @@
-"""A finished folder -> any place that fsspec writes to; its manifest arrives last."""
+"""Copy a finished folder to any place that fsspec writes to; its manifest arrives last."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
 from data_prep import CorpusError
 from data_prep.disk import hash_file
+from data_prep.disk.json_files import parse_object
 from data_prep.messages import extra
 from data_prep.shards import load_manifest
 from data_prep.shards.manifest import MANIFEST, FileRecord
 
+PAUSES = (1.0, 4.0, 16.0)  # seconds before each further attempt
+FILES_AT_ONCE = 8  # a driver may hold 50 MB of each
+FILES_IN_A_COMMIT = 64  # hf:// allows some hundred commits an hour
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-# Places without folders: to make one there would, at worst, make a bucket.
-_NO_FOLDERS = {*_EXTRAS, "hf", "az", "abfs", "abfss", "adl", "oci", "oss"}
+_NO_FOLDERS = {"hf", "adl", "oci", "oss"}  # to make one there would, at worst, make a bucket
 
 Progress = Callable[[str, int, int], None]
 
@@ -40,136 +43,156 @@ def upload(
         CorpusError: damaged shards, a place that holds another corpus, cannot be written to or
             needs a package that is not installed. Keys and passwords in the URL are not shown.
     """
-    folder = Path(folder)
+    folder, report = Path(folder), progress or (lambda stage, done, total: None)
     manifest = load_manifest(folder)
-    sealed = (folder / MANIFEST).read_bytes()
-    place = _Place(url)
-    finished = place.holds(sealed, manifest.self_sha256)
-    report = progress or (lambda stage, done, total: None)
     records = [
         FileRecord(file=shard.file, bytes=shard.bytes, sha256=shard.sha256)
         for split in manifest.splits.values()
         for shard in split.shards
     ]
     records += manifest.files
-    there = place.files()
-    sizes = {name: info.get("size") for name, info in there.items()}
-    if finished and all(sizes.get(record.file) == record.bytes for record in records):
-        return "up to date"
-    report("upload", 0, len(records) + 1)
-    for done, record in enumerate(records, start=1):
-        path = folder / record.file
-        if not path.is_file() or hash_file(path)[0] != record.sha256:
+    shown, secrets = _without_secrets(url)
+    protocol = url.split("://", 1)[0].lower() if "://" in url else "file"
+    if "::" in url:
+        raise CorpusError(f"{shown}: chained URLs are not supported: give a plain one")
+    what = "cannot be opened"
+    try:
+        fs, root = url_to_fs(url)
+        root = root.rstrip("/")
+        fs.invalidate_cache()
+
+        what = "cannot be read"
+        finished = _holds(fs, f"{root}/{MANIFEST}", folder / MANIFEST)
+        if finished is None:
             raise CorpusError(
-                f"{path}: missing or damaged, not uploaded: `distil verify {folder}` says more"
+                f"{shown}: holds another corpus (its {MANIFEST} differs): choose another URL"
             )
-        if not _same(there.get(record.file), path, record):
-            place.send(path, record.file)
-        report("upload", done, len(records) + 1)
-    place.send(folder / MANIFEST, MANIFEST)
-    report("upload", len(records) + 1, len(records) + 1)
-    return "done"
+        what = "cannot be listed"
+        there = _files(fs, root)
+        sizes = {name: info.get("size") for name, info in there.items()}
+        if finished and all(sizes.get(record.file) == record.bytes for record in records):
+            return "up to date"
 
+        total = len(records) + 1
+        report("upload", 0, total)
+        step = FILES_IN_A_COMMIT if protocol == "hf" else FILES_AT_ONCE
+        for start in range(0, len(records), step):
+            names = []
+            for record in records[start : start + step]:
+                path = folder / record.file
+                if not path.is_file() or hash_file(path)[0] != record.sha256:
+                    raise CorpusError(
+                        f"{path}: missing or damaged, not uploaded: `distil verify {folder}` says "
+                        "more"
+                    )
+                if not _same(there.get(record.file), path, record):
+                    names.append(record.file)
+            what = f"upload stopped at file {start + 1} of {total}"
+            _send(fs, protocol, folder, root, names)
+            for done in range(start, min(start + step, len(records))):
+                report("upload", done + 1, total)
 
-class _Place:
-    """A folder of a file system, local or remote; its errors become sentences without secrets."""
-
-    def __init__(self, url: str) -> None:
-        self.shown, self._secrets = _without_secrets(url)
-        self._protocol = url.split("://", 1)[0].lower() if "://" in url else "file"
-        if "::" in url:
-            raise CorpusError(f"{self.shown}: chained URLs are not supported: give a plain one")
-        with self._errors("cannot be opened"):
-            try:
-                self._fs, root = url_to_fs(url)
-            except ImportError as error:
-                raise CorpusError(f"{self.shown}: {_package(self._protocol, error)}") from None
-        self._root = root.rstrip("/")
-        self._fs.invalidate_cache()
-
-    def holds(self, sealed: bytes, self_sha256: str) -> bool:
-        """Return whether this very corpus is there, whole; CorpusError if there is another."""
-        with self._errors("cannot be read"):
-            try:
-                there: bytes = self._fs.cat_file(f"{self._root}/{MANIFEST}")
-            except FileNotFoundError:
-                return False
-        if sealed.startswith(there) and there != sealed:
-            return False  # cut off while it was written
-        try:
-            same = json.loads(there)["self_sha256"] == self_sha256
-        except (ValueError, TypeError, KeyError, RecursionError):
-            same = False
-        if not same:
-            raise CorpusError(
-                f"{self.shown}: holds another corpus (its {MANIFEST} differs): choose another URL"
-            )
-        return True
-
-    def files(self) -> dict[str, dict[str, Any]]:
-        """Return what the file system tells of each file there, by its name below the folder."""
-        with self._errors("cannot be listed"):
-            try:
-                found = self._fs.find(self._root, detail=True)
-            except FileNotFoundError:
-                return {}
-        return {path[len(self._root) + 1 :]: info for path, info in found.items()}
-
-    def send(self, path: Path, name: str) -> None:
-        """Write one file, and see that it is there in full length."""
-        target = f"{self._root}/{name}"
-        with self._errors(f"upload stopped at {name}"):
-            if self._protocol not in _NO_FOLDERS:
-                self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            self._fs.put_file(str(path), target)
-            self._fs.invalidate_cache()
-            size = self._fs.info(target)["size"]
-        if size != path.stat().st_size:
-            raise CorpusError(f"{self.shown}: {name} arrived with {size} bytes: upload it again")
-
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except CorpusError:
-            raise
-        except Exception as error:  # every driver has errors of its own
-            raise CorpusError(self._sentence(what, error)) from None
-
-    def _sentence(self, what: str, error: Exception) -> str:
+        what = "cannot be listed"
+        there = _files(fs, root)
+        for record in records:
+            if (size := there.get(record.file, {}).get("size")) != record.bytes:
+                raise CorpusError(
+                    f"{shown}: {record.file} arrived with {size} bytes: upload it again"
+                )
+        what = f"upload stopped at {MANIFEST}"
+        _send(fs, protocol, folder, root, [MANIFEST])
+        report("upload", total, total)
+        return "done"
+    except CorpusError:
+        raise
+    except ImportError as error:
+        needed = known_implementations.get(protocol, {}).get("err") or error
+        needed = extra(_EXTRAS[protocol]) if protocol in _EXTRAS else needed
+        raise CorpusError(f"{shown}: needs a package: {needed}") from None
+    except Exception as error:  # every driver has errors of its own
         reason = " ".join(str(error).split()) or type(error).__name__
-        for secret in self._secrets:
+        for secret in secrets:
             reason = reason.replace(secret, "***")
-        return (
-            f"{self.shown}: {what} ({reason[:300]}): check the URL, your access and the network, "
-            "then run the same command again; what is there already stays"
-        )
+        raise CorpusError(
+            f"{shown}: {what} ({reason[:300]}): check the URL, your access and the network, then "
+            "run the same command again; what is there already stays"
+        ) from None
+
+
+def _holds(fs: AbstractFileSystem, place: str, manifest: Path) -> bool | None:
+    """Return whether the manifest is there; None if there is another one."""
+    sealed = manifest.read_bytes()
+    try:
+        there: bytes = fs.cat_file(place)
+    except FileNotFoundError:
+        return False
+    if sealed.startswith(there) and there != sealed:
+        return False  # cut off while it was written
+    try:
+        return parse_object(there)["self_sha256"] == parse_object(sealed)["self_sha256"] or None
+    except (ValueError, KeyError):
+        return None
+
+
+def _files(fs: AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
+    """Return what the file system tells of each file below `root`, by name."""
+    fs.invalidate_cache()
+    try:
+        found = fs.find(root, detail=True)
+    except FileNotFoundError:
+        return {}
+    return {path[len(root) + 1 :]: info for path, info in found.items()}
+
+
+def _send(
+    fs: AbstractFileSystem, protocol: str, folder: Path, root: str, names: Sequence[str]
+) -> None:
+    """Write files of the folder below `root`, several at once; try again if that fails."""
+    pairs = [(str(folder / name), f"{root}/{name}") for name in names]
+    for pause in (*PAUSES, None) if names else ():
+        try:
+            place: Any = fs.resolve_path(root) if protocol == "hf" else None
+            if hasattr(place, "repo_id"):  # else it is a bucket
+                from huggingface_hub import HfApi  # slow to import
+
+                # One commit for many files: fsspec's driver makes one for each.
+                HfApi(endpoint=fs.endpoint, token=fs.token).upload_folder(
+                    repo_id=place.repo_id,
+                    repo_type=place.repo_type,
+                    revision=place.revision,
+                    folder_path=folder,
+                    path_in_repo=place.path_in_repo or None,
+                    allow_patterns=list(names),
+                    commit_message=f"Upload {names[-1]} and {len(names) - 1} more files",
+                )
+            elif fs.async_impl:
+                fs.put(*map(list, zip(*pairs, strict=True)))
+            else:  # some drivers' `put` takes one file, and some need the folder
+                for source, target in pairs:
+                    if protocol not in _NO_FOLDERS:
+                        fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+                    fs.put_file(source, target)
+            return
+        except Exception as error:
+            if pause is None or isinstance(error, PermissionError | FileNotFoundError):
+                raise
+            time.sleep(pause)
 
 
 def _same(info: dict[str, Any] | None, path: Path, record: FileRecord) -> bool:
-    """Return whether a file that is there has this content, as far as the place tells a hash of
-    it."""
+    """Return whether a file at the place has this content, where the place tells an MD5 of it."""
     if info is None or info.get("size") != record.bytes:
         return False
-    if (lfs := info.get("lfs")) is not None:  # hf://
-        sha256 = lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)
-        return bool(sha256 == record.sha256)
     tag = str(info.get("ETag", "")).strip('"').lower()  # s3://; the MD5 of what came in one part
     if "md5Hash" in info:  # gs://
         tag = base64.b64decode(str(info["md5Hash"])).hex()
-    return bool(re.fullmatch("[0-9a-f]{32}", tag)) and tag == _md5(path)
-
-
-def _md5(path: Path) -> str:
-    md5 = hashlib.md5(usedforsecurity=False)
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            md5.update(block)
-    return md5.hexdigest()
+    if not re.fullmatch("[0-9a-f]{32}", tag):
+        return False
+    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() == tag
 
 
 def _without_secrets(url: str) -> tuple[str, list[str]]:
-    """Return the URL as it may be shown, and the parts of it that may not."""
+    """Return the URL without its secrets, and the secrets, longest first."""
     try:
         parts = urlsplit(url)
         user, _, host = parts.netloc.rpartition("@")
@@ -180,10 +203,3 @@ def _without_secrets(url: str) -> tuple[str, list[str]]:
     secrets += [unquote(secret) for secret in secrets]
     shown = f"{parts.scheme}://{host}{parts.path}" if parts.scheme else parts.path
     return shown, sorted({s for s in secrets if s and s not in shown}, key=len, reverse=True)
-
-
-def _package(protocol: str, error: ImportError) -> str:
-    if protocol in _EXTRAS:
-        return f"needs a package: {extra(_EXTRAS[protocol])}"
-    known = known_implementations.get(protocol, {})
-    return f"needs a package: {known.get('err') or error}"

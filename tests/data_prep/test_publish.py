@@ -5,8 +5,10 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import datasets
@@ -17,7 +19,7 @@ import pytest
 import yaml
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
-from huggingface_hub import DatasetCard
+from huggingface_hub import DatasetCard, HfApi, HfFileSystem
 from markdown_it import MarkdownIt
 from transformers import AutoTokenizer
 
@@ -297,6 +299,7 @@ class Watched(MemoryFileSystem):
     pseudo_dirs: ClassVar[list[str]] = [""]
     arrived: ClassVar[list[str]] = []
     fails_after: ClassVar[int] = 10**9
+    fails_once: ClassVar[list[int]] = []  # as many times as it has members
     hashes: ClassVar[bool] = False
 
     @classmethod
@@ -304,6 +307,9 @@ class Watched(MemoryFileSystem):
         return MemoryFileSystem._strip_protocol(path.replace("watched://", "memory://"))
 
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        if self.fails_once:
+            self.fails_once.pop()
+            raise ConnectionError("once")
         if len(self.arrived) >= self.fails_after:
             raise ConnectionError("reset by user:sesame with sig=open in the middle")
         super().put_file(lpath, rpath, **kwargs)
@@ -319,12 +325,16 @@ class Watched(MemoryFileSystem):
         return {name: self._hashed(info) for name, info in super().find(path, **kwargs).items()}
 
 
+UPLOAD = import_module("data_prep.publish.upload")  # the package names its function so
+
+
 @pytest.fixture
-def watched() -> Iterator[type[Watched]]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Watched]]:
+    monkeypatch.setattr(UPLOAD, "PAUSES", (0.0, 0.0))
     fsspec.register_implementation("watched", Watched, clobber=True)
     Watched.store.clear()
     Watched.arrived.clear()
-    Watched.fails_after, Watched.hashes = 10**9, False
+    Watched.fails_after, Watched.fails_once, Watched.hashes = 10**9, [], False
     yield Watched
     _registry.pop("watched", None)
 
@@ -385,6 +395,74 @@ def test_an_upload_that_was_cut_off_has_no_manifest_and_continues(
     assert len(watched.arrived) == len(sealed(folder)) - kept and first in watched.arrived
     for name in sealed(folder):
         assert watched.store[f"/a/{name}"].getvalue() == (folder / name).read_bytes()
+
+
+def test_a_failure_is_tried_again(make_shards: Callable[..., Path], watched: type[Watched]) -> None:
+    folder = make_shards()
+    watched.fails_once = [1, 2]
+    assert upload(folder, "watched://a") == "done"
+    assert {name.removeprefix("/a/") for name in watched.store} == sealed(folder)
+    watched.store.clear()
+    watched.fails_once = [1, 2, 3]  # more often than there are pauses
+    with pytest.raises(CorpusError, match=r"upload stopped at file 1 of .*once"):
+        upload(folder, "watched://a")
+    assert not watched.store
+
+
+def test_a_driver_that_can_gets_many_files_at_once(
+    make_shards: Callable[..., Path], watched: type[Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapper = pytest.importorskip("fsspec.implementations.asyn_wrapper")  # of fsspec 2024.12
+    folder, calls = make_shards(), list[list[str]]()
+    driver = wrapper.AsyncFileSystemWrapper(watched(), asynchronous=False)
+    put = driver.put
+
+    def noted(sources: list[str], targets: list[str]) -> None:
+        calls.append(targets)
+        put(sources, targets)
+
+    monkeypatch.setattr(driver, "put", noted)
+    monkeypatch.setattr(UPLOAD, "url_to_fs", lambda url: (driver, "/a"))
+    assert upload(folder, "watched://a") == "done"
+    assert {name.removeprefix("/a/") for name in watched.store} == sealed(folder)
+    assert len(calls[0]) > 1 and calls[-1] == ["/a/manifest.json"]
+
+
+def test_a_dataset_repository_gets_few_commits_and_the_manifest_last(
+    make_shards: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, there = make_shards(), dict[str, bytes]()
+    commits: list[set[str]] = []
+
+    class Hub(HfFileSystem):
+        """A dataset repository in memory."""
+
+        def resolve_path(self, path: str, revision: str | None = None) -> Any:
+            assert path == "datasets/me/data/v1"
+            return SimpleNamespace(
+                repo_id="me/data", repo_type="dataset", revision="main", path_in_repo="v1"
+            )
+
+        def find(self, path: str, **kwargs: Any) -> Any:
+            return {f"{path}/{name}": {"size": len(data)} for name, data in there.items()}
+
+        def cat_file(self, path: str, *args: Any, **kwargs: Any) -> Any:
+            if (name := path.removeprefix("datasets/me/data/v1/")) not in there:
+                raise FileNotFoundError(path)
+            return there[name]
+
+    def upload_folder(self: HfApi, **kwargs: Any) -> None:
+        assert (kwargs["repo_id"], kwargs["repo_type"]) == ("me/data", "dataset")
+        assert (kwargs["revision"], kwargs["path_in_repo"]) == ("main", "v1")
+        commits.append(set(kwargs["allow_patterns"]))
+        there.update({name: (folder / name).read_bytes() for name in commits[-1]})
+
+    monkeypatch.setattr(UPLOAD, "url_to_fs", lambda url: (Hub(), url.removeprefix("hf://")))
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    assert upload(folder, "hf://datasets/me/data/v1") == "done"
+    assert commits == [sealed(folder) - {"manifest.json"}, {"manifest.json"}]
+    assert upload(folder, "hf://datasets/me/data/v1/") == "up to date"
+    assert len(commits) == 2
 
 
 def test_a_file_cut_short_at_its_place_is_sent_again(
