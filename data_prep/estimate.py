@@ -14,7 +14,7 @@ import numpy as np
 
 from data_prep.config import CorpusConfig, TrainTokenizer
 from data_prep.pipeline.engines import started
-from data_prep.pipeline.packing import cut, pack
+from data_prep.pipeline.packing import pack, split_tokens
 from data_prep.pipeline.plan import Plan
 from data_prep.pipeline.stages.documents import read_part
 from data_prep.pipeline.stages.extract import ExtractTask, extract, extract_task
@@ -211,7 +211,7 @@ def _scaled(config: CorpusConfig, sample: _Sample, tokens: Tokens) -> SourceEsti
         num_tokens += len(ids)
         unknown += int((ids == tokens.special_ids.unk).sum())
         for row_length, of_row in lengths.items():
-            of_row += [len(piece) + 2 for piece in cut(ids, row_length - 2)]
+            of_row += [len(piece) + 2 for piece in split_tokens(ids, row_length - 2)]
     rows = {length: len(pack(of_row, length)) for length, of_row in lengths.items()}
     seconds = sample.seconds + time.perf_counter() - start
     share = min(1.0, sample.sampled_bytes / sample.stored_bytes) if sample.stored_bytes else 1.0

@@ -81,7 +81,7 @@ class Lock:
                     f"{self._about}: its lock file {self._path} is gone: the folder was removed or "
                     f"moved, or another `{self._who}` finished and tidied up; look, then run again"
                 )
-            other = _named(parsed(_read(self._following)))
+            other = _named(parse_identity(_read(self._following)))
             raise Busy(
                 f"{self._about}: another `{self._who}` ({other}) took over while this one "
                 "stood still: leave the work to it"
@@ -253,7 +253,7 @@ class _Contender:
         """Raise Busy if the newest generation is of a living process of this machine."""
         newest = max(self.generations(), default=0)
         data = _read(self.path(newest)) if newest else None
-        holder = parsed(data)
+        holder = parse_identity(data)
         if data is None or holder is None or len(data) > RECORD:
             return
         if holder.machine == self.owner.machine and is_alive(holder):
@@ -272,14 +272,14 @@ class _Contender:
         # the holder with it), nobody watched.
         polls = max(10, round(self.patience / _POLL))
         first = _read(self.path(generation))
-        holder = parsed(first)
+        holder = parse_identity(first)
         for poll in range(polls + 1):
             data = first if poll == 0 else _read(self.path(generation))
             if data is None or self.path(generation + 1).exists():
                 return False
             if len(data) > RECORD:
                 return True
-            holder = parsed(data) or holder
+            holder = parse_identity(data) or holder
             near = holder is not None and holder.machine == self.owner.machine
             if near and holder is not None and not is_alive(holder):
                 return True
@@ -308,7 +308,7 @@ def _read(path: Path) -> bytes | None:
         raise
 
 
-def parsed(data: bytes | None) -> Identity | None:
+def parse_identity(data: bytes | None) -> Identity | None:
     """Whom a record names; None if it is empty, torn or no record at all."""
     try:
         values = json.loads((data or b"")[:RECORD])

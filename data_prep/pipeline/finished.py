@@ -119,11 +119,6 @@ def _compare_code(here: Code, folder: Path, manifest: Manifest, accept: bool) ->
     )
 
 
-def _of_the_user(name: str) -> bool:
-    """Tell files that may stand in an output: hidden ones, and the YAML that names it."""
-    return name.startswith(".") or name.endswith((".yaml", ".yml"))
-
-
 def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -163,7 +158,9 @@ def open_work(plan: Plan) -> None:
     for folder in dict.fromkeys(folders):
         for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
             ours = OURS.fullmatch(name) or (folder == output and name in lengths)
-            if not (begun and ours) and not _of_the_user(name):
+            # Hidden files, and the YAML that names the output, may stand in it.
+            of_the_user = name.startswith(".") or name.endswith((".yaml", ".yml"))
+            if not (begun and ours) and not of_the_user:
                 raise CorpusError(
                     f"{folder}: holds {name}, no part of an unfinished corpus: use an empty or a "
                     "new folder"

@@ -39,17 +39,19 @@ def pack(lengths: npt.ArrayLike, capacity: int) -> list[list[int]]:
     return rows
 
 
-def cut(tokens: npt.NDArray[np.int32], limit: int) -> list[npt.NDArray[np.int32]]:
+def split_tokens(tokens: npt.NDArray[np.int32], limit: int) -> list[npt.NDArray[np.int32]]:
     """Split a document's ids into pieces of `limit`; one that fits is never cut."""
     return [tokens[start : start + limit] for start in range(0, len(tokens), limit)]
 
 
-def cut_at_lines(lines: Sequence[npt.NDArray[np.int32]], limit: int) -> list[npt.NDArray[np.int32]]:
+def split_at_lines(
+    lines: Sequence[npt.NDArray[np.int32]], limit: int
+) -> list[npt.NDArray[np.int32]]:
     """Join lines greedily into pieces of at most `limit` ids; only a longer line is split."""
     pieces: list[npt.NDArray[np.int32]] = []
     held: list[npt.NDArray[np.int32]] = []
     room = limit
-    for piece in (piece for line in lines for piece in cut(line, limit)):
+    for piece in (piece for line in lines for piece in split_tokens(line, limit)):
         if len(piece) > room:
             pieces.append(np.concatenate(held))
             held, room = [], limit

@@ -58,11 +58,6 @@ class Record(BaseModel):
     self_sha256: str
 
     @property
-    def is_whole(self) -> bool:
-        """Return whether the record is as it was written."""
-        return self.self_sha256 == self_sha256(self.model_dump(mode="json"))
-
-    @property
     def digest(self) -> str:
         """Return what a later unit that reads this one's outputs depends on: these, however
         made."""
@@ -117,7 +112,8 @@ class Unit:
             record = Record.model_validate_json(read_regular(self._record))
         except (OSError, ValidationError):
             return None
-        return record if record.identity == self.identity and record.is_whole else None
+        whole = record.self_sha256 == self_sha256(record.model_dump(mode="json"))
+        return record if record.identity == self.identity and whole else None
 
     @property
     def _record(self) -> Path:
@@ -153,7 +149,10 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
         for (_, name, piece), before in zip(unit.pieces, read, strict=True):
             if not is_same(piece, before):
                 raise CorpusError(f"{name}: changed while it was read: run the same command again")
-        outputs = _flushed(temporary)
+        names = sorted(path.relative_to(temporary).as_posix() for path in temporary.rglob("*.*"))
+        for file in names:
+            sync(temporary / file)
+        outputs = tuple(file_record(temporary, file) for file in names)
         if other := _finished(unit):  # tasks of another division make the same unit
             return other
         remove(unit._record)
@@ -232,10 +231,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _flushed(folder: Path) -> tuple[FileRecord, ...]:
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))
-    for name in names:
-        sync(folder / name)
-    return tuple(file_record(folder, name) for name in names)

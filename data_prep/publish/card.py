@@ -31,10 +31,11 @@ def dataset_card(name: str, manifest: Manifest) -> DatasetCard:
     """Return a card from the manifest; the strings of users stay text in its YAML and its
     Markdown."""
     rows = sum(split.rows for split in manifest.splits.values())
+    licences = {"-".join(source.licence.lower().split()) for source in manifest.sources}
     data = DatasetCardData(
         pretty_name=one_line(name),
         language=_languages(manifest),
-        license=sorted({_licence(source.licence) for source in manifest.sources}),
+        license=sorted({name if name in _LICENCES else "other" for name in licences}),
         size_categories=[_size_category(rows)],
         task_categories=["fill-mask"],
         tags=["masked-language-modelling", "pretraining", "tokenized"],
@@ -67,7 +68,9 @@ def dataset_card(name: str, manifest: Manifest) -> DatasetCard:
         "## How it was made",
         *_recipe(manifest),
         "## Origin and take-down",
-        *_origin(manifest),
+        "`provenance/manifest.json` holds the digests of the corpus, `provenance/provenance.jsonl` "
+        "how it was made from its input files, `provenance/files.json` the digests of the files "
+        "here. To find a document's rows, look for its id, title or URL in `segments`.",
     ]
     return DatasetCard("\n\n".join(parts) + "\n")
 
@@ -179,14 +182,6 @@ def _recipe(manifest: Manifest) -> Iterator[str]:
     yield _table(("key", "value"), list(_flat(manifest.content)))
 
 
-def _origin(manifest: Manifest) -> Iterator[str]:
-    yield (
-        "`provenance/manifest.json` holds the digests of the corpus, `provenance/provenance.jsonl` "
-        "how it was made from its input files, `provenance/files.json` the digests of the files "
-        "here. To find a document's rows, look for its id, title or URL in `segments`."
-    )
-
-
 def _flat(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """("a.b", value) of nested mappings and lists."""
     children: Iterable[tuple[Any, Any]]
@@ -207,11 +202,6 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         cells = (f"{cell:,}" if isinstance(cell, int) else escape(cell) for cell in row)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _licence(text: str) -> str:
-    identifier = "-".join(text.lower().split())
-    return identifier if identifier in _LICENCES else "other"
 
 
 def _size_category(rows: int) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from stat import S_IMODE, S_ISDIR, S_ISREG
 from tempfile import TemporaryDirectory, gettempdir
 
-from data_prep.disk.locks import is_alive, parsed, this_process
+from data_prep.disk.locks import is_alive, parse_identity, this_process
 from launch.torchrun.attempt import Ended, attempt, say
 from launch.torchrun.watch import Cause
 from pretrain.checkpoint.layout import checkpoints
@@ -180,7 +180,7 @@ def _remove_abandoned() -> None:
                 continue
             if status.st_uid != os.geteuid() or not S_ISREG((folder / _OWNER).lstat().st_mode):
                 continue  # a pipe would block
-            owner = parsed((folder / _OWNER).read_bytes())
+            owner = parse_identity((folder / _OWNER).read_bytes())
             if owner is not None and owner.machine == here and not is_alive(owner):
                 shutil.rmtree(folder, ignore_errors=True)
 

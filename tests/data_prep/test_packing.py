@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from data_prep.pipeline.packing import cut, cut_at_lines, fill_rows, pack
+from data_prep.pipeline.packing import fill_rows, pack, split_at_lines, split_tokens
 from data_prep.pipeline.plan import group
 
 
@@ -70,14 +70,14 @@ def test_many_short_documents_fill_rows() -> None:
 
 def test_cut_never_splits_what_fits() -> None:
     ids = np.arange(10, dtype=np.int32)
-    assert [piece.tolist() for piece in cut(ids, 10)] == [ids.tolist()]
-    assert [len(piece) for piece in cut(ids, 4)] == [4, 4, 2]
-    assert cut(ids[:0], 4) == []
+    assert [piece.tolist() for piece in split_tokens(ids, 10)] == [ids.tolist()]
+    assert [len(piece) for piece in split_tokens(ids, 4)] == [4, 4, 2]
+    assert split_tokens(ids[:0], 4) == []
 
 
 def test_lines_stay_whole_unless_longer_than_a_row() -> None:
     lines = [np.full(size, number, dtype=np.int32) for number, size in enumerate([3, 2, 0, 4, 12])]
-    pieces = [piece.tolist() for piece in cut_at_lines(lines, 5)]
+    pieces = [piece.tolist() for piece in split_at_lines(lines, 5)]
     assert pieces == [[0, 0, 0, 1, 1], [3] * 4, [4] * 5, [4] * 5, [4] * 2]
 
 

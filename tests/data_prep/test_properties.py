@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from shard_folders import make_folder
 
-from data_prep.pipeline.packing import cut, cut_at_lines, fill_rows, pack
+from data_prep.pipeline.packing import fill_rows, pack, split_at_lines, split_tokens
 from data_prep.shards import load_manifest, open_shards, write_shard
 from data_prep.shards.manifest import SplitRecord, manifest_bytes, seal
 
@@ -45,7 +45,7 @@ def test_packing_puts_every_segment_in_one_row_that_holds_it(case: tuple[list[in
 @given(st.integers(0, 3000), CAPACITY)
 def test_cutting_keeps_every_id_and_every_document_that_fits(size: int, limit: int) -> None:
     document = np.arange(size, dtype=np.int32)
-    pieces = cut(document, limit)
+    pieces = split_tokens(document, limit)
     assert np.array_equal(np.concatenate([document[:0], *pieces]), document)
     assert len(pieces) == -(-size // limit)
     assert all(0 < len(piece) <= limit for piece in pieces)
@@ -56,7 +56,7 @@ def test_cutting_keeps_every_id_and_every_document_that_fits(size: int, limit: i
 def test_a_line_that_fits_is_never_cut(sizes: list[int], limit: int) -> None:
     starts = np.cumsum([0, *sizes])
     lines = [np.arange(a, b, dtype=np.int32) for a, b in pairwise(starts)]
-    pieces = cut_at_lines(lines, limit)
+    pieces = split_at_lines(lines, limit)
     assert np.concatenate([np.zeros(0), *pieces]).tolist() == list(range(starts[-1]))
     assert all(0 < len(piece) <= limit for piece in pieces)
     holders = {int(id): number for number, piece in enumerate(pieces) for id in piece}
@@ -95,7 +95,7 @@ def test_rows_are_99_per_cent_full_and_no_document_that_fits_is_cut() -> None:
     for documents in (articles, paragraphs, books + articles):
         assert sum(documents) > 2_000_000
         limit = 510
-        pieces = [[len(p) for p in cut(np.zeros(n, np.int32), limit)] for n in documents]
+        pieces = [[len(p) for p in split_tokens(np.zeros(n, np.int32), limit)] for n in documents]
         assert all(len(cuts) == 1 for cuts, n in zip(pieces, documents, strict=True) if n <= limit)
         lengths = [length + 2 for cuts in pieces for length in cuts]
         rows = pack(lengths, 512)

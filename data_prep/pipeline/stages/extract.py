@@ -113,7 +113,14 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
                 watchdog.passed(item.where if isinstance(item, Rejected) else item.id)
                 counts.documents_in += 1
                 if isinstance(item, Rejected):
-                    _quarantine(item, task.source, counts, logs["quarantine"])
+                    counts.dropped[item.reason] += 1
+                    _write(
+                        logs["quarantine"],
+                        source=task.source.label,
+                        where=item.where,
+                        reason=item.reason,
+                        detail=item.detail[:DETAIL_CHARACTERS],
+                    )
                     continue
                 text = clean(item.text)
                 key = text_hash(text)
@@ -199,12 +206,6 @@ def _leftovers(item: Document, text: str, counts: _Counts, log: IO[str]) -> None
 def _is_wikipedia(source: Source) -> bool:
     wikipedia = source.kind in ("mediawiki", "wikiextractor")
     return wikipedia or getattr(source, "cleaning", "none") == "wikipedia"
-
-
-def _quarantine(item: Rejected, source: Source, counts: _Counts, log: IO[str]) -> None:
-    counts.dropped[item.reason] += 1
-    detail = item.detail[:DETAIL_CHARACTERS]
-    _write(log, source=source.label, where=item.where, reason=item.reason, detail=detail)
 
 
 def _write(log: IO[str], **entry: Any) -> None:

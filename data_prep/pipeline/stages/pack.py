@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.pipeline.packing import cut, cut_at_lines, fill_rows, pack
+from data_prep.pipeline.packing import fill_rows, pack, split_at_lines, split_tokens
 from data_prep.pipeline.stage import Planned, Stage, group
 from data_prep.pipeline.stages.columns import batch
 from data_prep.pipeline.stages.deduplicate import TRAIN, VALIDATION, fates_file
@@ -174,7 +174,9 @@ class _Rows:
         owners: list[_Tokenised] = []
         for item in window:
             several = len(item.lines) > 1
-            found = cut_at_lines(item.lines, limit) if several else cut(item.lines[0], limit)
+            found = (
+                split_at_lines(item.lines, limit) if several else split_tokens(item.lines[0], limit)
+            )
             segments += found
             owners += [item] * len(found)
         special = self._tokens.special_ids
