@@ -40,7 +40,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 KL = ("all", "masked")
 HEADS = ("torch", "compiled", "triton")  # the last one should be the fastest
 CAPS = (16, 32, 80)  # GB
-ATTENTION = ("masked", "memory_efficient", "flash")  # of `pretrain.kernels.attention.backends`
+ATTENTION = ("masked", "memory_efficient", "flash")  # of `pretrain.kernels.attention.dispatch`
 STEP_TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, 2e-2), "fp16": (2e-2, 2e-2)}
 HEAD_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 # In fp32 the kernels compute a product as three products in tf32.

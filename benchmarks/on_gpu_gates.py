@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pretrain.bench.sizes import Sizes
-from pretrain.kernels.attention.backends import Backend as Attention
+from pretrain.kernels.attention.dispatch import Backend as Attention
 from pretrain.kernels.head import Projection
 from pretrain.objectives.terms import VocabularyTerm, kl_term, mlm_term
 

@@ -27,7 +27,7 @@ from pretrain.bench.measure import Step, ratio, timed
 from pretrain.bench.sizes import Sizes
 from pretrain.bench.subjects import batch, ids, masking
 from pretrain.device.precision import PRECISIONS
-from pretrain.kernels.attention.backends import usable
+from pretrain.kernels.attention.dispatch import usable
 from pretrain.kernels.head import Backend, vocabulary_losses
 
 MOST_ROWS = 1 << 14  # that a search for the largest micro-batch tries

@@ -21,7 +21,7 @@ from pretrain.distributed.parallel import DDP, Parallel, ZeRO, uses_deepspeed
 from pretrain.distributed.processes import jointly
 from pretrain.inputs import Inputs
 from pretrain.kernels.compilation import check_compiler
-from pretrain.kernels.head.backends import use_triton
+from pretrain.kernels.head.triton_support import use_triton
 from pretrain.model.distillation import Distillation
 from pretrain.model.encoder import MaskedLM, recompute_activations
 from pretrain.model.teacher import Teacher

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,12 @@ def test_no_call_needs_a_later_patch_release_of_python() -> None:
 @pytest.mark.parametrize("name", ["utils.py", "common.py", "helpers.py", "misc.py", "base.py"])
 def test_no_file_has_a_meaningless_name(name: str) -> None:
     assert not [file for package in PACKAGES for file in (ROOT / package).rglob(name)]
+
+
+@pytest.mark.parametrize("package", INSTALLED)
+def test_no_two_files_of_a_package_share_a_name(package: str) -> None:
+    names = [file.name for file in modules(package) if file.name != "__init__.py"]
+    assert not [name for name, count in Counter(names).items() if count > 1]
 
 
 def test_build_has_only_the_listed_packages(tmp_path: Path) -> None:

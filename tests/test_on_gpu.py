@@ -24,7 +24,7 @@ from benchmarks.on_gpu_report import Report, Row, read, table
 from benchmarks.on_gpu_sections import largest
 from pretrain.bench.sizes import TINY, Sizes
 from pretrain.device.precision import PRECISIONS
-from pretrain.kernels.attention.backends import masked
+from pretrain.kernels.attention.dispatch import masked
 from pretrain.kernels.head import Projection, vocabulary_losses
 from pretrain.objectives.terms import VocabularyTerm
 

@@ -27,7 +27,7 @@ from pretrain.bench.measure import (
 )
 from pretrain.device.memory import out_of_memory
 from pretrain.device.precision import PRECISIONS
-from pretrain.kernels.head.backends import use_triton
+from pretrain.kernels.head.triton_support import use_triton
 from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.encoder import MaskedLM
 from pretrain.objectives.terms import Term, VocabularyTerm

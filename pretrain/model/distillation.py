@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.data.masking import IGNORE
-from pretrain.kernels.attention import Segments, segments
+from pretrain.kernels.attention import Packing, find_documents
 from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, Projection, vocabulary_losses
@@ -146,12 +146,12 @@ class Distillation(nn.Module):
             input_ids .. num_masked: a `MicroBatch`.
             coefficients_T: the factor of each term's sum; the caller divides by a count.
         """
-        packed, hidden, teacher_hidden = self.trunks(input_ids, cu_seqlens)
+        packing, hidden, teacher_hidden = self.trunks(input_ids, cu_seqlens)
         loss = hidden.new_zeros((), dtype=torch.float32)
         sums = []
         num = len(self.vocabulary_terms)
         if self.vocabulary_terms:
-            index, labels_M = _head_rows(packed.token_mask, positions, labels, num_masked)
+            index, labels_M = _head_rows(packing.token_mask, positions, labels, num_masked)
             # KL over all tokens needs the head at every one; otherwise the slots are enough.
             everywhere = any(term.over == "tokens" for term in self.vocabulary_terms)
             index = index[: num_tokens if everywhere else num_masked]
@@ -167,22 +167,22 @@ class Distillation(nn.Module):
         for term, coefficient in zip(self.signal_terms, coefficients_T[num:], strict=True):
             # A clone, because autograd cannot save a tensor made in inference mode.
             teacher = None if teacher_hidden is None else Encoded(teacher_hidden.clone())
-            total = term.total(Encoded(hidden), teacher, packed.token_mask)
+            total = term.total(Encoded(hidden), teacher, packing.token_mask)
             loss, sums = loss + coefficient * total, [*sums, total.detach()]
         return loss, torch.stack(sums)
 
     def trunks(
         self, input_ids: Tensor, cu_seqlens: Tensor
-    ) -> tuple[Segments, Tensor, Tensor | None]:
-        """(segments, last hidden states of the student and of the teacher [B, L, D])."""
+    ) -> tuple[Packing, Tensor, Tensor | None]:
+        """(packing, last hidden states of the student and of the teacher [B, L, D])."""
         if self.compiled:  # shapes are the same from step to step but for the number of segments
             torch._dynamo.mark_dynamic(cu_seqlens, 0)
-        packed = segments(input_ids, cu_seqlens, pad_id=self.pad_id)
-        hidden = self._trunk(self.student, input_ids, packed)
+        packing = find_documents(input_ids, cu_seqlens, pad_id=self.pad_id)
+        hidden = self._trunk(self.student, input_ids, packing)
         if self.teacher is None:
-            return packed, hidden, None
+            return packing, hidden, None
         with _inference(self.teacher):
-            return packed, hidden, self._trunk(self.teacher, input_ids, packed)
+            return packing, hidden, self._trunk(self.teacher, input_ids, packing)
 
     def _teacher_projection(self, hidden_BLD: Tensor | None, index: Tensor) -> Projection | None:
         if hidden_BLD is None or not any(term.needs_teacher for term in self.vocabulary_terms):

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.kernels.attention import IMPLEMENTATION, Segments
+from pretrain.kernels.attention import IMPLEMENTATION, Packing
 from pretrain.kernels.head import Projection
 
 MaskedLM = BertForMaskedLM | DistilBertForMaskedLM
 
 
-def last_hidden_state(model: MaskedLM, input_ids: Tensor, segments: Segments) -> Tensor:
+def last_hidden_state(model: MaskedLM, input_ids: Tensor, packing: Packing) -> Tensor:
     """Return the trunk's output [B, L, D] over packed rows.
 
     Raises:
@@ -33,8 +33,8 @@ def last_hidden_state(model: MaskedLM, input_ids: Tensor, segments: Segments) ->
         )
     output = _trunk(model)(
         input_ids=input_ids,
-        position_ids=segments.position_ids,
-        cu_seqlens=segments.cu_seqlens,
+        position_ids=packing.position_ids,
+        cu_seqlens=packing.cu_seqlens,
     )
     hidden: Tensor = output.last_hidden_state
     return hidden

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.kernels.attention import IMPLEMENTATION, Segments, block_diagonal_mask, segments
+from pretrain.kernels.attention import IMPLEMENTATION, Packing, block_diagonal_mask, find_documents
 from pretrain.model.distillation import micro_batch
 from pretrain.model.encoder import MaskedLM, last_hidden_state, projection
 
@@ -29,10 +29,10 @@ def model(
     return tiny_bert() if request.param == "bert" else tiny_distilbert()
 
 
-def packed(ids: Tensor) -> Segments:
+def packed(ids: Tensor) -> Packing:
     nothing = torch.zeros(len(ids), 0, dtype=torch.int64)
     batch = micro_batch(ids, nothing, nothing, cls_id=CLS, pad_id=PAD)
-    return segments(ids, batch.cu_seqlens, pad_id=PAD)
+    return find_documents(ids, batch.cu_seqlens, pad_id=PAD)
 
 
 def packed_outputs(model: MaskedLM, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +230,7 @@ class Watch(TorchDispatchMode):
 
 def test_no_mask_and_no_wait_on_a_gpu(model: Any, packed_ids: Tensor) -> None:
     """On the meta device, which goes a GPU's way and refuses to be read back."""
-    packing = Segments(*(t.to("meta") for t in packed(packed_ids)))
+    packing = Packing(*(t.to("meta") for t in packed(packed_ids)))
     on_meta, ids = model.to("meta").bfloat16().train(), packed_ids.to("meta")
     with Watch((3, 1, 32, 32)) as watch:
         last_hidden_state(on_meta, ids, packing).sum().backward()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pretrain.kernels.attention import _attention, cpu
-from pretrain.kernels.attention.backends import by_segment, flash, masked, memory_efficient, usable
+from pretrain.kernels.attention.dispatch import by_segment, flash, masked, memory_efficient, usable
 from pretrain.kernels.cpu_layers import draw, drop_levels
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from data_prep.shards import open_shards
 from pretrain.evaluate import evaluate, evaluate_folder, evaluation_masking
-from pretrain.kernels.attention import block_diagonal_mask, segments
+from pretrain.kernels.attention import block_diagonal_mask, find_documents
 from pretrain.model.distillation import micro_batch
 
 
@@ -41,7 +41,7 @@ def test_the_figures_are_those_of_a_plain_loop(
         assert ((masked.input_ids == 4) | (masked.input_ids == ids)).all()
         batch = micro_batch(*masked, cls_id=2, pad_id=0)
         with torch.no_grad():
-            packed = segments(batch.input_ids, batch.cu_seqlens, pad_id=0)
+            packed = find_documents(batch.input_ids, batch.cu_seqlens, pad_id=0)
             arguments = {"attention_mask": block_diagonal_mask(batch.cu_seqlens, *ids.shape)}
             arguments["position_ids"] = packed.position_ids
             student_logits = student(masked.input_ids, **arguments).logits[0].double()

@@ -20,8 +20,8 @@ from pretrain.bench.baseline import BaselineStep, Padded, twin
 from pretrain.bench.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels import attention, cpu_layers
-from pretrain.kernels.attention import IMPLEMENTATION, segments
-from pretrain.kernels.attention.backends import flash
+from pretrain.kernels.attention import IMPLEMENTATION, find_documents
+from pretrain.kernels.attention.dispatch import flash
 from pretrain.kernels.head import closed_form, vocabulary
 from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.encoder import last_hidden_state, recompute_activations
@@ -181,7 +181,7 @@ def test_a_layer_of_bert_base_takes_24_d_squared_and_4_s_d() -> None:
         cu_seqlens = torch.arange(0, 3 * L, L, dtype=torch.int32)
         with shapes_only(model) as shapes, torch.inference_mode(), Counter() as counter:
             ids = torch.zeros(2, L, dtype=torch.int64)
-            last_hidden_state(shapes, ids, segments(ids, cu_seqlens, pad_id=1))
+            last_hidden_state(shapes, ids, find_documents(ids, cu_seqlens, pad_id=1))
         counts.append(counter.flops)
     assert counts[1] - counts[0] == 2 * L * (24 * D**2 + 4 * L * D)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pretrain import RunError
-from pretrain.kernels.head import Backend, Projection, backends, vocabulary_losses
+from pretrain.kernels.head import Backend, Projection, triton_support, vocabulary_losses
 from pretrain.kernels.head.closed_form import Weights
 from pretrain.objectives.terms import Count, kl_term, mlm_term
 
@@ -258,7 +258,7 @@ def test_head_with_kl_over_masked_positions_or_no_labels(call: Call) -> None:
 
 
 def test_what_cannot_run_is_refused() -> None:
-    use_triton, hidden = backends.use_triton, torch.zeros(2, 3)
+    use_triton, hidden = triton_support.use_triton, torch.zeros(2, 3)
     with pytest.raises(RunError, match=r"tensors are on cpu; use a GPU of compute capability 8\.0"):
         use_triton("triton", hidden)
     with pytest.raises(RunError, match="fp64; give fp32, bf16 or fp16"):
@@ -270,10 +270,10 @@ def test_what_cannot_run_is_refused() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    backends._missing.cache_clear()
+    triton_support._missing.cache_clear()
     with pytest.raises(RunError, match="the package triton is not installed; pip install triton"):
-        backends.use_triton("triton", torch.zeros(2))
-    backends._missing.cache_clear()
+        triton_support.use_triton("triton", torch.zeros(2))
+    triton_support._missing.cache_clear()
 
 
 @needs_triton

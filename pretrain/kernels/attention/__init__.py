@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from pretrain.kernels.attention.backends import usable
-from pretrain.kernels.attention.layout import Segments, block_diagonal_mask, segments
+from pretrain.kernels.attention.dispatch import usable
+from pretrain.kernels.attention.packing import Packing, block_diagonal_mask, find_documents
 
-__all__ = ["IMPLEMENTATION", "Segments", "block_diagonal_mask", "segments"]
+__all__ = ["IMPLEMENTATION", "Packing", "block_diagonal_mask", "find_documents"]
 
 IMPLEMENTATION = "packed"
 _SDPA, _SDPA_MASK = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]

@@ -6,7 +6,7 @@ One program a row. The first pass over the vocabulary gathers what the softmaxes
 writes the gradient over the student's logits. A row of both models is 120 KB in half precision:
 the second pass finds it in the cache.
 
-Importing this needs the package triton; `pretrain.kernels.head.backends` says where it can run.
+Importing this needs the package triton; `triton_support.py` says where it can run.
 
 Shapes: n positions of a chunk, the first m of which have a label; V vocabulary; in the kernel
 W threads of a program, E neighbouring words that each of them takes at a time.

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pretrain.kernels.cpu_layers import have_product, product
 from pretrain.kernels.head import closed_form, compiled
-from pretrain.kernels.head.backends import use_triton
 from pretrain.kernels.head.closed_form import Values, Weights
+from pretrain.kernels.head.triton_support import use_triton
 from pretrain.objectives.terms import VocabularyTerm
 
 # Positions at a time: smaller chunks lose the speed of large matrix products.

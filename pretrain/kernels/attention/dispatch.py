@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.kernels.attention import cpu
-from pretrain.kernels.attention.layout import block_diagonal_mask
+from pretrain.kernels.attention.packing import block_diagonal_mask
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Tensor]
 _HALF = (torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Segments(NamedTuple):
+class Packing(NamedTuple):
     """Where each position of packed rows belongs."""
 
     token_mask: Tensor  # [B, L] bool, False at padding
@@ -19,7 +19,7 @@ class Segments(NamedTuple):
     cu_seqlens: Tensor  # [S + 1] int32, where each begins in the B * L positions, and the end
 
 
-def segments(input_ids: Tensor, cu_seqlens: Tensor, *, pad_id: int) -> Segments:
+def find_documents(input_ids: Tensor, cu_seqlens: Tensor, *, pad_id: int) -> Packing:
     """Return the segments of packed rows [B, L] that begin at `cu_seqlens` [S + 1], the last being
     B * L.
 
@@ -28,7 +28,7 @@ def segments(input_ids: Tensor, cu_seqlens: Tensor, *, pad_id: int) -> Segments:
     """
     index = torch.arange(input_ids.numel(), device=input_ids.device)
     begin = cu_seqlens.long()[_numbers(cu_seqlens, index)]
-    return Segments(input_ids != pad_id, (index - begin).view_as(input_ids), cu_seqlens)
+    return Packing(input_ids != pad_id, (index - begin).view_as(input_ids), cu_seqlens)
 
 
 def block_diagonal_mask(cu_seqlens: Tensor, num_rows: int, row_length: int) -> Tensor:
