@@ -1,4 +1,7 @@
-"""Which folder a run may write to: a new one, or that of the same kind of run."""
+"""Check the folders of runs: where one may write, and whether a run or a model is there.
+
+Nothing here imports torch, so that a mistake is answered at once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import Any
 
 from data_prep.disk import refuse_if_held
 from pretrain import RunError
-from pretrain.checkpoint.layout import MANIFEST, checkpoints
 from pretrain.config import RunConfig
 
 # What is there before the first step: locks, a launch's logs, hidden files and the user's YAML.
@@ -75,9 +77,38 @@ def is_run(folder: Path) -> bool:
     return _has_checkpoint(folder) or _recorded(folder) is not None
 
 
+def no_checkpoint(run: Path) -> RunError:
+    """Return the error of a run that has written no checkpoint."""
+    return RunError(f"{run}: no checkpoint; give the output folder of a run that has written one")
+
+
+def check_run(run: Path) -> None:
+    """Refuse a folder without a checkpoint. The checkpoint itself is not read.
+
+    Raises:
+        RunError: there is none.
+    """
+    # A listing may miss the folders of a run that saves meanwhile; the pointer stays.
+    if not _has_checkpoint(run) and not (run / "checkpoints" / "latest").exists():
+        raise no_checkpoint(run)
+
+
+def check_model(folder: Path) -> None:
+    """Refuse a folder that is neither a run with a checkpoint nor a model.
+
+    Raises:
+        RunError: it is neither.
+    """
+    if not (folder / "config.json").is_file():
+        try:
+            check_run(folder)
+        except RunError:
+            path = folder / "config.json"
+            raise RunError(f"{folder}: there is no {path}; check the path") from None
+
+
 def _has_checkpoint(folder: Path) -> bool:
-    saved = checkpoints(folder / "checkpoints").values()
-    return any((path / MANIFEST).is_file() for path in saved)
+    return any((folder / "checkpoints").glob("step-*/manifest.json"))
 
 
 def _recorded(folder: Path) -> RunConfig | None:

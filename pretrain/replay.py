@@ -8,12 +8,14 @@ the log says "step K".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +25,13 @@ from tokenizers import Tokenizer
 from data_prep.shards import ShardSet, open_shards, read_listed
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.data.masking import IGNORE, Masking
 from pretrain.data.order import Order
-from pretrain.data.rows import Skip, StepDataset, build_masking, skipped, with_skip
+from pretrain.output import check_run, no_checkpoint
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these import torch, which takes seconds: arguments are checked before
     from pretrain.checkpoint import Saved
+    from pretrain.data.masking import Masking
+    from pretrain.data.rows import Skip
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,9 @@ class Replay:
         return self._rows(range(self.world_size) if rank is None else [rank])
 
     def _rows(self, ranks: Iterable[int]) -> Iterator[ReplayedRow]:
+        from pretrain.data.masking import IGNORE
+        from pretrain.data.rows import StepDataset, skipped
+
         epochs, numbers = self.order.at(self.step - 1)
         left_out = skipped(numbers, self.step - 1, self.skips)
         for r in ranks:
@@ -163,47 +169,104 @@ def replay(
             of another corpus.
         CorpusError: the shards cannot be opened, or are not what their manifest says.
     """
-    from pretrain import checkpoint  # imports accelerate and transformers: seconds
+    check_run(run)
+    plan = partial(_plan, run, step, world_size, micro_batch_size, shards)
+    if (known := _sealed_state(run)) is not None:
+        plan(known)  # a bad argument is answered before torch is imported, which takes seconds
+
+    from pretrain import checkpoint
+    from pretrain.data.rows import build_masking
 
     saved = checkpoint.newest(run / "checkpoints", warn)
     if saved is None:
-        raise RunError(f"{run}: no checkpoint, so nothing says what was trained here")
-    state = saved.state
+        raise no_checkpoint(run)
     try:
-        config = RunConfig.model_validate(state["config"])
-        digest, processes = str(state["shards"]), int(state["num_processes"])
+        recipe = _recipe(saved.state)
     except (KeyError, TypeError, ValidationError) as error:
         raise RunError(
             f"{saved.folder}: state.json is not as this version writes it "
             f"({' '.join(str(error).split())[:200]}); replay it with the version that did"
         ) from None
-    opened = open_shards(shards or config.shards)
-    manifest = opened.manifest
-    if digest != manifest.digest:
-        raise RunError(
-            f"{opened.folder}: holds other shards (digest {manifest.digest[:16]}) than "
-            f"{run} read ({digest[:16]}); name the folder that it read with --shards"
-        )
-    train = config.train
-    assert isinstance(train.micro_batch_size, int)  # a checkpoint has the number that was found
-    order = Order(len(opened), train.global_batch_size, train.seed)
-    num_steps = train.max_steps or order.steps_for(train.epochs)
-    if not 1 <= step <= num_steps:
-        raise RunError(f"{run}: has steps 1 to {num_steps}, as its log counts them, not {step}")
-    layout = _layout(
-        train.global_batch_size,
-        processes if world_size is None else world_size,
-        train.micro_batch_size,
-        micro_batch_size,
-    )
+    opened, order, num_steps, world, micro = plan(recipe)
     if step > saved.step:
         warn(
             f"{run}: its newest checkpoint is of step {saved.step}: step {step} is shown as that "
             "config, and the skipped rows in metrics.jsonl, would train it"
         )
-    masking = build_masking(config.masking, opened.folder, manifest, train.seed)
+    config = recipe.config
+    masking = build_masking(config.masking, opened.folder, opened.manifest, config.train.seed)
     skips = recorded_skips(run, saved)
-    return Replay(step, num_steps, *layout, opened, order, masking, skips)
+    return Replay(step, num_steps, world, micro, opened, order, masking, skips)
+
+
+class _Recipe(NamedTuple):
+    config: RunConfig
+    digest: str  # of the shards
+    num_processes: int
+
+
+def _recipe(state: Mapping[str, Any]) -> _Recipe:
+    config = RunConfig.model_validate(state["config"])
+    return _Recipe(config, str(state["shards"]), int(state["num_processes"]))
+
+
+def _sealed_state(run: Path) -> _Recipe | None:
+    """Read the newest checkpoint's state.json if it is as its manifest says; else return None.
+
+    `checkpoint.newest` verifies the whole checkpoint, but imports torch.
+    """
+    try:
+        folder = max((run / "checkpoints").glob("step-*/manifest.json")).parent
+        state = (folder / "state.json").read_bytes()
+        listed = json.loads((folder / "manifest.json").read_bytes())["files"]["state.json"]
+        if hashlib.sha256(state).hexdigest() != listed["sha256"]:
+            return None
+        return _recipe(json.loads(state))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def _plan(
+    run: Path,
+    step: int,
+    world_size: int | None,
+    micro_batch_size: int | None,
+    shards: Path | None,
+    recipe: _Recipe,
+) -> tuple[ShardSet, Order, int, int, int]:
+    """Return (shards, order, number of steps, world size, micro-batch size) of a replay.
+
+    Raises:
+        RunError: other shards, no such step, or batches that do not divide.
+        CorpusError: the shards cannot be opened.
+    """
+    train = recipe.config.train
+    opened = open_shards(shards or recipe.config.shards)
+    if recipe.digest != opened.manifest.digest:
+        raise RunError(
+            f"{opened.folder}: holds other shards (digest {opened.manifest.digest[:16]}) than "
+            f"{run} read ({recipe.digest[:16]}); name the folder that it read with --shards"
+        )
+    assert isinstance(train.micro_batch_size, int)  # a checkpoint has the number that was found
+    order = Order(len(opened), train.global_batch_size, train.seed)
+    num_steps = train.max_steps or order.steps_for(train.epochs)
+    if not 1 <= step <= num_steps:
+        raise RunError(f"{run}: has steps 1 to {num_steps}, as its log counts them, not {step}")
+    rows = train.global_batch_size
+    world = recipe.num_processes if world_size is None else world_size
+    if world < 1 or rows % world:
+        raise RunError(
+            f"world size {world} does not divide train.global_batch_size {rows}: no run of that "
+            "many processes can be fed alike"
+        )
+    share = rows // world
+    micro = gcd(train.micro_batch_size, share) if micro_batch_size is None else micro_batch_size
+    if micro < 1 or share % micro:
+        raise RunError(
+            f"micro_batch_size {micro} does not divide the {share} rows that each of {world} "
+            f"process(es) has of train.global_batch_size {rows}"
+        )
+    return opened, order, num_steps, world, micro
 
 
 def recorded_skips(run: Path, saved: Saved) -> tuple[Skip, ...]:
@@ -212,6 +275,7 @@ def recorded_skips(run: Path, saved: Saved) -> tuple[Skip, ...]:
 
     A run dropped the entries of metrics.jsonl that its checkpoint did not cover when it continued.
     """
+    from pretrain.data.rows import Skip, with_skip
     from pretrain.monitor import metrics
 
     skips = tuple(Skip(*values) for values in saved.state.get("skip_rows", ()))
@@ -223,20 +287,3 @@ def recorded_skips(run: Path, saved: Saved) -> tuple[Skip, ...]:
     except (KeyError, TypeError, ValueError):
         raise RunError(f"{path}: not as a run writes it; restore it, or move it away") from None
     return skips
-
-
-def _layout(rows: int, world: int, usual: int, wanted: int | None) -> tuple[int, int]:
-    """(world size, micro-batch size) that divide a global batch of `rows`."""
-    if world < 1 or rows % world:
-        raise RunError(
-            f"world size {world} does not divide train.global_batch_size {rows}: no run of that "
-            "many processes can be fed alike"
-        )
-    share = rows // world
-    micro = gcd(usual, share) if wanted is None else wanted
-    if micro < 1 or share % micro:
-        raise RunError(
-            f"micro_batch_size {micro} does not divide the {share} rows that each of {world} "
-            f"process(es) has of train.global_batch_size {rows}"
-        )
-    return world, micro

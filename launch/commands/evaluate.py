@@ -21,7 +21,14 @@ def evaluate(
     Example: distil evaluate runs/demo/student runs/demo/shards --teacher runs/demo/teacher-export
     """
     from data_prep.messages import warn
+    from data_prep.shards import open_shards
     from launch.console import show
+    from pretrain.output import check_model
+
+    check_model(model)
+    open_shards(shards, "validation")
+
+    # torch takes seconds to import: a wrong path is answered before.
     from pretrain.evaluate import evaluate_folder
 
     quiet()

@@ -29,15 +29,21 @@ def export(
 
     from data_prep.messages import warn
     from launch.console import show
-    from pretrain.export.export import check_repository, hub_token
-    from pretrain.export.export import export as write
-    from pretrain.export.export import push as upload
+    from pretrain.export.arguments import check_repository, check_target, hub_token
+    from pretrain.output import check_run
 
-    quiet()
     token = ""
     if push is not None:
         check_repository(push)
         token = hub_token()
+    check_target(run, folder, again=push is not None)
+    check_run(run)
+
+    # torch takes seconds to import: a mistake is answered before.
+    from pretrain.export.export import export as write
+    from pretrain.export.export import push as upload
+
+    quiet()
     exported = write(run, folder, warn, again=bool(push))
     show(
         [

@@ -7,12 +7,14 @@ logarithms differ between numpy, torch CPU and GPU; 64-bit wrap-around multiplic
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
 
-Integers = TypeVar("Integers", int, np.ndarray, torch.Tensor)
+if TYPE_CHECKING:
+    import torch  # takes seconds, and `distil replay` checks its arguments without it
+
+Integers = TypeVar("Integers", int, np.ndarray, "torch.Tensor")
 
 MASK32 = 0xFFFFFFFF
 _STRIDE = 0x9E3779B1  # odd, so i -> i * _STRIDE is a bijection of 32-bit integers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 from collections.abc import Callable
@@ -11,18 +10,18 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import AutoModelForMaskedLM
 
 from data_prep.disk import hash_file
 from pretrain import RunError, checkpoint
+from pretrain.export.arguments import check_target, target_taken
 from pretrain.export.card import model_card
 from pretrain.files import writing_to
 from pretrain.model import tokenizer_files
 from pretrain.model.encoder import MaskedLM
 from pretrain.model.loading import load_model
 from pretrain.model.model_files import first_line
+from pretrain.output import no_checkpoint
 
 _TOLERANCE = 1e-5
 
@@ -56,12 +55,8 @@ def export(
         RunError: there is no checkpoint, the folder is taken, or what was read back differs.
         OSError: the disk is full or read-only.
     """
+    check_target(run, folder, again=again)
     target = folder.resolve()
-    taken = f"{folder}: already there; export to another folder, or remove it first"
-    if not again and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RunError(taken)
-    if target.is_relative_to((run / "checkpoints").resolve()):
-        raise RunError(f"{folder}: lies among the run's checkpoints; export to another folder")
     # A unique name: another export may be writing to the same target.
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
 
@@ -73,7 +68,7 @@ def export(
     try:
         found = checkpoint.read_newest(run / "checkpoints", read, warn)
         if found is None:
-            raise RunError(f"{run}: no checkpoint to export; run `distil pretrain` first")
+            raise no_checkpoint(run)
         saved, (student, tokenizer) = found
         with writing_to(folder):
             temporary.mkdir(parents=True)
@@ -91,7 +86,7 @@ def export(
                 if not target.exists():
                     raise
                 hint = ", or upload it as it is with `hf upload`" if again else ""
-                raise RunError(taken + hint) from error
+                raise target_taken(folder, hint) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(
@@ -101,29 +96,6 @@ def export(
         num_bytes=(folder / "model.safetensors").stat().st_size,
         difference=difference,
     )
-
-
-def check_repository(name: str) -> None:
-    """Raise RunError for what cannot be a repository's name on a hub."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        raise RunError(f"--push {name!r}: not NAME or OWNER/NAME; nothing was written") from None
-
-
-def hub_token() -> str:
-    """HF_TOKEN's value; a token comes from the environment and nowhere else.
-
-    Raises:
-        RunError: it is not set.
-    """
-    token = os.environ.get("HF_TOKEN")
-    if not token:
-        raise RunError(
-            "--push needs a token with write access in the environment variable HF_TOKEN; nothing "
-            "was written"
-        )
-    return token
 
 
 def push(folder: Path, repository: str, token: str) -> str:

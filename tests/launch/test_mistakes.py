@@ -2,9 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from data_prep.shards import load_manifest
+from pretrain.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -17,17 +22,67 @@ except SystemExit as stop:
 """
 
 
-@pytest.mark.parametrize("command", ["prepare", "pretrain", "launch", "bench"])
-def test_a_mistake_is_answered_without_torch(command: str, tmp_path: Path) -> None:
-    config = tmp_path / "wrong.yaml"
-    config.write_text("output: out\nnonsense: 1\n", encoding="utf-8")
+def check_refused(message: str, *arguments: str | Path) -> None:
+    """Run `distil` with arguments that it must refuse without importing torch."""
     done = subprocess.run(
-        [sys.executable, "-c", CODE, command, str(config)],
+        [sys.executable, "-c", CODE, *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert "unknown key nonsense" in done.stderr
+    assert message in done.stderr
     assert done.stdout == "2 []\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "wrong.yaml"
+    path.write_text("output: out\nnonsense: 1\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def trained(shards: Path, tmp_path: Path, seal: Callable[[Path, Mapping[str, Any]], Path]) -> Path:
+    """A run of 5 steps whose checkpoint holds its state.json alone."""
+    train = {"max_steps": 5, "global_batch_size": 8, "micro_batch_size": 4}
+    values = {"output": tmp_path, "shards": shards, "teacher": "t", "train": train}
+    config = RunConfig.model_validate(values).model_dump(mode="json")
+    digest = load_manifest(shards).digest
+    state = {"step": 5, "config": config, "shards": digest, "num_processes": 1}
+    seal(tmp_path / "trained", state)
+    return tmp_path / "trained"
+
+
+@pytest.mark.parametrize("command", ["prepare", "pretrain", "launch", "bench"])
+def test_an_unknown_key_is_refused_without_torch(command: str, config: Path) -> None:
+    check_refused("unknown key nonsense", command, config)
+
+
+@pytest.mark.parametrize("folder", ["none", "."], ids=["missing", "no run"])
+@pytest.mark.parametrize("command", ["export", "replay", "evaluate"])
+def test_a_folder_that_is_no_run_is_refused_without_torch(
+    command: str, folder: str, config: Path, shards: Path
+) -> None:
+    run = config.parent / folder
+    rest = {"export": [run / "out"], "replay": ["--step", "1"], "evaluate": [shards]}[command]
+    missing = f"there is no {run / 'config.json'}" if command == "evaluate" else "no checkpoint"
+    check_refused(f"{run}: {missing}", command, run, *rest)
+
+
+def test_missing_shards_are_refused_without_torch(trained: Path, tmp_path: Path) -> None:
+    message = f"{tmp_path} holds no finished shards"
+    check_refused(message, "evaluate", trained, tmp_path)
+    check_refused(message, "replay", trained, "--step", "1", "--shards", tmp_path)
+
+
+def test_a_bad_step_is_refused_without_torch(trained: Path) -> None:
+    check_refused(
+        "has steps 1 to 5, as its log counts them, not 6", "replay", trained, "--step", "6"
+    )
+
+
+def test_a_bad_target_or_repository_is_refused_without_torch(trained: Path) -> None:
+    check_refused("already there", "export", trained, trained)
+    check_refused("not NAME or OWNER/NAME", "export", trained, trained / "out", "--push", "a/b/c")

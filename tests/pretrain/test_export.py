@@ -22,8 +22,9 @@ import pretrain.export.export as export_module
 from pretrain import RunError, checkpoint
 from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate_folder
+from pretrain.export.arguments import check_repository, hub_token
 from pretrain.export.card import model_card
-from pretrain.export.export import export, hub_token
+from pretrain.export.export import export
 from pretrain.model.encoder import MaskedLM
 from pretrain.model.loading import load_model
 from pretrain.monitor import metrics
@@ -146,7 +147,7 @@ def test_a_taken_folder_and_a_run_without_checkpoint_are_refused(
     with pytest.raises(RunError, match="already there"):
         export(finished, taken, pytest.fail)
     assert (taken / "mine.txt").read_text(encoding="utf-8") == "mine"
-    with pytest.raises(RunError, match="no checkpoint to export"):
+    with pytest.raises(RunError, match="no checkpoint; give the output folder of a run"):
         export(tmp_path, tmp_path / "other", pytest.fail)
 
 
@@ -262,6 +263,6 @@ def test_push_takes_its_token_from_the_environment_alone(
 @pytest.mark.parametrize("name", ["", "a b/../c", "a/b/c", "--all", "name/", "ünï/x"])
 def test_a_name_that_no_hub_accepts_is_refused_before_anything_is_written(name: str) -> None:
     with pytest.raises(RunError, match="nothing was written"):
-        export_module.check_repository(name)
+        check_repository(name)
     for good in ("student", "me/my-student_1.0"):
-        export_module.check_repository(good)
+        check_repository(good)

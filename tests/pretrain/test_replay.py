@@ -86,7 +86,7 @@ def test_a_folder_without_a_checkpoint_is_refused(
     shutil.rmtree(run / "checkpoints")
     (run / "config.json").write_text(json.dumps(state["config"]), encoding="utf-8")
     for folder in (run, tmp_path):
-        with pytest.raises(RunError, match="no checkpoint, so nothing says what was trained"):
+        with pytest.raises(RunError, match="no checkpoint; give the output folder of a run"):
             replay(folder, 1)
 
 
