@@ -32,7 +32,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_columns_are_pyarrows(rows: int) -> None:
+def test_columns_equal_those_of_pyarrow(rows: int) -> None:
     values = {name: column[:rows] for name, column in VALUES.items()}
     found = batch(values, SCHEMA)
     found.validate(full=True)

@@ -56,7 +56,7 @@ def test_a_failure_does_not_wait_for_the_others(tmp_path: Path) -> None:
     assert not late.exists() and not multiprocessing.active_children()
 
 
-def test_a_dead_worker_is_a_sentence() -> None:
+def test_a_dead_worker_is_reported_in_one_sentence() -> None:
     with pytest.raises(WorkerDiedError, match="a worker process died"):
         run(double_or_fail, [1, 101], 2)
 
@@ -94,7 +94,7 @@ def test_ray_gives_results_in_order_and_errors_as_they_are(ray: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_ray_worker_costs_nothing_but_time(ray: Engine, tmp_path: Path) -> None:
+def test_a_task_of_a_killed_ray_worker_runs_again(ray: Engine, tmp_path: Path) -> None:
     assert run(Once(tmp_path), [1, 2, 3], 2, engine=ray) == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]
     with pytest.raises(WorkerDiedError, match="Ray lost a task"):

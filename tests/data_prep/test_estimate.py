@@ -14,7 +14,7 @@ from data_prep.prepare import prepare
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_sample_of_an_even_corpus_tells_the_whole(
+def test_a_sample_of_an_even_corpus_gives_its_size(
     make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool
 ) -> None:
     draw = random.Random(1)

@@ -188,7 +188,7 @@ def test_a_commit_is_compared_without_a_network() -> None:
         pieces(HuggingFace(path="alice/wiki"), 1)
 
 
-def test_what_is_empty_is_never_equal(tmp_path: Path) -> None:
+def test_empty_versions_are_never_equal(tmp_path: Path) -> None:
     gone = Piece(str(tmp_path / "gone"))
     assert not units.is_same(gone, units.read_record(0, "gone", gone))
 
@@ -296,7 +296,9 @@ def made(config: CorpusConfig) -> dict[str, int]:
     return {f"{record.parent.name}/{record.stem}": record.stat().st_mtime_ns for record in records}
 
 
-def test_a_docstring_throws_no_work_away_and_other_code_does(make_config: Any, copy: Any) -> None:
+def test_units_are_kept_after_a_docstring_changed_and_repeated_after_code_changed(
+    make_config: Any, copy: Any
+) -> None:
     config = make_config()
     prepare_stage(config, "extract", **SMALL)
     before = made(config)
@@ -378,7 +380,7 @@ def test_finished_shards_of_other_code_are_not_up_to_date(make_config: Any, copy
         pytest.param("__init__.py", "class", "X = 1\n\n\nclass", set(code.BEHAVIOUR), id="all"),
     ],
 )
-def test_a_stage_is_what_it_imports(
+def test_the_source_of_a_stage_covers_its_imports(
     copy: Any, file: str, old: str, new: str, changed: set[str]
 ) -> None:
     root = copy("edited", {file: (old, new)})
@@ -465,7 +467,7 @@ def test_what_other_code_made_is_made_again_once_it_is_damaged(
     assert prepare(config).digest == first.digest
 
 
-def test_shards_of_a_release_without_this_record_are_one_line(make_config: Any) -> None:
+def test_shards_without_recorded_code_are_refused_in_one_line(make_config: Any) -> None:
     config = make_config()
     digest = prepare(config).digest
     chain = config.output / "provenance.jsonl"
@@ -488,7 +490,7 @@ def test_shards_of_a_release_without_this_record_are_one_line(make_config: Any) 
     assert prepare(config).digest == digest
 
 
-def test_unfinished_work_of_a_release_without_this_record_is_one_line(make_config: Any) -> None:
+def test_units_without_recorded_code_are_reported_in_one_line(make_config: Any) -> None:
     config = make_config()
     prepare_stage(config, "extract", **SMALL)
     for record in (config.output / ".work" / "extract").glob("*.json"):

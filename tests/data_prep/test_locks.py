@@ -159,7 +159,7 @@ def test_a_killed_holder_is_followed_at_once(tmp_path: Path) -> None:
     assert calls == []
 
 
-def test_a_reused_pid_holds_nothing(tmp_path: Path) -> None:
+def test_a_reused_pid_does_not_hold_the_lock(tmp_path: Path) -> None:
     me = this_process()
     if not me.start:
         pytest.skip("no /proc: the start of a process is not known")
@@ -209,7 +209,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
-def test_what_does_not_change_is_taken_over(tmp_path: Path, content: bytes) -> None:
+def test_a_lock_with_an_unchanged_counter_is_taken_over(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "task.000001.lock").write_bytes(content[:RECORD])
     told: list[tuple[float, str]] = []
     with lock(tmp_path, "task", waiting=lambda *news: told.append(news), **FAST) as held:
@@ -243,7 +243,7 @@ def test_a_suspended_holder_learns_that_it_was_followed(tmp_path: Path) -> None:
         assert len(before) > RECORD
 
 
-def test_two_wait_for_a_dead_host_and_one_gets_it(tmp_path: Path) -> None:
+def test_one_of_two_processes_takes_over_from_a_dead_host(tmp_path: Path) -> None:
     (tmp_path / "task.000001.lock").write_bytes(record(elsewhere(pid=1)))
     results: list[str] = []
     done = threading.Barrier(2, timeout=120)
@@ -283,7 +283,7 @@ def test_a_creator_that_stood_still_before_its_first_beat_gives_way(tmp_path: Pa
             pass
 
 
-def test_a_mark_and_a_successor_each_end_a_lock(tmp_path: Path) -> None:
+def test_an_end_mark_or_a_next_generation_ends_a_lock(tmp_path: Path) -> None:
     """A cached folder may hide the successor; the successor may die before it marks the file."""
     with lock(tmp_path, "marked") as held:
         with (tmp_path / "marked.000001.lock").open("ab") as file:
@@ -299,7 +299,7 @@ def test_a_mark_and_a_successor_each_end_a_lock(tmp_path: Path) -> None:
     assert len((tmp_path / "followed.000001.lock").read_bytes()) == RECORD
 
 
-def test_threads_that_meet_at_every_generation(tmp_path: Path) -> None:
+def test_threads_that_compete_for_each_generation_never_hold_it_together(tmp_path: Path) -> None:
     rounds, contenders = 20, 8
     meet = threading.Barrier(contenders, timeout=120)
     inside = [0] * rounds

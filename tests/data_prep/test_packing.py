@@ -54,7 +54,7 @@ def test_rows_hold_every_segment_once(seed: int) -> None:
     assert len(rows) <= first_fit_decreasing(lengths, capacity) + 1
 
 
-def test_by_hand() -> None:
+def test_packing_a_small_example() -> None:
     # 8, 7 and 6 open rows; 4 fits 6's room exactly, 3 fits 7's, 2 fits 8's; the last 2 opens one
     assert pack([3, 7, 2, 6, 4, 2, 8], 10) == [[6, 2], [1, 0], [3, 4], [5]]
     assert pack([], 10) == []
@@ -81,7 +81,7 @@ def test_lines_stay_whole_unless_longer_than_a_row() -> None:
     assert pieces == [[0, 0, 0, 1, 1], [3] * 4, [4] * 5, [4] * 5, [4] * 2]
 
 
-def test_fill_rows_by_hand() -> None:
+def test_filling_rows_of_a_small_example() -> None:
     segments = [np.array([7], np.int32), np.array([8, 9], np.int32), np.array([6], np.int32)]
     rows, places = fill_rows(segments, [[1, 0], [2]], 8, cls=2, sep=3, pad=0, dtype=np.uint16)
     assert rows.tolist() == [[2, 8, 9, 3, 2, 7, 3, 0], [2, 6, 3, 0, 0, 0, 0, 0]]

@@ -62,7 +62,7 @@ def spaced(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("row_length", [16, 512])
-def test_round_trip(make_config: Any, row_length: int) -> None:
+def test_prepared_rows_decode_to_the_documents(make_config: Any, row_length: int) -> None:
     config = make_config(row_length=row_length)
     manifest = prepare(config, part_bytes=SMALL_PARTS)
     assert verify(config.output) == []
@@ -86,7 +86,7 @@ def test_round_trip(make_config: Any, row_length: int) -> None:
     assert counts[manifest.tokenizer.special_ids.unk] == 0
 
 
-def test_counts_reconcile(make_config: Any, tmp_path: Path) -> None:
+def test_documents_in_are_kept_plus_dropped(make_config: Any, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.mkdir()
     (bad / "a.txt").write_bytes(
@@ -140,7 +140,9 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_workers_change_no_byte(make_config: Any, tmp_path: Path, train: bool) -> None:
+def test_the_number_of_workers_does_not_change_bytes(
+    make_config: Any, tmp_path: Path, train: bool
+) -> None:
     changes = {"tokenizer": {"train": {"vocab_size": 120}}} if train else {}
     manifests = [
         prepare(
@@ -372,7 +374,7 @@ def test_an_output_that_holds_an_input_is_refused(
     assert tree(tmp_path) == before
 
 
-def test_nothing_to_train_on(make_config: Any) -> None:
+def test_a_corpus_without_training_rows_is_refused(make_config: Any) -> None:
     with pytest.raises(CorpusError, match=r"no training row: 60 documents read .60 too short"):
         prepare(make_config(min_characters=10_000))
     trained = {"train": {"vocab_size": 120}}
@@ -392,7 +394,7 @@ def test_a_large_vocabulary_takes_uint32(make_config: Any, tmp_path: Path) -> No
         assert verify(config.output) == []
 
 
-def test_smoothing_by_floats() -> None:
+def test_smoothing_table_agrees_with_floats() -> None:
     special = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
     counts = np.array([10**9, 5, 7, 7, 0, 0, 1, 2, 1000, 123_456])
     table = smoothing(counts, special)

@@ -120,7 +120,7 @@ def test_uint32_ids_come_back_as_they_are(tmp_path: Path, make_config: Callable[
     assert rows.max() > 2**16 and np.array_equal(rows, all_rows(config.output, "train"))
 
 
-def test_tokenizer_and_provenance_come_along(
+def test_tokenizer_and_provenance_are_published(
     make_shards: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder, hub = make_shards(), tmp_path / "hub"
@@ -238,7 +238,9 @@ def test_size_categories_are_the_hubs(rows: int, category: str) -> None:
     assert card._size_category(rows) == category
 
 
-def test_hostile_names_stay_text(make_shards: Callable[..., Path], tmp_path: Path) -> None:
+def test_hostile_names_are_escaped_in_the_card(
+    make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = make_shards(name="shards", licence=HOSTILE)
     manifest = load_manifest(folder)
     hostile = manifest.sources[0].model_copy(update={"name": HOSTILE})
@@ -409,7 +411,7 @@ def test_a_failure_is_tried_again(make_shards: Callable[..., Path], watched: typ
     assert not watched.store
 
 
-def test_a_driver_that_can_gets_many_files_at_once(
+def test_an_async_driver_gets_many_files_at_once(
     make_shards: Callable[..., Path], watched: type[Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrapper = pytest.importorskip("fsspec.implementations.asyn_wrapper")  # of fsspec 2024.12

@@ -86,7 +86,7 @@ def redone(before: dict[str, int], config: CorpusConfig) -> set[str]:
 @pytest.mark.parametrize(
     "num", [2, pytest.param(KILLS, marks=pytest.mark.slow)], ids=["few", "many"]
 )
-def test_kills_at_any_moment_change_no_byte(
+def test_killed_runs_resume_with_identical_bytes(
     make_config: Any, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]], num: int
 ) -> None:
     config = make_config(workers=2, output=tmp_path / "killed")
@@ -156,7 +156,7 @@ def test_an_altered_output_is_made_again_with_the_same_bytes(make_config: Any) -
         ({"seed": 1}, {"extract", "match", "deduplicate", "pack"}),
     ],
 )
-def test_a_changed_key_redoes_what_it_shapes(
+def test_a_changed_key_repeats_the_units_that_depend_on_it(
     make_config: Any, change: dict[str, Any], stages: set[str]
 ) -> None:
     before = stop_before_finishing(make_config())
@@ -240,7 +240,7 @@ def test_units_depend_on_content_alone(make_config: Any, tmp_path: Path) -> None
     assert identities[0] == identities[1] and len(set(identities[0])) == len(identities[0])
 
 
-def test_the_chain_from_input_to_shard_is_whole(make_config: Any) -> None:
+def test_provenance_links_every_shard_to_its_inputs(make_config: Any) -> None:
     config = make_config()
     manifest = prepare(config, **SMALL)
     lines = (config.output / "provenance.jsonl").read_text().splitlines()
@@ -306,7 +306,7 @@ def test_an_input_that_changed_between_the_stages_is_noticed(
         finalise(config, **SMALL)
 
 
-def test_an_edited_record_is_no_record(make_config: Any) -> None:
+def test_an_edited_record_is_ignored(make_config: Any) -> None:
     config = make_config()
     before = stop_before_finishing(config)
     record = config.output / ".work" / "extract" / "000001.json"
@@ -345,7 +345,7 @@ def test_files_of_the_users_are_never_removed(make_config: Any) -> None:
 
 
 @pytest.mark.slow
-def test_tasks_beside_a_whole_run_change_no_byte(
+def test_tasks_next_to_a_whole_run_give_identical_bytes(
     make_config: Any, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     config = make_config(workers=2)

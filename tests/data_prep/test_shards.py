@@ -62,7 +62,7 @@ def test_rows_of_any_order(folder: Path) -> None:
             shards.rows([outside])
 
 
-def test_pickles_as_a_name(folder: Path) -> None:
+def test_a_shard_set_is_pickled_as_its_folder_name(folder: Path) -> None:
     shards = open_shards(folder)
     first = shards.rows([0, 1])
     pickled = ForkingPickler.dumps(shards)  # as a DataLoader worker receives it
@@ -166,7 +166,7 @@ def test_a_row_over_many_blocks_is_verified_in_all_of_them(folder: Path) -> None
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "longer"])
-def test_files_of_another_size(folder: Path, damage: str) -> None:
+def test_files_of_another_size_are_refused(folder: Path, damage: str) -> None:
     path = folder / "train-00001.arrow"
     data = path.read_bytes()
     if damage == "missing":
@@ -213,7 +213,7 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda values: values.pop("format_version"), "damaged"),
     ],
 )
-def test_edited_manifests(
+def test_edited_manifests_are_refused(
     folder: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     edited(folder, change)
@@ -223,7 +223,7 @@ def test_edited_manifests(
     assert verify(folder) == [str(caught.value)]
 
 
-def test_no_manifest(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="no finished shards; run `distil prepare`"):
         open_shards(tmp_path)
     for text in ("", "[]", "{", "\x00", "[" * 100_000):
