@@ -1,5 +1,5 @@
-"""From a corpus to shards: read, clean, deduplicate, tokenise, pack, write."""
+"""Turn a corpus into shards: read, clean, deduplicate, tokenise, pack, write."""
 
 
 class CorpusError(ValueError):
-    """A mistake of the user or of the environment; the message is one line: culprit and fix."""
+    """Report a mistake of the user or the environment in one line: the cause and the fix."""

@@ -1,4 +1,4 @@
-"""What is in a row, and which rows hold a document: for questions of origin, and for take-down."""
+"""Find the documents of a row and the rows of a document, for origin and take-down."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _QUARANTINE = "quarantine.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a document in a row: positions `start` to `end` - 1, [CLS] and [SEP] included."""
+    """Hold a piece of a document at positions `start` to `end` - 1, with [CLS] and [SEP]."""
 
     number: int
     start: int
@@ -47,7 +47,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a piece of a document lies: `row` counts over the split, `row_in_shard` in the file."""
+    """Locate a piece of a document: `row` counts over the split, `row_in_shard` in the file."""
 
     split: Split
     row: int
@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The places of a document, what it was found by, and what else the value would have named.
+    """Hold the places of a document, the field that matched, and other fields that match, too.
 
     `others` counts places that the value names in another way: an id may be another's title.
     """
@@ -212,7 +212,7 @@ def _not_found(
 
 
 def _nearest(folder: Path, manifest: Manifest, value: str, sources: Sequence[int]) -> list[str]:
-    """Up to three ids that are like `value`, among those that hold it and the first ones."""
+    """Return up to three ids similar to `value`, among those that contain it and the first ones."""
     numbers = pa.array(sources, pa.int64())
 
     def ids(containing: str | None) -> Iterator[str]:
@@ -235,7 +235,7 @@ def _nearest(folder: Path, manifest: Manifest, value: str, sources: Sequence[int
 
 
 def _quarantined(folder: Path, value: str) -> str:
-    """Why a document was set aside, "" if the quarantine does not name it."""
+    """Return why a document was quarantined; "" if the quarantine does not list it."""
     try:
         with (folder / _QUARANTINE).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:

@@ -1,4 +1,4 @@
-"""The corpus file: what `distil prepare` reads."""
+"""Define the corpus file that `distil prepare` reads."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from data_prep.sources import Source
 
 
 class TrainWordPiece(Keys):
-    """A WordPiece vocabulary to train on the corpus itself.
+    """Hold the settings of a WordPiece vocabulary that is trained on the corpus.
 
     BERT strips accents where it lower-cases; here each has a key of its own.
     """
@@ -22,13 +22,13 @@ class TrainWordPiece(Keys):
 
 
 class TrainTokenizer(Keys):
-    """`tokenizer: {train: {...}}`."""
+    """Hold `tokenizer: {train: {...}}`."""
 
     train: TrainWordPiece
 
 
 class VocabularyTokenizer(Keys):
-    """`tokenizer: {vocab: vocab.txt, pattern: REGEX}`: symbols that are no words.
+    """Hold `tokenizer: {vocab: vocab.txt, pattern: REGEX}`, for symbols that are no words.
 
     Without a pattern the vocabulary is a WordPiece one; `lowercase` left out means: as WordPiece,
     lower-case if no entry has an upper-case letter; with a pattern, no.
@@ -40,7 +40,7 @@ class VocabularyTokenizer(Keys):
 
 
 class JsonTokenizer(Keys):
-    """`tokenizer: {path: tokenizer.json, mask: <m>}`: special tokens that the file does not tell.
+    """Hold `tokenizer: {path: tokenizer.json, mask: <m>}`, for tokens the file does not name.
 
     It tells [CLS] and [SEP] by its post-processor, the others by their usual names.
     """
@@ -57,7 +57,7 @@ Level = Literal["none", "exact", "near"]
 
 
 class Deduplicate(Keys):
-    """What counts as a duplicate: equal text, or (near) an estimated Jaccard of `threshold`.
+    """Define duplicates: identical text, or (near) an estimated Jaccard of `threshold`.
 
     Of documents the first is kept. Of paragraphs (long lines) it is, too, the others are taken out
     of their documents.
@@ -69,7 +69,7 @@ class Deduplicate(Keys):
 
 
 class Decontaminate(Keys):
-    """Evaluation files whose 13-grams are looked for in every document (Brown et al. 2020, C).
+    """Name evaluation files whose 13-grams no document should share (Brown et al. 2020, C).
 
     Documents that share one are counted and named; `remove` drops them, famous quotations and all.
     """
@@ -82,7 +82,7 @@ RowLength = Annotated[int, Field(ge=8, le=4096)]
 
 
 class CorpusConfig(Keys):
-    """A corpus: its sources, its tokenizer and the shape of its rows."""
+    """Hold a corpus: its sources, its tokenizer and the shape of its rows."""
 
     output: Path
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]

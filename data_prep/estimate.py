@@ -1,4 +1,4 @@
-"""What a corpus will be, before it is made: tokens, rows, disk and time from a sample of it."""
+"""Estimate tokens, rows, disk and time of a corpus from a sample of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ENDS = {"mediawiki": (b"</page>", b"\n</mediawiki>\n"), "wikiextractor": (b"</d
 
 @dataclass(frozen=True, slots=True)
 class SourceEstimate:
-    """A source, scaled up from its sample by stored bytes; `share` of them was read.
+    """Hold the estimate of a source, scaled up from the `share` of its stored bytes that was read.
 
     `rows` and `fill` are by row length. `seconds` are of one worker.
     """
@@ -54,7 +54,7 @@ class SourceEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """All sources; bytes of the finished shards and of the work folder at its largest."""
+    """Hold all sources, the bytes of the shards, and of the work folder at its largest."""
 
     sources: tuple[SourceEstimate, ...]
     shard_bytes: int
@@ -174,14 +174,14 @@ def _head(source: Source, piece: Piece, head: Path) -> int:
 
 
 class _Counted:
-    """A file that counts what is read of it."""
+    """Count the bytes that are read from a file."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
         self.read_bytes = 0
 
     def read(self, size: int = -1, /) -> bytes:
-        """At most `size` bytes; none at the end."""
+        """Return at most `size` bytes; none at the end."""
         data: bytes = self._file.read(size)
         self.read_bytes += len(data)
         return data

@@ -1,4 +1,4 @@
-"""What a finished folder holds, in numbers and a few readable rows."""
+"""Summarise a finished folder in numbers and a few readable rows."""
 
 import json
 from dataclasses import asdict
@@ -16,7 +16,7 @@ from data_prep.tokens import of_shards
 
 
 def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
-    """Counts of each split and source, and `rows` decoded training rows with their documents.
+    """Return counts of each split and source, and `rows` decoded training rows.
 
     Shares are of 1: `fill` of the positions that hold no padding, `unknown` of training tokens.
     """
@@ -51,7 +51,7 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
 
 
 def _decoded(folder: Path, split: Split, num: int) -> list[dict[str, Any]]:
-    """Rows spread evenly over the split, each with its segments."""
+    """Return rows spread evenly over the split, each with its segments."""
     shards = open_shards(folder, split)
     tokens = of_shards(folder, shards.manifest)
     numbers = np.unique(np.linspace(0, len(shards) - 1, num, dtype=np.int64)).tolist()
@@ -62,7 +62,7 @@ def _decoded(folder: Path, split: Split, num: int) -> list[dict[str, Any]]:
 
 
 def leftovers(folder: Path | str, examples: int = 20) -> dict[str, Any]:
-    """Markup that cleaning left in Wikipedia's text: by source its counts by class, and examples.
+    """Return the markup left in Wikipedia's text: counts by source and class, and examples.
 
     CorpusError if the folder holds no finished shards.
     """

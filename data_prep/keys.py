@@ -1,4 +1,4 @@
-"""The base of every section of a config file."""
+"""Define the base class of every section of a config file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Keys(BaseModel):
-    """Keys of a config file: frozen, none unknown, and no value taken for another kind.
+    """Hold keys of a config file: frozen, none unknown, no value converted to another type.
 
     By itself pydantic reads true as 1, "010" as 10 and inf as a number, and an empty path is the
     working directory.

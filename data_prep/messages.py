@@ -1,4 +1,4 @@
-"""Words for the screen that all packages share."""
+"""Print and escape messages for all packages."""
 
 from __future__ import annotations
 

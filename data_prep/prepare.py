@@ -1,6 +1,6 @@
-"""A corpus file -> a finished folder of shards: in one go, after kills, or by many machines.
+"""Make a finished folder of shards from a corpus file: at once, after kills, or on many machines.
 
-Every way runs the same units, so that the bytes are the same.
+All of these run the same units, so that the bytes are identical.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def prepare(
     """Make `config.output`, or find it finished; return the manifest of the first row length.
 
     `progress(stage, done, total)` is called as units of work end; those an earlier run finished
-    are checked and skipped. Raises CorpusError for anything the user must mend; OSError (disk full,
+    are checked and skipped. Raises CorpusError for anything the user must fix; OSError (disk full,
     read-only) passes through. Finished shards of another configuration are never overwritten.
     `accept_code` keeps finished shards that other code of the same behaviour made.
     """
@@ -114,7 +114,7 @@ def finalise(
 
 def _finish(plan: Plan) -> Manifest:
     with _held(plan, "finalise"):
-        # Whoever held the lock before may have done it, and `.work` is gone.
+        # Another process may have finished while this one waited; then `.work` is gone.
         finished = find_finished(plan, lambda text: None)
         if not finished:
             _check_what_is_read(plan, READS, [])
@@ -124,7 +124,7 @@ def _finish(plan: Plan) -> Manifest:
 
 
 def _check_what_is_read(plan: Plan, reads: Reads, units: Sequence[Unit]) -> None:
-    """CorpusError if what another process made has changed since."""
+    """Raise CorpusError if outputs of another process have changed."""
     for earlier, unit, record, outputs in plan.read_by(reads, units):
         if not inputs_are_same(unit, record):
             names = ", ".join(name for _, name, _ in unit.pieces)
@@ -197,7 +197,7 @@ def _run(
 
 
 def _require_rows(plan: Plan, stage: str) -> None:
-    """CorpusError, with what became of the documents, once no training row can come any more."""
+    """Raise CorpusError, with counts of dropped documents, if no training row can come."""
     if not STAGES[stage].leaves_rows(plan.records(stage)):
         extracted = [record.result for record in plan.records("extract")]
         dropped = sum((Counter(result["dropped"]) for result in extracted), Counter())

@@ -1,5 +1,4 @@
-"""Files written whole and locks on shared folders: what the corpus stage and training both need;
-and texts without the credentials in their URLs."""
+"""Write files atomically, lock shared folders, read and write JSON, and mask credentials."""
 
 from data_prep.disk.atomic import hash_file, sync, write_file
 from data_prep.disk.locks import Busy, Lock, lock, refuse_if_held

@@ -1,4 +1,4 @@
-"""Files written whole: temporary name, flush to disk, rename."""
+"""Write files atomically: temporary name, flush to disk, rename."""
 
 import hashlib
 import os

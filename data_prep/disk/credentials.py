@@ -1,4 +1,4 @@
-"""Keep what opens a door out of what is shown: passwords and signatures in URLs."""
+"""Remove passwords and signatures of URLs from texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lock on a shared folder (NFS, Lustre, local) that a dead host cannot hold.
+"""Lock a shared folder (NFS, Lustre, local) so that a dead host cannot keep the lock.
 
 A lock is a row of files, `NAME.000001.lock`, `NAME.000002.lock`, ...: generations. Creating the
 next one exclusively is the only thing that takes a lock, so each generation has one owner and the
@@ -39,12 +39,12 @@ Waiting = Callable[[float, str], None]
 
 
 class Busy(CorpusError):
-    """Somebody else holds the lock and is alive."""
+    """Report that a living process holds the lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process: its machine (host, boot, pid namespace), its pid and when it started."""
+    """Identify a process by its machine (host, boot, pid namespace), pid and start time."""
 
     host: str
     boot: str
@@ -54,12 +54,12 @@ class Identity:
 
     @property
     def machine(self) -> tuple[str, str, str]:
-        """Equal only where a pid means the same process; clones of a machine share boot ids."""
+        """Return what is equal only where pids are shared; clones of a machine share boot ids."""
         return self.host, self.boot, self.namespace
 
 
 class Lock:
-    """A lock that this process holds; `check()` belongs between units of work."""
+    """Hold a lock of this process; call `check()` between units of work."""
 
     def __init__(self, path: Path, following: Path, owner: Identity, about: str, who: str) -> None:
         self._path = path
@@ -172,7 +172,7 @@ def refuse_if_held(folder: Path, name: str, *, who: str = "distil prepare") -> N
 
 
 def this_process() -> Identity:
-    """This process, as a lock file names it."""
+    """Return the identity of this process."""
     host, pid = socket.gethostname(), os.getpid()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -187,7 +187,7 @@ def this_process() -> Identity:
 
 @dataclass(frozen=True, slots=True)
 class _Contender:
-    """A process that wants a lock."""
+    """Hold a process that wants a lock."""
 
     folder: Path
     name: str
@@ -226,7 +226,7 @@ class _Contender:
             except FileExistsError:  # of several contenders one creates it, the others look again
                 known = newest + 1
                 continue
-            except FileNotFoundError:  # the folder was removed: numbers begin anew
+            except FileNotFoundError:  # the folder was removed: numbers start again
                 continue
             # This process may have stood still since it looked, and this number was removed, or the
             # folder was made again. On NFS, too, a listing is fresh after one's own creation.
@@ -267,7 +267,7 @@ class _Contender:
         )
 
     def _is_over(self, generation: int) -> bool:
-        """True if it ended or its holder is dead, False if the files have changed; else Busy."""
+        """Return True if the lock is over, False if its files changed; raise Busy if it is held."""
         # Reads are counted, not seconds: while this process was suspended, or the server hung (and
         # the holder with it), nobody watched.
         polls = max(10, round(self.patience / _POLL))
@@ -309,7 +309,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def parse_identity(data: bytes | None) -> Identity | None:
-    """Whom a record names; None if it is empty, torn or no record at all."""
+    """Return the process in a record; None if the record is empty, torn or invalid."""
     try:
         values = json.loads((data or b"")[:RECORD])
         found = Identity(**{field.name: values[field.name] for field in fields(Identity)})
@@ -342,7 +342,7 @@ def is_alive(process: Identity) -> bool:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, in ticks since boot; "" if it is a zombie, None if unknown."""
+    """Return a process's start in ticks since boot; "" for a zombie, None if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,1 +1,1 @@
-"""How a corpus is made: the plan, its stages, their units of work, and who runs them."""
+"""Make a corpus: the plan, the stages, their units of work, and the engines that run them."""

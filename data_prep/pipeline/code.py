@@ -1,4 +1,4 @@
-"""Two identities of code: the behaviour that each stage promises, and its source.
+"""Identify the code of a stage in two ways: by its behaviour number and by its source.
 
 `behaviour` is an integer that a developer raises when a stage's bytes change; it decides whether
 finished shards may be kept. `source` is a hash of the stage's modules, without docstrings, comments
@@ -47,7 +47,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Code(BaseModel):
-    """What made something: the behaviour of its stages, their libraries, and their source."""
+    """Hold the behaviour numbers, the libraries and the source hash of one or all stages."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     behaviour: dict[str, int]
@@ -70,8 +70,7 @@ class Code(BaseModel):
 
 @cache
 def code_of(stage: str) -> Code:
-    """Return the code of one stage; that of `finish` is that of all, because it makes the
-    shards."""
+    """Return the code of one stage; for `finish`, of all stages, because it makes the shards."""
     stages = list(BEHAVIOUR) if stage == "finish" else [stage]
     libraries = {name: installed(name) for stage in stages for name in _LIBRARIES[stage]}
     python = ".".join(map(str, sys.version_info[:2]))
@@ -99,7 +98,7 @@ def source_of(module: str, root: Path = _ROOT) -> str:
 
 @cache
 def _meaning(path: Path) -> tuple[str, tuple[str, ...]]:
-    """(hash of what a file does, the modules it imports)."""
+    """Return the hash of a file's executed code, and the modules that it imports."""
     tree = _Meaning().visit(ast.parse(path.read_bytes()))
     imported: list[str] = []
     for node in ast.walk(tree):
@@ -112,7 +111,7 @@ def _meaning(path: Path) -> tuple[str, tuple[str, ...]]:
 
 
 class _Meaning(ast.NodeTransformer):
-    """Takes out what is not executed: docstrings, and imports for type checkers."""
+    """Remove docstrings and imports for type checkers: they are not executed."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         constant = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
@@ -124,9 +123,10 @@ class _Meaning(ast.NodeTransformer):
 
 
 def _shape(node: Any) -> Any:
-    """Return a syntax tree as tuples, the same in each Python: `ast.dump` spells empty fields
-    otherwise,
-    and `repr` knows more printable characters with every Unicode."""
+    """Return a syntax tree as tuples that are identical in each Python version.
+
+    `ast.dump` spells empty fields differently, and `repr` prints more characters with each Unicode.
+    """
     if isinstance(node, ast.AST):
         fields = ((name, _shape(value)) for name, value in ast.iter_fields(node))
         return (type(node).__name__, *(field for field in fields if field[1] not in (None, ())))
@@ -136,7 +136,7 @@ def _shape(node: Any) -> Any:
 
 
 def installed(package: str) -> str:
-    """Return a package's version, or that it is not there."""
+    """Return a package's version, or "not installed"."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

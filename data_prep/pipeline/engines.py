@@ -1,4 +1,4 @@
-"""Who runs the work units: this process, a pool of processes, or Ray."""
+"""Run work units: in this process, in a pool of processes, or with Ray."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Report = Callable[[int, int], None]  # (done, total), after each item
 
 
 class WorkerDiedError(CorpusError):
-    """A worker process ended without a word."""
+    """Report a worker process that died without an error message."""
 
 
 class Run(Protocol):
-    """Applies a module-level function to every item; results come in the order of the items.
+    """Apply a module-level function to every item; return results in the order of the items.
 
-    The first failure ends all others and is raised; a worker that dies is a WorkerDiedError.
+    The first failure ends the others and is raised; a worker that dies raises WorkerDiedError.
     `report` is called in this process and may raise to end the run.
     """
 
@@ -42,7 +42,7 @@ class Run(Protocol):
 
 @contextmanager
 def started(workers: int, engine: Engine = "processes") -> Iterator[Run]:
-    """An engine for one stage after the other: processes start once, and end with the block."""
+    """Yield a function that runs units; its processes start once and end with the block."""
     if engine == "ray":
         with _ray(workers) as run:
             yield run
@@ -57,7 +57,7 @@ def started(workers: int, engine: Engine = "processes") -> Iterator[Run]:
 
 
 def _nothing(done: int, total: int) -> None:
-    """The report of whoever wants none."""
+    """Report nothing."""
 
 
 def _here(
@@ -72,7 +72,7 @@ def _here(
 
 
 class _Pool:
-    """Processes that are started when there is work for several."""
+    """Hold processes that start when there is more than one item."""
 
     def __init__(self, workers: int) -> None:
         self._others = set(multiprocessing.active_children())
@@ -108,7 +108,7 @@ class _Pool:
 
 
 def _begin_worker() -> None:
-    """Leave Ctrl-C to the parent, and follow it if it is killed: no worker is left behind."""
+    """Ignore Ctrl-C, which the parent handles, and exit when the parent dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _set_up()
     parent = multiprocessing.parent_process()
@@ -128,7 +128,7 @@ def _set_up() -> None:
 
 
 class _Fixed(list[str]):
-    """What Ray puts in front of its workers' import path; it would add the working directory."""
+    """Hold the import path of Ray's workers; ignore the working directory that Ray would add."""
 
     def extend(self, values: Iterable[str]) -> None:
         pass
@@ -136,7 +136,7 @@ class _Fixed(list[str]):
 
 @contextmanager
 def _ray(workers: int) -> Iterator[Run]:
-    """Ray core tasks: on the cluster of RAY_ADDRESS, else on `workers` cores of this machine."""
+    """Yield a function that runs Ray tasks, on RAY_ADDRESS or on `workers` local cores."""
     try:
         import ray
     except ImportError:

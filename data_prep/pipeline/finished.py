@@ -1,4 +1,4 @@
-"""What an output folder holds already: this corpus, another, a part of one, or nothing."""
+"""Find out whether an output folder holds this corpus, another one, a part of one, or nothing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _ACCEPTED = TypeAdapter(list[Code])
 def find_finished(
     plan: Plan, warn: Callable[[str], None], accept_code: bool = False
 ) -> list[Manifest] | None:
-    """Return the manifests of an output that already holds this corpus, None if there is work to
-    do.
+    """Return the manifests of an output that already holds this corpus; else None.
 
     CorpusError if it holds another corpus, wholly or in part, or if other code made it, unless
     `accept_code` (which is recorded) and the behaviour is the same. What is damaged is to be made
@@ -84,7 +83,7 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
 
 
 def _compare_code(here: Code, folder: Path, manifest: Manifest, accept: bool) -> None:
-    """CorpusError if other code made the shards than is `here`, or was accepted for them."""
+    """Raise CorpusError if the shards were made by code that is neither `here` nor accepted."""
     there = None
     try:
         if CODE in [file.file for file in manifest.files]:

@@ -1,4 +1,4 @@
-"""Memory that goes back to the system."""
+"""Return freed memory to the system."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _THRESHOLD = 2**20  # bytes
 
 
 def return_large_blocks() -> None:
-    """Have every block of a mebibyte or more returned when it is freed.
+    """Make malloc return every block of a mebibyte or more when it is freed.
 
-    glibc raises its threshold to 32 MiB as it goes, and long texts of ever other sizes then leave
-    holes: 550 MB after a gigabyte of text, against 130. Elsewhere nothing is done.
+    glibc raises its threshold to 32 MiB over time, and long texts of different sizes then fragment
+    the heap: 550 MB after a gigabyte of text, compared with 130. Other systems are left alone.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none

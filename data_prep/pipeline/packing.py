@@ -1,4 +1,4 @@
-"""Lengths -> rows: best-fit decreasing, pure and deterministic."""
+"""Pack segments into rows by best-fit decreasing, deterministically."""
 
 from collections.abc import Sequence
 
@@ -72,7 +72,7 @@ def fill_rows(
     pad: int,
     dtype: npt.DTypeLike,
 ) -> tuple[npt.NDArray[np.uint16 | np.uint32], npt.NDArray[np.int64]]:
-    """Lay segments out as `[CLS] ids [SEP]`.
+    """Write segments into rows as `[CLS] ids [SEP]`.
 
     Returns the ids [rows, row_length] and, in that order, (row, start, segment) of each [s, 3].
     """

@@ -1,4 +1,4 @@
-"""A corpus file -> the units of each stage: content decides them, never the number of workers."""
+"""Plan the units of each stage from a corpus file, whatever the number of workers."""
 
 from __future__ import annotations
 

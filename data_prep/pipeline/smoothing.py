@@ -1,4 +1,4 @@
-"""The table by which training may mask rare words more often: count ** -0.7, in integers."""
+"""Compute the table for frequency-weighted masking: count ** -0.7, in integers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMIT = 2**25
 
 
 def smoothing(counts: npt.NDArray[np.int64], special: SpecialIds) -> list[int]:
-    """count ** 0.7 as integers from 1 to 2**25 - 1, for sampling by count ** -0.7.
+    """Return count ** 0.7 as integers from 1 to 2**25 - 1, for sampling by count ** -0.7.
 
     Special ids are never sampled and have the largest value, so that padding takes no range.
     """

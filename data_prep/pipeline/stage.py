@@ -32,13 +32,13 @@ class Stage:
     """Hold one stage of the pipeline.
 
     Args:
-        name: of the stage, its module, its folder and `--stage`.
-        plan: yields the units, in order, once all earlier stages are complete.
-        run: makes one unit: (task, empty folder) -> the result that later stages need.
-        reads: of which earlier stages a unit reads which files.
-        files_read: the part files that a task reads, where it does not read all of them.
-        leaves_rows: tells from the stage's records whether a training row can still come.
-        warnings: yields what a user should hear of a unit's result.
+        name: of the stage, of its folder, and for `--stage`.
+        plan: yields the units in order, once all earlier stages are complete.
+        run: takes a task and an empty folder, fills it, and returns the result for later stages.
+        reads: patterns of the files that its units read, by earlier stage.
+        files_read: returns the part files of `extract` that a task reads; none means all.
+        leaves_rows: returns, from the stage's records, whether a training row can still come.
+        warnings: returns the warnings that a unit's result calls for.
         result_is_provenance: False keeps a large result out of provenance.jsonl.
     """
 

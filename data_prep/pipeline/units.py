@@ -1,4 +1,4 @@
-"""Units of work: skipped when done, redone when anything they depend on has changed.
+"""Run units of work: skip what is done, redo what depends on anything that has changed.
 
 A unit's outputs are a folder, and its record says what made them. The record is written last and
 names each output's hash, so that a killed, deleted or altered unit is noticed. It names the code,
@@ -31,7 +31,7 @@ Task = TypeVar("Task")
 
 
 class InputRecord(BaseModel):
-    """A piece that a unit read; `version` tells quickly, `sha256` surely, whether it changed."""
+    """Hold a piece that a unit read; `version` is quick to compare, `sha256` is certain."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     source: int
@@ -44,7 +44,7 @@ class InputRecord(BaseModel):
 
 
 class Record(BaseModel):
-    """What a finished unit read and wrote; `result` is what later stages must know of it."""
+    """Hold what a finished unit read and wrote; later stages read its `result`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     stage: str
@@ -59,8 +59,7 @@ class Record(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Return what a later unit that reads this one's outputs depends on: these, however
-        made."""
+        """Return the hash of the outputs, on which later units depend, however they were made."""
         return canonical_sha256([(output.file, output.sha256) for output in self.outputs])
 
 
@@ -69,7 +68,7 @@ NamedPiece = tuple[int, str, Piece]  # (source number, name in records, piece)
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit of a stage: `task` is what the stage's function takes, `folder` holds its outputs.
+    """Hold one unit of a stage; its function takes `task` and writes into `folder`.
 
     `identity` is the hash of all that decides the outputs, but `code` and the content of the
     `pieces`; `upstream` are the digests of what it reads of earlier stages.
@@ -90,14 +89,12 @@ class Unit:
         return self.home / f"{self.number:06d}"
 
     def record(self) -> Record | None:
-        """Return what this code has left on disk of this very unit, None if there is nothing
-        (valid)."""
+        """Return the valid record that this code left on disk of this very unit, else None."""
         record = self._written()
         return record if record is not None and record.code == self.code else None
 
     def other_code(self) -> str:
-        """Return how the code differs that left this very unit on disk; "" if none or this one
-        did."""
+        """Return how the code differs that wrote this unit; "" if it does not, or none is there."""
         if record := self._written():
             return record.code.differences(self.code)
         try:
@@ -129,8 +126,7 @@ def make_unit(stage: str, number: int, home: Path, planned: Planned) -> Unit:
 
 
 def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Record:
-    """Return the unit's record, after `function(task, folder)` has filled a folder if there was
-    none.
+    """Run a unit unless it is finished, with `function(task, folder)`; return its record.
 
     CorpusError if this worker would make it with other code than it was planned with.
     """
@@ -218,7 +214,7 @@ def is_output_whole(unit: Unit, output: FileRecord) -> bool:
 
 
 def _finished(unit: Unit) -> Record | None:
-    """Return the unit's record, if what it was made of and what was made of it are as they were."""
+    """Return the unit's record if neither its inputs nor its outputs have changed."""
     record = unit.record()
     if record is None or not inputs_are_same(unit, record):
         return None
@@ -226,7 +222,7 @@ def _finished(unit: Unit) -> Record | None:
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""A document that takes for ever ends its worker, loudly: limits should have caught it."""
+"""End a worker whose document takes too long; limits should have refused that document."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ STDERR = 2
 
 
 class Watchdog:
-    """Ends the process with a traceback when `passed` is not called for `seconds`.
+    """End the process with a traceback when `passed` is not called for `seconds`.
 
     A C thread of faulthandler watches: a parser or a regular expression that holds the interpreter
-    cannot stop it. `folder`/watchdog.txt names the last document until the work is done, for
-    whoever looks why a worker died. Nothing here shapes a result.
+    cannot stop it. `folder`/watchdog.txt names the last document until the work is done, to
+    explain why a worker died. Results do not depend on it.
     """
 
     def __init__(self, folder: Path, seconds: float = SECONDS) -> None:
@@ -31,7 +31,7 @@ class Watchdog:
         return self
 
     def passed(self, document: str) -> None:
-        """A document is done. Arming starts a thread: once a second is enough."""
+        """Note that a document is done; arm at most once a second, since that starts a thread."""
         if time.monotonic() - self._armed > min(1.0, self._seconds / 4):
             self._arm(document)
 

@@ -1,4 +1,4 @@
-"""Finished shards for others: a parquet folder with a dataset card, and copies elsewhere."""
+"""Publish finished shards: as a Parquet folder with a dataset card, or as a copy elsewhere."""
 
 from data_prep.publish.parquet import to_parquet
 from data_prep.publish.upload import upload

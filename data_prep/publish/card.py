@@ -1,4 +1,4 @@
-"""The dataset card of a published corpus: what is in it, its licences, how it was made."""
+"""Write the dataset card of a corpus: its content, its licences, how it was made."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
 
 
 def dataset_card(name: str, manifest: Manifest) -> DatasetCard:
-    """Return a card from the manifest; the strings of users stay text in its YAML and its
-    Markdown."""
+    """Build a card from the manifest; escape the strings of users in its YAML and Markdown."""
     rows = sum(split.rows for split in manifest.splits.values())
     licences = {"-".join(source.licence.lower().split()) for source in manifest.sources}
     data = DatasetCardData(
@@ -76,7 +75,7 @@ def dataset_card(name: str, manifest: Manifest) -> DatasetCard:
 
 
 def escape(value: object) -> str:
-    """Text on one line that neither Markdown nor HTML reads as markup."""
+    """Return text on one line that neither Markdown nor HTML reads as markup."""
     text = _MARKUP.sub(r"\\\g<0>", one_line(str(value)))
     return re.sub("[&<>|]", lambda match: _ENTITIES[match[0]], text)
 
@@ -165,7 +164,7 @@ def _overlap(manifest: Manifest) -> str:
 
 
 def _languages(manifest: Manifest) -> list[str] | None:
-    """ISO 639 codes, if every source was filtered by language."""
+    """Return ISO 639 codes if every source was filtered by language."""
     chosen = [source.get("languages") or [] for source in manifest.content.get("sources", [])]
     codes = sorted({str(code) for codes in chosen for code in codes})
     known = all(chosen) and all(_LANGUAGE.fullmatch(code) for code in codes)
@@ -183,7 +182,7 @@ def _recipe(manifest: Manifest) -> Iterator[str]:
 
 
 def _flat(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """("a.b", value) of nested mappings and lists."""
+    """Yield ("a.b", value) of nested mappings and lists."""
     children: Iterable[tuple[Any, Any]]
     if isinstance(values, Mapping) and values:
         children = values.items()

@@ -1,4 +1,4 @@
-"""Finished shards for others: a parquet folder for the Hugging Face Hub, and copies elsewhere."""
+"""Write finished shards as a Parquet folder for the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _write(
 
 
 def _groups(manifest: Manifest, split: Split, file_bytes: int) -> list[range]:
-    """Numbers of neighbouring shards, as many to a group as `file_bytes` of ids hold."""
+    """Return groups of consecutive shard numbers, each of about `file_bytes` of ids."""
     row_bytes = manifest.row_length * np.dtype(manifest.dtype).itemsize
     groups: list[range] = []
     first, size = 0, 0
@@ -173,7 +173,7 @@ def _write_rows(shards: ShardSet, group: range, path: Path) -> None:
 
 
 def _write_segments(shards: ShardSet, group: range, path: Path) -> None:
-    """The side tables of some shards as one, with rows counted over the split and named sources."""
+    """Write side tables of shards as one, with rows counted over the split and sources named."""
     manifest = shards.manifest
     records = manifest.splits[shards.split].shards
     names = pa.array([source.name for source in manifest.sources])

@@ -1,4 +1,4 @@
-"""Shards: the files between the corpus stage and training, which is what `pretrain` sees of it.
+"""Write, read and check shards, the files between the corpus stage and training.
 
 A shard is an Arrow IPC stream with one column, `input_ids`: rows of whole segments
 `[CLS] ids [SEP]`, padded at the end. `manifest.json` describes and seals a folder of them.

@@ -1,4 +1,4 @@
-"""`manifest.json`: what a folder of shards holds, sealed by hashes."""
+"""Define `manifest.json`, which lists the files of a folder of shards with their hashes."""
 
 import hashlib
 from pathlib import Path
@@ -41,7 +41,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class SpecialIds(BaseModel):
-    """The ids of the five special tokens."""
+    """Hold the ids of the five special tokens."""
 
     model_config = FROZEN
     pad: Count
@@ -52,7 +52,7 @@ class SpecialIds(BaseModel):
 
 
 class TokenizerRecord(BaseModel):
-    """What training must know of the tokenizer; `fingerprint` covers all of its behaviour."""
+    """Identify the tokenizer for training; `fingerprint` covers all of its behaviour."""
 
     model_config = FROZEN
     fingerprint: Sha256
@@ -62,7 +62,7 @@ class TokenizerRecord(BaseModel):
 
 
 class ShardRecord(BaseModel):
-    """One shard file; `tokens` counts all ids but padding, `blocks` are xxh3-128 of 1 MiB each."""
+    """Hold one shard file; `tokens` excludes padding, `blocks` are the xxh3-128 of each MiB."""
 
     model_config = FROZEN
     file: FileName
@@ -81,7 +81,7 @@ class ShardRecord(BaseModel):
 
 
 class SplitRecord(BaseModel):
-    """The shards of one split, in row order."""
+    """List the shards of one split, in row order."""
 
     model_config = FROZEN
     rows: Count
@@ -91,7 +91,7 @@ class SplitRecord(BaseModel):
 
 
 class FileRecord(BaseModel):
-    """Any other file of the folder."""
+    """Hold any other file of the folder."""
 
     model_config = FROZEN
     file: FileName
@@ -100,7 +100,7 @@ class FileRecord(BaseModel):
 
 
 class SourceRecord(BaseModel):
-    """One source: documents_in = documents_kept + the sum of `dropped`, by reason.
+    """Account for one source: documents_in = documents_kept + the sum of `dropped`, by reason.
 
     Of what was kept, `noted` counts documents with a peculiarity, `leftovers` remains of markup by
     class, and `contaminated` documents that overlap an evaluation file, by its name.
@@ -121,7 +121,7 @@ class SourceRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """A folder of shards; `digest` names the content, `self_sha256` seals the whole file."""
+    """Describe a folder of shards; `digest` hashes the content, `self_sha256` the manifest."""
 
     model_config = FROZEN
     format_version: Literal[2] = FORMAT_VERSION

@@ -1,4 +1,4 @@
-"""Rows of a split, read through memory-mapped numpy views."""
+"""Read the rows of a split through memory-mapped numpy views."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +15,10 @@ Split = Literal["train", "validation"]
 
 
 class MappedShard:
-    """One shard mapped into memory; its blocks are verified when rows first need them."""
+    """Map one shard into memory; verify its blocks when rows first need them."""
 
     def __init__(self, folder: Path, record: ShardRecord, manifest: Manifest) -> None:
-        """CorpusError if the parts around the rows are damaged or the shard does not decode."""
+        """Raise CorpusError if bytes around the rows are damaged or the shard does not decode."""
         self.path = folder / record.file
         self._record = record
         self._row_bytes = manifest.row_length * np.dtype(manifest.dtype).itemsize
@@ -75,7 +75,7 @@ class MappedShard:
 
 
 class ShardSet:
-    """The rows of one split: `len()` rows of `row_length` ids; pickles as its folder's name."""
+    """Hold one split: `len()` rows of `row_length` ids; it is pickled as its folder's name."""
 
     def __init__(self, folder: Path, split: Split, manifest: Manifest) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Does a folder of shards still hold what its manifest says?"""
+"""Verify that a folder of shards still holds what its manifest lists."""
 
 import hashlib
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""The stages of a corpus: extract, match, deduplicate, vocabulary, pack, finish."""
+"""Hold one stage of a corpus in each module; data_prep/pipeline/plan.py lists them."""

@@ -1,4 +1,4 @@
-"""Arrow columns from and to Python and numpy. pyarrow's own way imports pandas, 0.5 s a process."""
+"""Convert Arrow columns without pandas, whose import takes pyarrow 0.5 s a process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def batch(columns: Mapping[str, Sequence[Any]], schema: pa.Schema) -> pa.RecordB
 
 
 def column(values: Sequence[Any] | npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
-    """One column: numbers, strings, or bytes of one width."""
+    """Return one column of numbers, strings, or bytes of one width."""
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         data = [value.encode() for value in values]
         width = np.int32 if pa.types.is_string(kind) else np.int64

@@ -1,7 +1,7 @@
-"""All pairs -> which documents are kept, in which split, and which paragraphs are taken out.
+"""Decide from all pairs which documents are kept, their split, and which paragraphs are removed.
 
-A cluster of duplicates keeps its first document and lies in one split, which the smallest hash of
-its texts decides: no duplicate of a training text is held out.
+A cluster of duplicates keeps its first document. The smallest hash of its texts decides its split,
+so that no duplicate of a training text is in the validation split.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FATES = ("train", "validation", "duplicate", "near duplicate")
 
 @dataclass(frozen=True, slots=True)
 class DeduplicateTask:
-    """`extracted`: each unit's folder; `bounds`: its first document's number, and that of all.
+    """Hold each unit's folder (`extracted`), its first document's number, and that of all.
 
-    `documents` and `paragraphs`: the folders of the pairs of each level.
+    `bounds` are these numbers; `documents` and `paragraphs` are the folders of the pairs.
     """
 
     extracted: tuple[Path, ...]
@@ -65,8 +65,7 @@ def _plan(plan: Plan) -> Iterator[Planned]:
 def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
     """Write `NNNNNN-fates.npy` [documents] and -paragraphs.npy [n, 2] for each unit of extraction.
 
-    The result tells, for each unit and part, the bytes of each split, and how many documents met
-    each fate.
+    The result has the bytes of each split by unit and part, and the number of documents by fate.
     """
     items, cluster_of, near = _clusters(task.documents)
     keys = _smallest_keys(task, items, cluster_of)
@@ -135,7 +134,7 @@ def fates_file(folder: Path, unit: int) -> Path:
 def _clusters(
     folders: tuple[Path, ...],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """(items in a pair, cluster of each, whether it only resembles its cluster)."""
+    """Return the items of all pairs, their clusters, and whether each is only a near duplicate."""
     none = np.empty((0, 2), dtype=np.int64)
     exact = np.concatenate([none, *(np.load(folder / "exact.npy") for folder in folders)])
     near = np.concatenate([none, *(np.load(folder / "near.npy") for folder in folders)])
@@ -159,7 +158,7 @@ def _smallest_keys(
 
 
 def _paragraphs(task: DeduplicateTask, folder: Path) -> list[npt.NDArray[np.uint32]]:
-    """For each unit, (document, line) [n, 2] of the paragraphs that an earlier one repeats.
+    """Return for each unit (document, line) [n, 2] of the paragraphs that repeat an earlier one.
 
     Of each cluster the first paragraph in a document that is kept stays.
     """

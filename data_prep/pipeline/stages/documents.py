@@ -1,4 +1,4 @@
-"""Documents between the stages: their text in parts, a line each in an index, hashes of duplicates.
+"""Write and read documents between stages: text in parts, an index, hashes for duplicates.
 
 A unit of extraction writes `part-N.arrow`, `index.arrow` and what `Items` says for documents and
 paragraphs. Nothing is held but a batch: one input may hold all documents of a corpus.
@@ -36,7 +36,7 @@ INDEX = pa.schema(
 
 
 class DocumentWriter:
-    """Documents -> part files of at most `part_bytes` of text (or one larger document)."""
+    """Write documents to part files of at most `part_bytes` of text (or one larger document)."""
 
     def __init__(self, folder: Path, part_bytes: int, deduplicate: Deduplicate, seed: int) -> None:
         self._folder = folder
@@ -113,12 +113,12 @@ def _batch(lines: list[Any], schema: pa.Schema) -> pa.RecordBatch:
 
 
 def valid(text: str) -> str:
-    """Ids, titles and links go to Arrow, which takes no lone surrogates."""
+    """Replace lone surrogates, which Arrow refuses."""
     return text.encode("utf-8", "replace").decode()
 
 
 def read_part(file: Path, keep: npt.NDArray[np.bool_]) -> Iterator[tuple[int, Document]]:
-    """(number in the part, document) of those that `keep` [documents] marks, batch by batch."""
+    """Yield (number in the part, document) where `keep` [documents] is true, batch by batch."""
     start = 0
     with pa.ipc.open_stream(pa.memory_map(str(file))) as stream:
         for some in stream:

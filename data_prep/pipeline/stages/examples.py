@@ -1,4 +1,4 @@
-"""Evaluation files -> the 13-grams that no training document should hold."""
+"""Collect the 13-grams of the evaluation files, which no training document should hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE = "ngrams.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class ExamplesTask:
-    """The files a user named."""
+    """Hold the evaluation files."""
 
     files: tuple[Path, ...]
 

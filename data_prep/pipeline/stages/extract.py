@@ -1,4 +1,4 @@
-"""Pieces of inputs -> cleaned, filtered documents, and what finds their duplicates.
+"""Read pieces of inputs, clean and filter their documents, and hash them for deduplication.
 
 A unit writes what `documents` says, and `quarantine.jsonl`, `leftovers.jsonl` and
 `contaminated.jsonl`.
@@ -37,7 +37,7 @@ EXAMPLES = 20  # of leftovers, by class
 
 @dataclass(frozen=True, slots=True)
 class ExtractTask:
-    """Pieces of one source, and what to do with their documents."""
+    """Hold pieces of one source and the settings for their documents."""
 
     source_number: int
     source: Source
@@ -138,7 +138,7 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
 
 
 class _Counts:
-    """What a unit counts of its documents."""
+    """Hold the counts of a unit."""
 
     def __init__(self) -> None:
         self.documents_in = 0

@@ -1,4 +1,4 @@
-"""The last stage: shards, side tables and counts in their places, and the manifest last."""
+"""Finish a corpus: put shards, side tables and counts in their places, and the manifest last."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from data_prep.shards.writing import file_record
 READS: Reads = {"extract": ("*.jsonl",), "vocabulary": ("*",), "pack": ("*",)}
 PROVENANCE = "provenance.jsonl"
 CODE = "code.json"  # what made the shards
-ACCEPTED = "accepted_code.json"  # what a user said would make the same; the manifest has no part
+ACCEPTED = "accepted_code.json"  # code that a user accepted; the manifest does not list the file
 # What a finished folder holds, and nothing else is ever removed from it.
 OURS = re.compile(
     r"segments|tokenizer|(train|validation)-\d+\.arrow|manifest\.json(\.tmp)?"
@@ -105,7 +105,7 @@ def _finish(plan: Plan, row_length: int) -> Manifest:
 def _shards(
     plan: Plan, row_length: int, final: Path
 ) -> tuple[dict[str, SplitRecord], npt.NDArray[np.int64]]:
-    """Number the shards without gaps and link them and their side tables into `final`.
+    """Link the shards, numbered without gaps, and their side tables into `final`.
 
     Also returns how often each id occurs in the training rows.
     """
@@ -140,7 +140,7 @@ def _shards(
 
 
 def _link(written: Path, place: Path) -> None:
-    """A second name, so that the unit stays whole until the manifest is there."""
+    """Link a file under a second name, so that its unit stays whole for another attempt."""
     try:
         os.link(written, place)
     except OSError:  # a file system without hard links
@@ -148,7 +148,7 @@ def _link(written: Path, place: Path) -> None:
 
 
 def _write_lines(plan: Plan, final: Path) -> None:
-    """The chain from input to shard, a unit a line, and what the units logged."""
+    """Write provenance.jsonl, a unit a line, and join the logs of the units."""
 
     def provenance(file: Any) -> None:
         for stage in STAGES.values():

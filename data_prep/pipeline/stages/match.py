@@ -1,4 +1,4 @@
-"""A slice of the hash space -> the pairs of duplicates in it."""
+"""Find the pairs of duplicates in a slice of the hash space."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HASHES_AT_ONCE = 2_000_000  # 24 bytes each, and as much again to sort them
 
 @dataclass(frozen=True, slots=True)
 class MatchTask:
-    """One slice of `slices`, for the items of all units of extraction; `level` is their kind.
+    """Hold one of `slices` slices, for the items (`level`) of all units of extraction.
 
     `bounds`: the number of each unit's first item, and of all items.
     """

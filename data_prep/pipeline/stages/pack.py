@@ -1,4 +1,4 @@
-"""Kept documents -> ids -> packed rows -> one shard and its side table for each row length."""
+"""Tokenise and pack kept documents into one shard and its side table for each row length."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SEGMENTS = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class PartSlice:
-    """A part of a unit of extraction; documents `first` to `last` of the unit are in it.
+    """Hold a part of a unit of extraction, with documents `first` to `last` of the unit.
 
     `by_line` cuts its documents at line ends only.
     """
@@ -62,7 +62,7 @@ class PartSlice:
 
 @dataclass(frozen=True, slots=True)
 class PackTask:
-    """Documents that become one shard of each length."""
+    """Hold the documents that become one shard of each length."""
 
     split: Literal["train", "validation"]
     slices: tuple[PartSlice, ...]
@@ -133,7 +133,7 @@ def _plan(plan: Plan) -> Iterator[Planned]:
 
 
 def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
-    """Tokenise once; for each length write `LENGTH/shard.arrow`, segments.parquet, counts.npy."""
+    """Write `LENGTH/shard.arrow`, segments.parquet and counts.npy for each row length."""
     tokens = load(task.tokenizer)
     slow = tokens.accelerate(_sample(task))
     without_tokens: Counter[int] = Counter()
@@ -157,7 +157,7 @@ def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
 
 
 class _Rows:
-    """The rows of one length."""
+    """Collect the rows of one length."""
 
     def __init__(self, row_length: int, tokens: Tokens) -> None:
         self.row_length = row_length
@@ -168,7 +168,7 @@ class _Rows:
         self._columns: dict[str, list[Any]] = {name: [] for name in SEGMENTS.names}
 
     def add(self, window: Sequence[_Tokenised]) -> None:
-        """Cut documents into segments that fit and pack these."""
+        """Split documents into segments that fit, and pack these."""
         limit = self.row_length - 2
         segments: list[npt.NDArray[np.int32]] = []
         owners: list[_Tokenised] = []
@@ -229,7 +229,7 @@ def _counts(ids: npt.NDArray[Any], size: int) -> npt.NDArray[np.int64]:
 
 
 def _until(items: Iterator[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Lists of consecutive items; each ends with the item that brings its size to `limit`."""
+    """Yield lists of consecutive items; each ends with the item that brings its size to `limit`."""
     held: list[Item] = []
     total = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""The tokenizer of a corpus: the one that was named, or one trained on its training documents."""
+"""Load the tokenizer that was named, or train one on the training documents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXT_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class VocabularyTask:
-    """What to load, or how to train and on which `parts`: (file, unit of extraction, number)."""
+    """Hold the tokenizer to load, or how to train one and on which parts of which units."""
 
     tokenizer: str | VocabularyTokenizer | JsonTokenizer | TrainWordPiece
     model_max_length: int
