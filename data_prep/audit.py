@@ -137,7 +137,10 @@ def rows_of_document(folder: Path | str, value: str, source: str | None = None) 
     """
     folder = Path(folder)
     manifest = load_manifest(folder)
-    sources = _sources_named(folder, manifest, source)
+    sources = [n for n, s in enumerate(manifest.sources) if source in (None, s.name)]
+    if not sources:
+        names = ", ".join(dict.fromkeys(source.name for source in manifest.sources))
+        raise CorpusError(f"{folder}: no source is named {source!r}; there are: {names}")
     chosen = pc.field("source").isin(pa.array(sources, pa.int64()))
     named = [pc.field(name) == value for name in _FIELDS]
     wanted = chosen & (named[0] | named[1] | named[2])
@@ -186,14 +189,6 @@ def _batches(path: Path, wanted: pc.Expression | None = None) -> Iterator[pa.Tab
         for batch in file.iter_batches(batch_size=_BATCH_ROWS):
             table = pa.Table.from_batches([batch])
             yield table if wanted is None else table.filter(wanted)
-
-
-def _sources_named(folder: Path, manifest: Manifest, name: str | None) -> list[int]:
-    numbers = [n for n, s in enumerate(manifest.sources) if name in (None, s.name)]
-    if not numbers:
-        names = ", ".join(dict.fromkeys(source.name for source in manifest.sources))
-        raise CorpusError(f"{folder}: no source is named {name!r}; there are: {names}")
-    return numbers
 
 
 def _not_found(

@@ -16,6 +16,7 @@ from data_prep import CorpusError
 from data_prep.audit import side_table
 from data_prep.disk import sync
 from data_prep.disk.json_files import indented_json, parse_object, read_regular
+from data_prep.pipeline.stage import group
 from data_prep.publish.card import dataset_card
 from data_prep.shards import (
     Manifest,
@@ -26,7 +27,6 @@ from data_prep.shards import (
     read_listed,
 )
 from data_prep.shards.manifest import MANIFEST, TOKEN_COUNTS
-from data_prep.shards.reading import Split
 from data_prep.shards.writing import file_record
 
 PROVENANCE = "provenance"
@@ -47,8 +47,8 @@ def to_parquet(
 ) -> Literal["done", "up to date"]:
     """Write finished shards as a folder that `datasets.load_dataset` and the Hub read.
 
-    Rows keep their order, so row numbers mean the same in both. Everything is written beside the
-    destination and renamed: it is whole or not there.
+    Rows keep their order, so row numbers mean the same in both. Everything is written next to
+    the destination and renamed, so the destination is complete or missing.
 
     Args:
         folder: of shards.
@@ -115,15 +115,19 @@ def _write(
     report = progress or (lambda stage, done, total: None)
     for part in ("data", "segments", "tokenizer", PROVENANCE):
         (target / part).mkdir()
-    groups = {split: _groups(manifest, split, file_bytes) for split in manifest.splits}
+    row_bytes = manifest.row_length * np.dtype(manifest.dtype).itemsize
+    groups = {
+        name: group([shard.rows * row_bytes for shard in split.shards], file_bytes)
+        for name, split in manifest.splits.items()
+    }
     total, done = sum(map(len, groups.values())), 0
     report("write parquet", 0, total)
     for split, members in groups.items():
         shards = open_shards(folder, split)
-        for number, group in enumerate(members):
+        for number, chosen in enumerate(members):
             file = f"{split}-{number:05d}-of-{len(members):05d}.parquet"
-            _write_rows(shards, group, target / "data" / file)
-            _write_segments(shards, group, target / "segments" / file)
+            _write_rows(shards, chosen, target / "data" / file)
+            _write_segments(shards, chosen, target / "segments" / file)
             done += 1
             report("write parquet", done, total)
     listed = [record.file for record in manifest.files]
@@ -142,20 +146,6 @@ def _write(
     (target / FILES).write_bytes(indented_json(records))
     for path in [*target.rglob("*"), target]:
         sync(path)
-
-
-def _groups(manifest: Manifest, split: Split, file_bytes: int) -> list[range]:
-    """Return groups of consecutive shard numbers, each of about `file_bytes` of ids."""
-    row_bytes = manifest.row_length * np.dtype(manifest.dtype).itemsize
-    groups: list[range] = []
-    first, size = 0, 0
-    shards = manifest.splits[split].shards
-    for number, shard in enumerate(shards):
-        if number > first and size + shard.rows * row_bytes > file_bytes:
-            groups.append(range(first, number))
-            first, size = number, 0
-        size += shard.rows * row_bytes
-    return [*groups, range(first, len(shards))]
 
 
 def _write_rows(shards: ShardSet, group: range, path: Path) -> None:

@@ -94,13 +94,23 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
         _move(folder, extremes[0], VALIDATION)
     elif held_out == kept and extremes:
         _move(folder, extremes[-1], TRAIN)
-    taken_out = _paragraphs(task, folder)
-    return {
-        "units": [
-            _account(unit, folder, number, taken_out[number])
-            for number, unit in enumerate(task.extracted)
-        ]
-    }
+    accounts = []
+    repeated = _paragraphs(task, folder)
+    for number, (unit, taken_out) in enumerate(zip(task.extracted, repeated, strict=True)):
+        np.save(folder / f"{number:06d}-paragraphs.npy", taken_out)
+        index, fates = read_index(unit), np.load(fates_file(folder, number))
+        parts, sizes = index["part"], index["bytes"]
+        totals = np.zeros((2, int(parts.max(initial=-1)) + 1), dtype=np.int64)
+        alive = fates < DUPLICATE
+        np.add.at(totals, (fates[alive], parts[alive]), sizes[alive])
+        accounts.append(
+            {
+                "parts": totals.tolist(),  # bytes of [train, validation] in each part
+                "fates": np.bincount(fates, minlength=len(FATES)).tolist(),
+                "paragraphs": len(taken_out),
+            }
+        )
+    return {"units": accounts}
 
 
 def _move(folder: Path, place: tuple[float, int, int], fate: int) -> None:
@@ -108,22 +118,6 @@ def _move(folder: Path, place: tuple[float, int, int], fate: int) -> None:
     fates = np.load(fates_file(folder, unit))
     fates[document] = fate
     np.save(fates_file(folder, unit), fates)
-
-
-def _account(
-    unit: Path, folder: Path, number: int, taken_out: npt.NDArray[np.uint32]
-) -> dict[str, Any]:
-    np.save(folder / f"{number:06d}-paragraphs.npy", taken_out)
-    index, fates = read_index(unit), np.load(fates_file(folder, number))
-    parts, sizes = index["part"], index["bytes"]
-    totals = np.zeros((2, int(parts.max(initial=-1)) + 1), dtype=np.int64)
-    kept = fates < DUPLICATE
-    np.add.at(totals, (fates[kept], parts[kept]), sizes[kept])
-    return {
-        "parts": totals.tolist(),  # bytes of [train, validation] in each part
-        "fates": np.bincount(fates, minlength=len(FATES)).tolist(),
-        "paragraphs": len(taken_out),
-    }
 
 
 def fates_file(folder: Path, unit: int) -> Path:
