@@ -88,7 +88,7 @@ class Lock:
             )
 
     def _beat(self) -> bool:
-        """Write the next counter; False, for ever, if the lock is no longer ours."""
+        """Write the next counter; return False, from then on, if the lock is no longer ours."""
         with self._mutex:
             if not self._over:
                 try:

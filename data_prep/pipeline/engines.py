@@ -154,7 +154,7 @@ def _ray(workers: int) -> Iterator[Run]:
             configure_logging=False,
             job_config=job,
         )
-    # A task whose worker or node dies runs again: a unit is the same whoever makes it.
+    # A task whose worker or node dies runs again: a unit is identical wherever it is made.
     task: Any = ray.remote(max_retries=3, num_cpus=1)(_call)
 
     def run(
