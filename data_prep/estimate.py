@@ -26,8 +26,6 @@ from data_prep.tokens.wordpiece import train
 
 SAMPLE_BYTES = 2**22  # as stored, of each source
 PIECE_BYTES = 2**19
-# Where a file that is cut short may end, and what closes it.
-_ENDS = {"mediawiki": (b"</page>", b"\n</mediawiki>\n"), "wikiextractor": (b"</doc>", b"\n")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +165,7 @@ def _head(source: Source, piece: Piece, head: Path) -> int:
         held.append(chunk)
         size += len(chunk)
     data = b"".join(held)
-    marker, end = _ENDS.get(source.kind, (b"\n", b""))
+    marker, end = source.record_end
     cut_at = data.rfind(marker)
     head.write_bytes(data[: cut_at + len(marker)] + end if cut_at >= 0 else data)
     return stored

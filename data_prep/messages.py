@@ -42,6 +42,11 @@ def one_line(text: str, limit: int | None = None) -> str:
     return text if limit is None or len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def error_line(error: BaseException, limit: int = 200) -> str:
+    """Return what an error says on one line, or its type if it says nothing."""
+    return one_line(str(error), limit) or type(error).__name__
+
+
 def complain(text: str) -> None:
     """Print lines to standard error; others' strings in them are spelled out."""
     print(printable(text), file=sys.stderr, flush=True)

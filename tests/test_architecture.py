@@ -4,9 +4,13 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from data_prep.sources import Source
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = ("data_prep", "launch", "pretrain")
@@ -90,6 +94,62 @@ def test_shards_import_only_disk_from_data_prep() -> None:
                 allowed = name.startswith(("data_prep.shards", "data_prep.disk."))
                 allowed |= name == "data_prep.CorpusError"
                 assert allowed, f"{file}: {name}"
+
+
+def test_a_kind_of_source_is_named_in_its_own_file_alone() -> None:
+    """Elsewhere its class's traits are used. "text" is left out: records have such a field."""
+    own = {
+        name: ROOT.joinpath(*kind.__module__.split(".")).with_suffix(".py")
+        for kind in get_args(get_args(Source)[0])
+        for name in get_args(kind.model_fields["kind"].annotation)
+    }
+    assert len(own) == 9 and own.pop("text")
+    for file in (file for package in INSTALLED for file in modules(package)):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                where = f"{file}:{node.lineno}: {node.value!r}"
+                assert own.get(node.value, file) == file, where
+
+
+class Imported(ast.NodeVisitor):
+    """Collect the modules of `known` that a file imports, also within functions."""
+
+    def __init__(self, known: Collection[str]) -> None:
+        self.known = set(known)
+        self.found: set[str] = set()
+
+    def visit_If(self, node: ast.If) -> None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+        self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found |= {alias.name for alias in node.names} & self.known
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            module = f"{node.module}.{alias.name}"
+            self.found |= {module if module in self.known else str(node.module)} & self.known
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    """Remove files that import no other file, or that none imports, until only circles are left."""
+    files = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+        for package in INSTALLED
+        for file in modules(package)
+    }
+    left: dict[str, set[str]] = {}
+    for name, file in files.items():
+        imported = Imported(files)
+        imported.visit(ast.parse(file.read_text(encoding="utf-8")))
+        left[name] = imported.found
+    while ends := {
+        *(name for name, imported in left.items() if not imported & left.keys()),
+        *(left.keys() - {module for imported in left.values() for module in imported}),
+    }:
+        left = {name: imported for name, imported in left.items() if name not in ends}
+    assert not left, f"these files import one another: {', '.join(sorted(left))}"
 
 
 def test_only_launch_config_imports_yaml() -> None:

@@ -25,7 +25,7 @@ from data_prep import CorpusError
 from data_prep.disk import write_file
 from data_prep.duplicates import minhash
 from data_prep.duplicates.minhash import Words, ngrams, word_hashes
-from data_prep.sources.files import chunks
+from data_prep.sources.files import file_chunks
 from data_prep.text.cleaning import clean
 
 NGRAM = 13
@@ -174,7 +174,7 @@ def read_examples(path: Path) -> Iterator[str]:
 def _decoded(path: Path) -> str:
     parts: list[bytes] = []
     size = 0
-    for chunk in chunks(str(path)):
+    for chunk in file_chunks(str(path)):
         parts.append(chunk)
         size += len(chunk)
         if size > LIMIT:

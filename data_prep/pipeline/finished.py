@@ -133,9 +133,8 @@ def check_inputs_apart(plan: Plan) -> None:
     tokenizer = plan.config.tokenizer
     vocabulary = tokenizer.vocab if isinstance(tokenizer, VocabularyTokenizer) else tokenizer
     read = {piece.path for _, _, piece in evaluation_files(plan.config)}
-    for source, found in zip(plan.config.sources, plan.pieces, strict=True):
-        if source.kind != "python_docs":  # whose pieces are names of packages
-            read |= {piece.path for _, _, piece in found}
+    found = chain.from_iterable(plan.pieces)
+    read |= {piece.path for _, _, piece in found if piece.is_path}
     if not isinstance(vocabulary, TrainTokenizer):
         read.add(str(vocabulary))
     for file in sorted(read):

@@ -15,7 +15,6 @@ from data_prep.pipeline.stage import Reads, Stage
 from data_prep.pipeline.stages import deduplicate, examples, extract, match, pack, vocabulary
 from data_prep.pipeline.units import NamedPiece, Record, Unit, make_unit
 from data_prep.shards.manifest import FileRecord, TokenizerRecord
-from data_prep.sources import name_of, pieces
 from data_prep.tokens import load
 
 PART_BYTES = 32 * 2**20  # of text, before it is tokenised into a shard
@@ -48,7 +47,7 @@ class Plan:
         self.part_bytes = part_bytes
         self.piece_bytes = min(piece_bytes, part_bytes)
         self.pieces: list[list[NamedPiece]] = [
-            [(number, name_of(source, piece), piece) for piece in pieces(source, self.piece_bytes)]
+            [(number, source.input_name(piece), piece) for piece in source.inputs(self.piece_bytes)]
             for number, source in enumerate(config.sources)
         ]
         # Now, not stage by stage: files may be edited while this process goes on with what it read.

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from data_prep import CorpusError, sources
+from data_prep import CorpusError
 from data_prep.disk import sync, write_file
 from data_prep.disk.json_files import canonical_sha256, parse_object, read_regular, self_sha256
 from data_prep.pipeline.code import Code, code_of
 from data_prep.pipeline.stage import Planned
 from data_prep.shards.manifest import FileRecord
 from data_prep.shards.writing import file_record
-from data_prep.sources.document import Piece
+from data_prep.sources import Piece
 
 Task = TypeVar("Task")
 
@@ -182,8 +182,8 @@ def read_record(source: int, name: str, piece: Piece) -> InputRecord:
         start=piece.start,
         end=piece.end,
         bytes=piece.size,
-        version=sources.version(piece),
-        sha256=sources.sha256(piece),
+        version=piece.version(),
+        sha256=piece.sha256(),
     )
 
 
@@ -200,9 +200,9 @@ def is_same(piece: Piece, read: InputRecord) -> bool:
 
     What is empty says nothing, and is never equal.
     """
-    if (version := sources.version(piece)) and version == read.version:
+    if (version := piece.version()) and version == read.version:
         return True
-    return bool(sha256 := sources.sha256(piece)) and sha256 == read.sha256
+    return bool(sha256 := piece.sha256()) and sha256 == read.sha256
 
 
 def is_output_whole(unit: Unit, output: FileRecord) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 import charset_normalizer
 
-from data_prep.sources.document import Document, FileSource, Piece, Rejected
-from data_prep.sources.files import chunks, relative_name, whole
+from data_prep.sources.document import Document, Rejected
+from data_prep.sources.files import Piece, file_chunks
+from data_prep.sources.kind import FileSource
 
 _BOOK_LIMIT = 1 << 26  # bytes; the longest books of Project Gutenberg have under 20 MB
 _HEADER_REACH = 60_000  # characters in which a header ends
@@ -76,42 +77,38 @@ _CONTROLS = re.compile("[\x80-\x9f]")
 
 
 class Books(FileSource):
-    """A folder of .txt files, a book each; hard-wrapped paragraphs become one line each."""
+    """Read a folder of .txt files, a book each; hard-wrapped paragraphs become one line each."""
+
+    patterns: ClassVar[tuple[str, ...]] = ("*.txt", "*.txt.gz", "*.txt.bz2", "*.txt.zst")
 
     kind: Literal["books"] = "books"
 
+    def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
+        """Yield one book, rejected if it is binary, empty or longer than 64 MiB.
 
-def pieces(source: Books, limit: int) -> list[Piece]:
-    """Return the books' files, each whole whatever `limit` is; CorpusError if there are none."""
-    return whole(source.path, ("*.txt", "*.txt.gz", "*.txt.bz2", "*.txt.zst"))
-
-
-def read(source: Books, piece: Piece) -> Iterator[Document | Rejected]:
-    """One book; rejected if it is binary, empty or longer than 64 MiB.
-
-    Noted of a book that is kept: "cut short" (Project Gutenberg's header, but no footer), "decoded
-    as cp1252" (or another encoding that is not Unicode), "cp1252 within utf-8" (repaired), "lost
-    characters" (U+FFFD: lost before).
-    """
-    name = relative_name(source.path, piece.path)
-    held: list[bytes] = []
-    size = 0
-    for chunk in chunks(piece.path):
-        held.append(chunk)
-        size += len(chunk)
-        if size > _BOOK_LIMIT:
-            yield Rejected(name, "too long", f"more than {_BOOK_LIMIT} bytes; use kind: text")
+        Notes of a book that is kept: "cut short" (Project Gutenberg's header, but no footer),
+        "decoded as cp1252" (or another encoding that is not Unicode), "cp1252 within utf-8"
+        (repaired), "lost characters" (U+FFFD: lost before).
+        """
+        name = self.input_name(piece)
+        held: list[bytes] = []
+        size = 0
+        for chunk in file_chunks(piece.path):
+            held.append(chunk)
+            size += len(chunk)
+            if size > _BOOK_LIMIT:
+                yield Rejected(name, "too long", f"more than {_BOOK_LIMIT} bytes; use kind: text")
+                return
+        decoded = _decoded(b"".join(held))
+        if decoded is None:
+            yield Rejected(name, "binary", "no text in a known encoding")
             return
-    decoded = _decoded(b"".join(held))
-    if decoded is None:
-        yield Rejected(name, "binary", "no text in a known encoding")
-        return
-    text, notes = decoded
-    text, title, complete = without_licence(text.replace("\r\n", "\n").replace("\r", "\n"))
-    text = unwrapped(without_credits(text))
-    if not complete:
-        notes = (*notes, "cut short")
-    yield Document(text, name, title, notes=notes) if text else Rejected(name, "empty")
+        text, notes = decoded
+        text, title, complete = without_licence(text.replace("\r\n", "\n").replace("\r", "\n"))
+        text = unwrapped(without_credits(text))
+        if not complete:
+            notes = (*notes, "cut short")
+        yield Document(text, name, title, notes=notes) if text else Rejected(name, "empty")
 
 
 def without_licence(text: str) -> tuple[str, str, bool]:

@@ -1,4 +1,4 @@
-"""Finding input files, and reading them, plain or compressed, in bounded memory."""
+"""Find input files, and read them, plain or compressed, in bounded memory."""
 
 from __future__ import annotations
 
@@ -7,54 +7,118 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path, PurePath, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from data_prep import CorpusError
+from data_prep.messages import error_line, one_line
 from data_prep.sources import remote
 from data_prep.sources.compressed import DAMAGED, Part, blocks, decompressed, is_compressed
-from data_prep.sources.document import Piece
-from data_prep.sources.remote import shown
 
 LINE_LIMIT = 1 << 24  # bytes; a compressed file of a few kB can hold a line of many GB
 LONG_LINE = f"a line of more than {LINE_LIMIT >> 20} MiB"
 
 
-def whole(path: str, patterns: tuple[str, ...]) -> list[Piece]:
-    """One piece a file: of a file, of a folder's files that fit a pattern, or of a glob's; sorted.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Hold a file or a part of one: bytes `start` to `end` as stored (None: the file's end).
+
+    `size` is its bytes, for planning. A kind whose inputs are no ranges of bytes has a subclass.
+    """
+
+    is_path: ClassVar[bool] = True  # `path` may name something in the file system
+
+    path: str
+    start: int = 0
+    end: int | None = None
+    size: int = 0
+
+    def version(self) -> str:
+        """Return times and size of the file, or what a store says of its state; else "".
+
+        Equal versions mean that the file has not changed, but "" means nothing: compare `sha256`.
+        """
+        if remote.is_remote(self.path):
+            return remote.version(self.path)
+        if not os.path.isfile(self.path):
+            return ""
+        status = os.stat(self.path)
+        # The second time cannot be set: a copy that keeps the first, of equal size, is noticed.
+        return f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_size}"
+
+    def sha256(self) -> str:
+        """Return the hash of the piece's bytes as stored; "" if the file is missing."""
+        if not remote.is_remote(self.path) and not os.path.isfile(self.path):
+            return ""
+        digest = hashlib.sha256()
+        for start, end in self.stored_ranges():
+            for block in file_chunks(self.path, start, end, stored=True):
+                digest.update(block)
+        return digest.hexdigest()
+
+    def stored_ranges(self) -> list[tuple[int, int | None]]:
+        """Return the ranges of the file's bytes that identify the piece."""
+        return [(self.start, self.end)]
+
+
+def state_of_folder(
+    folder: str | Path, paths: Iterable[str | Path], state: Callable[[Piece], str]
+) -> str:
+    """Hash the names of a folder's files together with the `state` of each; "" without files."""
+    states = sorted((os.path.relpath(path, folder), state(Piece(str(path)))) for path in paths)
+    return hashlib.sha256(repr(states).encode()).hexdigest() if states else ""
+
+
+def find_files(path: str, patterns: tuple[str, ...]) -> list[Piece]:
+    """Return a file, a folder's files that fit a pattern, or a glob's files; sorted, each whole.
 
     Folders are searched recursively and hidden files skipped. Raises CorpusError if none is found.
     """
     if remote.is_remote(path):
         return [Piece(url, size=size) for url, size in remote.listed(path, patterns)]
+
+    def refuse(error: OSError) -> None:
+        raise error  # os.walk would leave the folder out
+
     try:
-        return [Piece(name, size=os.path.getsize(name)) for name in _found(path, patterns)]
+        if os.path.isfile(path):
+            found = [path]
+        elif os.path.isdir(path):
+            found = [
+                os.path.join(folder, name)
+                for folder, _, names in os.walk(path, onerror=refuse)
+                for name in names
+                if not any(
+                    part.startswith(".")
+                    for part in PurePath(os.path.relpath(os.path.join(folder, name), path)).parts
+                )
+                and any(fnmatch(name.lower(), pattern) for pattern in patterns)
+            ]
+            problem = f"no file named {' or '.join(patterns)} in this folder; a glob takes any name"
+        else:
+            found = glob.glob(path, recursive=True)
+            problem = "no such file or folder; check the path of this source"
+        # Opening a pipe would block.
+        found = [name for name in found if stat.S_ISREG(os.stat(name).st_mode)]
+        if not found:
+            raise CorpusError(f"{path}: {problem}")
+        return [Piece(name, size=os.path.getsize(name)) for name in sorted(found)]
     except OSError as error:
         raise CorpusError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def list_files(path: str, patterns: tuple[str, ...]) -> list[str]:
-    """Return the paths of `whole`'s pieces."""
-    return [piece.path for piece in whole(path, patterns)]
-
-
-def cut(piece: Piece, limit: int) -> list[Piece]:
-    """Cut a whole file into ranges of `limit` bytes; a compressed one stays whole."""
+def byte_ranges(piece: Piece, limit: int) -> list[Piece]:
+    """Divide a whole file into ranges of `limit` bytes; a compressed one stays whole."""
     if piece.size <= limit or is_compressed(_file_name(piece.path)):
         return [piece]
-    if not local(piece.path) and not remote.takes_ranges(piece.path):
+    if remote.is_remote(piece.path) and not remote.takes_ranges(piece.path):
         return [piece]
     borders = [*range(0, piece.size, limit), piece.size]
-    pieces = [Piece(piece.path, a, b, b - a) for a, b in pairwise(borders)]
-    return [*pieces[:-1], replace(pieces[-1], end=None)]
-
-
-def local(path: str) -> bool:
-    """Return whether a path lies in this machine's file system, as far as its form says."""
-    return not remote.is_remote(path)
+    ranges = [Piece(piece.path, a, b, b - a) for a, b in pairwise(borders)]
+    return [*ranges[:-1], replace(ranges[-1], end=None)]
 
 
 def relative_name(path: str, input: str) -> str:
@@ -74,42 +138,8 @@ def relative_name(path: str, input: str) -> str:
     return name.as_posix().encode("utf-8", "backslashreplace").decode()  # names may be any bytes
 
 
-def version(path: str) -> str:
-    """Return times and size of a file, or what a store says of its state; "" if it says nothing.
-
-    Equal versions mean that a file has not changed, but "" means nothing: compare `sha256`.
-    """
-    if remote.is_remote(path):
-        return remote.version(path)
-    if not os.path.isfile(path):
-        return ""
-    status = os.stat(path)
-    # The second time cannot be set: a copy that keeps the first, of equal size, is noticed.
-    return f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_size}"
-
-
-def sha256(piece: Piece) -> str:
-    """Return the hash of a piece's bytes as stored; "" of what is not there.
-
-    Of the row groups of a parquet file: of its footer, and of the columns of these row groups.
-    """
-    if not remote.is_remote(piece.path) and not os.path.isfile(piece.path):
-        return ""
-    digest = hashlib.sha256()
-    for start, end in _stored_ranges(piece):
-        for block in _stored(piece.path, start, end):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def state_of_folder(folder: str, paths: Iterable[str], state: Callable[[str], str]) -> str:
-    """Hash the names of a folder's files together with the `state` of each."""
-    states = sorted((os.path.relpath(path, folder), state(path)) for path in paths)
-    return hashlib.sha256(repr(states).encode()).hexdigest() if states else ""
-
-
 def opened(path: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
-    """Return a file for reading from byte `start` on; CorpusError if it cannot be."""
+    """Return a file for reading from byte `start` on; CorpusError if it cannot be opened."""
     if remote.is_remote(path):
         return remote.opened(path, start, seekable=seekable)
     try:
@@ -120,33 +150,47 @@ def opened(path: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
         raise CorpusError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def chunks(path: str, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file's stored bytes `start` to `end`, in bounded chunks.
+def file_chunks(
+    path: str, start: int = 0, end: int | None = None, *, stored: bool = False
+) -> Iterator[bytes]:
+    """Yield a file's stored bytes `start` to `end`, decompressed unless `stored`, in small chunks.
 
     Raises CorpusError if the file is unreadable, damaged or cut short.
     """
+    is_local = not remote.is_remote(path)
     with opened(path, start) as file:
         part = Part(file, None if end is None else end - start)
         try:
-            yield from decompressed(part, _file_name(path))
+            yield from blocks(part) if stored else decompressed(part, _file_name(path))
         except Exception as error:
-            raise _unreadable(path, error) from (error if local(path) else None)
+            # The cause of a remote error may hold a signed URL.
+            cause = error if is_local else None
+            if isinstance(error, OSError) and error.errno is not None and is_local:
+                raise CorpusError(f"{path}: cannot be read: {error.strerror}") from cause
+            if isinstance(error, DAMAGED) and is_compressed(_file_name(path)):
+                raise CorpusError(
+                    f"{one_line(path)}: cut short or damaged ({error_line(error)}); download or "
+                    "write it again"
+                ) from cause
+            if is_local:
+                raise
+            raise remote.failed(path, error) from None
 
 
 def lines(
     path: str, start: int = 0, end: int | None = None, *, on: bool = False
 ) -> Iterator[tuple[int, bytes | None]]:
-    r"""(offset, line without its \n or \r\n) of the lines that begin in decompressed [start, end).
+    r"""Yield (offset, line without \n or \r\n) of lines that begin in decompressed [start, end).
 
     Only b"\n" ends a line: U+2028 and its like are part of the text. A byte order mark at the
-    file's start is left out. None for a line over LINE_LIMIT bytes. With `start` or `end` the
-    file must be plain. With `on`, all lines after `end` follow too, if any begins before it.
+    file's start is left out. None stands for a line over LINE_LIMIT bytes. With `start` or `end`
+    the file must be plain. With `on`, all lines after `end` follow too, if any begins before it.
     """
     # A line begins at `start` if the byte before it ends one.
     offset, size = max(start - 1, 0), 0
     inside = start == 0  # else the first line begins before `start` and is another piece's
     held: list[bytes] = []
-    for chunk in chunks(path, offset):
+    for chunk in file_chunks(path, offset):
         *ended, rest = chunk.split(b"\n")
         for part in ended:
             size += len(part)
@@ -169,17 +213,6 @@ def lines(
         yield offset, _joined(held, size, offset)
 
 
-def _unreadable(path: str, error: Exception) -> Exception:
-    if isinstance(error, OSError) and error.errno is not None and local(path):
-        return CorpusError(f"{path}: cannot be read: {error.strerror}")
-    if isinstance(error, DAMAGED) and is_compressed(_file_name(path)):
-        reason = shown(str(error))
-        return CorpusError(
-            f"{shown(path)}: cut short or damaged ({reason}); download or write it again"
-        )
-    return error if local(path) else remote.failed(path, error)
-
-
 def _joined(held: list[bytes], size: int, offset: int) -> bytes | None:
     if size > LINE_LIMIT:
         return None
@@ -187,57 +220,5 @@ def _joined(held: list[bytes], size: int, offset: int) -> bytes | None:
     return line.removeprefix(b"\xef\xbb\xbf") if offset == 0 else line
 
 
-def _found(path: str, patterns: tuple[str, ...]) -> list[str]:
-    if os.path.isfile(path):
-        return [path]
-    if os.path.isdir(path):
-        found = [
-            os.path.join(folder, name)
-            for folder, _, names in os.walk(path, onerror=_refuse)
-            for name in names
-            if _visible(os.path.relpath(os.path.join(folder, name), path))
-            and any(fnmatch(name.lower(), pattern) for pattern in patterns)
-            and stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode)  # a pipe would block
-        ]
-        wanted = " or ".join(patterns)
-        problem = f"{path}: no file named {wanted} in this folder; a glob takes any name"
-    else:
-        matches = glob.glob(path, recursive=True)
-        found = [name for name in matches if stat.S_ISREG(os.stat(name).st_mode)]
-        problem = f"{path}: no such file or folder; check the path of this source"
-    if not found:
-        raise CorpusError(problem)
-    return sorted(found)
-
-
-def _refuse(error: OSError) -> None:
-    raise error  # os.walk would leave the folder out
-
-
-def _visible(relative: str) -> bool:
-    return not any(part.startswith(".") for part in Path(relative).parts)
-
-
 def _file_name(path: str) -> str:
     return PurePath(remote.bare(path) if remote.is_remote(path) else path).name
-
-
-def _stored(path: str, start: int, end: int | None) -> Iterator[bytes]:
-    with opened(path, start) as file:
-        try:
-            yield from blocks(Part(file, None if end is None else end - start))
-        except Exception as error:
-            raise _unreadable(path, error) from (error if local(path) else None)
-
-
-def _stored_ranges(piece: Piece) -> list[tuple[int, int | None]]:
-    if _is_parquet(piece.path):
-        from data_prep.sources import pages
-
-        return list(pages.stored_ranges(piece))
-    return [(piece.start, piece.end)]
-
-
-def _is_parquet(path: str) -> bool:
-    with opened(path) as file:
-        return file.read(4) == b"PAR1"

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import quote
 from xml.parsers import expat
 
 from data_prep import CorpusError
+from data_prep.messages import one_line
 from data_prep.sources import multistream
 from data_prep.sources.compressed import is_compressed
-from data_prep.sources.document import Document, FileSource, Piece, Rejected
-from data_prep.sources.files import chunks, cut, whole
-from data_prep.sources.remote import shown
+from data_prep.sources.document import Document, Rejected
+from data_prep.sources.files import Piece, byte_ranges, file_chunks
+from data_prep.sources.kind import FileSource
 from data_prep.text.wikipedia import plain_text
 
-# Dumps come whole or in parts named like `...articles1.xml-p1p41242.bz2`; indexes end in .txt.bz2.
-PATTERNS = ("*.xml", "*.xml.bz2", "*.xml.gz", "*.xml.zst", "*.xml-p*[0-9]", "*.xml-p*.bz2")
 _PAGE = b"<page>"  # in a page's text the bracket is escaped
 _PAGE_LIMIT = 1 << 24  # characters; MediaWiki itself stops at 2 MiB a page
 _FIELD_LIMIT = 1 << 12  # characters of a title or an id
@@ -25,13 +24,6 @@ _TOKEN_LIMIT = 1 << 20  # bytes; expat before 2.6 takes quadratic time over one 
 _HEAD_LIMIT = 1 << 20  # bytes
 _FILE_NAMESPACES = ("6", "14", "-2")  # File, Category, Media under the names of the wiki's language
 _FIELDS = frozenset(("base", "namespace", "title", "ns", "id", "redirect", "text", "page"))
-
-
-class Mediawiki(FileSource):
-    """A MediaWiki dump: the articles (namespace 0, no redirects) as plain text."""
-
-    kind: Literal["mediawiki"] = "mediawiki"
-    licence: str = "CC-BY-SA-4.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,47 +92,64 @@ class _Dump:
                 self.fields["long"] = "yes"
 
 
-def pieces(source: Mediawiki, limit: int) -> list[Piece]:
-    """Return the dump's files, in ranges of bytes if plain, or of bz2 streams where an index lies
-    beside.
+class Mediawiki(FileSource):
+    """Read a MediaWiki dump: the articles (namespace 0, no redirects) as plain text."""
 
-    Raises CorpusError if there are no files, or if an index does not fit its file.
-    """
-    found: list[Piece] = []
-    for file in whole(source.path, PATTERNS):
-        if multistream.is_index(file.path):
-            continue  # named by a glob
-        if (index := multistream.index_of(file.path)) is not None:
-            found += multistream.cut(file, index, limit)
-        else:
-            found += cut(file, limit)
-    if not found:
-        raise CorpusError(f"{shown(source.path)}: indexes alone; the dump lies elsewhere")
-    return found
+    # Dumps come whole or in parts named like `...articles1.xml-p1p41242.bz2`; indexes end in
+    # .txt.bz2.
+    patterns: ClassVar[tuple[str, ...]] = (
+        *("*.xml", "*.xml.bz2", "*.xml.gz", "*.xml.zst", "*.xml-p*[0-9]", "*.xml-p*.bz2"),
+    )
+    record_end: ClassVar[tuple[bytes, bytes]] = (b"</page>", b"\n</mediawiki>\n")
 
+    kind: Literal["mediawiki"] = "mediawiki"
+    licence: str = "CC-BY-SA-4.0"
 
-def read(source: Mediawiki, piece: Piece) -> Iterator[Document | Rejected]:
-    """Yield the articles that begin in a piece.
+    @property
+    def is_wikipedia(self) -> bool:
+        """Return True."""
+        return True
 
-    Raises CorpusError if the dump is cut short, no XML, or declares a DTD.
-    """
-    dump = _Dump()
-    for page in _pages(piece, dump):
-        where = f"page {page.id}"
-        if page.wikitext is None:
-            yield Rejected(where, "too long", f"{page.title}: more than {_PAGE_LIMIT} characters")
-            continue
-        result = plain_text(page.wikitext, not_prose=dump.not_prose)
-        if not result.text:
-            yield Rejected(where, "empty", page.title)
-            continue
-        url = f"{dump.site}/{quote(page.title.replace(' ', '_'), safe='/:(),!')}"
-        notes = ("simple fallback",) if result.fallback else ()
-        yield Document(result.text, page.id, page.title, url if dump.site else "", notes)
+    def inputs(self, limit: int) -> Sequence[Piece]:
+        """Return the files, in ranges of bytes if plain, or of bz2 streams with an index beside.
+
+        Raises CorpusError if there are no files, or if an index does not fit its file.
+        """
+        found: list[Piece] = []
+        for file in super().inputs(limit):
+            if multistream.is_index(file.path):
+                continue  # named by a glob
+            if (index := multistream.index_of(file.path)) is not None:
+                found += multistream.stream_ranges(file, index, limit)
+            else:
+                found += byte_ranges(file, limit)
+        if not found:
+            raise CorpusError(f"{one_line(self.path)}: indexes alone; the dump lies elsewhere")
+        return found
+
+    def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
+        """Yield the articles that begin in a piece.
+
+        Raises CorpusError if the dump is cut short, no XML, or declares a DTD.
+        """
+        dump = _Dump()
+        for page in _pages(piece, dump):
+            where = f"page {page.id}"
+            if page.wikitext is None:
+                detail = f"{page.title}: more than {_PAGE_LIMIT} characters"
+                yield Rejected(where, "too long", detail)
+                continue
+            result = plain_text(page.wikitext, not_prose=dump.not_prose)
+            if not result.text:
+                yield Rejected(where, "empty", page.title)
+                continue
+            url = f"{dump.site}/{quote(page.title.replace(' ', '_'), safe='/:(),!')}"
+            notes = ("simple fallback",) if result.fallback else ()
+            yield Document(result.text, page.id, page.title, url if dump.site else "", notes)
 
 
 def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
-    path = shown(piece.path)
+    path = one_line(piece.path)
 
     def refuse(*declaration: object) -> None:
         raise CorpusError(f"{path}: declares a DOCTYPE or entities, which no MediaWiki dump does")
@@ -165,9 +174,9 @@ def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
             # Of a piece in the middle the XML would go on; with its last page open this fails.
             parser.Parse(b"" if dump.ended else f"</{dump.root}>".encode(), True)
     except expat.ExpatError as error:
-        mend = multistream.MEND if _is_streams(piece) else "download it again"
+        fix = multistream.FIX if _is_streams(piece) else "download it again"
         raise CorpusError(
-            f"{path}: no whole XML near byte {at} ({error}) after {dump.num_pages} pages: {mend}"
+            f"{path}: no whole XML near byte {at} ({error}) after {dump.num_pages} pages: {fix}"
         ) from error
     except CorpusError as error:
         raise CorpusError(f"{error} (after {dump.num_pages} pages)") from error
@@ -180,15 +189,15 @@ def _feed(piece: Piece, dump: _Dump) -> Iterator[tuple[int, bytes]]:
     Offsets are those of the decompressed file, or within a range of streams.
     """
     if piece.start == 0 and (piece.end is None or _is_streams(piece)):
-        yield from _until_page(chunks(piece.path, 0, piece.end), 0, None, dump)
+        yield from _until_page(file_chunks(piece.path, 0, piece.end), 0, None, dump)
     elif _is_streams(piece):
         yield from _head(piece.path)
-        yield from _until_page(chunks(piece.path, piece.start, piece.end), 0, None, dump)
+        yield from _until_page(file_chunks(piece.path, piece.start, piece.end), 0, None, dump)
     elif piece.start == 0:
-        yield from _until_page(chunks(piece.path), 0, piece.end, dump)
+        yield from _until_page(file_chunks(piece.path), 0, piece.end, dump)
     elif (first := _first_page(piece)) is not None:
         yield from _head(piece.path)
-        yield from _until_page(chunks(piece.path, first), first, piece.end, dump)
+        yield from _until_page(file_chunks(piece.path, first), first, piece.end, dump)
     if _is_streams(piece):
         dump.ended = piece.end is None
 
@@ -199,9 +208,11 @@ def _is_streams(piece: Piece) -> bool:
 
 
 def _head(path: str) -> Iterator[tuple[int, bytes]]:
-    for at, chunk in _until_page(chunks(path), 0, 0, _Dump()):
+    for at, chunk in _until_page(file_chunks(path), 0, 0, _Dump()):
         if at > _HEAD_LIMIT:
-            raise CorpusError(f"{shown(path)}: no <page> in its first MiB; is it a MediaWiki dump?")
+            raise CorpusError(
+                f"{one_line(path)}: no <page> in its first MiB; is it a MediaWiki dump?"
+            )
         yield at, chunk
 
 
@@ -226,7 +237,7 @@ def _first_page(piece: Piece) -> int | None:
     """Return where the first page begins that begins in a piece of a plain file."""
     at = piece.start
     held = b""
-    for chunk in chunks(piece.path, piece.start):
+    for chunk in file_chunks(piece.path, piece.start):
         data = held + chunk
         found = data.find(_PAGE)
         sure = found if found >= 0 else max(0, len(data) - len(_PAGE) + 1)

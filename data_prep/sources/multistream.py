@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterator
 
 from data_prep import CorpusError
+from data_prep.messages import one_line
 from data_prep.sources import remote
-from data_prep.sources.document import Piece
-from data_prep.sources.files import lines, opened
-from data_prep.sources.remote import shown
+from data_prep.sources.files import Piece, lines, opened
 
-MEND = "download dump and index again, or remove the index"
+FIX = "download dump and index again, or remove the index"
 _DUMP = re.compile(r"(.*-multistream)(\d*)\.xml(-p\d+p\d+)?\.bz2")
 _INDEX = re.compile(r".*-multistream-index\d*\.txt(-p\d+p\d+)?(\.bz2)?")
 _STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # a header and the magic of a block, the digits of pi
@@ -32,7 +31,7 @@ def index_of(path: str) -> str | None:
     return index if found else None
 
 
-def cut(file: Piece, index: str, limit: int) -> list[Piece]:
+def stream_ranges(file: Piece, index: str, limit: int) -> list[Piece]:
     """Cut a dump into pieces of at least `limit` bytes that begin where a bz2 stream does.
 
     Raises CorpusError if the index does not fit the file.
@@ -47,7 +46,7 @@ def cut(file: Piece, index: str, limit: int) -> list[Piece]:
             stored.seek(offset)
             if not _STREAM.match(stored.read(10)):
                 raise CorpusError(
-                    f"{shown(index)}: no bz2 stream begins at byte {offset} of the dump: {MEND}"
+                    f"{one_line(index)}: no bz2 stream begins at byte {offset} of the dump: {FIX}"
                 )
 
         for last in _offsets(index, file.size):
@@ -65,15 +64,15 @@ def _offsets(index: str, size: int) -> Iterator[int]:
     for at, line in lines(index):
         number = (line or b"").split(b":", 1)[0]
         if not number.isdigit() or len(number) > 18:
-            raise CorpusError(f"{shown(index)}: no index of a dump (at byte {at}): {MEND}")
+            raise CorpusError(f"{one_line(index)}: no index of a dump (at byte {at}): {FIX}")
         offset = int(number)
         if offset < last:
-            raise CorpusError(f"{shown(index)}: {offset} comes after {last}: {MEND}")
+            raise CorpusError(f"{one_line(index)}: {offset} comes after {last}: {FIX}")
         if offset >= size:
             raise CorpusError(
-                f"{shown(index)}: byte {offset} lies beyond the dump's {size} bytes: {MEND}"
+                f"{one_line(index)}: byte {offset} lies beyond the dump's {size} bytes: {FIX}"
             )
         last = offset
         yield offset
     if last == 0:
-        raise CorpusError(f"{shown(index)}: names no page: {MEND}")
+        raise CorpusError(f"{one_line(index)}: names no page: {FIX}")

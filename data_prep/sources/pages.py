@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from data_prep.sources.document import Piece
-
 if TYPE_CHECKING:
     from pyarrow.parquet import FileMetaData
 
@@ -35,30 +33,6 @@ def largest_page(file: BinaryIO, metadata: FileMetaData, row_group: int, columns
             largest = max(largest, sizes[0])
             start += length + sizes[1]
     return largest
-
-
-def stored_ranges(piece: Piece) -> Iterator[tuple[int, int]]:
-    """Byte ranges of a parquet file: those of the piece's row groups, and the footer.
-
-    A file whose footer cannot be read is one range.
-    """
-    import pyarrow
-    from pyarrow import parquet
-
-    from data_prep.sources import files
-
-    with files.opened(piece.path, seekable=True) as file:
-        size = file.seek(0, 2)
-        try:
-            metadata = parquet.read_metadata(file)
-        except (pyarrow.ArrowException, OSError):
-            yield 0, size
-            return
-    groups = range(piece.start, metadata.num_row_groups if piece.end is None else piece.end)
-    chunks = [chunk for group in groups for chunk in _column_chunks(metadata, group)]
-    if chunks:
-        yield min(start for start, _, _ in chunks), max(end for _, end, _ in chunks)
-    yield size - metadata.serialized_size - 8, size
 
 
 def _column_chunks(metadata: FileMetaData, row_group: int) -> Iterator[tuple[int, int, str]]:

@@ -10,16 +10,18 @@ import platform
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from data_prep import CorpusError
-from data_prep.sources.document import Document, Piece, Rejected, SourceKeys
-from data_prep.sources.files import state_of_folder
+from data_prep.sources.document import Document, Rejected
+from data_prep.sources.files import Piece, state_of_folder
+from data_prep.sources.kind import SourceKind
 
 _STDLIB = "python"
 _MIN_PROSE = 200  # characters below which a module's documentation is no document
@@ -28,8 +30,27 @@ _SKIPPED_FOLDERS = frozenset(("test", "tests", "testing", "_vendor", "site-packa
 _MAX_SOURCE = 1 << 22  # bytes of a source file
 
 
-class PythonDocs(SourceKeys):
-    """Docstrings and help topics, read from source files that are parsed and never run.
+@dataclass(frozen=True, slots=True)
+class Package(Piece):
+    """Hold an installed package; `path` is its name."""
+
+    is_path: ClassVar[bool] = False
+
+    def version(self) -> str:
+        """Return a hash of the versions of the modules; "" if the package is not installed."""
+        return self._state(Piece.version)
+
+    def sha256(self) -> str:
+        """Return a hash of the modules; "" if the package is not installed."""
+        return self._state(Piece.sha256)
+
+    def _state(self, state: Callable[[Piece], str]) -> str:
+        folder = _folder(self.path)
+        return "" if folder is None else state_of_folder(folder, _modules(folder), state)
+
+
+class PythonDocs(SourceKind):
+    """Read docstrings and help topics from source files, which are parsed and never run.
 
     `packages` are top-level names; "python" is the standard library. A package that is not
     installed is left out. At most `max_megabytes` of text are read from each.
@@ -58,51 +79,41 @@ class PythonDocs(SourceKeys):
         """Return the name given, else the kind."""
         return self.name or self.kind
 
+    def inputs(self, limit: int) -> Sequence[Piece]:
+        """Return the packages that are installed, each whole; CorpusError if none is."""
+        found = [name for name in sorted(set(self.packages)) if _folder(name) is not None]
+        if not found:
+            raise CorpusError(f"packages: none of {', '.join(self.packages)} is installed")
+        return [Package(name, size=int(self.max_megabytes * 1e6)) for name in found]
 
-def pieces(source: PythonDocs, limit: int) -> list[Piece]:
-    """Return the packages that are installed, each whole; CorpusError if none is."""
-    found = [name for name in sorted(set(source.packages)) if _folder(name) is not None]
-    if not found:
-        raise CorpusError(f"packages: none of {', '.join(source.packages)} is installed")
-    size = int(source.max_megabytes * 1e6)
-    return [Piece(name, size=size, kind="package") for name in found]
+    def input_name(self, piece: Piece) -> str:
+        """Return a package and its version: the docstrings are those of one release."""
+        if piece.path == _STDLIB:
+            return f"{piece.path} {platform.python_version()}"
+        names = packages_distributions().get(piece.path, [])
+        return " ".join([piece.path, *(version(name) for name in names)])
 
-
-def read(source: PythonDocs, piece: Piece) -> Iterator[Document | Rejected]:
-    """Yield a document a module: its docstrings, in the order of the file, each block once."""
-    package = piece.path
-    folder = _folder(package)
-    if folder is None:
-        raise CorpusError(f"packages: {package} is not installed; leave it out or install it")
-    budget = int(source.max_megabytes * 1e6)
-    for path in _modules(folder):
-        module = path.relative_to(folder).with_suffix("").as_posix()
-        where = f"{package}/{module}"
-        try:
-            text = _prose_of(path)
-        except (SyntaxError, ValueError, RecursionError) as error:
-            yield Rejected(where, "not parsed", str(error)[:100])
-            continue
-        if len(text) < _MIN_PROSE:
-            continue
-        budget -= len(text)
-        if budget < 0:
-            return
-        yield Document(text, where, where.replace("/", "."))
-
-
-def versioned(package: str) -> str:
-    """Return a package and its version: the docstrings are those of one release."""
-    if package == _STDLIB:
-        return f"{package} {platform.python_version()}"
-    names = packages_distributions().get(package, [])
-    return " ".join([package, *(version(name) for name in names)])
-
-
-def state(package: str, of: Callable[[str], str]) -> str:
-    """Hash the state of a package's modules; "" if it is not installed."""
-    folder = _folder(package)
-    return "" if folder is None else state_of_folder(str(folder), map(str, _modules(folder)), of)
+    def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
+        """Yield a document a module: its docstrings, in the order of the file, each block once."""
+        package = piece.path
+        folder = _folder(package)
+        if folder is None:
+            raise CorpusError(f"packages: {package} is not installed; leave it out or install it")
+        budget = int(self.max_megabytes * 1e6)
+        for path in _modules(folder):
+            module = path.relative_to(folder).with_suffix("").as_posix()
+            where = f"{package}/{module}"
+            try:
+                text = _prose_of(path)
+            except (SyntaxError, ValueError, RecursionError) as error:
+                yield Rejected(where, "not parsed", str(error)[:100])
+                continue
+            if len(text) < _MIN_PROSE:
+                continue
+            budget -= len(text)
+            if budget < 0:
+                return
+            yield Document(text, where, where.replace("/", "."))
 
 
 def _folder(package: str) -> Path | None:

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from data_prep import CorpusError
 from data_prep.disk.credentials import masked
-from data_prep.messages import extra
+from data_prep.messages import error_line, extra, one_line
 
 # Protocol -> (package, the extra that brings it); other protocols name their package themselves.
 _DRIVERS = {
@@ -38,14 +38,11 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def shown(text: str) -> str:
-    """Return a path or an error's text on one line, without the credentials in its URLs."""
-    return " ".join(masked(text).split())
-
-
 def bare(url: str) -> str:
     """Return the URL without its protocol, credentials and query, for names."""
-    return unquote(shown(url)).split("://", 1)[-1] if _is_http(url) else shown(url).split("://")[-1]
+    # Ids depend on this: it must not change with what `one_line` spells out.
+    name = " ".join(masked(url).split())
+    return unquote(name).split("://", 1)[-1] if _is_http(url) else name.split("://")[-1]
 
 
 def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
@@ -75,7 +72,7 @@ def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
             whole = stem + within if name.startswith(base) else files.unstrip_protocol(name)
             result.append((whole, info.get("size") or 0))
     if not result:
-        raise CorpusError(f"{shown(url)}: {problem}")
+        raise CorpusError(f"{one_line(url)}: {problem}")
     return result
 
 
@@ -132,8 +129,9 @@ def version(url: str) -> str:
 
 def failed(url: str, error: Exception) -> CorpusError:
     """Return the error of a file system, without credentials."""
-    reason = shown(str(error)).strip("'\"")[:200] or type(error).__name__
-    return CorpusError(f"{shown(url)}: cannot be read ({reason}); check path, access and network")
+    return CorpusError(
+        f"{one_line(url)}: cannot be read ({error_line(error)}); check path, access and network"
+    )
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -152,7 +150,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
         missing = getattr(error.__cause__ or error, "name", None) or f"for {protocol}://"
         package, name = _DRIVERS.get(protocol, (missing, ""))
         how = extra(name) if name else "install it"
-        raise CorpusError(f"{shown(url)}: needs the package {package}: {how}") from None
+        raise CorpusError(f"{one_line(url)}: needs the package {package}: {how}") from None
 
 
 @contextmanager

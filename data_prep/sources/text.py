@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal
 
-from data_prep.sources.document import Document, FileSource, Piece, Rejected
-from data_prep.sources.files import LONG_LINE, chunks, cut, lines, relative_name, whole
+from data_prep.sources.document import Document, Rejected
+from data_prep.sources.files import LONG_LINE, Piece, file_chunks, find_files, lines
+from data_prep.sources.kind import FileSource
 
-PATTERNS = ("*.txt", "*.txt.gz", "*.txt.bz2", "*.txt.zst")
+_PATTERNS = ("*.txt", "*.txt.gz", "*.txt.bz2", "*.txt.zst")
 PART = 1 << 22  # bytes; a longer document goes on as the next one, so memory is bounded
 CELL = 1 << 20  # bytes; see `_with_borders`
 _SENTENCES = 1000  # lines after which a run of sentences is a document
@@ -18,55 +19,57 @@ Run = list[tuple[int, bytes]]  # the lines of a document with their offsets
 
 
 class Text(FileSource):
-    """UTF-8 text files; `document` says what one document is."""
+    """Read UTF-8 text files; `document` says what one document is."""
+
+    patterns: ClassVar[tuple[str, ...]] = _PATTERNS
+    by_range: ClassVar[bool] = True
 
     kind: Literal["text"] = "text"
     document: Literal["file", "line", "paragraph"] = "file"
 
+    def inputs(self, limit: int) -> Sequence[Piece]:
+        """Return the files, whole if each is one document, else plain ones in ranges of bytes."""
+        whole = self.document == "file"
+        return find_files(self.path, self.patterns) if whole else super().inputs(limit)
+
+    def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
+        """Yield the documents that begin in a piece; a long file is cut about every PART bytes."""
+        name = self.input_name(piece)
+        if self.document == "file":
+            yield from _read_file(piece.path, name)
+        elif self.document == "line":
+            for offset, line in lines(piece.path, piece.start, piece.end):
+                if line is None or line.strip():
+                    yield _decoded(line, f"{name}@{offset}")
+        else:
+            for run in _runs(piece, max_lines=None):
+                yield _document(run, name) if isinstance(run, list) else _too_long(run, name)
+
 
 class Sentences(FileSource):
-    """UTF-8 files of one sentence a line; a blank line starts a new document."""
+    """Read UTF-8 files of one sentence a line; a blank line starts a new document."""
+
+    patterns: ClassVar[tuple[str, ...]] = _PATTERNS
+    by_range: ClassVar[bool] = True
+    by_line: ClassVar[bool] = True
 
     kind: Literal["sentences"] = "sentences"
 
-
-def pieces(source: Text | Sentences, limit: int) -> list[Piece]:
-    """Whole files, and ranges of plain ones whose documents are lines or runs of lines."""
-    found = whole(source.path, PATTERNS)
-    if isinstance(source, Text) and source.document == "file":
-        return found
-    return [part for file in found for part in cut(file, limit)]
-
-
-def read_text(source: Text, piece: Piece) -> Iterator[Document | Rejected]:
-    """Yield the documents that begin in a piece; a file above PART bytes is cut at a line end."""
-    name = relative_name(source.path, piece.path)
-    if source.document == "file":
-        yield from _read_file(piece.path, name)
-    elif source.document == "line":
-        for offset, line in lines(piece.path, piece.start, piece.end):
-            if line is None or line.strip():
-                yield _decoded(line, f"{name}@{offset}")
-    else:
-        for run in _runs(piece, max_lines=None):
-            yield _document(run, name) if isinstance(run, list) else _too_long(run, name)
-
-
-def read_sentences(source: Sentences, piece: Piece) -> Iterator[Document | Rejected]:
-    """Runs of sentences, one a line, of at most 1,000 lines; a bad line is rejected alone."""
-    name = relative_name(source.path, piece.path)
-    for run in _runs(piece, max_lines=_SENTENCES):
-        if isinstance(run, int):
-            yield _too_long(run, name)
-            continue
-        result = _document(run, name)
-        if isinstance(result, Document):
-            yield result
-            continue
-        results = [_decoded(sentence, f"{name}@{offset}") for offset, sentence in run]
-        yield from (bad for bad in results if isinstance(bad, Rejected))
-        if good := [sentence for sentence in results if isinstance(sentence, Document)]:
-            yield Document("\n".join(sentence.text for sentence in good), good[0].id)
+    def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
+        """Yield runs of sentences, at most 1,000 lines each; a bad line is rejected alone."""
+        name = self.input_name(piece)
+        for run in _runs(piece, max_lines=_SENTENCES):
+            if isinstance(run, int):
+                yield _too_long(run, name)
+                continue
+            result = _document(run, name)
+            if isinstance(result, Document):
+                yield result
+                continue
+            results = [_decoded(sentence, f"{name}@{offset}") for offset, sentence in run]
+            yield from (bad for bad in results if isinstance(bad, Rejected))
+            if good := [sentence for sentence in results if isinstance(sentence, Document)]:
+                yield Document("\n".join(sentence.text for sentence in good), good[0].id)
 
 
 def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run | int]:
@@ -120,7 +123,7 @@ def _read_file(path: str, name: str) -> Iterator[Document | Rejected]:
     check = codecs.getincrementaldecoder("utf-8")()
     read = 0
     try:
-        for chunk in chunks(path):
+        for chunk in file_chunks(path):
             if b"\0" in chunk:
                 yield Rejected(name, "binary", f"NUL byte at byte {read + chunk.index(0)}")
                 return
@@ -144,7 +147,7 @@ def _parts(path: str) -> Iterator[tuple[int, bytes]]:
     """(offset, bytes) of parts of a file of about PART bytes, cut between lines if it can be."""
     held: list[bytes] = []
     offset = size = 0
-    for chunk in chunks(path):
+    for chunk in file_chunks(path):
         held.append(chunk)
         size += len(chunk)
         if size >= PART:

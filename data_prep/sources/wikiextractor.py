@@ -6,67 +6,71 @@ import html
 import json
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from data_prep import CorpusError
-from data_prep.sources.document import Document, FileSource, Piece, Rejected
-from data_prep.sources.files import LONG_LINE, lines, relative_name, whole
-from data_prep.sources.remote import shown
+from data_prep.messages import one_line
+from data_prep.sources.document import Document, Rejected
+from data_prep.sources.files import LONG_LINE, Piece, lines
+from data_prep.sources.kind import FileSource
 from data_prep.text.wikipedia import repaired
 
 _OPEN = re.compile(r'<doc id="([^"]*)"(?: revid="[^"]*")?(?: url="([^"]*)")?(?: title="(.*)")?>')
-_PATTERNS = ("wiki_*", "*.json", "*.jsonl", "*.txt", "*.gz", "*.bz2")
 _BODY_LIMIT = 1 << 24  # characters
 
 
 class WikiExtractor(FileSource):
-    """Folders or files that WikiExtractor wrote, plain or compressed, with or without --json."""
+    """Read folders or files that WikiExtractor wrote, plain or compressed, with or without --json.
+
+    A file (AA/wiki_00 ...) is one piece, whatever the limit: the extractor makes them of 1 MB.
+    """
+
+    patterns: ClassVar[tuple[str, ...]] = (
+        *("wiki_*", "*.json", "*.jsonl", "*.txt", "*.gz", "*.bz2"),
+    )
+    record_end: ClassVar[tuple[bytes, bytes]] = (b"</doc>", b"\n")
 
     kind: Literal["wikiextractor"] = "wikiextractor"
     licence: str = "CC-BY-SA-4.0"
 
+    @property
+    def is_wikipedia(self) -> bool:
+        """Return True."""
+        return True
 
-def pieces(source: WikiExtractor, limit: int) -> list[Piece]:
-    """Return the extractor's files (AA/wiki_00 ...), each whole whatever `limit`: it makes them of
-    1 MB.
-
-    CorpusError if there are none.
-    """
-    return whole(source.path, _PATTERNS)
-
-
-def read(source: WikiExtractor, piece: Piece) -> Iterator[Document | Rejected]:
-    """Yield the articles of one file; CorpusError if its last article has no end."""
-    name = relative_name(source.path, piece.path)
-    head: re.Match[str] | None = None
-    start, size = 0, 0
-    body: list[bytes] = []
-    for number, (_, line) in enumerate(lines(piece.path), start=1):
-        where = f"{name}#{number}"
-        if line is None:
-            yield Rejected(where, "too long", LONG_LINE)
-        elif head is None and line.startswith(b"{"):
-            yield _from_json(line, where)
-        elif head is None and line.startswith(b"<doc "):
-            head = _OPEN.fullmatch(line.decode("utf-8", "replace").strip())
-            start, size, body = number, 0, []
-            if head is None:
-                yield Rejected(where, "malformed doc", "a <doc> line without id, url and title")
-        elif head is not None and line.strip() == b"</doc>":
-            where = f"{name}#{start}"
-            if size > _BODY_LIMIT:
-                yield Rejected(where, "too long", f"more than {_BODY_LIMIT} bytes")
-            else:
-                yield _article(head, b"\n".join(body), where)
-            head = None
-        elif head is not None:
-            size += len(line)
-            if size <= _BODY_LIMIT:
-                body.append(line)
-    if head is not None:
-        raise CorpusError(
-            f"{shown(piece.path)}: cut short in the article of line {start}; extract it again"
-        )
+    def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
+        """Yield the articles of one file; CorpusError if its last article has no end."""
+        name = self.input_name(piece)
+        head: re.Match[str] | None = None
+        start, size = 0, 0
+        body: list[bytes] = []
+        for number, (_, line) in enumerate(lines(piece.path), start=1):
+            where = f"{name}#{number}"
+            if line is None:
+                yield Rejected(where, "too long", LONG_LINE)
+            elif head is None and line.startswith(b"{"):
+                yield _from_json(line, where)
+            elif head is None and line.startswith(b"<doc "):
+                head = _OPEN.fullmatch(line.decode("utf-8", "replace").strip())
+                start, size, body = number, 0, []
+                if head is None:
+                    yield Rejected(where, "malformed doc", "a <doc> line without id, url and title")
+            elif head is not None and line.strip() == b"</doc>":
+                where = f"{name}#{start}"
+                if size > _BODY_LIMIT:
+                    yield Rejected(where, "too long", f"more than {_BODY_LIMIT} bytes")
+                else:
+                    yield _article(head, b"\n".join(body), where)
+                head = None
+            elif head is not None:
+                size += len(line)
+                if size <= _BODY_LIMIT:
+                    body.append(line)
+        if head is not None:
+            raise CorpusError(
+                f"{one_line(piece.path)}: cut short in the article of line {start}; extract it "
+                "again"
+            )
 
 
 def _article(head: re.Match[str], body: bytes, where: str) -> Document | Rejected:

@@ -147,8 +147,8 @@ def prepare_one_stage(config: CorpusConfig, stage: str, task: str | None, engine
 
 def publish(config: CorpusConfig, row_length: int, parquet: Path | None, url: str | None) -> None:
     """Write finished shards of one row length as a Parquet folder, and copy them to `url`."""
+    from data_prep.messages import one_line
     from data_prep.publish import to_parquet, upload
-    from data_prep.sources.remote import shown
 
     folder, several = config.folder(row_length), len(config.row_lengths) > 1
     if parquet is not None:
@@ -160,7 +160,7 @@ def publish(config: CorpusConfig, row_length: int, parquet: Path | None, url: st
         target = f"{url.rstrip('/')}/{row_length}" if several else url
         with stages() as progress:
             state = upload(folder, target, progress)
-        show([f"{shown(target)}: {state}"])
+        show([f"{one_line(target)}: {state}"])
 
 
 def show_shards(config: CorpusConfig, state: str) -> None:

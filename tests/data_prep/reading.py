@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.sources import Document, Rejected, pieces, read
+from data_prep.sources import Document, Rejected
 
 LIMITS = (1, 7, 64, 1000, 10**9)
 
 
 def read_all(source: Any, limit: int = 10**9) -> list[Document | Rejected]:
     """All pieces of a source, one after another."""
-    return [item for piece in pieces(source, limit) for item in read(source, piece)]
+    return [item for piece in source.inputs(limit) for item in source.documents(piece)]
 
 
 def documents(items: list[Document | Rejected]) -> list[Document]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.sources import Books, Document, Piece, Rejected, pieces, read
+from data_prep.sources import Books, Document, Piece, Rejected
 from data_prep.text import language
 from data_prep.text.cleaning import clean
 
@@ -49,9 +49,9 @@ LATE = (
 def one(path: Path, raw: bytes) -> Document | Rejected:
     path.write_bytes(raw)
     source = Books(path=str(path))
-    (piece,) = pieces(source, 1)
+    (piece,) = source.inputs(1)
     assert piece == Piece(str(path), 0, None, len(raw))
-    (item,) = read(source, piece)
+    (item,) = source.documents(piece)
     return item
 
 
@@ -95,9 +95,9 @@ def test_each_file_is_one_piece_and_one_document(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(BODY)
     source = Books(path=str(tmp_path))
-    found = pieces(source, 10)
+    found = source.inputs(10)
     assert [piece.size for piece in found] == [len(BODY)] * 2
-    documents = [item for piece in found for item in read(source, piece)]
+    documents = [item for piece in found for item in source.documents(piece)]
     assert [(d.id, d.text) for d in documents if isinstance(d, Document)] == [
         ("a/c.txt", PLAIN),
         ("b.txt", PLAIN),
@@ -236,7 +236,7 @@ def test_real_books(tmp_path: Path) -> None:
             if len(list(tmp_path.iterdir())) == 8:
                 break
     source = Books(path=str(tmp_path))
-    items = [item for piece in pieces(source, 1) for item in read(source, piece)]
+    items = [item for piece in source.inputs(1) for item in source.documents(piece)]
     books = [item for item in items if isinstance(item, Document)]
     assert len(books) == 8
     for item in books:

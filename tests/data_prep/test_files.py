@@ -26,7 +26,7 @@ import zstandard
 from reading import LIMITS, documents, lines_of, read_all
 
 from data_prep import CorpusError
-from data_prep.sources import Jsonl, Mediawiki, Parquet, Piece, Sentences, Text, files, pieces
+from data_prep.sources import Jsonl, Mediawiki, Parquet, Piece, Sentences, Text, files
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
@@ -52,12 +52,12 @@ def test_folders_files_and_globs(tmp_path: Path) -> None:
         found = documents(read_all(Text(path=f"{tmp_path}{path}")))
         assert [item.id for item in found] == ids, path
     with pytest.raises(CorpusError, match=r"\.jsonl"):
-        pieces(Jsonl(path=str(tmp_path)), 1)
+        Jsonl(path=str(tmp_path)).inputs(1)
     with pytest.raises(CorpusError, match="no such file"):
-        pieces(Text(path=str(tmp_path / "none")), 1)
+        Text(path=str(tmp_path / "none")).inputs(1)
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
     with pytest.raises(CorpusError, match=r"gone\.txt: cannot be read: No such file"):
-        pieces(Text(path=str(tmp_path)), 1)
+        Text(path=str(tmp_path)).inputs(1)
 
 
 def test_names_of_any_bytes_have_ids_of_their_own(tmp_path: Path) -> None:
@@ -70,12 +70,12 @@ def test_names_of_any_bytes_have_ids_of_their_own(tmp_path: Path) -> None:
 def test_cut_ranges_cover_a_file(tmp_path: Path) -> None:
     for size in (0, 1, 6, 7, 8, 14, 50):
         for limit in (1, 7, 64):
-            parts = files.cut(Piece("a", size=size), limit)
+            parts = files.byte_ranges(Piece("a", size=size), limit)
             assert parts[0].start == 0 and parts[-1].end is None
             assert [part.end for part in parts[:-1]] == [part.start for part in parts[1:]]
             assert [part.start for part in parts] == list(range(0, max(size, 1), limit))
             assert sum(part.size for part in parts) == size
-    assert files.cut(Piece("a.gz", size=50), 7) == [Piece("a.gz", size=50)]
+    assert files.byte_ranges(Piece("a.gz", size=50), 7) == [Piece("a.gz", size=50)]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -118,14 +118,13 @@ def test_hashes_and_versions_tell_what_changed(tmp_path: Path) -> None:
     file.write_bytes(raw)
     for start, end in ((0, None), (0, 1000), (999, 2_000_000), (2_000_000, None)):
         expected = hashlib.sha256(raw[start:end]).hexdigest()
-        assert files.sha256(Piece(str(file), start, end)) == expected
-        assert files.sha256(Piece(f"file://{file}", start, end)) == expected
-    before = files.version(str(file)), files.version(f"file://{file}")
-    assert before == (files.version(str(file)), files.version(f"file://{file}"))
+        assert Piece(str(file), start, end).sha256() == expected
+        assert Piece(f"file://{file}", start, end).sha256() == expected
+    before = Piece(str(file)).version(), Piece(f"file://{file}").version()
+    assert before == (Piece(str(file)).version(), Piece(f"file://{file}").version())
     os.utime(file, (1, 1))
-    after = files.version(str(file)), files.version(f"file://{file}")
+    after = Piece(str(file)).version(), Piece(f"file://{file}").version()
     assert after[0] != before[0] and after[1] != before[1]
-    assert files.local(str(file)) and not files.local(f"file://{file}")
 
 
 def fill(folder: str, write: Callable[[str, bytes], None], tmp_path: Path) -> None:
@@ -182,15 +181,15 @@ def test_remote_files_give_the_same_documents_as_local_ones(tmp_path: Path, prot
         expected = read_all(here)
         for limit in (64, 1000, 10**9):
             assert read_all(there, limit) == expected
-            mine, theirs = pieces(here, limit), pieces(there, limit)
-            assert [files.sha256(p) for p in mine] == [files.sha256(p) for p in theirs]
+            mine, theirs = here.inputs(limit), there.inputs(limit)
+            assert [p.sha256() for p in mine] == [p.sha256() for p in theirs]
             assert [(p.start, p.end, p.size) for p in mine] == [
                 (p.start, p.end, p.size) for p in theirs
             ]
-    before = files.version(f"{other}/t.txt")
-    assert before == files.version(f"{other}/t.txt")
+    before = Piece(f"{other}/t.txt").version()
+    assert before == Piece(f"{other}/t.txt").version()
     write_there(f"{other}/t.txt", b"changed")
-    assert before != files.version(f"{other}/t.txt") or before == ""  # memory:// tells nothing
+    assert before != Piece(f"{other}/t.txt").version() or before == ""  # memory:// tells nothing
     assert (before == "") == (protocol == "memory")
     for path, problem in [
         ("/none", "no such file"),
@@ -198,7 +197,7 @@ def test_remote_files_give_the_same_documents_as_local_ones(tmp_path: Path, prot
         ("/b", "no file named"),
     ]:
         with pytest.raises(CorpusError, match=problem) as caught:
-            pieces(Text(path=other + path), 1)
+            Text(path=other + path).inputs(1)
         assert f"{protocol}://" in str(caught.value)
 
 
@@ -244,10 +243,10 @@ def test_files_are_read_over_http_with_and_without_ranges(tmp_path: Path, handle
             here = Jsonl(path=f"{tmp_path}/{name}")
             there = Jsonl(path=f"http://{site}/{name}?signature=secret")
             cuttable = handler is Ranges and not name.endswith("zst")
-            assert (len(pieces(there, 100)) > 1) == cuttable
+            assert (len(there.inputs(100)) > 1) == cuttable
             assert read_all(there, 100) == read_all(here)
         with pytest.raises(CorpusError) as caught:
-            pieces(Jsonl(path=f"http://me:secret@{site}/none.jsonl?signature=secret"), 1)
+            Jsonl(path=f"http://me:secret@{site}/none.jsonl?signature=secret").inputs(1)
         assert "none.jsonl" in str(caught.value) and "secret" not in str(caught.value)
     finally:
         server.shutdown()
@@ -264,10 +263,10 @@ def test_a_missing_driver_and_an_unknown_protocol_are_named() -> None:
         "import sys\n"
         "sys.modules |= {'s3fs': None, 'gcsfs': None}\n"
         "from data_prep import CorpusError\n"
-        "from data_prep.sources import Text, pieces\n"
+        "from data_prep.sources import Text\n"
         "for path in sys.argv[1:]:\n"
         "    try:\n"
-        "        pieces(Text(path=path), 1)\n"
+        "        Text(path=path).inputs(1)\n"
         "    except CorpusError as error:\n"
         "        print(error)\n"
     )
@@ -289,4 +288,4 @@ def test_a_link_to_a_missing_file_is_an_error_in_a_glob_too(tmp_path: Path) -> N
     (tmp_path / "b.jsonl").symlink_to("nowhere")
     for path in (tmp_path, tmp_path / "*.jsonl"):
         with pytest.raises(CorpusError, match=r"b\.jsonl: cannot be read"):
-            files.list_files(str(path), ("*.jsonl",))
+            files.find_files(str(path), ("*.jsonl",))

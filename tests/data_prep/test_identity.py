@@ -24,7 +24,7 @@ from data_prep.prepare import prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
 from data_prep.shards.manifest import manifest_bytes, seal
 from data_prep.shards.writing import file_record
-from data_prep.sources import HuggingFace, Piece, PythonDocs, pieces
+from data_prep.sources import HuggingFace, Piece, PythonDocs
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"part_bytes": 2_000, "piece_bytes": 500}
@@ -179,13 +179,13 @@ def test_a_dataset_of_the_hub_is_its_name_and_its_commit(make_config: Any, hub: 
 
 
 def test_a_commit_is_compared_without_a_network() -> None:
-    (piece,) = pieces(HuggingFace(path="alice/wiki", revision="a" * 40), 1)
+    (piece,) = HuggingFace(path="alice/wiki", revision="a" * 40).inputs(1)
     read = units.read_record(0, "alice/wiki", piece)
     assert units.is_same(piece, read)
-    (other,) = pieces(HuggingFace(path="alice/wiki", revision="b" * 40), 1)
+    (other,) = HuggingFace(path="alice/wiki", revision="b" * 40).inputs(1)
     assert not units.is_same(other, read)
     with pytest.raises(CorpusError, match="set `revision` to a commit"):
-        pieces(HuggingFace(path="alice/wiki"), 1)
+        HuggingFace(path="alice/wiki").inputs(1)
 
 
 def test_empty_versions_are_never_equal(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_an_edited_package_is_another_input(
     folder.mkdir()
     (folder / "__init__.py").write_text('"""' + "A few words of prose. " * 20 + '"""\n')
     monkeypatch.syspath_prepend(tmp_path)
-    (piece,) = pieces(PythonDocs(packages=("some_docs",)), 1)
+    (piece,) = PythonDocs(packages=("some_docs",)).inputs(1)
     read = units.read_record(0, "some_docs", piece)
     assert units.is_same(piece, read)
     (folder / "__init__.py").write_text('"""' + "A few words of poetry. " * 20 + '"""\n')
@@ -362,7 +362,7 @@ def test_finished_shards_of_other_code_are_not_up_to_date(make_config: Any, copy
         ),
         pytest.param("publish/card.py", "import json", "import json as json", set(), id="card"),
         pytest.param(
-            "sources/tables.py",
+            "sources/row_groups.py",
             "    from pyarrow import RecordBatch",
             "    import pandas",
             set(),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import CorpusError
-from data_prep.sources import Document, Parquet, Rejected, WikiExtractor, pieces, read
+from data_prep.sources import Document, Parquet, Rejected, WikiExtractor
 from data_prep.text.wikipedia import repaired
 from data_prep.text.wikipedia.leftovers import CLASSES, count, find
 
@@ -143,12 +143,12 @@ def test_wikiextractor(tmp_path: Path) -> None:
     (tmp_path / "AA/wiki_01").write_text('{"id": "9", "title": "T", "text": "T\\n\\nJ."}\n{x\n')
     (tmp_path / "AA/wiki_02").write_text('<doc id="7" url="u" title="T">\nT\n\nhalf')
     source = WikiExtractor(path=str(tmp_path))
-    files = pieces(source, 10)
+    files = source.inputs(10)
     assert [(Path(piece.path).name, piece.start, piece.end) for piece in files] == [
         ("wiki_00", 0, None), ("wiki_01", 0, None), ("wiki_02", 0, None),
     ]  # fmt: skip
     assert files[0].size == (tmp_path / "AA/wiki_00").stat().st_size
-    found = [item for piece in files[:2] for item in read(source, piece)]
+    found = [item for piece in files[:2] for item in source.documents(piece)]
     assert [d for d in found if isinstance(d, Document)] == [
         Document("Text (born)\nhere.", "7", "A & B", "http://e.org/wiki?curid=7"),
         Document("J.", "9", "T", ""),
@@ -158,7 +158,7 @@ def test_wikiextractor(tmp_path: Path) -> None:
         ("AA/wiki_01#2", "malformed json"),
     ]
     with pytest.raises(CorpusError, match="wiki_02"):
-        list(read(source, files[2]))
+        list(source.documents(files[2]))
 
 
 def test_wikimedia_parquet(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_wikimedia_parquet(tmp_path: Path) -> None:
     table = pa.table({"id": ["1", "2"], "url": ["u", "v"], "title": ["A", "B"], "text": articles})
     pq.write_table(table, tmp_path / "train-0.parquet")
     source = Parquet(path=str(tmp_path), cleaning="wikipedia")
-    found = [document for piece in pieces(source, 1 << 20) for document in read(source, piece)]
+    found = [document for piece in source.inputs(1 << 20) for document in source.documents(piece)]
     assert [document.text for document in found if isinstance(document, Document)] == [
         "Albert (14 March 1879 \u2013 1955) was born in Ulm, Germany.\n\nLife\n\nHe lived.",
         "A species of moth.",

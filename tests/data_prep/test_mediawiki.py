@@ -11,7 +11,7 @@ import pytest
 from reading import LIMITS, documents, read_all
 
 from data_prep import CorpusError
-from data_prep.sources import Document, Mediawiki, pieces, read
+from data_prep.sources import Document, Mediawiki
 from data_prep.sources.compressed import CHUNK
 
 HEAD = (
@@ -69,7 +69,7 @@ def test_a_plain_dump_is_the_same_from_pieces_of_any_size(tmp_path: Path, indent
     # Borders within a page's tag, and pieces that end with the file.
     for limit in range(1000, 1100):
         assert read_all(source, limit) == whole
-    assert len(pieces(source, 1000)) == len(xml.encode()) // 1000 + 1
+    assert len(source.inputs(1000)) == len(xml.encode()) // 1000 + 1
     assert not any("Datei" in doc.text for doc in documents(whole))
     assert all(doc.url.startswith("https://de.wikipedia.org/wiki/S") for doc in documents(whole))
 
@@ -111,14 +111,14 @@ def test_a_multistream_dump_is_the_same_from_pieces_of_any_size(
     source = Mediawiki(path=str(tmp_path))
     assert seen(source, 10**9) == expected()
     for limit in (1, 500, 1000, 2000, 10**9):
-        parts = pieces(source, limit)
+        parts = source.inputs(limit)
         assert {part.start for part in parts} <= {0, *offsets}
         assert [part.end for part in parts] == [*(part.start for part in parts[1:]), None]
         assert read_all(source, limit) == read_all(source)
-    assert len(pieces(source, 1)) == len(offsets) + 1
+    assert len(source.inputs(1)) == len(offsets) + 1
     assert read_all(Mediawiki(path=f"{tmp_path}/*"), 1) == read_all(source)  # index left out
     index.unlink()
-    assert [(part.start, part.end) for part in pieces(source, 1)] == [(0, None)]
+    assert [(part.start, part.end) for part in source.inputs(1)] == [(0, None)]
     assert seen(source, 1) == expected()
     assert dump.is_file()
 
@@ -136,20 +136,20 @@ def test_an_index_that_does_not_fit_is_named(tmp_path: Path) -> None:
     ]:
         index.write_bytes(bz2.compress(wrong.encode()))
         with pytest.raises(CorpusError, match=message) as caught:
-            pieces(source, 1)
+            source.inputs(1)
         assert index.name in str(caught.value) and "remove the index" in str(caught.value)
     # Where no piece begins, too, as long as the dump is cut at all.
     index.write_bytes(bz2.compress(text.replace(f"{offsets[-1]}:", f"{offsets[-1] + 1}:").encode()))
     with pytest.raises(CorpusError, match="no bz2 stream begins at byte"):
-        pieces(source, dump.stat().st_size - 1)
+        source.inputs(dump.stat().st_size - 1)
     # A stream that is none of whole pages: a border of bz2 streams, but not of pages.
     first, second = HEAD + some_pages()[0][:50], some_pages()[0][50:] + "</mediawiki>"
     stored = bz2.compress(first.encode())
     index.write_bytes(bz2.compress(f"{len(stored)}:1:A\n".encode()))
     dump.write_bytes(stored + bz2.compress(second.encode()))
-    for part in pieces(source, 1):
+    for part in source.inputs(1):
         with pytest.raises(CorpusError, match=r"no whole XML.*remove the index"):
-            list(read(source, part))
+            list(source.documents(part))
 
 
 def test_a_dump_cut_short_is_noticed_by_whoever_reads_its_last_page(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from data_prep.pipeline.smoothing import smoothing
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest, open_shards, verify
 from data_prep.shards.manifest import SpecialIds
-from data_prep.sources import Document, pieces, read
+from data_prep.sources import Document
 
 SMALL_PARTS = 2_000  # bytes: several parts, units and shards from a few kB
 
@@ -28,8 +28,10 @@ def documents(config: CorpusConfig) -> list[tuple[int, Document]]:
     """All documents, straight from the readers."""
     found = []
     for number, source in enumerate(config.sources):
-        for piece in pieces(source, 10**9):
-            found += [(number, item) for item in read(source, piece) if isinstance(item, Document)]
+        for piece in source.inputs(10**9):
+            found += [
+                (number, item) for item in source.documents(piece) if isinstance(item, Document)
+            ]
     return found
 
 

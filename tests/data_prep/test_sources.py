@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from reading import documents
 
 from data_prep import CorpusError
-from data_prep.sources import PythonDocs, Source, pieces, read, sha256, version
+from data_prep.sources import PythonDocs, Source
 
 
 def test_source_entries() -> None:
@@ -36,15 +36,15 @@ def test_source_entries() -> None:
 
 def test_python_docs() -> None:
     source = PythonDocs(packages=("python", "pydantic", "no_such_package"), max_megabytes=0.2)
-    found = pieces(source, 1000)
+    found = source.inputs(1000)
     assert [piece.path for piece in found] == ["pydantic", "python"]
-    assert all(version(piece) and sha256(piece) for piece in found)
-    docs = documents(list(read(source, found[1])))
-    assert docs == list(read(source, found[1]))
+    assert all(piece.version() and piece.sha256() for piece in found)
+    docs = documents(list(source.documents(found[1])))
+    assert docs == list(source.documents(found[1]))
     assert 50_000 < sum(len(item.text) for item in docs) <= 200_000
     assert len({item.id for item in docs}) == len(docs)
     assert not any(">>>" in item.text for item in docs)
     argparse = next(item for item in docs if item.title == "python.argparse")
     assert "optparse-inspired command-line" in argparse.text
     with pytest.raises(CorpusError, match="none of no_such_package"):
-        pieces(PythonDocs(packages=("no_such_package",)), 1000)
+        PythonDocs(packages=("no_such_package",)).inputs(1000)

@@ -13,7 +13,7 @@ import zstandard
 from reading import LIMITS, documents, lines_of, read_all, reasons
 
 from data_prep import CorpusError
-from data_prep.sources import Document, HuggingFace, Jsonl, Parquet, files, pieces, tables
+from data_prep.sources import Document, HuggingFace, Jsonl, Parquet, row_groups
 from data_prep.sources.pages import largest_page
 from data_prep.text.wikipedia import repaired
 
@@ -107,11 +107,11 @@ def test_parquet_is_the_same_from_pieces_of_any_size(tmp_path: Path) -> None:
         (sum(sizes[:2]), [(0, 2), (2, 4)]),
         (10**9, [(0, 4)]),
     ]:
-        assert [(part.start, part.end) for part in pieces(source, limit)] == groups
+        assert [(part.start, part.end) for part in source.inputs(limit)] == groups
     by_id = documents(read_all(Parquet(path=str(tmp_path), id_field="n")))
     assert [item.id for item in by_id] == [str(i) for i in range(1000)]
     with pytest.raises(CorpusError, match="no column 'body'; it has text, n"):
-        pieces(Parquet(path=str(tmp_path), text_field="body"), 1)
+        Parquet(path=str(tmp_path), text_field="body").inputs(1)
 
 
 def test_damaged_parquet_is_named(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_damaged_parquet_is_named(tmp_path: Path) -> None:
     source = Parquet(path=str(tmp_path))
     file.write_bytes(whole[:-100])
     with pytest.raises(CorpusError, match=r"a\.parquet: unreadable"):
-        pieces(source, 1)
+        source.inputs(1)
     # The first page's header: its sizes now are nonsense.
     file.write_bytes(whole[:4] + b"\xff" * 12 + whole[16:])
     with pytest.raises(CorpusError, match=r"a\.parquet: unreadable after 0 records"):
@@ -173,7 +173,7 @@ def test_giant_cells_and_pages_are_refused_and_the_rest_is_read(
     items = read_all(source)
     assert [item.text for item in documents(items)] == ["one", "three", "four"]
     assert reasons(items) == [("a.parquet#2", "too long")]
-    monkeypatch.setattr(tables, "_PAGE_LIMIT", 1 << 24)
+    monkeypatch.setattr(row_groups, "_PAGE_LIMIT", 1 << 24)
     items = read_all(source)
     assert documents(items) == [Document("four", "a.parquet#4")]
     assert reasons(items) == [(f"a.parquet#{i}", "too long") for i in (1, 2, 3)]
@@ -183,14 +183,14 @@ def test_the_hash_of_row_groups_changes_with_their_bytes_alone(tmp_path: Path) -
     file = tmp_path / "a.parquet"
     write_parquet(file)
     whole = file.read_bytes()
-    parts = pieces(Parquet(path=str(tmp_path)), 1)
-    before = [files.sha256(part) for part in parts]
+    parts = Parquet(path=str(tmp_path)).inputs(1)
+    before = [part.sha256() for part in parts]
     assert len(set(before)) == 4
     second = pq.read_metadata(file).row_group(1).column(0)
     at = second.data_page_offset + 40
     for place, changed in ((at, [1]), (len(whole) - 20, [0, 1, 2, 3])):  # a page; the footer
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        after = [files.sha256(part) for part in parts]
+        after = [part.sha256() for part in parts]
         assert [i for i in range(4) if after[i] != before[i]] == changed
 
 
@@ -203,7 +203,7 @@ def test_huggingface_saved_and_streamed(tmp_path: Path) -> None:
     pq.write_table(pa.table(texts), tmp_path / "folder/train.parquet")
     for name in ("saved", "dict", "folder"):
         source = HuggingFace(path=str(tmp_path / name))
-        assert [piece.path for piece in pieces(source, 1)] == [source.path]
+        assert [piece.path for piece in source.inputs(1)] == [source.path]
         items = read_all(source)
         assert documents(items) == [
             Document("one", f"{name}#1"),

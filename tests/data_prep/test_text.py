@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from reading import LIMITS, documents, lines_of, read_all, reasons
 
-from data_prep.sources import Document, Sentences, Text, pieces
+from data_prep.sources import Document, Sentences, Text
 from data_prep.sources import text as text_reader
 from data_prep.sources.text import PART
 
@@ -110,8 +110,8 @@ def test_sentences_without_a_blank_line_are_spread_over_the_pieces(tmp_path: Pat
     sentence = "A book without any blank line, as BookCorpus is distributed .\n"
     (tmp_path / "b.txt").write_text(sentence * 100_000)  # 6.2 MB
     source = Sentences(path=str(tmp_path))
-    parts = pieces(source, 1 << 20)
-    found = [documents(list(text_reader.read_sentences(source, part))) for part in parts]
+    parts = source.inputs(1 << 20)
+    found = [documents(list(source.documents(part))) for part in parts]
     assert len(parts) == 6 and all(len(docs) >= 15 for docs in found)
     texts = [doc.text.split("\n") for docs in found for doc in docs]
     assert sum(map(len, texts)) == 100_000 and max(map(len, texts)) == 1000

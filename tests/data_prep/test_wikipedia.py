@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import CorpusError
-from data_prep.sources import Document, Mediawiki, Rejected, Source, pieces, read
+from data_prep.sources import Document, Mediawiki, Rejected, Source
 from data_prep.text.cleaning import clean
 from data_prep.text.wikipedia import plain_text
 from data_prep.text.wikipedia.articles import prose
@@ -227,10 +227,10 @@ def test_dump_plain_and_multistream(tmp_path: Path) -> None:
     (tmp_path / "w.xml-p1p5.bz2").write_bytes(b"".join(map(bz2.compress, parts)))
     (tmp_path / "w-index.txt.bz2").write_bytes(bz2.compress(b"0:1:A"))
     source = Mediawiki(path=str(tmp_path))
-    files = pieces(source, 1 << 20)
+    files = source.inputs(1 << 20)
     assert [Path(piece.path).name for piece in files] == ["w.xml", "w.xml-p1p5.bz2"]
     for piece in files:
-        found = list(read(source, piece))
+        found = list(source.documents(piece))
         assert [d if isinstance(d, Rejected) else _cleaned(d) for d in found] == ARTICLES
 
 
@@ -239,7 +239,7 @@ def _cleaned(document: Document) -> Document:
 
 
 def articles(source: Source) -> list[Document | Rejected]:
-    return [item for piece in pieces(source, 1 << 20) for item in read(source, piece)]
+    return [item for piece in source.inputs(1 << 20) for item in source.documents(piece)]
 
 
 def test_bad_dumps_are_named(tmp_path: Path) -> None:

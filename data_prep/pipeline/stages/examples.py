@@ -11,7 +11,7 @@ from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.duplicates import decontamination
 from data_prep.pipeline.stage import Planned, Stage
-from data_prep.sources.document import Piece
+from data_prep.sources import Piece
 
 if TYPE_CHECKING:
     from data_prep.pipeline.plan import Plan

@@ -23,7 +23,7 @@ from data_prep.pipeline.stage import Planned, Stage, group
 from data_prep.pipeline.stages import examples
 from data_prep.pipeline.stages.documents import DocumentWriter, valid
 from data_prep.pipeline.watchdog import Watchdog
-from data_prep.sources import Document, Piece, Rejected, Source, read
+from data_prep.sources import Document, Piece, Rejected, Source
 from data_prep.text import language
 from data_prep.text.cleaning import clean
 from data_prep.text.wikipedia import leftovers
@@ -109,7 +109,7 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
             closing(DocumentWriter(folder, task.part_bytes, task.deduplicate, task.seed))
         )
         for piece in task.pieces:
-            for item in read(task.source, piece):
+            for item in task.source.documents(piece):
                 watchdog.passed(item.where if isinstance(item, Rejected) else item.id)
                 counts.documents_in += 1
                 if isinstance(item, Rejected):
@@ -131,7 +131,7 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
                     counts.dropped[reason] += 1
                     continue
                 counts.noted.update(item.notes)
-                if _is_wikipedia(task.source):
+                if task.source.is_wikipedia:
                     _leftovers(item, text, counts, logs["leftovers"])
                 documents.add(item, text, key)
     return {"source": task.source_number, **documents.summary, **counts.as_json()}
@@ -201,11 +201,6 @@ def _leftovers(item: Document, text: str, counts: _Counts, log: IO[str]) -> None
             around = text[max(0, start - 40) : end + 40].replace("\n", "\\n")
             _write(log, document=valid(item.id), title=valid(item.title), kind=name, text=around)
         counts.leftovers[name] += 1
-
-
-def _is_wikipedia(source: Source) -> bool:
-    wikipedia = source.kind in ("mediawiki", "wikiextractor")
-    return wikipedia or getattr(source, "cleaning", "none") == "wikipedia"
 
 
 def _write(log: IO[str], **entry: Any) -> None:

@@ -98,7 +98,7 @@ def _plan(plan: Plan) -> Iterator[Planned]:
             part_slice = PartSlice(
                 file=folder / part["file"],
                 source_number=record.result["source"],
-                by_line=source.kind == "sentences",
+                by_line=source.by_line,
                 fates=fates,
                 taken_out=taken_out,
                 first=first,

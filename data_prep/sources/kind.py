@@ -1,0 +1,100 @@
+"""Define what every kind of source has: its keys, its traits, and how it is read."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+from typing import ClassVar
+
+from pydantic import Field, field_validator
+
+from data_prep.keys import Keys
+from data_prep.sources.document import Document, Rejected
+from data_prep.sources.files import Piece, byte_ranges, find_files, relative_name
+from data_prep.sources.remote import bare, is_remote
+from data_prep.text.language import CODES
+
+
+class SourceKind(Keys):
+    """Hold the keys of `sources:` entries that all kinds share, and declare how a kind is read.
+
+    `languages` are ISO 639-1 codes: a text that is surely in another language is dropped.
+    """
+
+    by_line: ClassVar[bool] = False  # each line of a document is one sentence
+    # The last bytes of a record, and what closes a file that is cut there.
+    record_end: ClassVar[tuple[bytes, bytes]] = (b"\n", b"")
+
+    name: str | None = None
+    licence: str = "unknown"
+    fraction: float = Field(default=1.0, gt=0.0, le=1.0)
+    languages: tuple[str, ...] | None = None
+
+    @field_validator("languages")
+    @classmethod
+    def _codes(cls, languages: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if languages is not None and not languages:
+            raise ValueError("no language is named; leave the key out to keep all")
+        for code in languages or ():
+            if code not in CODES:
+                raise ValueError(f"{code!r} is no language code such as en or de")
+        return languages
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Return the source's name in manifests and tables."""
+
+    @property
+    def is_wikipedia(self) -> bool:
+        """Return whether the texts are Wikipedia's, so that left-over markup is counted."""
+        return False
+
+    @abstractmethod
+    def inputs(self, limit: int) -> Sequence[Piece]:
+        """Return the inputs in order, cut into pieces of about `limit` bytes where possible.
+
+        The result depends on the files and `limit` alone. Raises CorpusError if there are none.
+        """
+
+    @abstractmethod
+    def input_name(self, piece: Piece) -> str:
+        """Return an input's name in records: the stem of its documents' ids."""
+
+    @abstractmethod
+    def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
+        """Yield the documents of one piece, in order and in bounded memory.
+
+        All pieces together hold each document of the inputs once, whatever `limit` was. A bad
+        document is yielded as Rejected; a truncated or unreadable file raises CorpusError.
+        """
+
+
+class FileSource(SourceKind):
+    """Read a file, a folder (searched recursively), a glob, or a URL of one of these.
+
+    URLs are read through fsspec: s3://, gs://, hf://, https:// and whatever else it knows.
+    """
+
+    patterns: ClassVar[tuple[str, ...]]  # names of a folder's files that are read
+    by_range: ClassVar[bool] = False  # a range of bytes of a plain file can be read on its own
+
+    path: str = Field(min_length=1)
+
+    @property
+    def label(self) -> str:
+        """Return the name given, else the last part of the path."""
+        path = bare(self.path) if is_remote(self.path) else self.path
+        return self.name or PurePath(path).name or path
+
+    def inputs(self, limit: int) -> Sequence[Piece]:
+        """Return the files, plain ones in ranges of bytes if this kind can read these."""
+        files = find_files(self.path, self.patterns)
+        if not self.by_range:
+            return files
+        return [piece for file in files for piece in byte_ranges(file, limit)]
+
+    def input_name(self, piece: Piece) -> str:
+        """Return the file's name within `path`."""
+        return relative_name(self.path, piece.path)

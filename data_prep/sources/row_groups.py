@@ -1,0 +1,156 @@
+"""Read Parquet files, by row groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO, ClassVar, Literal
+
+from data_prep import CorpusError
+from data_prep.messages import error_line, one_line
+from data_prep.sources.document import Document, Rejected
+from data_prep.sources.files import LINE_LIMIT, Piece, opened
+from data_prep.sources.pages import largest_page
+from data_prep.sources.records import Record, RecordSource
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
+
+_PAGE_LIMIT = 1 << 27  # bytes; reading a page takes up to three times as many
+_BATCH = 1 << 26  # bytes, if each record were as large as the largest page
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroups(Piece):
+    """Hold the row groups `start` to `end` of a Parquet file."""
+
+    def stored_ranges(self) -> list[tuple[int, int | None]]:
+        """Return where the columns of the row groups lie, and the footer.
+
+        A file whose footer cannot be read is one range.
+        """
+        import pyarrow
+        from pyarrow import parquet
+
+        with opened(self.path, seekable=True) as file:
+            size = file.seek(0, 2)
+            try:
+                metadata = parquet.read_metadata(file)
+            except (pyarrow.ArrowException, OSError):
+                return [(0, size)]
+        starts, ends = [], []
+        for number in range(self.start, metadata.num_row_groups if self.end is None else self.end):
+            group = metadata.row_group(number)
+            for column in map(group.column, range(group.num_columns)):
+                start = column.data_page_offset
+                if column.has_dictionary_page and column.dictionary_page_offset:
+                    start = min(start, column.dictionary_page_offset)
+                starts.append(start)
+                ends.append(start + column.total_compressed_size)
+        columns = [(min(starts), max(ends))] if starts else []
+        return [*columns, (size - metadata.serialized_size - 8, size)]
+
+
+class Parquet(RecordSource):
+    """Read Parquet files."""
+
+    patterns: ClassVar[tuple[str, ...]] = ("*.parquet",)
+
+    kind: Literal["parquet"] = "parquet"
+
+    def inputs(self, limit: int) -> Sequence[Piece]:
+        """Return row groups, together of about `limit` decompressed bytes.
+
+        Reads the footers alone. Raises CorpusError if there are no files.
+        """
+        found = []
+        for file in super().inputs(limit):
+            with opened(file.path, seekable=True) as stored:
+                metadata = self._opened(file.path, stored).metadata
+                groups = map(metadata.row_group, range(metadata.num_row_groups))
+                sizes = [group.total_byte_size for group in groups]
+            start, total = 0, 0
+            for number, size in enumerate(sizes):
+                if total and total + size > limit:
+                    found.append(RowGroups(file.path, start, number, total))
+                    start, total = number, 0
+                total += size
+            found.append(RowGroups(file.path, start, len(sizes), total))
+        return found
+
+    def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
+        """Yield the records of row groups; CorpusError if the file is damaged.
+
+        Takes up to 400 MB beyond a few documents. A row group with a page above 128 MiB is
+        rejected.
+        """
+        with opened(piece.path, seekable=True) as stored:
+            file = self._opened(piece.path, stored)
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            groups = range(piece.start, len(sizes) if piece.end is None else piece.end)
+            records = (record for group in groups for record in self._records(stored, file, group))
+            before = sum(sizes[: piece.start])
+            yield from self.numbered_documents(records, piece.path, self.input_name(piece), before)
+
+    def _opened(self, path: str, stored: BinaryIO) -> ParquetFile:
+        """Return the file with its footer read; CorpusError if a column is missing."""
+        import pyarrow
+        from pyarrow import parquet
+
+        try:
+            # Not buffered, a column of a row group would be read at once, however long.
+            file = parquet.ParquetFile(
+                stored, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True
+            )
+            names = file.schema_arrow.names
+        except (pyarrow.ArrowException, OSError) as error:
+            raise CorpusError(
+                f"{one_line(path)}: unreadable ({error_line(error)}); download it again"
+            ) from None
+        if missing := [column for column in self.columns if column not in names]:
+            raise CorpusError(
+                f"{one_line(path)}: no column {missing[0]!r}; it has {', '.join(names)}"
+            )
+        return file
+
+    def _records(self, stored: BinaryIO, file: ParquetFile, number: int) -> Iterator[Record]:
+        page = largest_page(stored, file.metadata, number, self.columns)
+        if page > _PAGE_LIMIT:
+            detail = f"in a row group with a page of {page} bytes; write smaller row groups"
+            for _ in range(file.metadata.row_group(number).num_rows):
+                yield Rejected("", "too long", detail)
+            return
+        rows = min(256, max(1, _BATCH // max(page, 1)))
+        for batch in file.iter_batches(rows, [number], self.columns, use_threads=False):
+            yield from _rows(batch)
+
+
+def _rows(batch: RecordBatch) -> Iterator[Record]:
+    import pyarrow
+
+    # A slice of a dictionary's column counts the whole dictionary as its bytes.
+    columns = [
+        column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+        for column in batch.columns
+    ]
+    batch = pyarrow.record_batch(columns, names=batch.schema.names)
+    if batch.nbytes <= LINE_LIMIT:
+        try:
+            records = batch.to_pylist()
+        except UnicodeDecodeError:
+            pass  # Arrow does not check what it reads
+        else:
+            yield from records
+            return
+    for number in range(len(batch)):
+        row = batch.slice(number, 1)
+        if row.nbytes > LINE_LIMIT:
+            yield Rejected("", "too long", f"a record of {row.nbytes} bytes")
+            continue
+        try:
+            record = row.to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield Rejected("", "not utf-8", f"{error.reason} at byte {error.start} of it")
+        else:
+            yield record
