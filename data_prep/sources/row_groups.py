@@ -1,4 +1,11 @@
-"""Read Parquet files, by row groups."""
+"""Read Parquet files, by row groups.
+
+A page of a file cannot be decompressed in part, and only its own header gives its size, which the
+footer bounds: a page is no larger than its column of the row group. So a row group of up to
+128 MiB, or one that decompresses by a usual ratio, is read; one that claims to be a bomb is
+rejected. A footer that lies, and a large row group in a single page, are not recognised: such a
+page takes up to three times its size (2 GiB at most: the format has 32 bits for it).
+"""
 
 from __future__ import annotations
 
@@ -10,15 +17,16 @@ from data_prep import CorpusError
 from data_prep.messages import error_line, one_line
 from data_prep.sources.document import Document, Rejected
 from data_prep.sources.files import LINE_LIMIT, Piece, opened
-from data_prep.sources.pages import largest_page
 from data_prep.sources.records import Record, RecordSource
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyarrow.parquet import ParquetFile
 
-_PAGE_LIMIT = 1 << 27  # bytes; reading a page takes up to three times as many
-_BATCH = 1 << 26  # bytes, if each record were as large as the largest page
+_GROUP_LIMIT = 1 << 27  # bytes; reading a page takes up to three times its size
+# Text is compressed to a third or a tenth. Snappy reaches 21 on equal bytes, others thousands.
+_BOMB_RATIO = 16
+_BATCH = 1 << 26  # bytes, if each record were as large as its row group
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +90,13 @@ class Parquet(RecordSource):
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
         """Yield the records of row groups; CorpusError if the file is damaged.
 
-        Takes up to 400 MB beyond a few documents. A row group with a page above 128 MiB is
-        rejected.
+        With pages of up to 128 MiB this takes up to 400 MB beyond a few documents.
         """
         with opened(piece.path, seekable=True) as stored:
             file = self._opened(piece.path, stored)
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             groups = range(piece.start, len(sizes) if piece.end is None else piece.end)
-            records = (record for group in groups for record in self._records(stored, file, group))
+            records = (record for group in groups for record in self._records(file, group))
             before = sum(sizes[: piece.start])
             yield from self.numbered_documents(records, piece.path, self.input_name(piece), before)
 
@@ -114,14 +121,23 @@ class Parquet(RecordSource):
             )
         return file
 
-    def _records(self, stored: BinaryIO, file: ParquetFile, number: int) -> Iterator[Record]:
-        page = largest_page(stored, file.metadata, number, self.columns)
-        if page > _PAGE_LIMIT:
-            detail = f"in a row group with a page of {page} bytes; write smaller row groups"
-            for _ in range(file.metadata.row_group(number).num_rows):
-                yield Rejected("", "too long", detail)
-            return
-        rows = min(256, max(1, _BATCH // max(page, 1)))
+    def _records(self, file: ParquetFile, number: int) -> Iterator[Record]:
+        """Yield the records of one row group, each as Rejected if the footer claims a bomb."""
+        group = file.metadata.row_group(number)
+        largest = 1
+        for column in map(group.column, range(group.num_columns)):
+            # The path of a nested column goes on behind the name.
+            if not {column.path_in_schema, column.path_in_schema.split(".")[0]} & {*self.columns}:
+                continue
+            size, stored = column.total_uncompressed_size, column.total_compressed_size
+            usual = min(_BOMB_RATIO * stored, LINE_LIMIT * group.num_rows)
+            if size > max(_GROUP_LIMIT, usual):
+                detail = f"in a row group of {size} bytes from {stored}; write smaller row groups"
+                for _ in range(group.num_rows):
+                    yield Rejected("", "too long", detail)
+                return
+            largest = max(largest, size)
+        rows = min(256, max(1, _BATCH // largest))
         for batch in file.iter_batches(rows, [number], self.columns, use_threads=False):
             yield from _rows(batch)
 

@@ -260,6 +260,16 @@ def bomb_as_record(folder: Path) -> Hostile:
     return Hostile([{"kind": "parquet", "path": str(path)}], dropped=None)
 
 
+def bomb_as_row_group(folder: Path) -> Hostile:
+    """256 MiB in a page, of which no record is too long: the footer claims them."""
+    path = folder / "bomb.parquet"
+    table = pa.table({"text": ["a" * 2**22] * 64})
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    pq.write_table(pa.table({"text": [prose(1)]}), folder / "good.parquet")
+    source = {"kind": "parquet", "path": str(folder)}
+    return Hostile([source], documents_in=65, dropped={"too long": 64})
+
+
 def ten_thousand_files(folder: Path) -> Hostile:
     for number in range(10_000):
         (folder / f"{number}.txt").write_text(prose(number, words=12))

@@ -14,7 +14,6 @@ from reading import LIMITS, documents, lines_of, read_all, reasons
 
 from data_prep import CorpusError
 from data_prep.sources import Document, HuggingFace, Jsonl, Parquet, row_groups
-from data_prep.sources.pages import largest_page
 from data_prep.text.wikipedia import repaired
 
 
@@ -136,34 +135,27 @@ def test_what_is_no_utf8_in_a_column_is_rejected_alone(tmp_path: Path) -> None:
     assert reasons(items) == [("a.parquet#2", "not utf-8")]
 
 
-@pytest.mark.parametrize("codec", ["snappy", "zstd", "none"])
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
-def test_the_largest_page_is_told_from_its_header(tmp_path: Path, codec: str, version: str) -> None:
+def test_damaged_parquet_raises_a_corpus_error_or_is_read(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
-    for size in (10, 100_000, 3_000_000):
-        table = pa.table({"n": range(6), "text": ["a", "b" * size, "c", "d", "e", "f"]})
-        pq.write_table(
-            table,
-            file,
-            compression=codec,
-            data_page_version=version,
-            use_dictionary=False,
-            data_page_size=1,
-            write_batch_size=1,
-            write_page_checksum=True,
-            column_encoding={"text": "PLAIN", "n": "PLAIN"},
-        )
-        metadata = pq.read_metadata(file)
-        with file.open("rb") as stored:
-            page = largest_page(stored, metadata, 0, ["text"])
-            assert size + 4 <= page < size + 40  # the length, and levels
-            assert largest_page(stored, metadata, 0, ["n"]) < 40
-    # The chunk's size in the footer is that of its pages with their headers.
-    chunk = metadata.row_group(0).column(1)
-    assert chunk.total_uncompressed_size > page
+    write_parquet(file, rows=99)
+    whole = file.read_bytes()
+    draw = random.Random(1)
+    source = Parquet(path=str(tmp_path))
+    failed = 0
+    for number in range(300):
+        # The second half of the mutations hits the footer.
+        at = draw.randrange(len(whole) - 1000 if number % 2 else 0, len(whole))
+        damage = draw.randbytes(draw.choice([1, 4]))
+        file.write_bytes(whole[:at] + damage + whole[at + len(damage) :])
+        try:
+            assert len(read_all(source)) == 100
+        except CorpusError as error:
+            assert str(error).startswith(f"{file}: ") and "\n" not in str(error)
+            failed += 1
+    assert 50 < failed < 250
 
 
-def test_giant_cells_and_pages_are_refused_and_the_rest_is_read(
+def test_giant_cells_and_row_groups_are_rejected_and_the_rest_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     big = "y" * ((1 << 24) + 1)
@@ -173,10 +165,43 @@ def test_giant_cells_and_pages_are_refused_and_the_rest_is_read(
     items = read_all(source)
     assert [item.text for item in documents(items)] == ["one", "three", "four"]
     assert reasons(items) == [("a.parquet#2", "too long")]
-    monkeypatch.setattr(row_groups, "_PAGE_LIMIT", 1 << 24)
+    monkeypatch.setattr(row_groups, "_GROUP_LIMIT", 1 << 24)
     items = read_all(source)
     assert documents(items) == [Document("four", "a.parquet#4")]
     assert reasons(items) == [(f"a.parquet#{i}", "too long") for i in (1, 2, 3)]
+
+
+def test_large_row_groups_are_read_unless_they_expand_or_hold_giants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_groups, "_GROUP_LIMIT", 1000)
+    monkeypatch.setattr(row_groups, "_BATCH", 1)  # a record a batch
+    expected = write_parquet(tmp_path / "a.parquet")
+    source = Parquet(path=str(tmp_path))
+    assert documents(read_all(source)) == expected
+    monkeypatch.setattr(row_groups, "LINE_LIMIT", 10)  # of the average record
+    assert {reason for _, reason in reasons(read_all(source))} == {"too long"}
+
+
+def test_a_footer_that_lies_lets_no_giant_record_in(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    table = pa.table({"text": ["one", "y" * (1 << 25), "three"]})
+    pq.write_table(table, file, compression="zstd", use_dictionary=False)
+    chunk = pq.read_metadata(file).row_group(0).column(0)
+
+    def varint(number: int) -> bytes:
+        """Return a Thrift integer of four bytes, whatever its value."""
+        groups = [2 * number >> shift & 127 for shift in (0, 7, 14, 21)]
+        return bytes([*(group | 128 for group in groups[:3]), groups[3]])
+
+    whole = file.read_bytes()
+    honest = varint(chunk.total_uncompressed_size)
+    assert whole.count(honest) >= 1
+    file.write_bytes(whole.replace(honest, varint(1000)))
+    assert pq.read_metadata(file).row_group(0).column(0).total_uncompressed_size == 1000
+    items = read_all(Parquet(path=str(tmp_path)))
+    assert [item.text for item in documents(items)] == ["one", "three"]
+    assert reasons(items) == [("a.parquet#2", "too long")]
 
 
 def test_the_hash_of_row_groups_changes_with_their_bytes_alone(tmp_path: Path) -> None:
