@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatch
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -11,10 +10,10 @@ from data_prep import CorpusError
 from data_prep.config import CorpusConfig, TrainTokenizer
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.pipeline.code import BEHAVIOUR, Code, code_of
-from data_prep.pipeline.stage import Reads, Stage
+from data_prep.pipeline.stage import Stage
 from data_prep.pipeline.stages import deduplicate, examples, extract, match, pack, vocabulary
 from data_prep.pipeline.units import NamedPiece, Record, Unit, make_unit
-from data_prep.shards.manifest import FileRecord, TokenizerRecord
+from data_prep.shards.manifest import TokenizerRecord
 from data_prep.tokens import load
 
 PART_BYTES = 32 * 2**20  # of text, before it is tokenised into a shard
@@ -106,23 +105,3 @@ class Plan:
         """Return the tokenizer that was named, None if one is trained; or raise CorpusError."""
         named = self.config.tokenizer
         return None if isinstance(named, TrainTokenizer) else load(named).record()
-
-    def read_by(
-        self, reads: Reads, units: Sequence[Unit] = ()
-    ) -> Iterator[tuple[str, Unit, Record, list[FileRecord]]]:
-        """Yield the outputs of earlier stages that match `reads`, unit by unit.
-
-        Of some units, only the files that these read.
-        """
-        if units and not any(unit.upstream for unit in units):
-            return  # such as a vocabulary that is named, and not trained
-        parts = {file for unit in units for file in STAGES[unit.stage].files_read(unit.task)}
-        for earlier, patterns in reads.items():
-            for unit, record in zip(self.units(earlier), self.records(earlier), strict=True):
-                outputs = [
-                    output
-                    for output in record.outputs
-                    if any(fnmatch(output.file, pattern) for pattern in patterns)
-                    and (earlier != "extract" or not parts or unit.folder / output.file in parts)
-                ]
-                yield earlier, unit, record, outputs

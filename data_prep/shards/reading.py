@@ -33,8 +33,20 @@ class MappedShard:
         self._bytes = memoryview(buffer)
         # What is decoded is verified first: all but the rows lies at the two ends of the file.
         self._verify(np.array([0, record.bytes - around]), np.array([around, record.bytes]))
+        kind = pa.list_(getattr(pa, manifest.dtype)(), manifest.row_length)
+        try:
+            with pa.ipc.open_stream(buffer) as stream:
+                batch = stream.read_next_batch()
+            column = batch.column("input_ids")
+            column.validate()
+            if column.type != kind or column.null_count or len(column) != record.rows:
+                raise pa.ArrowInvalid(f"{len(column)} rows of {column.type}")
+            values = column.flatten().to_numpy(zero_copy_only=True)
+        except (pa.ArrowException, KeyError, StopIteration, OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise CorpusError(f"{self.path}: does not decode ({reason}): {AGAIN}") from None
         #: The rows [rows, row_length] without a copy, and without verification.
-        self.view = self._decode(buffer, manifest)
+        self.view: npt.NDArray[Any] = values.reshape(record.rows, manifest.row_length)
         self._start = self.view.ctypes.data - buffer.address
 
     def rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
@@ -56,22 +68,6 @@ class MappedShard:
             if xxhash.xxh3_128_hexdigest(data) != self._record.blocks[block]:
                 raise CorpusError(block_differs(self.path, self._record, block))
             self._unverified[block] = False
-
-    def _decode(self, buffer: pa.Buffer, manifest: Manifest) -> npt.NDArray[Any]:
-        kind = pa.list_(getattr(pa, manifest.dtype)(), manifest.row_length)
-        try:
-            with pa.ipc.open_stream(buffer) as stream:
-                batch = stream.read_next_batch()
-            column = batch.column("input_ids")
-            column.validate()
-            if column.type != kind or column.null_count or len(column) != self._record.rows:
-                raise pa.ArrowInvalid(f"{len(column)} rows of {column.type}")
-            values = column.flatten().to_numpy(zero_copy_only=True)
-        except (pa.ArrowException, KeyError, StopIteration, OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise CorpusError(f"{self.path}: does not decode ({reason}): {AGAIN}") from None
-        view: npt.NDArray[Any] = values.reshape(self._record.rows, manifest.row_length)
-        return view
 
 
 class ShardSet:
