@@ -58,7 +58,20 @@ def evaluate(
     mine = np.array_split(np.arange(rows), accelerator.num_processes)[accelerator.process_index]
     special = shards.manifest.tokenizer.special_ids
     masking = evaluation_masking(shards.manifest, probability)
-    terms = _terms(teacher is not None)
+
+    def term(name: str, values: Callable[..., Tensor], needs_teacher: bool = False) -> Term:
+        return VocabularyTerm(name, 1.0, "masked", values, needs_teacher, name)
+
+    terms = [
+        term("loss", lambda s, t, labels: cross_entropy(s, labels)),
+        term("accuracy", lambda s, t, labels: is_correct(s, labels)),
+    ]
+    if teacher is not None:
+        terms += [
+            term("kl", lambda s, t, _: kl_divergence(s, t, temperature=1.0), True),
+            term("agreement", lambda s, t, _: is_correct(s, t.argmax(-1)), True),
+            term("teacher_accuracy", lambda s, t, labels: is_correct(t, labels), True),
+        ]
     module = Distillation(student, teacher, terms, pad_id=special.pad)
     ones = torch.ones(len(terms), device=accelerator.device)
 
@@ -107,28 +120,6 @@ def unigram(shards: ShardSet) -> Tensor:
 def is_correct(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     """Return 1.0 where the most likely token is the label, else 0.0 [N]; their mean is accuracy."""
     return (logits_NV.argmax(-1) == labels_N).float()
-
-
-def agrees(student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
-    """Return 1.0 where student and teacher have the same most likely token, else 0.0 [N]."""
-    return (student_NV.argmax(-1) == teacher_NV.argmax(-1)).float()
-
-
-def _terms(with_teacher: bool) -> list[Term]:
-    def term(name: str, values: Callable[..., Tensor], needs_teacher: bool = False) -> Term:
-        return VocabularyTerm(name, 1.0, "masked", values, needs_teacher, name)
-
-    terms = [
-        term("loss", lambda s, t, labels: cross_entropy(s, labels)),
-        term("accuracy", lambda s, t, labels: is_correct(s, labels)),
-    ]
-    if with_teacher:
-        terms += [
-            term("kl", lambda s, t, _: kl_divergence(s, t, temperature=1.0), True),
-            term("agreement", lambda s, t, _: agrees(s, t), True),
-            term("teacher_accuracy", lambda s, t, labels: is_correct(t, labels), True),
-        ]
-    return terms
 
 
 def evaluate_folder(

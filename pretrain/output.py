@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from data_prep.disk import refuse_if_held
 from pretrain import RunError
@@ -55,7 +54,12 @@ def check_output(config: RunConfig) -> None:
             "`output:`, a new or an empty folder"
         )
     before = None if _has_checkpoint(output) else _recorded(output)
-    if before is not None and _shaping(before) != _shaping(config):
+    if before is None:
+        return
+    shapings = [before.shaping(), config.shaping()]
+    for shaping in shapings:
+        del shaping["train"]["precision"]  # `auto` has not chosen yet
+    if shapings[0] != shapings[1]:
         refuse_if_held(output, "pretrain", who="distil pretrain")  # alive, and has not saved yet
         raise RunError(
             f"output {output} holds the config.json of another run, whose checkpoints are gone; "
@@ -117,10 +121,3 @@ def _recorded(folder: Path) -> RunConfig | None:
         return RunConfig.model_validate_json((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def _shaping(config: RunConfig) -> dict[str, Any]:
-    """Return what a run must keep, without the precision, which `auto` has not chosen yet."""
-    shaping = config.shaping()
-    del shaping["train"]["precision"]
-    return shaping

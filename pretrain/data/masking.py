@@ -100,7 +100,7 @@ class Masking:
         xp, like = _library(ids)
         num_rows, length = ids.shape
         num_slots = rows.positions.shape[1]
-        tables = (self._special, self._ordinary, _EXPONENTIAL)
+        tables = (self._special, np.flatnonzero(~self._special), _EXPONENTIAL)
         special, ordinary, race = (xp.asarray(table, **like) for table in tables)
 
         draw = derive(keys[_SELECT], xp.arange(length, dtype=keys.dtype, **like))
@@ -113,15 +113,17 @@ class Masking:
 
         flat = slots + xp.arange(0, num_rows * length, length, **like)[:, None]
         original = ids.reshape(-1)[flat]
-        replacement = self._replacements(xp, keys, slots, original, ordinary)
+        if self.replace == "mask":
+            replacement = xp.full_like(original, self.mask_id)
+        else:
+            action, chance = derive(keys[_ACTION:], xp.asarray(slots, dtype=keys.dtype))
+            action %= 10
+            random_ids = ordinary[(xp.asarray(chance, dtype=xp.int64) * len(ordinary)) >> 32]
+            kept = xp.where(action == 8, original, random_ids)
+            replacement = xp.where(action < 8, self.mask_id, kept)
         rows.input_ids.reshape(-1)[flat] = xp.where(used, replacement, original)
         rows.positions[:] = slots
         rows.labels[:] = xp.where(used, original, IGNORE)
-
-    def count(self, input_ids: NDArray[np.int64]) -> int:
-        """Return how many tokens of rows [B, L] are predicted; the same number that masking them
-        gives."""
-        return int(self._num_wanted((~self._special[input_ids]).sum(1)).sum())
 
     def _num_wanted(self, num_selectable: Any) -> Any:
         """round(probability * ordinary tokens) [B], but at least one where there is a token."""
@@ -129,23 +131,11 @@ class Masking:
         wanted = (num_selectable * share + (1 << 15)) >> 16
         return wanted + ((wanted == 0) & (num_selectable > 0))
 
-    def _replacements(self, xp: Any, keys: Any, slots: Any, original: Any, ordinary: Any) -> Any:
-        if self.replace == "mask":
-            return xp.full_like(original, self.mask_id)
-        action, chance = derive(keys[_ACTION:], xp.asarray(slots, dtype=keys.dtype))
-        action %= 10
-        random_ids = ordinary[(xp.asarray(chance, dtype=xp.int64) * len(ordinary)) >> 32]
-        return xp.where(action < 8, self.mask_id, xp.where(action == 8, original, random_ids))
-
     @cached_property
     def _special(self) -> NDArray[np.bool_]:
         special = np.zeros(self.vocab_size, dtype=bool)
         special[list(self.special_ids)] = True
         return special
-
-    @cached_property
-    def _ordinary(self) -> NDArray[np.int64]:
-        return np.flatnonzero(~self._special)
 
 
 def _integer_exponential() -> NDArray[np.int32]:

@@ -17,7 +17,7 @@ from pretrain.data.masking import IGNORE
 from pretrain.kernels.attention import Packing, find_documents
 from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.cpu_layers import use_cpu_layers
-from pretrain.kernels.head import Backend, Projection, vocabulary_losses
+from pretrain.kernels.head import Backend, vocabulary_losses
 from pretrain.model.encoder import MaskedLM, keep_embeddings_eager, last_hidden_state, projection
 from pretrain.objectives.terms import Encoded, SignalTerm, Term, VocabularyTerm
 
@@ -151,14 +151,24 @@ class Distillation(nn.Module):
         sums = []
         num = len(self.vocabulary_terms)
         if self.vocabulary_terms:
-            index, labels_M = _head_rows(packing.token_mask, positions, labels, num_masked)
-            # KL over all tokens needs the head at every one; otherwise the slots are enough.
+            # All positions in one order: masked first, then the other tokens, padding last.
+            labels_BL = torch.full_like(input_ids, IGNORE).scatter(1, positions, labels)
+            unmasked_BL = torch.where(packing.token_mask, 1, 2)
+            order = torch.where(labels_BL != IGNORE, 0, unmasked_BL).flatten().argsort(stable=True)
+            # KL over all tokens needs the head at every one; otherwise the masked are enough.
             everywhere = any(term.over == "tokens" for term in self.vocabulary_terms)
-            index = index[: num_tokens if everywhere else num_masked]
+            index = order[: num_tokens if everywhere else num_masked]
+            teacher_projection = None
+            if any(term.needs_teacher for term in self.vocabulary_terms):
+                assert self.teacher is not None and teacher_hidden is not None
+                with _inference(self.teacher):
+                    teacher_projection = projection(
+                        self.teacher, teacher_hidden.flatten(0, 1).index_select(0, index)
+                    )
             head_loss, head_sums = vocabulary_losses(
-                _project(self.student, hidden, index),
-                self._teacher_projection(teacher_hidden, index),
-                labels_M,
+                projection(self.student, hidden.flatten(0, 1).index_select(0, index)),
+                teacher_projection,
+                labels_BL.flatten()[order[:num_masked]],
                 self.vocabulary_terms,
                 coefficients_T[:num],
                 backend=self.backend,
@@ -184,13 +194,6 @@ class Distillation(nn.Module):
         with _inference(self.teacher):
             return packing, hidden, self._trunk(self.teacher, input_ids, packing)
 
-    def _teacher_projection(self, hidden_BLD: Tensor | None, index: Tensor) -> Projection | None:
-        if hidden_BLD is None or not any(term.needs_teacher for term in self.vocabulary_terms):
-            return None
-        assert self.teacher is not None
-        with _inference(self.teacher):
-            return _project(self.teacher, hidden_BLD, index)
-
 
 @contextmanager
 def _inference(teacher: MaskedLM) -> Iterator[None]:
@@ -200,18 +203,3 @@ def _inference(teacher: MaskedLM) -> Iterator[None]:
     dtype = torch.get_autocast_dtype(device)
     with torch.inference_mode(), torch.autocast(device, dtype, enabled=autocast):
         yield
-
-
-def _project(model: MaskedLM, hidden_BLD: Tensor, index: Tensor) -> Projection:
-    return projection(model, hidden_BLD.flatten(0, 1).index_select(0, index))
-
-
-def _head_rows(
-    token_mask: Tensor, positions: Tensor, labels: Tensor, num_masked: int
-) -> tuple[Tensor, Tensor]:
-    """(all B*L positions, masked ones first and padding last [B*L]; labels of the first [M])."""
-    spread = torch.full(token_mask.shape, IGNORE, device=labels.device, dtype=labels.dtype)
-    spread = spread.scatter(1, positions, labels).flatten()
-    rank = torch.where(spread != IGNORE, 0, torch.where(token_mask.flatten(), 1, 2))
-    index = rank.argsort(stable=True)
-    return index, spread[index[:num_masked]]

@@ -59,7 +59,22 @@ def assemble(
         # A classifier's labels, of which there may be any number, are no part of a language model.
         values = {key: value for key, value in raw.items() if key not in _LABELS}
         settings = config.from_dict(values)
-        check_sizes(who, architecture, settings, tensors)
+        # Refuse a config that describes far more than its weights hold, before that is allocated.
+        key = settings.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        num_layers = settings.num_hidden_layers
+        if num_layers > len(tensors):
+            raise RunError(
+                f"{who}: its weights do not fit its config.json: {key} is {num_layers} there, and "
+                f"the weights have {len(tensors)} tensors"
+            )
+        with torch.device("meta"):
+            described = sum(p.numel() for p in architecture(settings).parameters())
+        held = sum(tensor.numel() for tensor in tensors.values())
+        if described > 2 * held + _UNTRAINED:  # old files lack a tied matrix
+            raise RunError(
+                f"{who}: its weights do not fit its config.json: config.json describes "
+                f"{described:,} parameters, the weights hold {held:,}"
+            )
         model, report = architecture.from_pretrained(
             None,
             config=settings,
@@ -92,24 +107,6 @@ def assemble(
     if odd := [*missing, *sorted(unused)]:
         raise RunError(f"{who}: its weights do not fit its config.json (see {odd[0]})")
     return model
-
-
-def check_sizes(who: str, architecture: Any, config: Any, tensors: dict[str, Tensor]) -> None:
-    """Refuse a config that describes far more than its weights hold, before that is allocated."""
-    key = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    if config.num_hidden_layers > len(tensors):
-        raise RunError(
-            f"{who}: its weights do not fit its config.json: {key} is {config.num_hidden_layers} "
-            f"there, and the weights have {len(tensors)} tensors"
-        )
-    with torch.device("meta"):
-        described = sum(p.numel() for p in architecture(config).parameters())
-    held = sum(tensor.numel() for tensor in tensors.values())
-    if described > 2 * held + _UNTRAINED:  # old files lack a tied matrix
-        raise RunError(
-            f"{who}: its weights do not fit its config.json: config.json describes "
-            f"{described:,} parameters, the weights hold {held:,}"
-        )
 
 
 def check_row_length(who: str, max_position_embeddings: int, manifest: Manifest) -> None:

@@ -104,7 +104,16 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
         files = _weight_files(who, folder, _PICKLED)
         if not files:
             raise RunError(f"{who}: there is no {folder / _SAFE}; check the path")
-        _refuse_pickles(who, files[0], allowed=pickled)
+        if not pickled:
+            raise RunError(
+                f"{who}: {files[0]} is a pickle, and there is no {_SAFE}; load the model where you "
+                "trust it and write it again with save_pretrained"
+            )
+        if tuple(map(int, torch.__version__.split(".")[:2])) < _SAFE_UNPICKLER:
+            raise RunError(
+                f"{who}: {files[0]} is a pickle, which torch {torch.__version__} does not read "
+                f"safely (CVE-2026-24747); upgrade to torch 2.10, or save the model as {_SAFE}"
+            )
     size, memory = sum(file.stat().st_size for file in files), psutil.virtual_memory().total
     if size > memory:
         raise RunError(
@@ -115,7 +124,11 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
     for file in files:
         try:
             # Both readers map the file: without a copy, whoever writes it again changes the model.
-            found = load_file(file) if safe else _unpickled(file)
+            if safe:
+                found = load_file(file)
+            else:  # `weights_only` builds tensors and nothing else
+                found = load_state_dict(file, map_location="cpu", weights_only=True)
+                assert all(isinstance(tensor, Tensor) for tensor in found.values())
             tensors |= {name: tensor.clone() for name, tensor in found.items()}
         except Exception as error:  # a damaged file raises whatever its parser comes upon
             reason = first_line(error) if safe else "damaged, or not only tensors"
@@ -213,23 +226,3 @@ def _weight_files(who: str, folder: Path, name: str) -> list[Path]:
         if not (folder / part).is_file():
             raise RunError(f"{who}: {folder / part}, which {index.name} lists, is no file")
     return sorted({folder / part for part in parts})
-
-
-def _refuse_pickles(who: str, file: Path, *, allowed: bool) -> None:
-    if not allowed:
-        raise RunError(
-            f"{who}: {file} is a pickle, and there is no {_SAFE}; load the model where you trust "
-            "it and write it again with save_pretrained"
-        )
-    if tuple(map(int, torch.__version__.split(".")[:2])) < _SAFE_UNPICKLER:
-        raise RunError(
-            f"{who}: {file} is a pickle, which torch {torch.__version__} does not read safely "
-            f"(CVE-2026-24747); upgrade to torch 2.10, or save the model as {_SAFE}"
-        )
-
-
-def _unpickled(file: Path) -> dict[str, Tensor]:
-    """Tensors of a .bin; `weights_only` builds nothing else."""
-    tensors = load_state_dict(file, map_location="cpu", weights_only=True)
-    assert all(isinstance(tensor, Tensor) for tensor in tensors.values())
-    return tensors

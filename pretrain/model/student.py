@@ -80,14 +80,26 @@ def copy_layers(
             f"student.init: the teacher has layers 0 to {len(teacher.bert.encoder.layer) - 1}, "
             f"not {bad[0]}"
         )
-    source, target = teacher.bert.embeddings, student.distilbert.embeddings
-    target.word_embeddings.load_state_dict(source.word_embeddings.state_dict())
-    target.LayerNorm.load_state_dict(source.LayerNorm.state_dict())
-    types = source.token_type_embeddings.weight[0]
-    target.position_embeddings.weight.copy_(source.position_embeddings.weight + types)
+    bert, ours = teacher.bert.embeddings, student.distilbert.embeddings
+    ours.word_embeddings.load_state_dict(bert.word_embeddings.state_dict())
+    ours.LayerNorm.load_state_dict(bert.LayerNorm.state_dict())
+    types = bert.token_type_embeddings.weight[0]
+    ours.position_embeddings.weight.copy_(bert.position_embeddings.weight + types)
+    block: Any
+    theirs: Any
     for block, layer in zip(student.distilbert.transformer.layer, layers, strict=True):
-        for ours, theirs in _block_pairs(block, teacher.bert.encoder.layer[layer]):
-            ours.load_state_dict(theirs.state_dict())
+        theirs = teacher.bert.encoder.layer[layer]
+        for target, source in (
+            (block.attention.q_lin, theirs.attention.self.query),
+            (block.attention.k_lin, theirs.attention.self.key),
+            (block.attention.v_lin, theirs.attention.self.value),
+            (block.attention.out_lin, theirs.attention.output.dense),
+            (block.sa_layer_norm, theirs.attention.output.LayerNorm),
+            (block.ffn.lin1, theirs.intermediate.dense),
+            (block.ffn.lin2, theirs.output.dense),
+            (block.output_layer_norm, theirs.output.LayerNorm),
+        ):
+            target.load_state_dict(source.state_dict())
     head = teacher.cls.predictions
     student.vocab_transform.load_state_dict(head.transform.dense.state_dict())
     student.vocab_layer_norm.load_state_dict(head.transform.LayerNorm.state_dict())
@@ -166,17 +178,3 @@ def _continue_from(folder: Path, config: Student, teacher: Teacher) -> DistilBer
     model.config.dropout = config.dropout
     model.config.attention_dropout = config.attention_dropout
     return model.train()
-
-
-def _block_pairs(block: Any, layer: Any) -> list[tuple[nn.Module, nn.Module]]:
-    attention = layer.attention
-    return [
-        (block.attention.q_lin, attention.self.query),
-        (block.attention.k_lin, attention.self.key),
-        (block.attention.v_lin, attention.self.value),
-        (block.attention.out_lin, attention.output.dense),
-        (block.sa_layer_norm, attention.output.LayerNorm),
-        (block.ffn.lin1, layer.intermediate.dense),
-        (block.ffn.lin2, layer.output.dense),
-        (block.output_layer_norm, layer.output.LayerNorm),
-    ]

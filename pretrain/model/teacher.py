@@ -54,12 +54,33 @@ def load_teacher(
     source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     folder, commit = fetch(who, source, revision or None)
     raw = read_config(who, folder)
-    _refuse_config(who, raw)
+    # A BERT (old configs name no model_type) whose LM head a DistilBERT can have, and no other.
+    if raw.get("tie_word_embeddings") is False:
+        raise RunError(
+            f"{who}: its tie_word_embeddings is false, so its head cannot be copied to a "
+            "DistilBERT, whose output embedding is tied"
+        )
+    if raw.get("model_type", "bert") != "bert":
+        raise RunError(
+            f"{who}: a {raw['model_type']} cannot be a teacher here; objective distilbert takes a "
+            "BERT with a masked-language-model head"
+        )
+    if raw.get("is_decoder"):
+        raise RunError(f"{who}: its is_decoder is true; a teacher looks at both sides of a word")
     tensors = read_tensors(who, folder, pickled=True)
     model = assemble(who, BertForMaskedLM, BertConfig, raw, tensors)
     check_vocabulary(who, folder, model.config, manifest, required=not same_vocabulary)
     if shards is not None and not same_vocabulary:
-        check_tokenizer(who, folder, shards, manifest)
+        try:
+            found = difference(folder, shards, manifest)
+        except CorpusError as error:
+            raise RunError(f"{who}: its tokenizer cannot be compared ({error})") from None
+        if found:
+            raise RunError(
+                f"{who}: its tokenizer is not that of the shards: {found}; prepare the corpus with "
+                "its tokenizer, or set `teacher_vocabulary: same` if the shards are as you want "
+                "them"
+            )
     check_row_length(who, model.config.max_position_embeddings, manifest)
     model.eval().requires_grad_(False)
     return Teacher(model, name, commit is None, commit, parameters_sha256(model), manifest)
@@ -113,32 +134,3 @@ def check_vocabulary(
                 f"{who}: its {role} token has id {id}, the shards' has {expected}; prepare the "
                 "corpus with its tokenizer"
             )
-
-
-def check_tokenizer(who: str, folder: Path, shards: Path, manifest: Manifest) -> None:
-    """Refuse a model whose tokenizer, in `folder`, encodes text otherwise than the shards' own."""
-    try:
-        found = difference(folder, shards, manifest)
-    except CorpusError as error:
-        raise RunError(f"{who}: its tokenizer cannot be compared ({error})") from None
-    if found:
-        raise RunError(
-            f"{who}: its tokenizer is not that of the shards: {found}; prepare the corpus with its "
-            "tokenizer, or set `teacher_vocabulary: same` if the shards are as you want them"
-        )
-
-
-def _refuse_config(who: str, raw: dict[str, Any]) -> None:
-    """Nothing but a BERT (old configs name no model_type) whose head a DistilBERT can have."""
-    if raw.get("tie_word_embeddings") is False:
-        raise RunError(
-            f"{who}: its tie_word_embeddings is false, so its head cannot be copied to a "
-            "DistilBERT, whose output embedding is tied"
-        )
-    if raw.get("model_type", "bert") != "bert":
-        raise RunError(
-            f"{who}: a {raw['model_type']} cannot be a teacher here; objective distilbert takes a "
-            "BERT with a masked-language-model head"
-        )
-    if raw.get("is_decoder"):
-        raise RunError(f"{who}: its is_decoder is true; a teacher looks at both sides of a word")

@@ -11,7 +11,7 @@ Weights 5 / 2 / 1 and T = 2 are what the authors used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 class DistilBert(Keys):
     """The triple loss; a term whose weight is 0 is not computed (the paper's ablations)."""
+
+    needs_teacher: ClassVar[bool] = True  # also where no term compares: the student is cut from it
 
     name: Literal["distilbert"] = "distilbert"
     temperature: float = Field(2.0, gt=0, le=1000)
@@ -36,11 +38,6 @@ class DistilBert(Keys):
         if self.kl == self.mlm == self.cosine == 0:
             raise ValueError("kl, mlm and cosine are all 0: give at least one term a weight")
         return self
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Return a student is always distilled from, and compared with, a teacher."""
-        return True
 
     @property
     def published(self) -> str:

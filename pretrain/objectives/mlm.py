@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from data_prep.keys import Keys
 
@@ -13,17 +13,10 @@ if TYPE_CHECKING:
 class MaskedLanguageModel(Keys):
     """Trains a BERT of the sizes under `model:`, for want of a teacher."""
 
+    needs_teacher: ClassVar[bool] = False
+    published: ClassVar[str] = ""  # no paper: BERT's objective has a second term
+
     name: Literal["mlm"] = "mlm"
-
-    @property
-    def needs_teacher(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def published(self) -> str:
-        """No paper: BERT's objective has a second term."""
-        return ""
 
     def terms(self) -> tuple[Term, ...]:
         """Return the one term."""

@@ -16,12 +16,11 @@ from data_prep.shards import ShardSet, open_shards
 from data_prep.shards.manifest import SpecialIds
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.data.masking import IGNORE, Masked, Masking
+from pretrain.data.masking import IGNORE, MaskedRows, Masking
 from pretrain.data.order import Order
 from pretrain.data.rows import (
     Skip,
     StepDataset,
-    StepRows,
     corrupt,
     loader,
     masking_over,
@@ -72,30 +71,27 @@ def test_every_other_row_is_what_it_was(shards: ShardSet, order: Order, masking:
         ours = StepDataset(shards, order, masking, rank=rank, world=3, skips=SKIPS)
         for step in range(steps):
             before, after = plain[step], ours[step]
-            assert torch.equal(after.rows, before.rows)
-            for i, row in enumerate(before.rows.tolist()):
+            for i, row in enumerate(order.at(step)[1][ours.mine].tolist()):
                 if is_left_out(row, step):
                     num_left_out += 1
                     assert (after.input_ids[i] == PAD).all() and (after.labels[i] == IGNORE).all()
                 else:
                     for ours_now, ours_before in zip(after[:3], before[:3], strict=True):
                         assert torch.equal(ours_now[i], ours_before[i])
-            # A masked position never becomes padding, so what is fed can be counted.
-            assert after.num_tokens == int((after.input_ids != PAD).sum())
-            assert after.num_masked == int((after.labels != IGNORE).sum())
     assert num_left_out > 60
 
 
-def test_counting_before_masking_gives_the_same_numbers(
+def test_masking_does_not_change_the_number_of_tokens(
     shards: ShardSet, order: Order, masking: Masking
 ) -> None:
     step = StepDataset(shards, order, masking, skips=SKIPS)[7]
-    ids = shards.rows(step.rows.numpy()).astype(np.int64)
-    left_out = np.array([is_left_out(row, 7) for row in step.rows.tolist()])
+    rows = order.at(7)[1]
+    ids = shards.rows(rows).astype(np.int64)
+    left_out = np.array([is_left_out(row, 7) for row in rows.tolist()])
     assert left_out.any()
-    assert step.num_masked == masking.count(ids[~left_out])
-    ids[left_out] = PAD
-    assert step.num_masked == masking.count(ids)
+    others, masked = by_hand(shards, order, masking, 7, padded=False)[0], step.labels != IGNORE
+    expected = int((ids[~left_out] != PAD).sum()), int((others.labels != IGNORE).sum())
+    assert counts(fed(step)) == expected and int(masked.sum()) == expected[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -105,14 +101,12 @@ def test_loader_workers_leave_out_the_same(
     dataset = StepDataset(shards, order, masking, skips=SKIPS)
     with loader(dataset, 2, 8, num_workers) as batches:
         for step, loaded in enumerate(batches, start=2):
-            expected = dataset[step]
-            assert all(map(torch.equal, loaded[:4], expected[:4]))
-            assert (loaded.num_tokens, loaded.num_masked) == expected[4:]
+            assert all(map(torch.equal, loaded, dataset[step]))
 
 
 def by_hand(
     shards: ShardSet, order: Order, masking: Masking, step: int, *, padded: bool
-) -> tuple[Masked, NDArray[np.bool_]]:
+) -> tuple[MaskedRows, NDArray[np.bool_]]:
     """The step's rows with what `SKIPS` names padded, or without it; and which those are."""
     epochs, rows = order.at(step)
     left_out = np.array([is_left_out(row, step) for row in rows.tolist()])
@@ -155,13 +149,15 @@ def accumulate(
     return torch.stack(outputs), [gradient for gradient in gradients if gradient is not None]
 
 
-def split(masked: Masked) -> list[MicroBatch]:
-    tensors = [torch.from_numpy(array).split(MICRO) for array in masked]
-    return [micro_batch(*rows, cls_id=CLS, pad_id=PAD) for rows in zip(*tensors, strict=True)]
+def fed(rows: MaskedRows) -> list[MicroBatch]:
+    parts = zip(*(torch.as_tensor(array).split(MICRO) for array in rows), strict=True)
+    batches = [micro_batch(*part, cls_id=CLS, pad_id=PAD) for part in parts]
+    return [batch.to(torch.device("cpu")) for batch in batches]
 
 
-def fed(step: StepRows) -> list[MicroBatch]:
-    return [batch.to(torch.device("cpu")) for batch in step.micro_batches(MICRO, SPECIAL)]
+def counts(batches: list[MicroBatch]) -> tuple[int, int]:
+    """(tokens, masked tokens) of micro-batches."""
+    return sum(b.num_tokens for b in batches), sum(b.num_masked for b in batches)
 
 
 STEP = 6
@@ -176,13 +172,13 @@ def test_a_step_is_bitwise_the_step_over_rows_padded_by_hand(
     assert 0 < left_out.sum() < G
     tokens = int((expected.input_ids != PAD).sum())
     masked = int((expected.labels != IGNORE).sum())
-    assert (ours.num_tokens, ours.num_masked) == (tokens, masked)
-    outputs, gradients = accumulate(module, fed(ours), ours.num_tokens, ours.num_masked)
-    wanted, wanted_gradients = accumulate(module, split(expected), tokens, masked)
+    assert counts(fed(ours)) == (tokens, masked)
+    outputs, gradients = accumulate(module, fed(ours), tokens, masked)
+    wanted, wanted_gradients = accumulate(module, fed(expected), tokens, masked)
     assert torch.equal(outputs, wanted)
     assert all(map(torch.equal, gradients, wanted_gradients))
-    everything = StepDataset(shards, order, masking)[STEP]
-    other, _ = accumulate(module, fed(everything), everything.num_tokens, everything.num_masked)
+    everything = fed(StepDataset(shards, order, masking)[STEP])
+    other, _ = accumulate(module, everything, *counts(everything))
     assert not torch.equal(other, outputs)
 
 
@@ -190,12 +186,11 @@ def test_a_step_is_the_step_of_a_run_that_never_held_them(
     shards: ShardSet, order: Order, masking: Masking, module: Distillation, one_thread: None
 ) -> None:
     module.double(), module.teacher.double()  # type: ignore[union-attr]
-    ours = StepDataset(shards, order, masking, skips=SKIPS)[STEP]
+    ours = fed(StepDataset(shards, order, masking, skips=SKIPS)[STEP])
     without, left_out = by_hand(shards, order, masking, STEP, padded=False)
     assert len(without.input_ids) == G - left_out.sum() < G
-    counts = ours.num_tokens, ours.num_masked
-    outputs, gradients = accumulate(module, fed(ours), *counts)
-    expected, expected_gradients = accumulate(module, split(without), *counts)
+    outputs, gradients = accumulate(module, ours, *counts(ours))
+    expected, expected_gradients = accumulate(module, fed(without), *counts(ours))
     assert torch.allclose(outputs.sum(0), expected.sum(0), rtol=1e-6, atol=0)
     for gradient, wanted in zip(gradients, expected_gradients, strict=True):
         assert torch.allclose(gradient, wanted, rtol=1e-6, atol=1e-9)
@@ -219,10 +214,10 @@ def test_a_micro_batch_of_padding_alone_gives_zero(
         module.student.train(), module.teacher, config.objective.terms(), pad_id=PAD
     )
     rows = np.arange(MICRO)
-    nothing = corrupt(shards, masking, 0 * rows, rows, np.ones(MICRO, dtype=bool))
-    assert (nothing.num_tokens, nothing.num_masked) == (0, 0)
+    nothing = fed(corrupt(shards, masking, 0 * rows, rows, np.ones(MICRO, dtype=bool)))
+    assert counts(nothing) == (0, 0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        outputs, gradients = accumulate(module, fed(nothing), 100, 10)
+        outputs, gradients = accumulate(module, nothing, 100, 10)
     assert torch.equal(outputs, torch.zeros_like(outputs))
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
 
@@ -231,9 +226,9 @@ def test_a_whole_step_of_padding_counts_nothing_and_stays_finite(
     shards: ShardSet, order: Order, masking: Masking, module: Distillation, one_thread: None
 ) -> None:
     everything = Skip(0, len(shards), 0)
-    step = StepDataset(shards, order, masking, skips=[everything])[0]
-    assert (step.num_tokens, step.num_masked) == (0, 0)
-    outputs, gradients = accumulate(module, fed(step), 0, 0)
+    step = fed(StepDataset(shards, order, masking, skips=[everything])[0])
+    assert counts(step) == (0, 0)
+    outputs, gradients = accumulate(module, step, 0, 0)
     assert not outputs.any() and not any(gradient.any() for gradient in gradients)
 
 
@@ -241,7 +236,7 @@ def test_smoothed_masks_leave_rows_out_too(shards: ShardSet, order: Order) -> No
     weights = np.arange(1, 201, dtype=np.int64)
     smoothed = replace(masking_over(shards.manifest, 0.15, 3), smoothing=weights)
     plain, ours = (StepDataset(shards, order, smoothed, skips=skips)[STEP] for skips in ((), SKIPS))
-    left_out = torch.tensor([is_left_out(row, STEP) for row in ours.rows.tolist()])
+    left_out = torch.tensor([is_left_out(row, STEP) for row in order.at(STEP)[1].tolist()])
     assert (ours.labels[left_out] == IGNORE).all()
     assert torch.equal(ours.labels[~left_out], plain.labels[~left_out])
 

@@ -44,19 +44,16 @@ def _attention(
         )
     if attention_mask is not None:
         raise ValueError("give cu_seqlens or attention_mask, not both: neither knows of the other")
-    query, key, value = _as_autocast_has_it(query, key, value)
+    device = query.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # sdpa takes its inputs in the half precision of the region, too.
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (
+            t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
+        )
     width = query.shape[-1]
     attend = usable(query.device, query.dtype, width)[0]
     return attend(query, key, value, cu_seqlens, dropout, scaling or width**-0.5), None
-
-
-def _as_autocast_has_it(*tensors: Tensor) -> list[Tensor]:
-    """In the half precision of the region, where there is one: as sdpa takes its inputs."""
-    device = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return [*tensors]
-    dtype = torch.get_autocast_dtype(device)
-    return [t if t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)

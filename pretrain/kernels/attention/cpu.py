@@ -35,17 +35,13 @@ def attend(
     q, k, v = (t.transpose(0, 1) for t in (query_NHD, key_NHD, value_NHD))
     with torch.autocast("cpu", enabled=False):
         if dropout == 0 and q.dtype in (torch.float32, torch.float64):
-            output = _fused(q, k, v, lengths, scale)
+            # The gradients of a split are put together; slices would have one of full size each.
+            parts = zip(*(t[None].split(lengths, dim=2) for t in (q, k, v)), strict=True)
+            outputs = [F.scaled_dot_product_attention(*part, scale=scale) for part in parts]  # type: ignore[misc]
+            output = torch.cat(outputs, dim=2)[0]
         else:
             output = _Attention.apply(q, k, v, lengths, dropout, scale)
     return output.transpose(0, 1)
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
-    # The gradients of a split are put together; slices would have one of full size each.
-    parts = zip(*(t[None].split(lengths, dim=2) for t in (q, k, v)), strict=True)
-    outputs = [F.scaled_dot_product_attention(*part, scale=scale) for part in parts]  # type: ignore[misc]
-    return torch.cat(outputs, dim=2)[0]
 
 
 class _Attention(torch.autograd.Function):
@@ -63,7 +59,11 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         levels = drop_levels(dropout)
         keep = 1 - levels / LEVELS
-        query, key = (query * scale).contiguous(), _centred(key, lengths)
+        query = (query * scale).contiguous()
+        # Less the mean key of its document: no probability changes, and half-precision scores get
+        # more exact.
+        keys = key.split(lengths, dim=1)
+        key = torch.cat([k - k.mean(1, keepdim=True) for k in keys], dim=1)
         output, saved = torch.empty_like(value), []
         blocks = list(_blocks(query, lengths))
         for at in blocks:
@@ -95,11 +95,6 @@ class _Attention(torch.autograd.Function):
                 torch.bmm(slope, key[at], out=grad_query[at])
                 torch.bmm(slope.mT, query[at], out=grad_key[at])
         return grad_query.mul_(ctx.scale), grad_key, grad_value, None, None, None
-
-
-def _centred(key: Tensor, lengths: list[int]) -> Tensor:
-    """Less the mean key of its segment, which no probability feels; half-precision scores do."""
-    return torch.cat([k - k.mean(1, keepdim=True) for k in key.split(lengths, dim=1)], dim=1)
 
 
 def _blocks(query: Tensor, lengths: list[int]) -> Iterator[tuple[slice, slice]]:

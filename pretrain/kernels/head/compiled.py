@@ -11,8 +11,8 @@ Shapes: R rows of a block; n positions of a chunk, the first m of which have a l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ def losses_and_gradient(
     with_gradient: bool,
 ) -> Values:
     """As `closed_form.losses_and_gradient`, which also does what needs no gradient."""
+    kl_weights, ce_weights = weights
     kl_n, ce_m = (None if w is None else torch.empty_like(w) for w in weights)
     m = 0 if ce_m is None else len(ce_m)
     n = m if kl_n is None else len(kl_n)  # behind them there is nothing to do
@@ -44,10 +45,18 @@ def losses_and_gradient(
     whole = n - n % rows if with_gradient else 0
     for start in range(0, whole, rows):
         block = slice(start, start + rows)
+        labels_R: tuple[Tensor | None, Tensor | None] = (None, None)
+        if ce_weights is not None and start < m:  # a block's labels are made as long as it
+            missing = (0, max(0, block.stop - m))
+            labels_R = (
+                F.pad(labels_m[block], missing, value=-100),
+                F.pad(ce_weights[block], missing),
+            )
         values = _compiled()(
             student_nV[block],
-            _teacher(teacher_nV, weights, block),
-            _labels(labels_m, weights, block) if start < m else None,
+            None if teacher_nV is None or kl_weights is None else teacher_nV[block],
+            None if kl_weights is None else kl_weights[block],
+            *labels_R,
             temperature,
         )
         if kl_n is not None and values.kl_n is not None:
@@ -72,72 +81,42 @@ def losses_and_gradient(
     return Values(kl_n, ce_m)
 
 
-class _Teacher(NamedTuple):
-    logits_RV: Tensor
-    weights_R: Tensor  # of the KL
-
-
-class _Labels(NamedTuple):
-    labels_R: Tensor  # -100 where there is none
-    weights_R: Tensor  # of the cross-entropy
-
-
-def _teacher(teacher_nV: Tensor | None, weights: Weights, block: slice) -> _Teacher | None:
-    if weights.kl_n is None:
-        return None
-    assert teacher_nV is not None
-    return _Teacher(teacher_nV[block], weights.kl_n[block])
-
-
-def _labels(labels_m: Tensor, weights: Weights, block: slice) -> _Labels:
-    assert weights.cross_entropy_m is not None
-    missing = (0, max(0, block.stop - len(labels_m)))
-    return _Labels(
-        F.pad(labels_m[block], missing, value=-100),
-        F.pad(weights.cross_entropy_m[block], missing),
-    )
-
-
-class _Block(Protocol):
-    def __call__(
-        self,
-        student_RV: Tensor,
-        teacher: _Teacher | None,
-        labels: _Labels | None,
-        temperature: float,
-    ) -> Values: ...
-
-
 @cache
-def _compiled() -> _Block:
+def _compiled() -> Callable[..., Values]:
     return compile_static(_block, whole=True)
 
 
 def _block(
-    student_RV: Tensor, teacher: _Teacher | None, labels: _Labels | None, temperature: float
+    student_RV: Tensor,
+    teacher_RV: Tensor | None,
+    kl_weights_R: Tensor | None,
+    labels_R: Tensor | None,
+    ce_weights_R: Tensor | None,
+    temperature: float,
 ) -> Values:
     """Values, and in `student_RV` the gradient; the formulas are in `closed_form`'s docstring."""
-    s = _wide(student_RV)
+    wide = torch.float64 if student_RV.dtype == torch.float64 else torch.float32
+    s = student_RV.to(wide)
     s = s - s.amax(-1, keepdim=True)
     warm = torch.exp(s * (1 / temperature))
     kl_R = ce_R = gradient = None
-    if teacher is not None:
-        t = _wide(teacher.logits_RV)
+    if teacher_RV is not None and kl_weights_R is not None:
+        t = teacher_RV.to(wide)
         t = t - t.amax(-1, keepdim=True)
         theirs = torch.exp(t * (1 / temperature))
         ours_sum, their_sum = warm.sum(-1), theirs.sum(-1)
         # log p - log q = (t - s) / T + log(ours_sum / their_sum)
         kl_R = (theirs * (t - s)).sum(-1) / their_sum * temperature
         kl_R = kl_R + (ours_sum / their_sum).log() * temperature**2
-        factor = teacher.weights_R * temperature
+        factor = kl_weights_R * temperature
         gradient = warm * (factor / ours_sum)[:, None] - theirs * (factor / their_sum)[:, None]
-    if labels is not None:
+    if labels_R is not None and ce_weights_R is not None:
         # exp(s) from exp(s / 2) is one exponential less; 2 is the usual temperature.
         cold = warm * warm if temperature == 2 else torch.exp(s)
         total = cold.sum(-1)
-        known, index = labels.labels_R >= 0, labels.labels_R.clamp(min=0)[:, None]
+        known, index = labels_R >= 0, labels_R.clamp(min=0)[:, None]
         ce_R = torch.where(known, total.log() - s.gather(1, index)[:, 0], 0)
-        factor = torch.where(known, labels.weights_R, 0)
+        factor = torch.where(known, ce_weights_R, 0)
         words = torch.arange(s.shape[1], device=s.device)
         of_label = torch.where(words == index, factor[:, None], 0)
         ce_gradient = cold * (factor / total)[:, None] - of_label
@@ -145,7 +124,3 @@ def _block(
     assert gradient is not None
     student_RV.copy_(gradient)
     return Values(kl_R, ce_R)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

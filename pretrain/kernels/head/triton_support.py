@@ -27,7 +27,16 @@ def use_triton(backend: str, hidden: Tensor) -> bool:
     Raises:
         RunError: "triton" was asked for and cannot run.
     """
-    unfit = _unfit(hidden)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    unfit = None
+    if hidden.dtype == torch.float64:
+        unfit = "it computes in fp32, and the tensors are fp64; give fp32, bf16 or fp16"
+    elif not interpreted and not hidden.is_cuda:
+        unfit = f"the tensors are on {hidden.device.type}; use a GPU of compute capability 8.0"
+    elif not interpreted:
+        major, minor = torch.cuda.get_device_capability(hidden.device)
+        if major < 8:
+            unfit = f"the GPU's compute capability is {major}.{minor}; use one of 8.0 or more"
     if backend == "triton":
         if obstacle := unfit or _missing():
             raise RunError(f'the head\'s backend "triton" cannot run: {obstacle}, or take "auto"')
@@ -40,34 +49,16 @@ def use_triton(backend: str, hidden: Tensor) -> bool:
     return True
 
 
-def _unfit(hidden: Tensor) -> str | None:
-    """Return what keeps a tensor from the kernel."""
-    if hidden.dtype == torch.float64:
-        return "it computes in fp32, and the tensors are fp64; give fp32, bf16 or fp16"
-    if _interpreted():
-        return None
-    if not hidden.is_cuda:
-        return f"the tensors are on {hidden.device.type}; use a GPU of compute capability 8.0"
-    major, minor = torch.cuda.get_device_capability(hidden.device)
-    if major < 8:
-        return f"the GPU's compute capability is {major}.{minor}; use one of 8.0 or more"
-    return None
-
-
 @functools.cache
 def _missing() -> str | None:
     """Return what keeps Triton from this machine; it compiles a small C module before the first
     kernel."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed; pip install triton"
-    if _interpreted():
+    if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler; install gcc, or set CC"
     if not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").exists():
         return "Triton finds no Python.h; install Python's headers (python3-dev)"
     return None
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"

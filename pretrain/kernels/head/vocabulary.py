@@ -102,9 +102,16 @@ class _VocabularyLosses(torch.autograd.Function):
             teacher = Projection(*(tensor.to(dtype) for tensor in teacher))
         with_grad = grad_enabled and any(ctx.needs_input_grad)
         coefficients_T = coefficients_T.to(wide)
-        chunk_losses = partial(_autograd_losses, terms)
-        if _fused(terms):
-            chunk_losses = partial(_fused_losses, _backend(backend, hidden_ND), terms)
+        formulas = [term.fused for term in terms]
+        if None in formulas or len(set(formulas)) < len(formulas):
+            chunk_losses = partial(_autograd_losses, terms)
+        elif use_triton(backend, hidden_ND):
+            from pretrain.kernels.head import triton_kernel  # needs the package triton
+
+            chunk_losses = partial(_fused_losses, triton_kernel.losses_and_gradient, terms)
+        else:
+            module = compiled if backend == "compiled" else closed_form
+            chunk_losses = partial(_fused_losses, module.losses_and_gradient, terms)
 
         N, V = hidden_ND.shape[0], weight_VD.shape[0]
         labelled = torch.arange(N, device=hidden_ND.device) < len(labels_M)
@@ -196,23 +203,6 @@ def _add_product(
         words = slice(start, start + step)
         total_VD[words].add_(grad_logits_nV[:, words].t() @ hidden_nD, alpha=shrink)
     return total_VD
-
-
-def _fused(terms: Sequence[VocabularyTerm]) -> bool:
-    """Return whether the backends have the formulas of all these terms."""
-    formulas = [term.fused for term in terms]
-    return None not in formulas and len(set(formulas)) == len(formulas)
-
-
-def _backend(backend: Backend, like: Tensor) -> Callable[..., Values]:
-    """Choose the function that computes values and, in place of the logits, their gradient."""
-    if use_triton(backend, like):
-        from pretrain.kernels.head import triton_kernel  # needs the package triton
-
-        return triton_kernel.losses_and_gradient
-    if backend == "compiled":
-        return compiled.losses_and_gradient
-    return closed_form.losses_and_gradient
 
 
 def _fused_losses(
