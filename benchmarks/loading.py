@@ -37,6 +37,7 @@ from data_prep.shards.manifest import SpecialIds, manifest_bytes, seal
 from pretrain.config import MaskingConfig
 from pretrain.data.order import Order
 from pretrain.data.rows import StepDataset, build_masking, loader
+from pretrain.model.distillation import micro_batch
 
 V, LENGTH = 30522, 512
 SPECIAL = SpecialIds(pad=0, unk=100, cls=101, sep=102, mask=103)
@@ -178,12 +179,13 @@ def receiving(folder: Path, repeats: int) -> dict[str, float]:
         for item in batches:
             received.append(time.process_time() - start)
             start = time.process_time()
-            number = len(list(item.micro_batches(64, SPECIAL)))
-            made.append((time.process_time() - start) / number)
+            parts = [*zip(*(tensor.split(64) for tensor in item), strict=True)]
+            for part in parts:
+                micro_batch(*part, cls_id=SPECIAL.cls, pad_id=SPECIAL.pad)
+            made.append((time.process_time() - start) / len(parts))
             start = time.process_time()
-    tensors = [value for value in item if isinstance(value, torch.Tensor)]
     return {
-        "mb": sum(tensor.nbytes for tensor in tensors) / 1e6,
+        "mb": sum(tensor.nbytes for tensor in item) / 1e6,
         "ms": round(1e3 * median(received[2:]), 2),  # the first also starts the worker
         "us": round(1e6 * median(made[2:]), 1),
     }
@@ -200,7 +202,7 @@ def resuming(folder: Path, step: int, workers: int, repeats: int) -> dict[str, A
         with loader(dataset, step, step + 1000, workers) as batches:
             first = next(batches)
             seconds.append(time.perf_counter() - start)
-        assert len(first.rows) == 512
+        assert len(first.input_ids) == 512
     return {
         "step": step,
         "workers": workers,

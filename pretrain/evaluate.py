@@ -20,6 +20,7 @@ from torch import Tensor
 
 from data_prep.shards import Manifest, ShardSet, check, open_shards
 from pretrain import checkpoint
+from pretrain.data.batch import micro_batch
 from pretrain.data.masking import IGNORE, Masking
 from pretrain.data.rows import corrupt, masking_over, special_ids
 from pretrain.device.gpu import check_kernels
@@ -82,8 +83,8 @@ def evaluate(
         for batch in np.array_split(mine, -(-len(mine) // batch_size) or 1):
             if len(batch) == 0:
                 continue
-            data = corrupt(shards, masking, np.zeros_like(batch), batch)
-            (inputs,) = data.micro_batches(len(batch), special)
+            masked = corrupt(shards, masking, np.zeros_like(batch), batch)
+            inputs = micro_batch(*masked, cls_id=special.cls, pad_id=special.pad)
             labels = inputs.labels[inputs.labels != IGNORE].long()
             sums[len(terms) :] += torch.bincount(labels, minlength=len(sums) - len(terms))
             _, values = module(*inputs.to(accelerator.device), ones)

@@ -113,10 +113,9 @@ class Replay:
                 skips=self.skips,
             )
             fed = dataset[self.step - 1]
-            arrays = (fed.rows, fed.input_ids, fed.positions, fed.labels)
             first = dataset.mine.start
-            for i, (row, ids, positions, labels) in enumerate(
-                zip(*(tensor.long().numpy() for tensor in arrays), strict=True)
+            for i, (ids, positions, labels) in enumerate(
+                zip(*(tensor.long().numpy() for tensor in fed), strict=True)
             ):
                 used = labels != IGNORE
                 in_order = np.argsort(positions[used])
@@ -125,7 +124,7 @@ class Replay:
                     rank=r,
                     micro_batch=i // self.micro_batch_size,
                     epoch=int(epochs[first + i]),
-                    row=int(row),
+                    row=int(numbers[first + i]),
                     input_ids=ids,
                     positions=positions[used][in_order],
                     labels=labels[used][in_order],

@@ -13,7 +13,6 @@ Shapes: A micro-batches of this rank in a step, T terms.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,8 +20,8 @@ import torch
 from pretrain import NonFiniteError
 from pretrain.config import Optimizer
 from pretrain.data.hashing import root
-from pretrain.data.rows import StepRows
-from pretrain.model.distillation import MicroBatch, send
+from pretrain.data.masking import MaskedRows
+from pretrain.model.distillation import MicroBatch, micro_batch, send
 from pretrain.monitor.post_mortem import write_post_mortem
 from pretrain.run import Run
 
@@ -38,7 +37,7 @@ class Step(NamedTuple):
     learning_rate: float
 
 
-def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
+def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
     """Make one optimizer step on this rank's rows; None if a rank was told to stop.
 
     Args:
@@ -55,9 +54,11 @@ def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
 
     # Counts of the whole step. This is the only communication before the last micro-batch, and
     # with it all ranks agree to stop at the same step.
+    batches = []
     if rows is not None:  # else the rank stopped where it waited for rows
         heartbeat.at(state.step, "counts")
-    numbers = [rows.num_tokens, rows.num_masked, int(stop)] if rows else [0, 0, int(stop)]
+        batches = micro_batches(run, rows)
+    numbers = [sum(b.num_tokens for b in batches), sum(b.num_masked for b in batches), int(stop)]
     if world > 1:
         numbers = accelerator.reduce(torch.tensor(numbers, device=device), "sum").tolist()
     counts = {"tokens": numbers[0], "masked": numbers[1]}
@@ -74,11 +75,11 @@ def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
         torch.tensor([t.weight * counts["tokens"] / max(counts[t.over], 1) for t in terms]), device
     )
     losses, totals = [], []
-    for i, batch in enumerate(micro_batches(run, rows)):
+    for i, batch in enumerate(batches):
         heartbeat.at(state.step, "forward")
         last = i == run.accumulation - 1
         loss, totals_T = parallel.forward_backward(
-            batch, factors_T, 1 / max(counts["tokens"], 1), last=last
+            batch.to(device), factors_T, 1 / max(counts["tokens"], 1), last=last
         )
         losses.append(loss)
         totals.append(totals_T)
@@ -116,11 +117,11 @@ def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
     return Step(counts, totals_of_step, size, rate)
 
 
-def micro_batches(run: Run, rows: StepRows) -> Iterator[MicroBatch]:
-    """Yield a step's rows on the device, `micro_batch_size` at a time."""
+def micro_batches(run: Run, rows: MaskedRows) -> list[MicroBatch]:
+    """Split a rank's rows of a step into micro-batches, on the host."""
     special = run.manifest.tokenizer.special_ids
-    for batch in rows.micro_batches(run.micro_batch_size, special):
-        yield batch.to(run.accelerator.device)
+    parts = zip(*(tensor.split(run.micro_batch_size) for tensor in rows), strict=True)
+    return [micro_batch(*part, cls_id=special.cls, pad_id=special.pad) for part in parts]
 
 
 def learning_rate(config: Optimizer, step: int, num_steps: int) -> float:

@@ -11,7 +11,8 @@ import torch
 from data_prep.disk import Busy, Lock, lock
 from data_prep.shards import check
 from pretrain.config import RunConfig
-from pretrain.data.rows import StepRows, explained_workers, loader, next_rows
+from pretrain.data.masking import MaskedRows
+from pretrain.data.rows import explained_workers, loader, next_rows
 from pretrain.device.micro_batch import explained, resolve
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.agreement import compare_weights
@@ -124,7 +125,7 @@ def train(
     return Outcome(state.step, run.num_steps, run.ended, state.evaluation)
 
 
-def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> None:
+def loop(run: Run, batches: Iterator[MaskedRows], last: int, signals: Signals) -> None:
     """Make optimizer steps up to `last`, or until a signal arrives."""
     config, state = run.config, run.state
     clock = Clock(state.tokens)
@@ -157,7 +158,7 @@ def warm_up(run: Run) -> None:
     another order of summation gives other bits. ZeRO's buckets keep their order.
     """
     if run.accelerator.num_processes > 1 and isinstance(run.parallel, DDP):
-        inputs = next(micro_batches(run, run.dataset[run.state.step]))
+        inputs = micro_batches(run, run.dataset[run.state.step])[0].to(run.accelerator.device)
         nothing_T = torch.zeros(len(run.module.terms), device=run.accelerator.device)
         run.parallel.forward_backward(inputs, nothing_T, 0.0, last=True)
         run.module.zero_grad(set_to_none=True)

@@ -30,8 +30,8 @@ _COARSE = 19  # draws of smoothed masking are below 2**51
 _BLOCK_TOKENS = 1 << 15  # numpy's temporaries stay in the processor's cache
 
 
-class Masked(NamedTuple):
-    """Corrupted rows and what is to be predicted in them."""
+class MaskedRows(NamedTuple):
+    """Hold corrupted rows and their labels: all of an array type, numpy or torch."""
 
     input_ids: Any  # [B, L] corrupted ids
     positions: Any  # [B, K] where the slots point
@@ -66,7 +66,7 @@ class Masking:
         """K, the most tokens that can be selected in a row of `row_length`."""
         return max(1, int(self._num_wanted(np.int64(row_length))))
 
-    def __call__(self, input_ids: Any, epochs: Any, rows: Any) -> Masked:
+    def __call__(self, input_ids: Any, epochs: Any, rows: Any) -> MaskedRows:
         """Corrupt rows `input_ids` [B, L], given each row's epoch [B] and number [B].
 
         Integers, either all numpy or all torch; the result is of the same kind. It is int64, but
@@ -83,7 +83,7 @@ class Masking:
 
         slots = (num_rows, self.num_slots(length))
         narrow = xp.int64 if xp is torch else input_ids.dtype  # torch hardly computes with uint16
-        result = Masked(
+        result = MaskedRows(
             xp.empty(input_ids.shape, dtype=narrow, **like),
             *(xp.empty(slots, dtype=xp.int64, **like) for _ in range(2)),
         )
@@ -92,10 +92,10 @@ class Masking:
             block = slice(start, start + size)
             result.input_ids[block] = input_ids[block]
             ids = xp.asarray(input_ids[block], dtype=xp.int64)  # the fastest index into tables
-            self._corrupt(ids, Masked(*(values[block] for values in result)), keys[:, block])
+            self._corrupt(ids, MaskedRows(*(values[block] for values in result)), keys[:, block])
         return result
 
-    def _corrupt(self, ids: Any, rows: Masked, keys: Any) -> None:
+    def _corrupt(self, ids: Any, rows: MaskedRows, keys: Any) -> None:
         """Corrupt `rows.input_ids`, which hold `ids`, and fill in the rest; keys [3, B, 1]."""
         xp, like = _library(ids)
         num_rows, length = ids.shape

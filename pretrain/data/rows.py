@@ -14,50 +14,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from data_prep.shards import CorpusError, Manifest, ShardSet, read_listed
-from data_prep.shards.manifest import TOKEN_COUNTS, SpecialIds
+from data_prep.shards.manifest import TOKEN_COUNTS
 from data_prep.shards.reading import check_size
 from pretrain import RunError
 from pretrain.config import MaskingConfig
-from pretrain.data.masking import IGNORE, Masking
+from pretrain.data.masking import MaskedRows, Masking
 from pretrain.data.order import Order
 from pretrain.environment import SUPERVISOR, TIMEOUT
-from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.signals import Interrupted, Signals, stop_signals
 
 _SOCKET = len("/pymp-12345678/listener-12345678")  # what a worker makes in TMPDIR
 _LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; 107 on Linux
-
-
-class StepRows(NamedTuple):
-    """One rank's share of an optimizer step, in the narrowest types that hold it.
-
-    Masks are made on the host: one core does tens of millions of tokens a second, ahead of the step
-    that needs them, and at 0.66 GFLOP a token no GPU of today trains on two. A second road through
-    the device would gain nothing.
-    """
-
-    input_ids: Tensor  # [R, L] uint16 or uint32 as in the shards, corrupted
-    positions: Tensor  # [R, K] int16, where the mask slots point
-    labels: Tensor  # [R, K] int32, -100 in an unused slot
-    rows: Tensor  # [R] int64, row numbers in the shards
-    num_tokens: int  # all but padding
-    num_masked: int
-
-    def micro_batches(self, size: int, special: SpecialIds) -> Iterator[MicroBatch]:
-        """`size` rows at a time."""
-        tensors = (self.input_ids, self.positions, self.labels)
-        for rows in zip(*(t.split(size) for t in tensors), strict=True):
-            yield micro_batch(*rows, cls_id=special.cls, pad_id=special.pad)
 
 
 @dataclass(frozen=True)
@@ -70,7 +46,7 @@ class Skip:
     step: int  # from 0
 
 
-class StepDataset(Dataset[StepRows]):
+class StepDataset(Dataset[MaskedRows]):
     """Item `step` is a pure function of the step: no state, so any worker may make it."""
 
     def __init__(
@@ -95,8 +71,8 @@ class StepDataset(Dataset[StepRows]):
         self.shards, self.order, self.masking, self.skips = shards, order, masking, tuple(skips)
         self.mine = slice(rank * share, (rank + 1) * share)
 
-    def __getitem__(self, step: int) -> StepRows:
-        """Return the rows of optimizer step `step`, counted from 0."""
+    def __getitem__(self, step: int) -> MaskedRows:
+        """Return this rank's rows of optimizer step `step`, counted from 0."""
         epochs, rows = (values[self.mine] for values in self.order.at(step))
         return corrupt(self.shards, self.masking, epochs, rows, skipped(rows, step, self.skips))
 
@@ -107,19 +83,24 @@ def corrupt(
     epochs: Any,
     rows: Any,
     skipped: NDArray[np.bool_] | None = None,
-) -> StepRows:
-    """Read rows [R], pad those `skipped` [R], and mask the others as their epochs [R] demand."""
+) -> MaskedRows:
+    """Read rows [R], pad those `skipped` [R], and mask the others as their epochs [R] demand.
+
+    The host makes the masks, not the GPU: one core masks tens of millions of tokens a second, ahead
+    of the step that needs them, and no GPU trains on two million a second.
+
+    Returns:
+        CPU tensors in the narrowest types: ids uint16 or uint32 as in the shards, positions int16,
+        labels int32.
+    """
     ids = shards.rows(rows)
     if skipped is not None:
         ids[skipped] = shards.manifest.tokenizer.special_ids.pad
     masked = masking(ids, epochs, rows)
-    return StepRows(
+    return MaskedRows(
         torch.from_numpy(masked.input_ids),
         torch.from_numpy(masked.positions.astype(np.int16)),
         torch.from_numpy(masked.labels.astype(np.int32)),
-        torch.from_numpy(rows),
-        int(np.count_nonzero(ids != shards.manifest.tokenizer.special_ids.pad)),
-        int(np.count_nonzero(masked.labels != IGNORE)),
     )
 
 
@@ -143,7 +124,7 @@ def with_skip(skips: Sequence[Skip], skip: Skip) -> tuple[Skip, ...]:
 @contextmanager
 def loader(
     dataset: StepDataset, first: int, last: int, num_workers: int
-) -> Iterator[Iterator[StepRows]]:
+) -> Iterator[Iterator[MaskedRows]]:
     """Yield steps `first` to `last` - 1 in order, made ahead by `num_workers` processes.
 
     The processes end with the block. A worker ignores the SIGTERM with which Python ends its
@@ -173,7 +154,7 @@ def loader(
                 worker.kill()  # if it is still there: it was stopped, or hangs
 
 
-def next_rows(batches: Iterator[StepRows], signals: Signals, seconds: float) -> StepRows | None:
+def next_rows(batches: Iterator[MaskedRows], signals: Signals, seconds: float) -> MaskedRows | None:
     """Wait for the rows of the next step; None as soon as a signal has come.
 
     Args:

@@ -73,7 +73,8 @@ def seen(values: dict[str, Any], arguments: dict[str, Any] | None, file: Path) -
 
     def noting(self: Any, step: int) -> Any:
         item = given(self, step)
-        rows = zip(item.rows.tolist(), item.input_ids.tolist(), item.labels.tolist(), strict=True)
+        numbers = self.order.at(step)[1][self.mine].tolist()
+        rows = zip(numbers, item.input_ids.tolist(), item.labels.tolist(), strict=True)
         notes.append([step, list(rows)])
         return item
 

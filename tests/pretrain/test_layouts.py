@@ -106,8 +106,8 @@ def wanted(settings: dict[str, Any], first: int = 0, last: int = 20) -> list[Any
     return [
         [step, row, ids.tolist(), labels.tolist()]
         for step in range(first, last)
-        for item in [dataset[step]]
-        for row, ids, labels in zip(item.rows.tolist(), item.input_ids, item.labels, strict=True)
+        for item, rows in [(dataset[step], order.at(step)[1].tolist())]
+        for row, ids, labels in zip(rows, item.input_ids, item.labels, strict=True)
     ]
 
 

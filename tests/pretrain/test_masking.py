@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from data_prep.shards import Manifest, open_shards
 from pretrain.config import MaskingConfig
 from pretrain.data.hashing import derive, root
-from pretrain.data.masking import _EXPONENTIAL, IGNORE, Masked, Masking, _first_slots, _quick_slots
+from pretrain.data.masking import (
+    _EXPONENTIAL,
+    IGNORE,
+    MaskedRows,
+    Masking,
+    _first_slots,
+    _quick_slots,
+)
 from pretrain.data.rows import build_masking
 
 Ids = NDArray[np.int64]
@@ -52,7 +59,7 @@ def ids() -> Ids:
 
 
 @pytest.fixture(scope="module")
-def masked(ids: Ids) -> Masked:
+def masked(ids: Ids) -> MaskedRows:
     return UNIFORM(ids, np.zeros(len(ids), np.int64), np.arange(len(ids)))
 
 
@@ -65,7 +72,7 @@ def ordinary(ids: Ids) -> NDArray[np.bool_]:
     return ids >= len(SPECIAL)
 
 
-def selected(result: Masked, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+def selected(result: MaskedRows, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     """Which positions are predicted, spread over the row."""
     flags = np.zeros(shape, bool)
     for row, (positions, labels) in enumerate(zip(result.positions, result.labels, strict=True)):
@@ -73,7 +80,7 @@ def selected(result: Masked, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     return flags
 
 
-def test_fifteen_percent_of_every_rows_ordinary_tokens(ids: Ids, masked: Masked) -> None:
+def test_fifteen_percent_of_every_rows_ordinary_tokens(ids: Ids, masked: MaskedRows) -> None:
     wanted = 0.15 * ordinary(ids).sum(1)
     found = (masked.labels != IGNORE).sum(1)
     assert np.abs(found - wanted).max() <= 0.51  # rounded to the nearest
@@ -81,7 +88,9 @@ def test_fifteen_percent_of_every_rows_ordinary_tokens(ids: Ids, masked: Masked)
     assert found.sum() / ordinary(ids).sum() == pytest.approx(0.15, abs=5e-4)
 
 
-def test_labels_are_the_original_ids_and_the_rest_is_untouched(ids: Ids, masked: Masked) -> None:
+def test_labels_are_the_original_ids_and_the_rest_is_untouched(
+    ids: Ids, masked: MaskedRows
+) -> None:
     assert masked.positions.shape == masked.labels.shape == (512, 77)  # round(0.15 * 512)
     flags = selected(masked, ids.shape)
     assert flags.sum() == (masked.labels != IGNORE).sum()  # no position twice
@@ -91,14 +100,14 @@ def test_labels_are_the_original_ids_and_the_rest_is_untouched(ids: Ids, masked:
     assert (masked.input_ids[~flags] == ids[~flags]).all()
 
 
-def test_specials_are_neither_selected_nor_inserted(ids: Ids, masked: Masked) -> None:
+def test_specials_are_neither_selected_nor_inserted(ids: Ids, masked: MaskedRows) -> None:
     flags = selected(masked, ids.shape)
     assert not flags[~ordinary(ids)].any()
     put = masked.input_ids[flags]
     assert (put[put < len(SPECIAL)] == MASK).all()
 
 
-def test_eighty_ten_ten(ids: Ids, masked: Masked) -> None:
+def test_eighty_ten_ten(ids: Ids, masked: MaskedRows) -> None:
     flags = selected(masked, ids.shape)
     put, original = masked.input_ids[flags], ids[flags]
     num = len(put)
@@ -399,7 +408,7 @@ def test_number_of_labels_is_the_rounded_share_of_tokens(probability: float, len
         assert (result.labels[row] != IGNORE).sum() == expected
 
 
-def test_evaluation_masks_every_selected_word(ids: Ids, masked: Masked) -> None:
+def test_evaluation_masks_every_selected_word(ids: Ids, masked: MaskedRows) -> None:
     """Only the replacement differs from training, not the selection."""
     result = replace(UNIFORM, replace="mask")(
         ids, np.zeros(len(ids), np.int64), np.arange(len(ids))

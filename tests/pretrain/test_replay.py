@@ -17,6 +17,7 @@ from data_prep.shards import open_shards
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.data.hashing import root
+from pretrain.data.masking import IGNORE
 from pretrain.data.order import permutation
 from pretrain.data.rows import Skip, StepDataset
 from pretrain.model.distillation import Distillation
@@ -351,7 +352,7 @@ def test_rows_left_out_are_shown_as_training_fed_them(
             for r in range(world)
         ]
         fed = torch.cat([dataset[step - 1].input_ids for dataset in datasets])
-        num_masked = sum(dataset[step - 1].num_masked for dataset in datasets)
+        num_masked = sum(int((data[step - 1].labels != IGNORE).sum()) for data in datasets)
         rows = list(found.rows())
         assert np.array_equal(np.stack([row.input_ids for row in rows]), fed.numpy())
         assert sum(len(row.positions) for row in rows) == num_masked
