@@ -108,7 +108,7 @@ class Masking:
             chance = xp.asarray(draw >> 16, dtype=xp.int64)
             draw = race[chance] * xp.asarray(self.smoothing, **like)[ids]  # int64
         selectable = ~special[ids]
-        slots = _first_slots(draw, selectable, num_slots)
+        slots = first_slots(draw, selectable, num_slots)
         used = xp.arange(num_slots, **like) < self._num_wanted(selectable.sum(1))[:, None]
 
         flat = slots + xp.arange(0, num_rows * length, length, **like)[:, None]
@@ -167,13 +167,13 @@ def _library(array: Any) -> tuple[Any, dict[str, Any]]:
     return (torch, {"device": array.device}) if isinstance(array, torch.Tensor) else (np, {})
 
 
-def _first_slots(draw: Any, selectable: Any, count: int) -> Any:
+def first_slots(draw: Any, selectable: Any, count: int) -> Any:
     """Return where the `count` smallest draws of each row are [B, count], in ascending order.
 
     The first of equal draws comes first, and what is not selectable after all that is.
     """
     xp, like = _library(draw)
-    if xp is np and (slots := _quick_slots(draw, selectable, count)) is not None:
+    if xp is np and (slots := quick_slots(draw, selectable, count)) is not None:
         return slots
     draw, position = xp.asarray(draw, dtype=xp.int64), xp.arange(draw.shape[1], **like)
     keys = xp.where(selectable, (draw << _POSITION_BITS) | position, _UNSELECTABLE | position)
@@ -181,10 +181,10 @@ def _first_slots(draw: Any, selectable: Any, count: int) -> Any:
     return keys[:, :count] & _POSITION
 
 
-def _quick_slots(
+def quick_slots(
     draw: NDArray[Any], selectable: NDArray[np.bool_], count: int
 ) -> NDArray[np.int64] | None:
-    """Return the same as `_first_slots`; None if draws are equal or a row has few tokens.
+    """Return the same as `first_slots`; None if draws are equal or a row has few tokens.
 
     numpy partitions 32-bit numbers up to ten times as fast as it sorts 64-bit ones.
     """

@@ -78,7 +78,7 @@ def export(
             # safetensors writes for the owner alone; an export is for all who may read its folder.
             shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
             model_card(student, saved.state).save(temporary / "README.md")
-        difference = _read_back(student, temporary)
+        difference = read_back(student, temporary)
         if not (again and target.is_dir() and _hashes(target) == _hashes(temporary)):
             try:
                 temporary.rename(target)  # an empty folder is replaced, any other is an error
@@ -117,7 +117,7 @@ def push(folder: Path, repository: str, token: str) -> str:
     return f"uploaded to {repository} ({commit.oid[:12]})"
 
 
-def _read_back(student: MaskedLM, folder: Path) -> float:
+def read_back(student: MaskedLM, folder: Path) -> float:
     """Return the largest difference of logits between the student and its export, in fp32."""
     reloaded = AutoModelForMaskedLM.from_pretrained(folder).eval()
     vocabulary, length = student.config.vocab_size, min(32, student.config.max_position_embeddings)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pretrain.kernels.attention import _attention, cpu
-from pretrain.kernels.attention.dispatch import by_segment, flash, masked, memory_efficient, usable
+from pretrain.kernels.attention.dispatch import by_document, flash, masked, memory_efficient, usable
 from pretrain.kernels.cpu_layers import draw, drop_levels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +54,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
-@pytest.mark.parametrize("attend", [by_segment, masked])
+@pytest.mark.parametrize("attend", [by_document, masked])
 def test_output_and_gradients_are_those_of_the_formula(
     attend: Any, dtype: torch.dtype, bound: float
 ) -> None:
@@ -73,7 +73,7 @@ def test_with_dropout_as_well_given_what_was_dropped(dtype: torch.dtype, bound: 
     """The same numbers drawn again say what was kept."""
     tensors, levels = inputs(dtype=dtype), drop_levels(0.3)
     torch.manual_seed(3)
-    found = with_gradients(by_segment(*tensors[:3], bounds(), 0.3, SCALE), tensors)
+    found = with_gradients(by_document(*tensors[:3], bounds(), 0.3, SCALE), tensors)
     torch.manual_seed(3)
     lengths = [b - a for a, b in pairwise(BOUNDS) if b > a]
     kept = [draw(3, n * n, levels).view(3, n, n) >= 0 for n in lengths]
@@ -89,7 +89,7 @@ def test_gradcheck(dropout: float) -> None:
 
     def attend(*leaves: Tensor) -> Tensor:
         torch.manual_seed(5)
-        return by_segment(*leaves, bounds(), dropout, SCALE)
+        return by_document(*leaves, bounds(), dropout, SCALE)
 
     assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
 
@@ -100,7 +100,7 @@ def test_half_precision_is_not_lost_on_what_all_keys_share() -> None:
     tensors[1] = (tensors[1] + 16).detach()
     tensors[0] = (tensors[0] + 1).detach()
     exact = naive([t.detach().double() for t in tensors])
-    found = by_segment(*tensors[:3], bounds(), 0.0, SCALE)
+    found = by_document(*tensors[:3], bounds(), 0.0, SCALE)
     assert relative(found.detach(), exact) < 2e-2
     q, k, v = (t[0, 0, 13:].detach() for t in tensors[:3])
     plain = (q @ k.T * SCALE).softmax(-1) @ v
@@ -116,17 +116,17 @@ def test_the_same_state_of_the_generator_gives_the_same_bits(
     """However many heads are done at a time, which is the number of threads' to say."""
     tensors = inputs()
     torch.manual_seed(1)
-    found = with_gradients(by_segment(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    found = with_gradients(by_document(*tensors[:3], bounds(), 0.1, SCALE), tensors)
     after = torch.get_rng_state()
-    other = with_gradients(by_segment(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    other = with_gradients(by_document(*tensors[:3], bounds(), 0.1, SCALE), tensors)
     torch.manual_seed(1)
-    again = with_gradients(by_segment(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    again = with_gradients(by_document(*tensors[:3], bounds(), 0.1, SCALE), tensors)
     assert torch.equal(torch.get_rng_state(), after)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
     assert not torch.equal(found[0], other[0])
     monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1)
     torch.manual_seed(1)
-    apart = with_gradients(by_segment(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    apart = with_gradients(by_document(*tensors[:3], bounds(), 0.1, SCALE), tensors)
     assert torch.equal(torch.get_rng_state(), after)
     assert all(relative(a, b) < 1e-12 for a, b in zip(apart, found, strict=True))
 
@@ -134,15 +134,15 @@ def test_the_same_state_of_the_generator_gives_the_same_bits(
 def test_without_dropout_nothing_is_drawn() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         before = torch.get_rng_state()
-        by_segment(*inputs(dtype=dtype)[:3], bounds(), 0.0, SCALE)
+        by_document(*inputs(dtype=dtype)[:3], bounds(), 0.0, SCALE)
         assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_mean_over_draws_is_the_output_without() -> None:
     q, k, v, _ = (t.detach() for t in inputs(heads=2, width=4, dtype=torch.float32))
     torch.manual_seed(0)
-    drawn = torch.stack([by_segment(q, k, v, bounds(), 0.1, SCALE) for _ in range(500)]).double()
-    exact = by_segment(q, k, v, bounds(), 0.0, SCALE)
+    drawn = torch.stack([by_document(q, k, v, bounds(), 0.1, SCALE) for _ in range(500)]).double()
+    exact = by_document(q, k, v, bounds(), 0.0, SCALE)
     error = (drawn.mean(0) - exact) / (drawn.std(0) / 500**0.5)
     assert error.abs().max() < 5
     assert 0.8 < float(error.std()) < 1.2  # the bound is not a loose one
@@ -153,7 +153,7 @@ def test_rates_at_the_ends(dropout: float) -> None:
     tensors = inputs()
     assert all(
         t.isfinite().all()
-        for t in with_gradients(by_segment(*tensors[:3], bounds(), dropout, SCALE), tensors)
+        for t in with_gradients(by_document(*tensors[:3], bounds(), dropout, SCALE), tensors)
     )
 
 
@@ -163,7 +163,7 @@ def test_what_is_not_a_number_is_not_hidden() -> None:
     with torch.no_grad():
         tensors[0][0, 1, 10] = float("nan")
     torch.manual_seed(0)
-    output, *grads = with_gradients(by_segment(*tensors[:3], bounds(), 0.5, SCALE), tensors)
+    output, *grads = with_gradients(by_document(*tensors[:3], bounds(), 0.5, SCALE), tensors)
     expected = torch.zeros(2, 24, 3, dtype=torch.bool)
     expected[0, 10, 1] = True
     assert (output.isnan().all(-1) == expected).all() and not output[~expected].isnan().any()
@@ -200,7 +200,7 @@ def test_compiling_goes_around_it() -> None:
         return graph.forward
 
     def layer(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return by_segment(2 * q, k, v, cu_seqlens, 0.0, SCALE).exp()
+        return by_document(2 * q, k, v, cu_seqlens, 0.0, SCALE).exp()
 
     q, k, v, _ = (t.detach() for t in inputs())
     compiled = torch.compile(layer, backend=backend)
@@ -220,7 +220,7 @@ def test_which_kernel_is_used_where() -> None:
     def names(device: str, dtype: torch.dtype, width: int = 64) -> list[str]:
         return [b.__name__ for b in usable(torch.device(device), dtype, width)]
 
-    assert names("cpu", torch.bfloat16) == names("cpu", torch.float32) == ["by_segment", "masked"]
+    assert names("cpu", torch.bfloat16) == names("cpu", torch.float32) == ["by_document", "masked"]
     assert names("meta", torch.bfloat16) == ["flash", "memory_efficient", "masked"]
     assert names("meta", torch.float32) == ["memory_efficient", "masked"]
     assert names("meta", torch.float64) == ["masked"]

@@ -195,14 +195,14 @@ def test_of_two_exports_to_one_folder_the_first_to_finish_stays(
     mine = tmp_path / ".tmp-exported" / "mine.txt"  # a user's
     mine.parent.mkdir()
     mine.write_text("mine", encoding="utf-8")
-    compare = export_module._read_back
+    compare = export_module.read_back
 
     def read_back(student: MaskedLM, folder: Path) -> float:
-        monkeypatch.setattr(export_module, "_read_back", compare)
+        monkeypatch.setattr(export_module, "read_back", compare)
         assert export(finished, target, pytest.fail).step == 3  # another process's, meanwhile
         return compare(student, folder)
 
-    monkeypatch.setattr(export_module, "_read_back", read_back)
+    monkeypatch.setattr(export_module, "read_back", read_back)
     with pytest.raises(RunError, match="already there"):
         export(finished, target, pytest.fail)
     assert type(AutoModelForMaskedLM.from_pretrained(target)) is DistilBertForMaskedLM

@@ -19,8 +19,8 @@ from pretrain.data.masking import (
     IGNORE,
     MaskedRows,
     Masking,
-    _first_slots,
-    _quick_slots,
+    first_slots,
+    quick_slots,
 )
 from pretrain.data.rows import build_masking
 
@@ -239,16 +239,16 @@ def test_of_equal_draws_the_first_goes_first(spread: int, share: float, bits: in
             sorted(range(64), key=lambda p: (not chosen[p], row[p] if chosen[p] else 0, p))[:count]
             for row, chosen in zip(draw.tolist(), selectable.tolist(), strict=True)
         ]
-        assert _first_slots(narrow, selectable, count).tolist() == expected
+        assert first_slots(narrow, selectable, count).tolist() == expected
         tensors = torch.from_numpy(draw), torch.from_numpy(selectable)
-        assert _first_slots(*tensors, count).tolist() == expected
+        assert first_slots(*tensors, count).tolist() == expected
 
 
 def test_rows_of_words_take_the_quick_way() -> None:
     draw = np.random.default_rng(0).permutation(200 * 64).reshape(200, 64)
     words = np.ones(draw.shape, bool)
     for coarse in (draw.astype(np.uint32), draw << 30):
-        assert _quick_slots(coarse, words, 10) is not None
+        assert quick_slots(coarse, words, 10) is not None
 
 
 def test_the_input_is_left_alone(ids: Ids) -> None:

@@ -22,17 +22,20 @@ _BYTES_PER_THREAD = 2**20  # of scores: what is done to them one after the other
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths decide what is run
-def attend(
-    query_NHD: Tensor,
-    key_NHD: Tensor,
-    value_NHD: Tensor,
+def by_document(
+    query_BHLD: Tensor,
+    key_BHLD: Tensor,
+    value_BHLD: Tensor,
     cu_seqlens: Tensor,
     dropout: float,
     scale: float,
 ) -> Tensor:
-    """Attention within segments [N, H, D]; `cu_seqlens` [S + 1] may repeat its last bound."""
+    """Attend within one document after the other; `cu_seqlens` may repeat its last bound."""
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
-    q, k, v = (t.transpose(0, 1) for t in (query_NHD, key_NHD, value_NHD))
+    # [H, N, D], with no copy where a model split heads off its width.
+    q, k, v = (
+        t.transpose(1, 2).flatten(0, 1).transpose(0, 1) for t in (query_BHLD, key_BHLD, value_BHLD)
+    )
     with torch.autocast("cpu", enabled=False):
         if dropout == 0 and q.dtype in (torch.float32, torch.float64):
             # The gradients of a split are put together; slices would have one of full size each.
@@ -41,7 +44,7 @@ def attend(
             output = torch.cat(outputs, dim=2)[0]
         else:
             output = _Attention.apply(q, k, v, lengths, dropout, scale)
-    return output.transpose(0, 1)
+    return output.transpose(0, 1).unflatten(0, (len(query_BHLD), query_BHLD.shape[2]))
 
 
 class _Attention(torch.autograd.Function):

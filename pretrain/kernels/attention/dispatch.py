@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.kernels.attention import cpu
+from pretrain.kernels.attention.cpu import by_document
 from pretrain.kernels.attention.packing import block_diagonal_mask
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Tensor]
@@ -27,7 +27,7 @@ def usable(device: torch.device, dtype: torch.dtype, head_width: int) -> list[Ba
     The meta device counts as a GPU of today.
     """
     if device.type == "cpu":
-        return [by_segment, masked]
+        return [by_document, masked]
     if device.type == "meta":
         capability = (9, 0)
     elif device.type == "cuda" and torch.version.cuda:
@@ -65,13 +65,6 @@ def memory_efficient(
         *one_row, None, cu, cu, length, length, dropout, 0, True, scale=scale
     )[0]
     return output[0].unflatten(0, (len(q), length))
-
-
-def by_segment(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
-    """On the CPU, one segment after the other."""
-    q_NHD, k_NHD, v_NHD = (_positions(t) for t in (q, k, v))
-    output = cpu.attend(q_NHD, k_NHD, v_NHD, cu, dropout, scale)
-    return output.unflatten(0, (len(q), q.shape[2]))
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
