@@ -37,7 +37,7 @@ Ended = Literal["finished", "stopped", "interrupted", "up to date"]
 class Run:
     """Hold all parts of a run. Each step changes `state`; the rest stays.
 
-    Only `micro_batch.resolve` changes `config`, before the first step: afterwards
+    Only `resolve_micro_batch` changes `config`, before the first step: afterwards
     `micro_batch_size` is a number, and `micro_batch` records where `auto` found it.
     """
 
@@ -151,7 +151,7 @@ def build(
     )
 
 
-def save(run: Run, *, wait: bool = False) -> float:
+def write_checkpoint(run: Run, *, wait: bool = False) -> float:
     """Write a checkpoint of the run as it is; all ranks call it, the first one writes.
 
     Return the seconds that training paused. With `wait` the checkpoint is on disk on return.

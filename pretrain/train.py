@@ -13,7 +13,7 @@ from data_prep.shards import check
 from pretrain.config import RunConfig
 from pretrain.data.masking import MaskedRows
 from pretrain.data.rows import explained_workers, loader, next_rows
-from pretrain.device.micro_batch import explained, resolve
+from pretrain.device.micro_batch import explained, resolve_micro_batch
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.agreement import compare_weights
 from pretrain.distributed.parallel import DDP
@@ -34,7 +34,7 @@ from pretrain.monitor.metrics import Clock, Progress, Silent
 from pretrain.monitor.progress import describe, report
 from pretrain.monitor.status import STATUS, read_status, verdict, write_status
 from pretrain.output import check_output
-from pretrain.run import Ended, Run, build, save
+from pretrain.run import Ended, Run, build, write_checkpoint
 from pretrain.signals import Signals, stop_on_signal
 from pretrain.step import micro_batches, train_step
 
@@ -107,7 +107,7 @@ def train(
         config, state = run.config, run.state
         if state.step < run.num_steps:
             heartbeat.at(state.step, "micro-batch")
-            resolve(run, inputs.saved.state if inputs.saved else None)
+            resolve_micro_batch(run, inputs.saved.state if inputs.saved else None)
 
         # All checks have passed. Only from here on may the folder of the run change.
         signals.saves = True
@@ -189,12 +189,12 @@ def save_checkpoint(run: Run, *, wait: bool) -> None:
     run.heartbeat.at(run.state.step, "save")
     compare_weights(run)
     if not wait:
-        stall = save(run)
+        stall = write_checkpoint(run)
         run.progress.say(
             f"checkpoint of step {run.state.step:,}: training stood still for {stall:.2f} s"
         )
         return
-    jointly(run.accelerator, lambda: save(run, wait=True))
+    jointly(run.accelerator, lambda: write_checkpoint(run, wait=True))
 
 
 def open_output(run: Run) -> None:

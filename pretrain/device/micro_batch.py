@@ -29,7 +29,7 @@ _MARGIN = 0.08  # share of the memory that is left free
 _SAME_MEMORY = 0.02  # relative; the total of one machine varies a little between starts
 
 
-def resolve(run: Run, state: Mapping[str, Any] | None) -> None:
+def resolve_micro_batch(run: Run, state: Mapping[str, Any] | None) -> None:
     """Replace `auto` by a number in the run's config; all ranks call it.
 
     Args:
