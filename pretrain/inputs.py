@@ -39,6 +39,8 @@ class Inputs:
     teacher: Teacher | None
     saved: Saved | None
     state: TrainState
+
+    # A checkpoint wins over `student.init`, so that the same command starts and resumes a run.
     student: MaskedLM
     optimizer: dict[str, Tensor]
     dataset: StepDataset
@@ -68,6 +70,7 @@ def load_inputs(
             run, rows do not exist, or loader workers cannot send.
     """
     check_workers(config.train.num_workers)
+    # Mistakes in the config come first, because they cost no reading of weights.
     manifest = load_manifest(config.shards)
     config = with_defaults(config, ranks.device.type, ranks.num_processes)
     accumulation_steps(config, ranks.num_processes)  # raises if they do not divide
@@ -77,6 +80,8 @@ def load_inputs(
     if config.teacher is not None:
         same = config.teacher_vocabulary == "same"
         teacher = load_teacher(config.teacher, manifest, config.shards, same_vocabulary=same)
+
+    # A checkpoint wins over `student.init`, so that the same command starts and resumes a run.
     student: MaskedLM
     optimizer: dict[str, Tensor] = {}
     if saved is not None:
@@ -95,6 +100,8 @@ def load_inputs(
         assert config.model is not None
         student = build_bert(config.model, manifest, config.train.seed)
     check_row_length("student.init", student.config.max_position_embeddings, manifest)
+
+    # Rows left out by an earlier start stay left out; new ones count from the present step on.
     state = TrainState.read(saved.state) if saved else TrainState()
     for first, last in skip_rows:
         state.skip_rows = with_skip(state.skip_rows, Skip(first, last, state.step))

@@ -118,6 +118,7 @@ def build(
     )
     optimizer = build_optimizer(student, config.optimizer, accelerator.device)
     parallel: Parallel = (ZeRO if uses_deepspeed() else DDP)(accelerator, module, optimizer, config)
+    # After wrapping, because ZeRO loads into the partition of this rank.
     if inputs.saved is not None:
         parallel.load(student, inputs.optimizer, inputs.state.scaler)
 
@@ -160,6 +161,7 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
     Raises:
         OSError: with `wait`, on the first rank: the disk is full or read-only.
     """
+    # Collective under ZeRO, so every rank takes part.
     weights, optimizer, run.state.scaler = run.parallel.save(run.student)
     if not run.accelerator.is_main_process:
         return 0.0

@@ -84,14 +84,17 @@ def train(
             stack.callback(heartbeat.close)
         progress = progress if progress and first else Silent()
 
+        # Only the first rank holds the lock; the others wait, which may take minutes.
         heartbeat.at(0, "lock")
         hold = hold_output(config, progress)
         held = patiently(ranks, lambda: stack.enter_context(hold), here=first)
 
         heartbeat.at(0, "read")
+        # One rank of each node hashes the shards, because each node has its own copy or cache.
         patiently(ranks, lambda: check(config.shards), here=ranks.is_local_main_process)
         inputs = patiently(ranks, lambda: load_inputs(config, ranks, progress, skip_rows))
         assert inputs is not None
+        # A separate check, because different machines need another fix than different files.
         if config.train.precision == "auto":
             same_everywhere(
                 ranks,
@@ -136,7 +139,7 @@ def loop(run: Run, batches: Iterator[MaskedRows], last: int, signals: Signals) -
         with clock.waiting():
             rows = next_rows(batches, signals, timeout())
         step = train_step(run, rows, stop=bool(signals))
-        if step is None:
+        if step is None:  # a signal arrived on some rank, and all ranks have agreed to stop
             save_checkpoint(run, wait=True)
             run.ended = "interrupted"
             return
@@ -188,6 +191,8 @@ def save_checkpoint(run: Run, *, wait: bool) -> None:
     """Compare the weights of all ranks, then write a checkpoint; `wait` until it is on disk."""
     run.heartbeat.at(run.state.step, "save")
     compare_weights(run)
+    # A failed save in the middle of a run gives a warning. At the end it is an error, so all ranks
+    # must hear of it.
     if not wait:
         stall = write_checkpoint(run)
         run.progress.say(

@@ -156,7 +156,7 @@ def timings(
     for repeat in range(repeats + 1):
         for name, step in steps.items():
             step.student.zero_grad(set_to_none=True)
-            milliseconds = timed(step, device)
+            milliseconds = timed(step, device)  # in turn, so that a slow moment hits all steps
             if repeat:
                 found[name].append(milliseconds)
     for step in steps.values():

@@ -148,6 +148,7 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
         if folder.name != folder_name(values["step"]):
             raise DamagedError(f"the folder holds step {values['step']}")
 
+        # Sizes before hashes: they find most damage without reading the files.
         files: dict[str, dict[str, Any]] = values["files"]
         found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if not p.is_dir()}
         del found[MANIFEST]
@@ -161,6 +162,7 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
             if hash_file(path)[0] != files[name]["sha256"]:
                 raise DamagedError(f"{name} differs from its checksum")
 
+        # Hash the bytes that are parsed, not the file: it might change in between.
         data = read_regular(folder / STATE)
         if hashlib.sha256(data).hexdigest() != files[STATE]["sha256"]:
             raise DamagedError(f"{STATE} differs from its checksum")

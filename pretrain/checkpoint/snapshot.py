@@ -40,6 +40,7 @@ class Snapshot:
             if tensor.is_cuda:
                 gpus.add(tensor.device)
             copies[name] = buffer
+        # The copies are asynchronous. The next step overwrites the weights, so wait for them here.
         for gpu in gpus:
             torch.cuda.synchronize(gpu)
         return copies

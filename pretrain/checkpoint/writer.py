@@ -86,6 +86,7 @@ class Writer:
         if self._model is None:
             self._model = without_weights(student)
         own = student.state_dict() if weights is None else complete(weights, student)
+        # From here on training may change the weights: all that the thread needs is a copy.
         contents = Contents(
             step=step,
             model=self._model,

@@ -75,6 +75,7 @@ def commit(
     temporary = root / f"{_TEMPORARY}{final.name}-{uuid.uuid4().hex[:8]}"
     try:
         _fill(temporary, contents, phase)
+        # The last moment to learn that another process has taken the run over.
         fence()
         phase("save:rename")
         with writing_to(final):
@@ -115,6 +116,7 @@ def _fill(folder: Path, contents: Contents, phase: Callable[[str], None]) -> Non
             files[str(path.relative_to(folder))] = {"bytes": size, "sha256": sha256}
     values = {"format": FORMAT, "step": contents.step, "files": files}
     _put(folder / MANIFEST, manifest_bytes(values))
+    # A file's entry in its folder is flushed with the folder, not with the file.
     phase("save:flush")
     with writing_to(folder):
         for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
@@ -168,5 +170,5 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint, and never leave half of it under its name."""
     doomed = folder.with_name(f"{_TEMPORARY}removed-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
+    folder.rename(doomed)  # in one step, so that a crash leaves nothing half under its name
     shutil.rmtree(doomed)

@@ -57,7 +57,7 @@ def resolve_micro_batch(run: Run, state: Mapping[str, Any] | None) -> None:
         assert found is not None
         fits, text = found
         each = accelerator.gather(torch.tensor([fits.rows], device=accelerator.device))
-        rows = int(each.min())
+        rows = int(each.min())  # all ranks use the size that fits the smallest device
         text = f"{rows} rows{text}" if rows == fits.rows else f"{rows} rows, as another process has"
     else:
         rows = int((state or {})["micro_batch"]["rows"])
@@ -135,6 +135,7 @@ def micro_step_memory(run: Run, rows: int) -> int:
     positions = torch.arange(slots).expand(rows, slots)
     batch = micro_batch(ids, positions, labels, cls_id=special.cls, pad_id=special.pad)
     parameters = [p for p in run.module.parameters() if p.requires_grad]
+    # Blocks cached by an earlier trial would count as this one's.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     inputs = batch.to(device)

@@ -195,6 +195,7 @@ def patiently(ranks: Ranks, action: Callable[[], Result], *, here: bool = True) 
             done = thread.submit(action)
         else:
             done.cancel()
+        # A quarter of the timeout leaves room for a slow collective operation.
         while any_process(ranks, not done.done()):
             wait([done], timeout=min(1.0, timeout() / 4))
     return jointly(ranks, done.result, here=here)
@@ -220,6 +221,7 @@ def same_everywhere(
     """
     if ranks.num_processes == 1:
         return
+    # Hashes have one size for all values, as a collective operation needs.
     keys = torch.tensor([root(0, *value.encode()) for value in values.values()])
     gathered = gather(keys[None].to(ranks.device)).tolist()
     for name, column in zip(values, zip(*gathered, strict=True), strict=True):

@@ -98,6 +98,7 @@ class Heartbeat:
             # Without parent or supervisor nothing ends this process if it hangs, and it might
             # write into a run that has been started again.
             if os.getppid() != parent or (SUPERVISOR in os.environ and not alive):
+                # Not an exception: the main thread may hang in a collective operation.
                 os.kill(os.getpid(), signal.SIGKILL)
             self._write()
 

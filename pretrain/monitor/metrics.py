@@ -80,6 +80,7 @@ class Metrics:
             self.fence()
             with writing_to(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.last) + "\n")
+        # Trackers take NaN as it is.
         self.accelerator.log({f"{kind}/{name}": value for name, value in values.items()}, step)
 
 
