@@ -1,7 +1,9 @@
-"""Held-out evaluation: the same rows, masks and pure functions every time.
+"""Evaluate on validation rows, with the same rows and masks every time.
 
 Every selected token becomes [MASK], from one fixed key that training never uses. All figures are
 means over the masked positions.
+
+Shapes: N positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,16 +46,15 @@ def evaluate(
     accelerator: Accelerator,
     autocast: AbstractContextManager[Any] | None = None,
 ) -> dict[str, float]:
-    """Evaluate on the first `rows` rows of a split, shared out over the processes.
+    """Evaluate on the first `rows` rows of a split, divided among the ranks.
 
-    `autocast` is the precision, else the accelerator's.
+    `autocast` is the precision; the accelerator's by default.
 
     Returns:
         loss (nats) and accuracy; with a teacher also kl (nats, temperature 1), agreement (same
         most likely token) and teacher_accuracy; the number of masked tokens; and two baselines on
-        the same positions: constant_accuracy, of the best constant answer (their most frequent
-        label), and unigram_loss (nats), of the training rows' token frequencies. One is added to
-        each count, and [PAD], [UNK], [CLS], [SEP] and [MASK] have none.
+        the same positions: constant_accuracy, of the best constant answer (the most frequent
+        label), and unigram_loss (nats), of the token frequencies of the training rows.
     """
     rows = min(rows, len(shards))
     mine = np.array_split(np.arange(rows), accelerator.num_processes)[accelerator.process_index]
@@ -107,8 +108,10 @@ def evaluation_masking(manifest: Manifest, probability: float) -> Masking:
 
 
 def unigram(shards: ShardSet) -> Tensor:
-    """-log p of each token by the training rows' counts plus one [V]; special tokens, never
-    predicted, have 0."""
+    """Return -log p of each token [V], where p is its share of the training rows' tokens.
+
+    One is added to each count. Special tokens are never predicted: their count and value are 0.
+    """
     table = json.loads((shards.folder / "token_counts.json").read_text(encoding="utf-8"))
     counts = torch.tensor(table["counts"], dtype=torch.float64) + 1
     special = list(special_ids(shards.manifest))
@@ -134,7 +137,7 @@ def evaluate_folder(
     """Evaluate a run's newest checkpoint, or any folder with a BERT or DistilBERT, on a corpus.
 
     Raises:
-        RunError, CorpusError: one of them cannot be used, or does not fit the others.
+        RunError, CorpusError: model, teacher or shards cannot be used, or do not fit together.
     """
     manifest = check(shards)
 
@@ -157,5 +160,5 @@ def evaluate_folder(
         open_shards(shards, "validation"),
         rows=rows,
         accelerator=accelerator,
-        autocast=nullcontext(),  # not of a run that this process made before
+        autocast=nullcontext(),  # fp32, also where this process has trained in another precision
     )

@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the old one or the new one, and an error names its place."""
+"""Write files so that a reader sees the old or the new one, and an error names the path."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from data_prep.disk import json_files, write_file
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Around what writes below `path`: every failure becomes an OSError that names it.
+    """Turn every failure of a block that writes below `path` into an OSError that names it.
 
-    A failing write() knows no name, a copy names its source, and safetensors wraps what the disk
-    said in an error of its own.
+    The error of write() has no file name, that of a copy names the source, and safetensors raises
+    its own class.
     """
     try:
         yield
@@ -32,12 +32,12 @@ def writing_to(path: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small text file whole."""
+    """Replace a small text file atomically."""
     with writing_to(path):
         write_file(path, lambda file: file.write(text.encode()))
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a small JSON file."""
+    """Replace a small JSON file atomically."""
     with writing_to(path):
         json_files.write_json(path, value)

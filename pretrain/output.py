@@ -13,19 +13,19 @@ from data_prep.disk import refuse_if_held
 from pretrain import RunError
 from pretrain.config import RunConfig
 
-# What is there before the first step: locks, a launch's logs, hidden files and the user's YAML.
+# Files that exist before the first step: locks, a launch's logs, hidden files, the user's YAML.
 _BEGUN = re.compile(r"\..*|.*\.ya?ml|logs|pretrain\..*lock|exit_status\.json")
 
 
 def check_output(config: RunConfig) -> None:
-    """Refuse an output that is an input or holds something else; nothing is written.
+    """Refuse an output folder that is an input or holds other files; nothing is written.
 
     Raises:
-        RunError: naming the input, or a file that no run has written.
+        RunError: names the input, or a file that no run has written.
     """
     output, init, teacher = config.output, config.student.init, config.teacher or ""
     inputs = {"shards": [str(config.shards)]}
-    if teacher:  # an output named as a hub's repository would be the next start's teacher
+    if teacher:  # a folder with the name of a hub's repository would be the teacher next time
         inputs["teacher"] = [teacher, teacher.partition("@")[0]]
     if isinstance(init, str) and init not in ("teacher", "random"):
         inputs["student.init"] = [init]
@@ -60,7 +60,8 @@ def check_output(config: RunConfig) -> None:
     for shaping in shapings:
         del shaping["train"]["precision"]  # `auto` has not chosen yet
     if shapings[0] != shapings[1]:
-        refuse_if_held(output, "pretrain", who="distil pretrain")  # alive, and has not saved yet
+        # A live run may not have saved yet.
+        refuse_if_held(output, "pretrain", who="distil pretrain")
         raise RunError(
             f"output {output} holds the config.json of another run, whose checkpoints are gone; "
             "set another `output:`"
@@ -68,7 +69,7 @@ def check_output(config: RunConfig) -> None:
 
 
 def foreign(folder: Path) -> Path | None:
-    """Return a file that no run has written, None in the folder of a run and in an empty one."""
+    """Return a file that no run has written; None for a run's folder and for an empty one."""
     if is_run(folder):
         return None
     return next(
@@ -77,7 +78,7 @@ def foreign(folder: Path) -> Path | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell the folder of a run by its checkpoints or its config.json."""
+    """Return whether a folder has a run's checkpoints or config.json."""
     return _has_checkpoint(folder) or _recorded(folder) is not None
 
 

@@ -1,9 +1,9 @@
-"""What an optimizer step was fed: rows, masks, and which rank held them.
+"""Show the input of an optimizer step: rows, masks, and the rank of each row.
 
-Reads the newest checkpoint that verifies, never OUTPUT/config.json, which nothing seals; and goes
-through the same `StepDataset`, `Order` and `Masking` as training. Needs neither teacher nor GPU.
-Steps count from 1, as the training log and `metrics.jsonl` do: step K is the update after which
-the log says "step K".
+The config comes from the newest checkpoint that verifies, not from OUTPUT/config.json, which has no
+checksum. Rows and masks come from the same `StepDataset`, `Order` and `Masking` as in training.
+No teacher and no GPU is needed. Steps count from 1, as in the training log and `metrics.jsonl`:
+step K is the update after which the log prints "step K".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # these import torch, which takes seconds: arguments are chec
 
 @dataclass(frozen=True)
 class ReplayedRow:
-    """One row as the student saw it; M masked positions, L row length."""
+    """Hold one row as the student saw it; M masked positions, L row length."""
 
     index: int  # in the global batch: 0 to G - 1
     rank: int
@@ -45,16 +45,16 @@ class ReplayedRow:
     row: int  # in the train split of the shards
     input_ids: NDArray[np.int64]  # [L], corrupted
     positions: NDArray[np.int64]  # [M], ascending
-    labels: NDArray[np.int64]  # [M], the ids that stood there
+    labels: NDArray[np.int64]  # [M], the original ids
     skipped: bool  # left out by --skip-rows: padding alone, no masks
 
     @property
     def shown(self) -> NDArray[np.int64]:
-        """Return what stands at the masked positions now [M]: [MASK], a random id or the same."""
+        """Return the ids now at the masked positions [M]: [MASK], a random id or the original."""
         return self.input_ids[self.positions]
 
     def as_json(self, step: int) -> dict[str, Any]:
-        """Plain values, one object a row."""
+        """Return the row as a JSON object."""
         masks = zip(self.positions.tolist(), self.labels.tolist(), self.shown.tolist(), strict=True)
         return {
             "step": step,
@@ -71,7 +71,7 @@ class ReplayedRow:
 
 @dataclass(frozen=True)
 class Replay:
-    """Optimizer step `step` (from 1) of a run, laid out for `world_size` ranks."""
+    """Hold optimizer step `step` (from 1) of a run, divided among `world_size` ranks."""
 
     step: int
     num_steps: int
@@ -84,7 +84,7 @@ class Replay:
 
     @property
     def num_rows(self) -> int:
-        """G, of all ranks."""
+        """Return the number of rows of all ranks."""
         return self.order.global_batch_size
 
     def rows(self, rank: int | None = None) -> Iterator[ReplayedRow]:
@@ -152,16 +152,17 @@ def replay(
     shards: Path | None = None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Replay:
-    """Open step `step` of the run in folder `run`; rows and masks are made as they are asked for.
+    """Open step `step` of the run in folder `run`; `Replay.rows` computes rows and masks.
 
     Args:
         run: the output folder of a run.
         step: from 1, as the training log counts.
-        world_size: processes; the newest checkpoint's number by default. It decides who holds a
-            row, never which rows and masks there are.
-        micro_batch_size: rows; by default the run's, or what of it divides a rank's share.
-        shards: where the shards lie now, if not where the run read them.
-        warn: is told of checkpoints that do not verify, and when none covers the step.
+        world_size: the number of ranks; by default the newest checkpoint's. Each row's rank depends
+            on it, rows and masks do not.
+        micro_batch_size: rows; by default the run's, or its largest divisor that divides a rank's
+            share.
+        shards: the folder of the shards, if they were moved since the run.
+        warn: receives checkpoints that do not verify, and a step that no checkpoint covers.
 
     Raises:
         RunError: no checkpoint that verifies, no such step, batches that do not divide, or shards
@@ -171,7 +172,7 @@ def replay(
     check_run(run)
     plan = partial(_plan, run, step, world_size, micro_batch_size, shards)
     if (known := _sealed_state(run)) is not None:
-        plan(known)  # a bad argument is answered before torch is imported, which takes seconds
+        plan(known)  # refuse a bad argument before the imports below, which take seconds
 
     from pretrain import checkpoint
     from pretrain.data.rows import build_masking
@@ -210,7 +211,7 @@ def _recipe(state: Mapping[str, Any]) -> _Recipe:
 
 
 def _sealed_state(run: Path) -> _Recipe | None:
-    """Read the newest checkpoint's state.json if it is as its manifest says; else return None.
+    """Read the newest checkpoint's state.json; return None if it does not match its manifest.
 
     `checkpoint.newest` verifies the whole checkpoint, but imports torch.
     """
@@ -269,10 +270,9 @@ def _plan(
 
 
 def recorded_skips(run: Path, saved: Saved) -> tuple[Skip, ...]:
-    """Return the rows a run left out: what its checkpoint says, and metrics.jsonl of the time
-    since.
+    """Return the rows that a run left out, from its checkpoint and the later metrics.jsonl.
 
-    A run dropped the entries of metrics.jsonl that its checkpoint did not cover when it continued.
+    When a run resumes, it removes the entries of metrics.jsonl after its checkpoint.
     """
     from pretrain.data.rows import Skip, with_skip
     from pretrain.monitor import metrics

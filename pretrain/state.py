@@ -1,4 +1,4 @@
-"""What changes while a run trains. A checkpoint keeps all of it."""
+"""Hold the state that changes while a run trains. A checkpoint keeps all of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pretrain.data.rows import Skip
 
 @dataclass
 class TrainState:
-    """The position of a run and what it has counted.
+    """Hold the position and the counts of a run.
 
-    The learning rate, the rows, their masks and dropout are functions of the step: they need no
-    state. Weights and optimizer state are tensors, which the checkpoint keeps apart.
+    The learning rate, the rows, their masks and dropout are functions of the step and need no
+    state. Weights and optimizer state are tensors, which a checkpoint keeps in other files.
     """
 
     step: int = 0  # optimizer steps made
@@ -27,12 +27,12 @@ class TrainState:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> TrainState:
-        """Read from the content of a checkpoint's state.json."""
+        """Build from the values of a checkpoint's state.json."""
         known = {key: values[key] for key in FIELDS}
         return cls(**{**known, "skip_rows": tuple(Skip(*skip) for skip in values["skip_rows"])})
 
     def write(self) -> dict[str, Any]:
-        """Return what `read` reads."""
+        """Return the values for state.json, which `read` takes."""
         skips = [[skip.first, skip.last, skip.step] for skip in self.skip_rows]
         return {**asdict(self), "skip_rows": skips}
 

@@ -1,4 +1,4 @@
-"""One optimizer step, from packed rows to updated weights.
+"""Make one optimizer step, from packed rows to updated weights.
 
 The loss, for the terms t of `objectives/terms.py`, each over all micro-batches and ranks:
 
@@ -25,11 +25,11 @@ from pretrain.model.distillation import MicroBatch, micro_batch, send
 from pretrain.monitor.post_mortem import write_post_mortem
 from pretrain.run import Run
 
-_DROPOUT = 3  # names this use of the seed; order and masking have theirs
+_DROPOUT = 3  # this use of the seed; order and masking have other numbers
 
 
 class Step(NamedTuple):
-    """What one optimizer step did; the same on every rank."""
+    """Hold the figures of one optimizer step; the same on every rank."""
 
     counts: dict[str, int]  # tokens and masked tokens
     totals: list[float]  # [T] each term's sum
@@ -38,12 +38,12 @@ class Step(NamedTuple):
 
 
 def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
-    """Make one optimizer step on this rank's rows; None if a rank was told to stop.
+    """Make one optimizer step on this rank's rows; return None if a rank was interrupted.
 
     Args:
-        run: moved on by one step.
-        rows: None if this rank is to stop.
-        stop: this rank was told to stop, so no rank makes this step.
+        run: its state advances by one step.
+        rows: the rank's share of the step; None if a signal came while it waited for them.
+        stop: this rank got a signal, so no rank makes this step.
 
     Raises:
         NonFiniteError: more steps than `train.skip_non_finite` were not finite.
@@ -52,10 +52,10 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
     config, state, terms = run.config, run.state, run.module.terms
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
 
-    # Counts of the whole step. This is the only communication before the last micro-batch, and
-    # with it all ranks agree to stop at the same step.
+    # Count the tokens of the whole step. This is the only communication before the last
+    # micro-batch, and with it all ranks agree to stop at the same step.
     batches = []
-    if rows is not None:  # else the rank stopped where it waited for rows
+    if rows is not None:
         heartbeat.at(state.step, "counts")
         batches = micro_batches(run, rows)
     numbers = [sum(b.num_tokens for b in batches), sum(b.num_masked for b in batches), int(stop)]
@@ -68,9 +68,10 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
     # Dropout is a function of (seed, step, rank), so that a resumed run draws the same masks.
     torch.manual_seed(root(config.train.seed, _DROPOUT, state.step, rank))
 
-    # Forward and backward. The loss is divided by the tokens only in the backward pass, together
-    # with the loss scale: gradients that the LM head makes in its forward pass then stay of order
-    # 1 and within fp16's range. So each term's factor here is weight * tokens / count.
+    # Forward and backward. The LM head computes its gradients in its forward pass. The loss is
+    # divided by the number of tokens only in the backward pass, together with the loss scale, so
+    # these gradients stay of order 1 and within fp16's range. Hence the factors
+    # weight * tokens / count here.
     factors_T = send(
         torch.tensor([t.weight * counts["tokens"] / max(counts[t.over], 1) for t in terms]), device
     )
@@ -84,7 +85,7 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
         losses.append(loss)
         totals.append(totals_T)
 
-    # Clip, and read back the step's figures: the one point where the host waits for the device.
+    # Clip, and read the step's figures (device sync: the only one of a step).
     heartbeat.at(state.step, "update")
     rate = learning_rate(config.optimizer, state.step, run.num_steps)
     norm = parallel.clip(config.optimizer.max_grad_norm)
@@ -95,8 +96,8 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
         figures = accelerator.reduce(figures, "sum")
     *totals_of_step, bad, size = torch.cat([figures, norm.reshape(1).to(figures)]).tolist()
 
-    # Update on all ranks, or on none. In fp16 an infinite norm is an overflow of scaled gradients:
-    # its scaler leaves the step out and halves the scale.
+    # Update on all ranks, or on none. In fp16 an infinite norm means that scaled gradients
+    # overflowed: the scaler then skips the update and halves the scale.
     if bad == 0 and (math.isfinite(size) or (parallel.loss_scale or 1) > 1):
         parallel.step(rate)
     else:

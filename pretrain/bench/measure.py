@@ -67,7 +67,7 @@ class OurStep:
     def encoders(self) -> Any:
         """Return the encoders' outputs alone, which keeps all that their graph holds alive."""
         with self.precision.autocast(self.batch.input_ids.device):
-            return self.module.trunks(self.batch.input_ids, self.batch.cu_seqlens)
+            return self.module.encode(self.batch.input_ids, self.batch.cu_seqlens)
 
     @property
     def terms(self) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""Which rows an optimizer step reads, and which of their tokens are masked."""
+"""Choose the rows of each optimizer step, and mask their tokens."""

@@ -1,7 +1,7 @@
-"""Keyed integer hashing with the same bits in Python, numpy and torch, on every device.
+"""Hash integers with a key: the same bits in Python, numpy and torch, on every device.
 
-Everything random that a run must be able to repeat (row order, masks) is a pure function of
-integers through these functions. Library random streams are not stable across versions, and float
+Whatever a run draws at random and must be able to repeat (row order, masks) is a pure function of
+integers, computed here. Library random streams are not stable across versions, and float
 logarithms differ between numpy, torch CPU and GPU; 64-bit wrap-around multiplication does not.
 """
 
@@ -23,8 +23,8 @@ _STRIDE = 0x9E3779B1  # odd, so i -> i * _STRIDE is a bijection of 32-bit intege
 def mix(x: Integers) -> Integers:
     """Scramble the low 32 bits of `x` into 0..2**32-1; a bijection.
 
-    `x` is a Python int or an array of int64 or uint32; the latter wraps to the same bits in half
-    the memory. A product may overflow int64; its low 32 bits are right all the same.
+    `x` is a Python int or an array of int64 or uint32; uint32 wraps to the same bits in half
+    the memory. A product may overflow int64, which does not change its low 32 bits.
 
     Constants: the two-round "lowbias32" multiply-xorshift (Wellons, "Prospecting for hash
     functions", 2018).
@@ -41,8 +41,7 @@ def mix(x: Integers) -> Integers:
 
 
 def derive(key: Integers, index: Integers) -> Integers:
-    """Return the key of child `index` under `key`: injective in `index` (below 2**32) for a fixed
-    key."""
+    """Return the key of child `index` under `key`; children below 2**32 have different keys."""
     return mix(mix(index * _STRIDE) + key)
 
 

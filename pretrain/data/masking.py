@@ -1,8 +1,8 @@
-"""Dynamic 80/10/10 masking (BERT, section 3.1; no next-sentence prediction) by integer hashing.
+"""Mask tokens dynamically, 80/10/10 (BERT, section 3.1; no next-sentence prediction), by hashing.
 
 The mask of a row is a pure function of (seed, epoch, row number, position): the same bits from
-numpy and torch, on CPU and GPU, whatever the batch, the rank or the number of workers. Shapes are
-static: every row has `num_slots` slots, and the unused ones carry the label IGNORE.
+numpy and torch, on CPU and GPU, for every batch size, rank and number of workers. Shapes are
+static: every row has `num_slots` slots, and an unused slot has the label IGNORE.
 
 Shapes: B rows, L row length, K slots, V vocabulary.
 """
@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 
 from pretrain.data.hashing import MASK32, derive, root
 
-IGNORE = -100  # label of a position or slot that is not predicted, as torch's cross-entropy has it
+IGNORE = -100  # label of a slot without a prediction: the default of torch's cross-entropy
 
-_MASKING = 2  # names this use of the seed; order has its own
+_MASKING = 2  # this use of the seed; order and dropout have other numbers
 _SELECT, _ACTION, _REPLACE = range(3)
 _POSITION_BITS = 12  # row lengths up to 4,096
 _POSITION = (1 << _POSITION_BITS) - 1
 _UNSELECTABLE = (1 << 63) - (1 << _POSITION_BITS)
-_COARSE = 19  # draws of smoothed masking are below 2**51
-_BLOCK_TOKENS = 1 << 15  # numpy's temporaries stay in the processor's cache
+_COARSE = 19  # bits to drop: draws of frequency-weighted masking are below 2**51
+_BLOCK_TOKENS = 1 << 15  # so that numpy's temporaries stay in the processor's cache
 
 
 class MaskedRows(NamedTuple):
@@ -40,7 +40,7 @@ class MaskedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Masking:
-    """How rows of one vocabulary are corrupted.
+    """Mask rows of token ids; call it with the rows, their epochs and their numbers.
 
     Args:
         probability: share of a row's ordinary tokens that is selected (0.15 in BERT).
@@ -48,9 +48,9 @@ class Masking:
         mask_id: the id of [MASK].
         vocab_size: V.
         seed: of the run.
-        smoothing: None draws uniformly; an integer table [V] proportional to count**0.7 draws a
-            token with weight count**-0.7, so that rare tokens are predicted more often (XLM;
-            DistilBERT's training code).
+        smoothing: None draws uniformly; for frequency-weighted masking, an integer table [V]
+            proportional to count**0.7: a token is drawn with weight count**-0.7, so rare tokens are
+            predicted more often (XLM; DistilBERT's training code).
         replace: "80/10/10" for training; "mask" puts [MASK] everywhere, for evaluation.
     """
 
@@ -63,26 +63,27 @@ class Masking:
     replace: Literal["80/10/10", "mask"] = "80/10/10"
 
     def num_slots(self, row_length: int) -> int:
-        """K, the most tokens that can be selected in a row of `row_length`."""
+        """Return K, the most tokens that can be selected in a row of `row_length`."""
         return max(1, int(self._num_wanted(np.int64(row_length))))
 
     def __call__(self, input_ids: Any, epochs: Any, rows: Any) -> MaskedRows:
         """Corrupt rows `input_ids` [B, L], given each row's epoch [B] and number [B].
 
-        Integers, either all numpy or all torch; the result is of the same kind. It is int64, but
-        numpy's `input_ids` stay in the type they have in the shards, a quarter of that.
+        All three are numpy or all are torch, and so is the result. It is int64, except for numpy's
+        `input_ids`: they keep their type, which in the shards takes a quarter of the memory.
         """
         num_rows, length = input_ids.shape
         assert length <= 1 << _POSITION_BITS
         xp, like = _library(input_ids)
-        word = torch.int64 if xp is torch else np.uint32  # what `mix` is fast in
-        # One key a row and purpose; a bijection of the row number, so no two rows share a mask.
+        word = torch.int64 if xp is torch else np.uint32  # the types in which `mix` is fast
+        # One key per purpose and row. The key is a bijection of the row number, so no two rows
+        # of an epoch share a mask.
         base = derive(root(self.seed, _MASKING), xp.asarray(epochs, dtype=word))
         purposes = xp.arange(3, dtype=word, **like)[:, None]
         keys = derive(derive(base, purposes), xp.asarray(rows, dtype=word))[:, :, None]
 
         slots = (num_rows, self.num_slots(length))
-        narrow = xp.int64 if xp is torch else input_ids.dtype  # torch hardly computes with uint16
+        narrow = xp.int64 if xp is torch else input_ids.dtype  # torch has few uint16 operations
         result = MaskedRows(
             xp.empty(input_ids.shape, dtype=narrow, **like),
             *(xp.empty(slots, dtype=xp.int64, **like) for _ in range(2)),
@@ -96,7 +97,13 @@ class Masking:
         return result
 
     def _corrupt(self, ids: Any, rows: MaskedRows, keys: Any) -> None:
-        """Corrupt `rows.input_ids`, which hold `ids`, and fill in the rest; keys [3, B, 1]."""
+        """Mask `rows.input_ids`, a copy of `ids`, and fill in positions and labels.
+
+        Args:
+            ids: [B, L] int64.
+            rows: the result, written in place.
+            keys: [3, B, 1], for selection, action and replacement.
+        """
         xp, like = _library(ids)
         num_rows, length = ids.shape
         num_slots = rows.positions.shape[1]
@@ -104,7 +111,8 @@ class Masking:
         special, ordinary, race = (xp.asarray(table, **like) for table in tables)
 
         draw = derive(keys[_SELECT], xp.arange(length, dtype=keys.dtype, **like))
-        if self.smoothing is not None:  # an exponential race: the smallest E / w win
+        if self.smoothing is not None:
+            # Weighted sampling without replacement: the smallest E / w, with E exponential.
             chance = xp.asarray(draw >> 16, dtype=xp.int64)
             draw = race[chance] * xp.asarray(self.smoothing, **like)[ids]  # int64
         selectable = ~special[ids]
@@ -126,7 +134,7 @@ class Masking:
         rows.labels[:] = xp.where(used, original, IGNORE)
 
     def _num_wanted(self, num_selectable: Any) -> Any:
-        """round(probability * ordinary tokens) [B], but at least one where there is a token."""
+        """Return round(probability * ordinary tokens) [B], but at least 1 where there is one."""
         share = int(self.probability * (1 << 16) + 0.5)
         wanted = (num_selectable * share + (1 << 15)) >> 16
         return wanted + ((wanted == 0) & (num_selectable > 0))
@@ -139,9 +147,10 @@ class Masking:
 
 
 def _integer_exponential() -> NDArray[np.int32]:
-    """-ln((i + 1/2) / 2**16) in units of 2**-22, for i below 2**16, by integer arithmetic alone.
+    """Return -ln((i + 1/2) / 2**16) in units of 2**-22 for every i below 2**16.
 
-    log2 bit by bit: square the mantissa (31 fraction bits) and note each time it passes 2.
+    Only integer arithmetic: float logarithms differ between libraries. It computes log2 bit by bit:
+    square the mantissa (30 fraction bits); the bit is 1 if the square reaches 2.
     """
     mantissa = 2 * np.arange(1 << 16, dtype=np.int64) + 1  # (i + 1/2) / 2**16 = mantissa / 2**17
     exponent = np.zeros_like(mantissa)
@@ -156,21 +165,21 @@ def _integer_exponential() -> NDArray[np.int32]:
         log2 = log2 + np.where(over, 1 << bit, 0)
         fraction = np.where(over, fraction >> 1, fraction)
     ln2 = 2977044472  # round(ln(2) * 2**32)
-    return np.maximum((-log2 * ln2) >> 34, 1).astype(np.int32)  # half the cache
+    return np.maximum((-log2 * ln2) >> 34, 1).astype(np.int32)  # int64 would take twice the cache
 
 
 _EXPONENTIAL = _integer_exponential()
 
 
 def _library(array: Any) -> tuple[Any, dict[str, Any]]:
-    """numpy or torch, and where that makes arrays beside this one."""
+    """Return numpy or torch, and the arguments that put a new array on the device of `array`."""
     return (torch, {"device": array.device}) if isinstance(array, torch.Tensor) else (np, {})
 
 
 def first_slots(draw: Any, selectable: Any, count: int) -> Any:
-    """Return where the `count` smallest draws of each row are [B, count], in ascending order.
+    """Return the positions of the `count` smallest draws of each row [B, count], ascending.
 
-    The first of equal draws comes first, and what is not selectable after all that is.
+    Of equal draws the first position wins. Positions that are not selectable come last.
     """
     xp, like = _library(draw)
     if xp is np and (slots := quick_slots(draw, selectable, count)) is not None:
@@ -184,15 +193,15 @@ def first_slots(draw: Any, selectable: Any, count: int) -> Any:
 def quick_slots(
     draw: NDArray[Any], selectable: NDArray[np.bool_], count: int
 ) -> NDArray[np.int64] | None:
-    """Return the same as `first_slots`; None if draws are equal or a row has few tokens.
+    """Return the same as `first_slots`, or None if draws are equal or a row has few tokens.
 
-    numpy partitions 32-bit numbers up to ten times as fast as it sorts 64-bit ones.
+    numpy partitions 32-bit numbers up to ten times as fast as it sorts 64-bit numbers.
     """
     coarse = draw if draw.dtype == np.uint32 else (draw >> _COARSE).astype(np.uint32)
     coarse = np.where(selectable, coarse, np.uint32(MASK32))
     bound = np.partition(coarse, count - 1, axis=1)[:, count - 1 : count]
     chosen = selectable & (coarse <= bound)
-    # Just `count` within a bound are the smallest, whatever the bound.
+    # If exactly `count` draws lie within the bound, they are the smallest.
     if (chosen.sum(1) != count).any():
         return None
     flat = np.flatnonzero(chosen).reshape(-1, count)

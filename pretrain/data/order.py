@@ -1,8 +1,9 @@
-"""Which rows an optimizer step reads: a pure function of (seed, step), whatever the layout.
+"""Compute the rows of an optimizer step: a pure function of (seed, step), for any number of ranks.
 
 Position p = step * global_batch_size + i; epoch p // num_rows; row permutation(seed, epoch)[p %
-num_rows]. Batches straddle epochs, so nothing is dropped and nothing is seen twice in an epoch. The
-permutation needs no memory and seeks in constant time, so a resumed run skips nothing.
+num_rows]. A batch may contain the end of one epoch and the start of the next, so no row is dropped
+and no row is seen twice in an epoch. The permutation needs no memory and any position is computed
+in constant time, so a resumed run does not read past rows.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from numpy.typing import NDArray
 
 from pretrain.data.hashing import derive, mix, root
 
-_ORDER = 1  # names this use of the seed; masking has its own
+_ORDER = 1  # this use of the seed; masking and dropout have other numbers
 _ROUNDS = 6
 
 
 def permutation(index: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """Return where the keyed permutation of 0..size-1 sends each `index` [n].
+    """Return the image of each `index` [n] under a keyed permutation of 0..size-1.
 
-    A balanced Feistel network over the next even power of two, walked until it lands inside (Black
-    and Rogaway, "Ciphers with arbitrary finite domains", 2002): at most four walks on average.
+    A balanced Feistel network permutes the next even power of two; it is applied again until the
+    result is below `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): at
+    most four times on average.
     """
     assert size > 0
     half = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -43,18 +45,18 @@ def permutation(index: NDArray[np.int64], size: int, key: int) -> NDArray[np.int
 
 @dataclass(frozen=True)
 class Order:
-    """The order of `num_rows` rows in steps of `global_batch_size` rows."""
+    """Order `num_rows` rows in steps of `global_batch_size` (G) rows."""
 
     num_rows: int
     global_batch_size: int
     seed: int
 
     def steps_for(self, epochs: float) -> int:
-        """Optimizer steps that read `epochs` passes over the rows, rounded up."""
+        """Return the number of optimizer steps of `epochs` passes over the rows, rounded up."""
         return max(1, -(-round(self.num_rows * epochs) // self.global_batch_size))
 
     def at(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(epochs [G], rows [G]) of optimizer step `step`, counted from 0."""
+        """Return (epochs [G], rows [G]) of optimizer step `step`, counted from 0."""
         position = step * self.global_batch_size + np.arange(self.global_batch_size, dtype=np.int64)
         epochs, offsets = np.divmod(position, self.num_rows)
         rows = np.empty_like(offsets)

@@ -1,4 +1,4 @@
-"""The rows of each optimizer step, corrupted and ready: one loader item a step and rank.
+"""Load the masked rows of each optimizer step: one loader item per step and rank.
 
 Shapes: R rows of this rank in a step, L row length, K mask slots a row.
 """
@@ -32,14 +32,17 @@ from pretrain.data.order import Order
 from pretrain.environment import SUPERVISOR, TIMEOUT
 from pretrain.signals import Interrupted, Signals, stop_signals
 
-_SOCKET = len("/pymp-12345678/listener-12345678")  # what a worker makes in TMPDIR
+_SOCKET = len("/pymp-12345678/listener-12345678")  # the socket that a worker creates in TMPDIR
 _LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; 107 on Linux
 
 
 @dataclass(frozen=True)
 class Skip:
-    """Rows left out from an optimizer step on: read as nothing but padding, so they add no token,
-    no mask and no loss, and every other row keeps its step, place, rank and mask."""
+    """Leave out a range of rows from an optimizer step on.
+
+    Their tokens become padding, so they add no token, no mask and no loss. Every other row keeps
+    its step, place, rank and mask.
+    """
 
     first: int  # in the train split, as `distil replay` and `distil audit` number rows
     last: int  # exclusive
@@ -47,7 +50,7 @@ class Skip:
 
 
 class StepDataset(Dataset[MaskedRows]):
-    """Item `step` is a pure function of the step: no state, so any worker may make it."""
+    """Return the rows of a step as a pure function of the step, so that any worker can do it."""
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class StepDataset(Dataset[MaskedRows]):
         world: int = 1,
         skips: Sequence[Skip] = (),
     ) -> None:
-        """RunError if `skips` name rows that are not there."""
+        """Raise RunError if `skips` name rows that are not there."""
         for skip in skips:
             if not 0 <= skip.first < skip.last <= len(shards):
                 raise RunError(
@@ -114,7 +117,7 @@ def skipped(rows: NDArray[np.int64], step: int, skips: Sequence[Skip]) -> NDArra
 
 
 def with_skip(skips: Sequence[Skip], skip: Skip) -> tuple[Skip, ...]:
-    """`skips` and one more, unless one of them covers it: the same command may be given again."""
+    """Return `skips` with one more, unless one of them covers it: a command may be given again."""
     for old in skips:
         if old.first <= skip.first and skip.last <= old.last and old.step <= skip.step:
             return tuple(skips)
@@ -125,15 +128,12 @@ def with_skip(skips: Sequence[Skip], skip: Skip) -> tuple[Skip, ...]:
 def loader(
     dataset: StepDataset, first: int, last: int, num_workers: int
 ) -> Iterator[Iterator[MaskedRows]]:
-    """Yield steps `first` to `last` - 1 in order, made ahead by `num_workers` processes.
+    """Yield an iterator over steps `first` to `last` - 1, loaded ahead by `num_workers` processes.
 
-    The processes end with the block. A worker ignores the SIGTERM with which Python ends its
-    children, so one that outlived the block would be waited for without end, and the block may be
-    left by an error whose traceback keeps the loader alive.
-
-    The generator of its own keeps `iter(DataLoader)` from drawing its base seed from the global
-    stream, where it would shift every later dropout mask of a resumed run.
+    The processes end with the block.
     """
+    # With a generator of its own, `iter(DataLoader)` does not draw its base seed from the global
+    # stream, which would change every later dropout mask of a resumed run.
     generator = torch.Generator().manual_seed(0)
     batches = iter(
         DataLoader(
@@ -149,21 +149,23 @@ def loader(
         yield batches
     finally:
         if isinstance(batches, _MultiProcessingDataLoaderIter):
+            # An error's traceback may keep the loader alive, and a worker ignores the SIGTERM with
+            # which Python ends its children: Python would wait for it without end.
             batches._shutdown_workers()
             for worker in batches._workers:
-                worker.kill()  # if it is still there: it was stopped, or hangs
+                worker.kill()  # still alive only if it was stopped or hangs
 
 
 def next_rows(batches: Iterator[MaskedRows], signals: Signals, seconds: float) -> MaskedRows | None:
-    """Wait for the rows of the next step; None as soon as a signal has come.
+    """Wait for the rows of the next step; return None as soon as a signal has come.
 
     Args:
-        batches: of `loader`; of no use after None.
-        signals: those that have come.
-        seconds: how long to wait. A supervisor has its own limit, and starts the run again.
+        batches: of `loader`; not usable after None.
+        signals: the signals so far.
+        seconds: how long to wait; without limit under a supervisor, which has its own.
 
     Raises:
-        RunError: the workers made no rows for so long.
+        RunError: no rows came in that time.
     """
     try:
         with signals.interrupt_after(0 if SUPERVISOR in os.environ else seconds):
@@ -191,7 +193,7 @@ def check_workers(num_workers: int) -> None:
 
 
 def build_masking(config: MaskingConfig, folder: Path, manifest: Manifest, seed: int) -> Masking:
-    """Return the training masks a config asks for, over the shards' vocabulary."""
+    """Return the masking of a training run, over the shards' vocabulary."""
     smoothing = None
     if config.mode == "smoothed":
         table = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))
@@ -200,7 +202,7 @@ def build_masking(config: MaskingConfig, folder: Path, manifest: Manifest, seed:
 
 
 def masking_over(manifest: Manifest, probability: float, seed: int) -> Masking:
-    """Uniform masks over the shards' vocabulary."""
+    """Return uniform masking over the shards' vocabulary."""
     return Masking(
         probability=probability,
         special_ids=special_ids(manifest),
@@ -211,17 +213,17 @@ def masking_over(manifest: Manifest, probability: float, seed: int) -> Masking:
 
 
 def special_ids(manifest: Manifest) -> tuple[int, ...]:
-    """Return the ids that are never predicted nor inserted: [PAD], [UNK], [CLS], [SEP], [MASK]."""
+    """Return the ids that masking never selects or inserts: [PAD], [UNK], [CLS], [SEP], [MASK]."""
     special = manifest.tokenizer.special_ids
     return special.pad, special.unk, special.cls, special.sep, special.mask
 
 
 @contextmanager
 def explained_workers(shards: ShardSet) -> Iterator[None]:
-    """Around the loop, which a dead worker's signal interrupts anywhere: name the true error.
+    """Raise the true error where a loader worker dies; wrap the loop in it.
 
-    torch puts a worker's traceback before its error, and takes every SIGBUS for a want of shared
-    memory; a file that is cut off while it is mapped ends a process the same way.
+    torch puts a worker's traceback before its error, and reports every SIGBUS as a lack of shared
+    memory. A file that is cut off while it is mapped ends a process the same way.
 
     Raises:
         CorpusError: damaged shards, as without workers.
@@ -233,7 +235,7 @@ def explained_workers(shards: ShardSet) -> Iterator[None]:
         raise CorpusError(lines[-1].removeprefix("data_prep.CorpusError: ")) from error
     except (RuntimeError, ConnectionError, EOFError) as error:
         if not isinstance(error, RuntimeError):
-            with suppress(RuntimeError):  # torch's, for the worker that was sending rows
+            with suppress(RuntimeError):  # raised by torch for the worker that was sending rows
                 time.sleep(1)
         if not isinstance(error, RuntimeError) or "DataLoader worker" in str(error):
             for record in shards.manifest.splits[shards.split].shards:
@@ -242,10 +244,10 @@ def explained_workers(shards: ShardSet) -> Iterator[None]:
 
 
 def _ignore_signals(worker: int) -> None:
-    # Ctrl-C, a closed terminal, and what a scheduler or torchrun sends, reach the whole process
-    # group; the main process finishes its step and saves. A worker ends with its queue, or when its
-    # parent is gone.
+    # Ctrl-C, a closed terminal, and the signals of a scheduler or torchrun reach the whole process
+    # group. The main process finishes its step and saves; a worker ends with its queue, or when its
+    # parent has ended.
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
-    # torch's handler prints that shared memory is short; see `explained_workers`.
+    # torch's handler would print that shared memory is short; see `explained_workers`.
     signal.signal(signal.SIGBUS, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The model card: recipe, data with licences, figures beside the teacher's, how to load."""
+"""Write the model card: recipe, data with licences, figures next to the teacher's, how to load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIGURES = {
 
 
 def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
-    """Return a card from a checkpoint's state; says what was measured and nothing else."""
+    """Build the card from a checkpoint's state; it contains measured figures only."""
     config, teacher, evaluation = state["config"], state["teacher"], state["evaluation"]
     objective = _OBJECTIVE.validate_python(config["objective"])
     compares = any(term.name != "mlm" for term in objective.terms())
@@ -104,7 +104,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _escape(value: object) -> str:
-    """Text that stays text in Markdown: a source's name is a user's string."""
+    """Escape Markdown: a source's name is any string of a user."""
     text = one_line(str(value))
     for character in "\\`|<>[]*_":
         text = text.replace(character, f"\\{character}")

@@ -1,4 +1,4 @@
-"""A run -> a folder that plain `transformers` loads: weights, tokenizer, model card."""
+"""Write a run's student as a folder that plain `transformers` loads, and upload it."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ _TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how far its logits are from the run's when read back."""
+    """Hold the figures of an export."""
 
     architecture: str
     step: int
     num_parameters: int
     num_bytes: int
-    difference: float
+    difference: float  # largest difference of logits to the run's student, read back
 
 
 def export(
     run: Path, folder: Path, warn: Callable[[str], None], *, again: bool = False
 ) -> Exported:
-    """Write the newest checkpoint's student to `folder`, and read it back before saying so.
+    """Write the newest checkpoint's student to `folder`, and compare it when read back.
 
-    The layout is that of `distilbert-base-uncased` (or a BERT's, for objective mlm). Everything is
-    made in a folder beside the target and renamed, so the target is whole or not there.
+    The layout is that of `distilbert-base-uncased` (or a BERT's, for objective mlm). All files
+    are written to a folder next to the target, which is then renamed: an export is complete or
+    absent.
 
     Args:
-        run: the output folder of a run, which may go on meanwhile.
+        run: the output folder of a run, which may continue meanwhile.
         folder: the target; missing or empty.
-        warn: is told of newer checkpoints that do not verify or were removed by the run.
-        again: accept a target that holds exactly what would be written.
+        warn: receives newer checkpoints that do not verify or were removed by the run.
+        again: accept a target that already has exactly the same files.
 
     Raises:
-        RunError: there is no checkpoint, the folder is taken, or what was read back differs.
+        RunError: there is no checkpoint, the folder is taken, or the logits differ.
         OSError: the disk is full or read-only.
     """
     check_target(run, folder, again=again)
@@ -75,7 +76,7 @@ def export(
             for name, data in tokenizer.items():
                 (temporary / name).write_bytes(data)
             student.save_pretrained(temporary)
-            # safetensors writes for the owner alone; an export is for all who may read its folder.
+            # safetensors writes files for the owner only, config.json has the umask's mode.
             shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
             model_card(student, saved.state).save(temporary / "README.md")
         difference = read_back(student, temporary)
@@ -108,7 +109,7 @@ def push(folder: Path, repository: str, token: str) -> str:
     try:
         api.create_repo(repository, exist_ok=True)
         commit = api.upload_folder(repo_id=repository, folder_path=folder)
-    except Exception as error:  # of the HTTP library, the hub or its transfer library
+    except Exception as error:  # the HTTP library, the hub and its transfer library differ
         reason = first_line(error).replace(token, "***")
         raise RunError(
             f"{folder} is written, but not uploaded to {repository}: {reason}; the same command "

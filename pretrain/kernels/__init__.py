@@ -1,1 +1,1 @@
-"""Faster implementations of the same results. Skip them on a first reading."""
+"""Compute the same results faster. Skip this folder on a first reading."""

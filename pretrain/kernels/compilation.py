@@ -1,7 +1,8 @@
-"""torch.compile as a run uses it: static shapes, kernels that are the same at every start.
+"""Compile functions with static shapes, into the same kernels at every start.
 
-Functions are compiled, never modules wrapped: names of parameters and checkpoints stay what they
-are, and evaluation, which has batches of its own, calls the same models uncompiled.
+It computes what the uncompiled functions compute, and runs with `train.compile`. Functions are
+compiled and modules are not wrapped: names of parameters and checkpoints do not change, and
+evaluation, with batches of other shapes, calls the same models uncompiled.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compile_static(function: Function, *, whole: bool) -> Function:
-    """Return the function, compiled anew for every shape; in one piece if `whole`.
-
-    By default the compiler times several versions of a GPU kernel and takes the fastest, which
-    another start may find to be another: a resumed run would have other bits.
-    """
+    """Return the function, compiled again for every new shape; as one graph if `whole`."""
+    # By default the compiler times several versions of a GPU kernel and takes the fastest, which
+    # may be a different one at the next start: a resumed run would have other bits.
     known = "deterministic" in torch._inductor.list_options()  # since torch 2.9
     options: Any = {"deterministic": True} if known else {}
     compiled: Any = torch.compile(function, dynamic=False, fullgraph=whole, options=options)
@@ -29,10 +28,10 @@ def compile_static(function: Function, *, whole: bool) -> Function:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile next to nothing, to learn before a run starts whether this machine can.
+    """Check that this machine can compile, before a run starts.
 
     Raises:
-        RunError: it cannot; for want of a C++ compiler, for instance.
+        RunError: it cannot, for instance because no C++ compiler is installed.
     """
 
     def negative(x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +39,7 @@ def check_compiler(device: torch.device) -> None:
 
     try:
         compile_static(negative, whole=True)(torch.ones(8, device=device))
-    except Exception as error:  # the compiler's own, of a dozen kinds
+    except Exception as error:  # the compiler raises a dozen classes
         reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
         raise RunError(
             f"train.compile: {reason.strip()[:200]}. It needs a working C++ compiler and Python's "

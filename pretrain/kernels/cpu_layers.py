@@ -1,12 +1,15 @@
-"""Layers as a processor is quickest with them; on any other device nothing changes.
+"""Compute `torch.nn.Linear` and `torch.nn.Dropout` faster on a CPU; other devices are unaffected.
 
-Linear layers in fp32 are made by oneDNN where it is there: on x86, torch gives fp32 products to MKL
-and only half-precision ones to oneDNN, which it ships as well. On an EPYC with AVX-512 oneDNN makes
-`x W^T` of a trunk 9 to 26 % faster, its gradient to x up to 19 %, and logits, few rows by many
-words, 1.5 to 2.4 times as fast. A weight's own gradient stays with MKL, which is no slower. Other
-processors: not measured.
+The layers run in student and teacher, training and evaluation, unless they are compiled. `Linear`
+computes exactly torch's formula; `Dropout` has torch's distribution, but other random numbers.
 
-Dropout gets its random numbers four to a draw, where torch makes a draw for each: 1 ms for 1,024
+Linear layers in fp32 use oneDNN if it is available: on x86, torch uses MKL for fp32 products and
+oneDNN, which it also ships, only for half precision. On an EPYC with AVX-512 oneDNN computes
+`x W^T` of an encoder 9 to 26 % faster, its gradient to x up to 19 %, and logits, few rows by the
+whole vocabulary, 1.5 to 2.4 times as fast. A weight's own gradient stays with MKL, which is no
+slower. Other processors: not measured.
+
+Dropout takes four random numbers from one draw, where torch makes a draw for each: 1 ms for 1,024
 positions of width 768 instead of 8.
 
 Shapes: N rows, D width in, E width out.
@@ -23,14 +26,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
-LANES, LEVELS = 4, 2**15  # int16 numbers to one draw of 64 bits, and how many they tell apart
+LANES, LEVELS = 4, 2**15  # int16 numbers per draw of 64 bits, and the number of their values
 
 
 def use_cpu_layers(model: nn.Module) -> None:
-    """Turn a model's linear and dropout layers into ours; parameters and names stay.
+    """Turn a model's linear and dropout layers into ours; parameters and names do not change.
 
-    What is saved of it are torch's layers. A second derivative, `torch.func` and `torch.jit` are
-    not for ours: see `use_torch_layers`.
+    A saved model has torch's layers. Ours support no second derivative, no `torch.func` and no
+    `torch.jit`: see `use_torch_layers`.
     """
     for module in model.modules():
         if type(module) in _OURS:
@@ -46,10 +49,10 @@ def use_torch_layers(model: nn.Module) -> None:
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear`, of which `product` makes what it can."""
+    """Compute `torch.nn.Linear` by `product` where possible."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`input W^T + b`; input [..., D], output [..., E]."""
+        """Return `input W^T + b` [..., E] of input [..., D]."""
         if torch.compiler.is_compiling() or not have_product(input, self.weight, self.bias):
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
@@ -59,10 +62,10 @@ class Linear(nn.Linear):
 
 
 class Dropout(nn.Dropout):
-    """`torch.nn.Dropout` with `draw`'s numbers, never in place."""
+    """Compute `torch.nn.Dropout` with the numbers of `draw`, never in place."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return each entry 0 with probability p or else divided by 1 - p."""
+        """Return the input, each entry 0 with probability p, otherwise divided by 1 - p."""
         elsewhere = torch.compiler.is_compiling() or input.device.type != "cpu"
         if elsewhere or not self.training or not 0 < self.p < 1:
             return F.dropout(input, self.p, self.training)
@@ -75,7 +78,7 @@ _OURS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Linear, nn.Dropout: 
 
 
 def have_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Return whether `product` takes these and is faster; what is wrong with others, torch says."""
+    """Return whether `product` supports these and is faster; for a mistake torch has the error."""
     return (
         _X86
         and input.device.type == "cpu"
@@ -90,8 +93,8 @@ def have_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> b
 
 
 def product(input: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-    """`input weight^T + bias` [..., E], without a gradient."""
-    # What torch's own compiler puts in place of a linear layer (since torch 2.0).
+    """Return `input weight^T + bias` [..., E], without a gradient."""
+    # The operator that torch's own compiler puts in place of a linear layer (since torch 2.0).
     output: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight_ED, bias_E, "none", [], "")
     return output
 
@@ -116,20 +119,20 @@ class _Linear(torch.autograd.Function):
 
 
 def drop_levels(dropout: float) -> int:
-    """Of 32,768 equally likely numbers, how many drop a probability.
+    """Return how many of 32,768 equally likely numbers mean "dropped".
 
-    Within 1.6e-5 of `dropout`; near 1 within 3.1e-5, since some are always kept.
+    Their share is within 1.6e-5 of `dropout`; near 1 within 3.1e-5, since some are always kept.
     """
     assert 0 <= dropout < 1
     return min(round(dropout * LEVELS), LEVELS - 1)
 
 
 def draw(rows: int, count: int, levels: int) -> Tensor:
-    """int16 [rows, count] from torch's generator, negative with probability levels / 32,768.
+    """Draw int16 [rows, count] from torch's generator, negative with probability levels / 32,768.
 
-    Each row begins a new 64-bit number: rows drawn apart or together get the same.
+    Each row begins a new 64-bit number, so rows drawn separately or together are identical.
     """
     words = torch.empty(rows, -(-count // LANES), dtype=torch.int64).random_()
-    # Without the uppermost bits: random_() leaves one at 0, and no difference overflows.
+    # Clear each uppermost bit: random_() never sets that of the 64 bits, and no difference overflows.
     numbers = words.view(torch.int16).bitwise_and_(LEVELS - 1)
     return numbers.sub_(levels)[:, :count]

@@ -1,1 +1,1 @@
-"""Teacher and student: load, build, and run them together on a micro-batch."""
+"""Load and build teacher and student, and run them together on a micro-batch."""

@@ -1,6 +1,7 @@
 """Run student and frozen teacher on a micro-batch of packed, masked rows, and compute the terms.
 
-Shapes: B rows, L row length, K mask slots a row, M masked positions, S documents, D width, T terms.
+Shapes: B rows, L row length, K mask slots per row, M masked positions, N positions of the LM head,
+S documents, D width, T terms.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from pretrain.objectives.terms import Encoded, SignalTerm, Term, VocabularyTerm
 
 
 class MicroBatch(NamedTuple):
-    """Rows for one forward and backward pass; the counts spare the device from being asked."""
+    """Hold the rows of one forward and backward pass; with counts, so that no sync is needed."""
 
     input_ids: Tensor  # [B, L] corrupted packed rows
     positions: Tensor  # [B, K] mask slots
     labels: Tensor  # [B, K] their labels, -100 in an unused slot
-    cu_seqlens: Tensor  # [S + 1] int32, where segments begin in the B * L positions, then the end
+    cu_seqlens: Tensor  # [S + 1] int32, starts of documents in the B * L positions, and the end
     num_tokens: int  # all but padding
     num_masked: int
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Copied from the host to a device without waiting, and there made int64 for the model.
+        """Copy from the host to a device without a sync, and convert to int64 there.
 
-        Until then ids, positions and labels have any integer type: a loader's are narrow.
+        Ids, positions and labels may have any integer type before: the loader's are narrow.
         """
         ids, positions, labels, cu_seqlens = (send(tensor, device) for tensor in self[:4])
         return MicroBatch(
@@ -49,12 +50,10 @@ class MicroBatch(NamedTuple):
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the host's memory to a device; on a GPU the host does not wait.
-
-    The copy takes its turn behind the work that the GPU was given before, so it must read memory
-    that is pinned: torch keeps that until then, and the next copies use it again. A micro-batch is
-    small (64 x 512: about 100 kB), so pinning it here costs less than a thread that does.
-    """
+    """Copy a tensor from the host's memory to a device, without a sync on a GPU."""
+    # The GPU copies after the work that it already has, so the memory must be pinned until then:
+    # torch sees to that, and reuses it for the next copies. A micro-batch is small (64 x 512: about
+    # 100 kB), so pinning it here costs less than a thread for it.
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -63,18 +62,18 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 def micro_batch(
     input_ids: Tensor, positions: Tensor, labels: Tensor, *, cls_id: int, pad_id: int
 ) -> MicroBatch:
-    """Count, and find the segments of, rows of any integer type that lie in the host's memory.
+    """Build a micro-batch from rows on the host: find the documents, and count the tokens.
 
-    A segment begins at every [CLS], at every row, and where padding begins: padding is a segment of
-    its own, so that no query is left without a key.
+    A document begins at every [CLS], at every row, and where padding begins. Padding is a document
+    of its own, so that every query has a key.
     """
-    ids = input_ids.numpy()  # several times as fast as torch here, and at home in uint16
+    ids = input_ids.numpy()  # several times as fast as torch here, and complete for uint16
     token = ids != pad_id
     starts = ids == cls_id
     starts[:, 1:] |= token[:, :-1] > token[:, 1:]
     starts[:, 0] = True
     begins = np.flatnonzero(starts)
-    # The end is repeated up to a power of two of segments: on a GPU, new shapes are planned anew.
+    # The end is repeated up to a power of two of documents, for few distinct shapes on a GPU.
     cu_seqlens = np.full((1 << (len(begins) - 1).bit_length()) + 1, ids.size, dtype=np.int32)
     cu_seqlens[: len(begins)] = begins
     return MicroBatch(
@@ -88,13 +87,13 @@ def micro_batch(
 
 
 class Distillation(nn.Module):
-    """Forward gives the unnormalised loss of a micro-batch and the sum of each term.
+    """Compute the unnormalised loss of a micro-batch, and the sum of each term.
 
-    The teacher is no submodule: it is neither wrapped, nor moved, nor saved with the student.
+    The teacher is not a submodule: it is not wrapped, moved or saved with the student.
 
     Args:
-        backend: of the vocabulary head, see `vocabulary_losses`.
-        compiled: compile both trunks, at the first call and anew for other shapes of batches.
+        backend: of the LM head, see `vocabulary_losses`.
+        compiled: compile both encoders, at the first call and again for each new shape.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Distillation(nn.Module):
         super().__init__()
         self.student = student
         needed = any(term.needs_teacher for term in terms)
-        # A tuple, so that nn.Module does not register it.
+        # In a tuple nn.Module does not register it as a submodule.
         self._teacher = (teacher if needed else None,)
         self.vocabulary_terms = [term for term in terms if isinstance(term, VocabularyTerm)]
         self.signal_terms = [term for term in terms if isinstance(term, SignalTerm)]
@@ -120,14 +119,14 @@ class Distillation(nn.Module):
         for model in (student, self.teacher):
             if model is not None:
                 use_cpu_layers(model)
-        self._trunk = last_hidden_state
+        self._last_hidden_state = last_hidden_state
         if compiled:
-            self._trunk = compile_static(last_hidden_state, whole=False)
+            self._last_hidden_state = compile_static(last_hidden_state, whole=False)
             keep_embeddings_eager(student)
 
     @property
     def teacher(self) -> MaskedLM | None:
-        """Return the frozen teacher, where a term needs one."""
+        """Return the frozen teacher; None if no term needs one."""
         return self._teacher[0]
 
     def forward(
@@ -140,13 +139,13 @@ class Distillation(nn.Module):
         num_masked: int,
         coefficients_T: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """(sum over terms of coefficient * sum [], sums [T] in the order of `self.terms`).
+        """Return (sum over terms of factor * sum [], sums [T] in the order of `self.terms`).
 
         Args:
-            input_ids .. num_masked: a `MicroBatch`.
+            input_ids .. num_masked: the fields of a `MicroBatch`; DDP and DeepSpeed pass them on.
             coefficients_T: the factor of each term's sum; the caller divides by a count.
         """
-        packing, hidden, teacher_hidden = self.trunks(input_ids, cu_seqlens)
+        packing, hidden, teacher_hidden = self.encode(input_ids, cu_seqlens)
         loss = hidden.new_zeros((), dtype=torch.float32)
         sums = []
         num = len(self.vocabulary_terms)
@@ -175,29 +174,29 @@ class Distillation(nn.Module):
             )
             loss, sums = loss + head_loss, [*head_sums]
         for term, coefficient in zip(self.signal_terms, coefficients_T[num:], strict=True):
-            # A clone, because autograd cannot save a tensor made in inference mode.
+            # Autograd cannot save a tensor of inference mode, but a clone of it.
             teacher = None if teacher_hidden is None else Encoded(teacher_hidden.clone())
             total = term.total(Encoded(hidden), teacher, packing.token_mask)
             loss, sums = loss + coefficient * total, [*sums, total.detach()]
         return loss, torch.stack(sums)
 
-    def trunks(
+    def encode(
         self, input_ids: Tensor, cu_seqlens: Tensor
     ) -> tuple[Packing, Tensor, Tensor | None]:
-        """(packing, last hidden states of the student and of the teacher [B, L, D])."""
-        if self.compiled:  # shapes are the same from step to step but for the number of segments
+        """Return (packing, last hidden states of the student and of the teacher [B, L, D])."""
+        if self.compiled:  # only the number of documents changes from step to step
             torch._dynamo.mark_dynamic(cu_seqlens, 0)
         packing = find_documents(input_ids, cu_seqlens, pad_id=self.pad_id)
-        hidden = self._trunk(self.student, input_ids, packing)
+        hidden = self._last_hidden_state(self.student, input_ids, packing)
         if self.teacher is None:
             return packing, hidden, None
         with _inference(self.teacher):
-            return packing, hidden, self._trunk(self.teacher, input_ids, packing)
+            return packing, hidden, self._last_hidden_state(self.teacher, input_ids, packing)
 
 
 @contextmanager
 def _inference(teacher: MaskedLM) -> Iterator[None]:
-    """Inference mode; without autocast where the weights are in half precision themselves."""
+    """Enter inference mode, without autocast if the weights themselves are in half precision."""
     device = teacher.device.type
     autocast = torch.is_autocast_enabled(device) and teacher.dtype == torch.float32
     dtype = torch.get_autocast_dtype(device)

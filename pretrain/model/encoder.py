@@ -1,7 +1,7 @@
-"""BERT and DistilBERT seen alike: trunk, MLM transform, output projection.
+"""Call the parts of BERT and DistilBERT in the same way: encoder, MLM transform, LM head.
 
-The heads of `transformers` make full logits inside `forward`; here the parts are called one by one,
-so that the fused head can take over after the transform.
+The heads of `transformers` compute full logits inside `forward`. Here the parts are called one by
+one, so that the fused LM head can continue after the transform.
 
 Shapes: B rows, L row length, N positions, D width.
 """
@@ -21,17 +21,17 @@ MaskedLM = BertForMaskedLM | DistilBertForMaskedLM
 
 
 def last_hidden_state(model: MaskedLM, input_ids: Tensor, packing: Packing) -> Tensor:
-    """Return the trunk's output [B, L, D] over packed rows.
+    """Return the encoder's output [B, L, D] for packed rows.
 
     Raises:
-        ValueError: a model with another attention, in which documents would mix.
+        ValueError: the model has another attention, in which documents would mix.
     """
     if model.config._attn_implementation != IMPLEMENTATION:
         raise ValueError(
             f"its attention is {model.config._attn_implementation!r}, which knows no segments: "
             f"load it with attn_implementation={IMPLEMENTATION!r}"
         )
-    output = _trunk(model)(
+    output = _encoder(model)(
         input_ids=input_ids,
         position_ids=packing.position_ids,
         cu_seqlens=packing.cu_seqlens,
@@ -41,7 +41,7 @@ def last_hidden_state(model: MaskedLM, input_ids: Tensor, packing: Packing) -> T
 
 
 def projection(model: MaskedLM, hidden_ND: Tensor) -> Projection:
-    """Return the MLM transform of some positions, with the output embedding and bias."""
+    """Return the MLM transform of some positions, with weight and bias of the LM head."""
     if isinstance(model, BertForMaskedLM):
         head = model.cls.predictions
         return Projection(head.transform(hidden_ND), head.decoder.weight, head.decoder.bias)
@@ -52,22 +52,22 @@ def projection(model: MaskedLM, hidden_ND: Tensor) -> Projection:
 def keep_embeddings_eager(model: MaskedLM) -> None:
     """Leave the embeddings out of compiled graphs.
 
-    The code that the compiler makes for their backward pass adds rows up in whatever order threads
-    come to them (torch 2.13, also with its `deterministic`): no two runs would have the same bits.
+    The compiled backward pass adds up rows in the order in which threads reach them (torch 2.13,
+    also with its option `deterministic`), so no two runs would have the same bits.
     """
-    embeddings = _trunk(model).embeddings
+    embeddings = _encoder(model).embeddings
     embeddings.forward = torch.compiler.disable(embeddings.forward)
 
 
-def _trunk(model: MaskedLM) -> Any:
+def _encoder(model: MaskedLM) -> Any:
     return model.bert if isinstance(model, BertForMaskedLM) else model.distilbert
 
 
 def recompute_activations(model: MaskedLM) -> None:
-    """Keep each layer's input alone in a training pass; backward computes the rest once more.
+    """Keep only each layer's input in a training pass; backward computes the rest again.
 
-    Random numbers are drawn again as they were, so gradients are the same bit for bit.
+    The same random numbers are drawn again, so gradients are identical bit for bit.
     """
-    # The newer name where there is one: beside it the older warns. No layer does it in evaluation.
+    # The newer name where it exists: the older one warns then. Evaluation is not affected.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})

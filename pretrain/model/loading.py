@@ -1,4 +1,4 @@
-"""A BERT or DistilBERT with its MLM head, out of a folder that is not trusted."""
+"""Load a BERT or DistilBERT with its MLM head from a folder that is not trusted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pretrain.model.model_files import first_line, read_config, read_tensors
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LABELS = ("id2label", "label2id", "num_labels", "_num_labels")
-_UNTRAINED = 2**20  # parameters that tiny weights may lack: the missing ones are named later
+_UNTRAINED = 2**20  # parameters that tiny weights may lack: an error below names the missing ones
 
 
 def load_model(folder: Path) -> MaskedLM:
@@ -43,20 +43,19 @@ def load_model(folder: Path) -> MaskedLM:
 def assemble(
     who: str, architecture: Any, config: Any, raw: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Any:
-    """Return a model of a class of transformers' own from a config.json and all its weights, in
-    fp32.
+    """Build a model of a class of transformers from its config.json and all its weights, in fp32.
 
     Raises:
-        RunError: they do not make one with a trained MLM head; `who` opens the message.
+        RunError: they do not give a trained MLM head; the message begins with `who`.
     """
     for name, tensor in tensors.items():
-        # Cast without their scale, quantised weights would make another model.
+        # Quantised weights, cast without their scale, would be another model.
         if tensor.dtype not in _DTYPES and not name.endswith("position_ids"):
             raise RunError(
                 f"{who}: {name} holds {tensor.dtype}; save the model in fp32, fp16 or bf16"
             )
     try:
-        # A classifier's labels, of which there may be any number, are no part of a language model.
+        # A classifier's labels are not part of a language model, and there may be very many.
         values = {key: value for key, value in raw.items() if key not in _LABELS}
         settings = config.from_dict(values)
         # Refuse a config that describes far more than its weights hold, before that is allocated.
@@ -86,7 +85,7 @@ def assemble(
         )
     except RunError:
         raise
-    except Exception as error:  # a damaged config raises whatever the model comes upon
+    except Exception as error:  # a damaged config can raise any class
         raise RunError(f"{who}: config.json cannot be used ({first_line(error)})") from error
     for name, found, wanted in sorted(report["mismatched_keys"]):
         raise RunError(
@@ -94,15 +93,15 @@ def assemble(
             f"{list(wanted)} by config.json"
         )
     model.config.return_dict = True
-    # The decoder is tied to the embeddings and its bias to `predictions.bias`: not in old files.
+    # Old files lack the decoder: it is tied to the embeddings, and its bias to `predictions.bias`.
     missing = sorted(key for key in report["missing_keys"] if ".decoder." not in key)
     if any(key.startswith(("cls.predictions", "vocab_")) for key in missing):
         raise RunError(
             f"{who}: it has no trained masked-language-model head ({missing[0]} is not in its "
             f"weights); take one that was saved as {architecture.__name__}"
         )
-    # A pooler or a next-sentence head may lie there unused; a layer that config.json does not count
-    # was meant to be part of the model.
+    # An unused pooler or next-sentence head is fine. A layer beyond the number in config.json was
+    # meant to be part of the model.
     unused = [key for key in report["unexpected_keys"] if ".layer." in key]
     if odd := [*missing, *sorted(unused)]:
         raise RunError(f"{who}: its weights do not fit its config.json (see {odd[0]})")

@@ -1,8 +1,8 @@
-"""A model's folder, read without running anything: config.json, tensors, vocabulary.
+"""Read a model's folder without running any code: config.json, tensors, vocabulary.
 
-`transformers` gets a config and tensors from here and never a folder: what lies in one can lead it
-to code (auto_map, attention kernels), to pickles, adapters and other repositories. The `who` of
-every function opens the message of the RunError that it raises.
+`transformers` gets a config and tensors from here and never a folder: files in a folder can make it
+load code (auto_map, attention kernels), pickles, adapters and other repositories. In every function
+the message of a RunError begins with `who`.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _CODE = (
 )
 _LONGEST_JSON, _LONGEST_VOCABULARY = 2**24, 2**28  # bytes
 _LONGEST_LINE = 300  # characters
-_SAFE_UNPICKLER = (2, 10)  # of torch; in the one before, weights_only did not help: CVE-2026-24747
+_SAFE_UNPICKLER = (2, 10)  # torch 2.10: before, weights_only was not safe (CVE-2026-24747)
 _ROLES = ("pad", "unk", "cls", "sep", "mask")
 
 
 class Words(NamedTuple):
-    """A tokenizer's entries in id order, and the ids of the special tokens that it names."""
+    """Hold a tokenizer's tokens in id order, and the ids of the special tokens that it names."""
 
     vocabulary: list[str]
-    special_ids: dict[str, int | None]  # keys as in the shards' manifest; None: not an entry
+    special_ids: dict[str, int | None]  # keys as in the shards' manifest; None: no such token
 
 
 def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str | None]:
-    """(folder, None) of a model that lies here; (files in the cache, commit) of a hub's.
+    """Return (folder, None) of a local model, or (cached folder, commit) of a hub's.
 
-    No code is downloaded, and pickled weights only where there are no others.
+    No code is downloaded, and pickled weights only if there are no others.
     """
     if Path(name).is_dir():
         return Path(name), None
@@ -65,7 +65,7 @@ def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str |
             )
             if any(folder.glob(weights)):
                 break
-    except Exception as error:  # what a hub, a proxy and a network raise is no one family
+    except Exception as error:  # hub, proxy and network raise unrelated classes
         raise RunError(
             f"{who}: no such folder here, and the hub does not give it ({first_line(error)}); "
             "check the name, or give the path of a folder"
@@ -86,7 +86,7 @@ def read_text(who: str, path: Path, limit: int) -> str:
 
 
 def read_config(who: str, folder: Path) -> dict[str, Any]:
-    """Return the config.json of a folder; one that could run code is refused."""
+    """Return the config.json of a folder; refuse one that could run code."""
     path = folder / "config.json"
     if not path.is_file():
         raise RunError(f"{who}: there is no {path}; check the path")
@@ -94,9 +94,9 @@ def read_config(who: str, folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, Tensor]:
-    """Return all weights of a folder by name, on the CPU and in memory of their own.
+    """Return all weights of a folder by name, on the CPU, as copies.
 
-    Safetensors, whole or in parts; with `pickled` also a pytorch_model.bin where there are none.
+    It reads safetensors, in one file or several; with `pickled` else a pytorch_model.bin.
     """
     files = _weight_files(who, folder, _SAFE)
     safe = bool(files)
@@ -123,14 +123,14 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            # Both readers map the file: without a copy, whoever writes it again changes the model.
+            # Both readers map the file: without a copy, a later write to it changes the model.
             if safe:
                 found = load_file(file)
             else:  # `weights_only` builds tensors and nothing else
                 found = load_state_dict(file, map_location="cpu", weights_only=True)
                 assert all(isinstance(tensor, Tensor) for tensor in found.values())
             tensors |= {name: tensor.clone() for name, tensor in found.items()}
-        except Exception as error:  # a damaged file raises whatever its parser comes upon
+        except Exception as error:  # a damaged file can raise any class
             reason = first_line(error) if safe else "damaged, or not only tensors"
             raise RunError(
                 f"{who}: {file} cannot be read ({reason}); copy or download it again"
@@ -139,9 +139,9 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
 
 
 def read_words(who: str, folder: Path) -> Words | None:
-    """Read the tokenizer's words from tokenizer.json or vocab.txt; None where there is neither.
+    """Read the vocabulary from tokenizer.json or vocab.txt; return None if there is neither.
 
-    Transformers reads tokenizer.json where both are there, so both must name the same words.
+    Transformers prefers tokenizer.json, so if both exist they must have the same tokens.
     """
     ids: dict[str, int] = {}
     try:
@@ -173,9 +173,9 @@ def read_words(who: str, folder: Path) -> Words | None:
 
 
 def first_line(error: Exception) -> str:
-    """Return what a library said, without the rest of the page."""
+    """Return the first line of a library's error message."""
     lines = str(error).strip().splitlines()[:1]
-    if not lines or isinstance(error, LookupError | ArithmeticError):  # "'x'" says little
+    if not lines or isinstance(error, LookupError | ArithmeticError):  # their message may be "'x'"
         lines.insert(0, type(error).__name__)
     return ": ".join(lines)[:_LONGEST_LINE]
 
@@ -207,7 +207,7 @@ def _keys(value: object) -> Iterator[str]:
 
 
 def _weight_files(who: str, folder: Path, name: str) -> list[Path]:
-    """Return the file of this name, or those that its index lists; none is outside the folder."""
+    """Return the file of this name, or the files of its index; all are in the folder."""
     if (folder / name).is_file():
         return [folder / name]
     index = folder / f"{name}.index.json"
@@ -216,7 +216,7 @@ def _weight_files(who: str, folder: Path, name: str) -> list[Path]:
     table = _read_json(who, index).get("weight_map")
     parts = [*table.values()] if isinstance(table, dict) else [""]
     for part in parts:
-        # Case counts: what does not end in .safetensors would be read as a pickle elsewhere.
+        # Case matters: transformers would read a file without the suffix .safetensors as a pickle.
         plain = isinstance(part, str) and Path(part).name == part
         if not plain or not part.endswith(Path(name).suffix):
             raise RunError(

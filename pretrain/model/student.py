@@ -1,4 +1,4 @@
-"""The student: from the teacher's layers, at random, or continued; or a new BERT."""
+"""Build the student: from the teacher's layers, at random, or from a folder; or a new BERT."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pretrain.kernels.attention import IMPLEMENTATION
 from pretrain.model.loading import check_row_length, load_model
 from pretrain.model.teacher import Teacher, check_vocabulary
 
-_PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as the authors' released code takes them
+_PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as in the authors' released code
 
 
 def build_student(config: Student, teacher: Teacher, seed: int) -> DistilBertForMaskedLM:
-    """Return the student a config asks for, in fp32 and in training mode.
+    """Build the student of a config, in fp32 and in training mode.
 
     Raises:
-        RunError: layers that the teacher does not have, or a folder that does not fit it.
+        RunError: the teacher lacks a layer, or the folder does not fit it.
     """
     bert = teacher.model.config
     if isinstance(config.init, str) and config.init not in ("teacher", "random"):
@@ -44,10 +44,9 @@ def build_student(config: Student, teacher: Teacher, seed: int) -> DistilBertFor
 
 
 def default_layers(num_teacher_layers: int, num_layers: int) -> tuple[int, ...]:
-    """Return which teacher layers a student starts from: the authors' six of twelve, else evenly
-    spaced.
+    """Return the teacher's layers that a student starts from.
 
-    Half the layers means every other one.
+    They are the authors' choice for six of twelve layers, and evenly spaced otherwise.
     """
     if num_layers > num_teacher_layers:
         raise RunError(
@@ -66,8 +65,8 @@ def copy_layers(
     """Copy embeddings, the given layers (from 0) and the whole MLM head into the student.
 
     A DistilBERT has no token-type embeddings; the teacher always sees type 0, so its row 0 is added
-    to every position and the student's embedding output equals the teacher's from the start. (The
-    original drops it.)
+    to every position, and the student's embedding output equals the teacher's from the start. (The
+    authors' code leaves it out.)
     """
     if teacher.config.layer_norm_eps != 1e-12:
         raise RunError(
@@ -107,7 +106,7 @@ def copy_layers(
 
 
 def build_bert(config: Model, manifest: Manifest, seed: int) -> BertForMaskedLM:
-    """Return a randomly initialised BERT for `objective: mlm`, over the shards' vocabulary."""
+    """Build a randomly initialised BERT for `objective: mlm`, over the shards' vocabulary."""
     check_row_length("model", config.max_position_embeddings, manifest)
     bert = BertConfig(  # type: ignore[call-arg]  # any PreTrainedConfig takes it
         vocab_size=manifest.tokenizer.vocab_size,
@@ -122,11 +121,9 @@ def build_bert(config: Model, manifest: Manifest, seed: int) -> BertForMaskedLM:
 
 @torch.no_grad()
 def reinitialise(model: nn.Module, seed: int) -> None:
-    """BERT's initialisation (normal 0.02, biases 0, LayerNorm 1 and 0) from a seed of its own.
-
-    A generator of its own, parameter by parameter in name order, so that nothing else that draws
-    random numbers changes a run's first weights.
-    """
+    """Initialise as BERT does: normal 0.02, biases 0, LayerNorm weights 1."""
+    # With a generator of its own, and parameters in name order, no other random number changes a
+    # run's first weights.
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         if parameter.dim() > 1:

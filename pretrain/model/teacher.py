@@ -1,4 +1,4 @@
-"""The teacher: a BERT with a trained MLM head, held against the shards before anything starts."""
+"""Load the teacher, a BERT with a trained MLM head, and compare it with the shards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pretrain.model.model_files import fetch, read_config, read_tensors, read_wo
 
 @dataclass(frozen=True)
 class Teacher:
-    """A frozen BERT with a trained MLM head, and what identifies it."""
+    """Hold a frozen BERT with a trained MLM head, and its name and digests."""
 
     model: BertForMaskedLM
     name: str
-    local: bool  # a folder of this machine, which means nothing elsewhere
+    local: bool  # a folder of this machine
     revision: str | None  # the commit, where it came from a hub
     sha256: str  # of its parameters
-    manifest: Manifest | None = None  # of the shards it was held against
+    manifest: Manifest | None = None  # of the shards that it was compared with
 
 
 def load_teacher(
@@ -37,9 +37,9 @@ def load_teacher(
     Args:
         name: the teacher.
         manifest: of the shards.
-        shards: their folder, to compare what the two tokenizers make of a text.
-        same_vocabulary: accept one without tokenizer files, whose vocabulary cannot be compared,
-            or with a tokenizer that makes other ids of a text.
+        shards: their folder, to compare the two tokenizers on a text.
+        same_vocabulary: accept a teacher without tokenizer files, or with a tokenizer that encodes
+            a text differently.
 
     Raises:
         RunError: it cannot be read, is no BERT, has no trained MLM head, its tokenizer is not the
@@ -87,8 +87,7 @@ def load_teacher(
 
 
 def parameters_sha256(model: nn.Module) -> str:
-    """Return a digest of names and values of all parameters: two models agree on it only if
-    equal."""
+    """Return a checksum of names and values of all parameters."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
@@ -99,14 +98,14 @@ def parameters_sha256(model: nn.Module) -> str:
 def check_vocabulary(
     who: str, folder: Path, config: Any, manifest: Manifest, *, required: bool = True
 ) -> None:
-    """Refuse a model, read from `folder`, whose vocabulary is not that of the shards.
+    """Refuse a model whose vocabulary is not that of the shards.
 
     Args:
-        who: opens the message.
+        who: the beginning of the message.
         folder: of the model.
         config: its config.
         manifest: of the shards.
-        required: refuse a folder without tokenizer files; else sizes and padding are compared.
+        required: refuse a folder without tokenizer files; otherwise compare size and padding.
     """
     tokenizer = manifest.tokenizer
     if config.vocab_size != tokenizer.vocab_size:

@@ -1,6 +1,6 @@
-"""The tokenizer beside a model's weights: the files named here and no others, as bytes.
+"""Read the tokenizer files that are stored with a model's weights, as bytes.
 
-No link, no code and no weights come along, whatever else lies in the folder they are read from.
+Only the files named here are read: no link, no code and no weights of the folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from data_prep.shards import Manifest, read_listed
 from pretrain import RunError
 
 _WORDS, _SETTINGS, _LIST = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
-# Of the settings: the special tokens, and what BertTokenizer asks for where a user names that.
+# Settings to keep: the special tokens, and the options of BertTokenizer for users of that class.
 _KEPT = (
     *("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"),
     *("do_lower_case", "strip_accents", "tokenize_chinese_chars"),
@@ -33,7 +33,7 @@ def of_shards(folder: Path, manifest: Manifest, max_positions: int) -> dict[str,
 
 
 def of_checkpoint(student: Path, max_positions: int) -> dict[str, bytes]:
-    """Read the tokenizer beside a checkpoint's weights, of whatever release wrote it.
+    """Read the tokenizer of a checkpoint, which any release may have written.
 
     Raises:
         RunError: there is none.
@@ -54,8 +54,8 @@ def _for_model(folder: Path, found: Mapping[str, bytes], max_positions: int) -> 
         kept = {key: settings[key] for key in _KEPT if key in settings}
     except (ValueError, TypeError, RecursionError) as error:
         raise RunError(f"{folder / _SETTINGS}: not a JSON object; restore it") from error
-    # The class that a release would choose for BERT or DistilBERT may replace the normaliser of
-    # tokenizer.json. DistilBERT has no token types, and a BERT trained here has only seen type 0.
+    # A release's default class for BERT or DistilBERT may replace the normaliser of tokenizer.json.
+    # DistilBERT has no token types, and a BERT trained here has only seen type 0.
     kept |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "attention_mask"],

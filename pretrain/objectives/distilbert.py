@@ -1,4 +1,4 @@
-"""DistilBERT: the triple loss (Sanh et al. 2019, arXiv 1910.01108, section 3).
+"""Define the triple loss of DistilBERT (Sanh et al. 2019, arXiv 1910.01108, section 3).
 
     L = kl * L_ce + mlm * L_mlm + cosine * L_cos
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DistilBert(Keys):
-    """The triple loss; a term whose weight is 0 is not computed (the paper's ablations)."""
+    """Configure the triple loss; a term of weight 0 is not computed (the paper's ablations)."""
 
     needs_teacher: ClassVar[bool] = True  # also where no term compares: the student is cut from it
 
@@ -41,7 +41,7 @@ class DistilBert(Keys):
 
     @property
     def published(self) -> str:
-        """Name the paper if this is its objective; empty for an ablation or a variant."""
+        """Return the paper's name if this is its objective; empty for an ablation or a variant."""
         return "the objective of DistilBERT, arXiv 1910.01108" if self == DistilBert() else ""
 
     def terms(self) -> tuple[Term, ...]:

@@ -1,4 +1,4 @@
-"""Masked language modelling without a teacher (BERT, arXiv 1810.04805, section 3.1; no NSP)."""
+"""Define masked language modelling (BERT, arXiv 1810.04805, section 3.1; no NSP)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class MaskedLanguageModel(Keys):
-    """Trains a BERT of the sizes under `model:`, for want of a teacher."""
+    """Train a BERT of the sizes under `model:`, for instance to be a teacher."""
 
     needs_teacher: ClassVar[bool] = False
     published: ClassVar[str] = ""  # no paper: BERT's objective has a second term
@@ -19,7 +19,7 @@ class MaskedLanguageModel(Keys):
     name: Literal["mlm"] = "mlm"
 
     def terms(self) -> tuple[Term, ...]:
-        """Return the one term."""
+        """Return the cross-entropy of the masked tokens, with weight 1."""
         from pretrain.objectives.terms import mlm_term
 
         return (mlm_term(1.0),)

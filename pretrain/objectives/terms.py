@@ -1,15 +1,15 @@
-"""The loss terms: each formula, what it is averaged over, and which code computes it.
+"""Define the loss terms: each formula, the positions of its mean, and the code that computes it.
 
     loss = sum over terms of  weight * total / count
 
 `total` is the sum of a term's values over one optimizer step and all ranks. `count` is the number
 of positions in `over`: "tokens" (all but padding) or "masked" (the selected positions).
 
-Which code runs when. Evaluation, and every term without `fused`, runs the functions below. In a
-training step the LM head computes KL and cross-entropy with their gradients, without a tensor of
-[positions, vocabulary]: `kernels/head/triton_kernel.py` on GPUs of compute capability 8.0 or more,
+The functions below run in evaluation, and for every term without `fused`. In a training step the
+LM head computes KL and cross-entropy with their gradients, without a tensor of [positions,
+vocabulary]: `kernels/head/triton_kernel.py` on GPUs of compute capability 8.0 or more,
 `kernels/head/compiled.py` with `train.compile` elsewhere, else `kernels/head/closed_form.py`. They
-compute exactly these formulas, and `tests/pretrain/test_head*.py` compare each with fp64.
+compute the same formulas, and `tests/pretrain/test_head*.py` compare each with fp64.
 
 All functions compute in fp32 whatever the precision of their inputs (fp64 stays fp64): a bf16
 softmax over 30,000 tokens is wrong in the second digit.
@@ -59,9 +59,9 @@ def cosine_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
 
 
 class VocabularyTerm(NamedTuple):
-    """A term whose value at a position depends on the vocabulary logits of that position alone.
+    """Hold a term whose value at a position depends only on the vocabulary logits there.
 
-    The LM head calls it with a few hundred positions at a time.
+    The LM head calls `values` with a few hundred positions at a time.
     """
 
     name: str
@@ -72,18 +72,18 @@ class VocabularyTerm(NamedTuple):
     values: Callable[[Tensor, Tensor | None, Tensor], Tensor]
     needs_teacher: bool
     description: str  # for the model card
-    fused: Literal["kl", "cross_entropy"] | None = None  # the head has this formula's gradient
+    fused: Literal["kl", "cross_entropy"] | None = None  # the LM head computes this formula
     temperature: float = 1.0  # of the fused formula
 
 
 class Encoded(NamedTuple):
-    """What a model's encoder returns for one micro-batch."""
+    """Hold the output of a model's encoder for one micro-batch."""
 
     last_hidden_state: Tensor  # [B, L, D]
 
 
 class SignalTerm(NamedTuple):
-    """A term on what the encoders return."""
+    """Hold a term on the outputs of the encoders."""
 
     name: str
     weight: float
@@ -99,7 +99,7 @@ Term = VocabularyTerm | SignalTerm
 
 
 def kl_term(weight: float, *, temperature: float, over: Count = "tokens") -> VocabularyTerm:
-    """Compare the student's distribution over the vocabulary with the teacher's."""
+    """Return the KL term: student's and teacher's distributions over the vocabulary."""
 
     def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
         assert teacher_NV is not None
@@ -111,7 +111,7 @@ def kl_term(weight: float, *, temperature: float, over: Count = "tokens") -> Voc
 
 
 def mlm_term(weight: float) -> VocabularyTerm:
-    """Predict the masked tokens."""
+    """Return the cross-entropy term of the masked tokens."""
 
     def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
         return cross_entropy(student_NV, labels_N)
@@ -121,7 +121,7 @@ def mlm_term(weight: float) -> VocabularyTerm:
 
 
 def cosine_term(weight: float) -> SignalTerm:
-    """Align the student's last hidden states with the teacher's."""
+    """Return the cosine term: last hidden states of student and teacher."""
 
     def total(student: Encoded, teacher: Encoded | None, token_mask_BL: Tensor) -> Tensor:
         assert teacher is not None

@@ -132,7 +132,7 @@ def test_nothing_of_it_is_cast_at_a_step(
     def casts(teacher: BertForMaskedLM | None) -> int:
         module = Distillation(tiny_distilbert(), teacher, DistilBert().terms(), pad_id=0)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Casts() as counter:
-            module.trunks(batch.input_ids, batch.cu_seqlens)
+            module.encode(batch.input_ids, batch.cu_seqlens)
         return counter.number
 
     alone = casts(None)

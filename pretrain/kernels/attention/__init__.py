@@ -1,11 +1,14 @@
-"""Packed rows: documents that share a row neither attend to one another nor shift positions.
+"""Register attention for packed sequences with Transformers, under the name "packed".
 
-Models are loaded with the attention that is registered here. Given the segments' bounds, each
-layer attends within them, by the kernel of its device; no mask of [rows, length, length] is made.
-In plain use, without bounds, it is Transformers' `sdpa`, masks included.
+It computes Transformers' `sdpa` with a block-diagonal mask: documents of a row do not attend to one
+another. It runs in every layer of student and teacher. Given the bounds of the documents, a layer
+calls the kernel of its device, without a mask of [rows, length, length]; without bounds it calls
+`sdpa`, masks included.
 
-Transformers' own ways are no substitutes: with packed `position_ids` and no mask `sdpa` lets
+Transformers' own functions cannot replace it: with packed `position_ids` and no mask, `sdpa` lets
 documents attend to one another silently, and `eager` *adds* a boolean mask.
+
+Shapes: B rows, H heads, L row length, D head width.
 """
 
 from __future__ import annotations
@@ -36,8 +39,7 @@ def _attention(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return what Transformers calls in every layer, with [B, H, L, D]; gives ([B, L, H, D],
-    None)."""
+    """Attend in a layer of Transformers: [B, H, L, D] to ([B, L, H, D], None)."""
     if cu_seqlens is None:
         return _SDPA(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -46,7 +48,7 @@ def _attention(
         raise ValueError("give cu_seqlens or attention_mask, not both: neither knows of the other")
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        # sdpa takes its inputs in the half precision of the region, too.
+        # As sdpa does: compute in the half precision of the autocast region.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (
             t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)

@@ -1,9 +1,12 @@
-"""Attention on the CPU, a segment at a time.
+"""Compute attention on the CPU, one document at a time.
 
-torch's own attention draws dropout one number after the other and then leaves its fused kernel; in
-bf16 that kernel takes as long as in fp32. Here both are a few large matrix products.
+It computes softmax(Q K^T * scale) V within each document, exactly what `masked` in `dispatch.py`
+computes with a mask, and runs for packed rows on a CPU.
 
-Shapes: N positions of all rows, H heads, D head width, n positions of a segment, h heads at a time.
+With dropout, torch's own attention draws one number after the other and does not use its fused
+kernel; in bf16 that kernel takes as long as in fp32. Here both are a few large matrix products.
+
+Shapes: B rows, L row length, N = B * L positions, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from pretrain.kernels.cpu_layers import LEVELS, draw, drop_levels
 
-_BYTES_PER_THREAD = 2**20  # of scores: what is done to them one after the other finds them cached
+_BYTES_PER_THREAD = 2**20  # of scores at a time, so that they stay in the cache
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # lengths decide what is run
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the lengths decide the number of products
 def by_document(
     query_BHLD: Tensor,
     key_BHLD: Tensor,
@@ -38,7 +41,7 @@ def by_document(
     )
     with torch.autocast("cpu", enabled=False):
         if dropout == 0 and q.dtype in (torch.float32, torch.float64):
-            # The gradients of a split are put together; slices would have one of full size each.
+            # With slices, each would have a gradient of full size; a split has one for all.
             parts = zip(*(t[None].split(lengths, dim=2) for t in (q, k, v)), strict=True)
             outputs = [F.scaled_dot_product_attention(*part, scale=scale) for part in parts]  # type: ignore[misc]
             output = torch.cat(outputs, dim=2)[0]
@@ -48,7 +51,10 @@ def by_document(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of [H, N, D] with dropout; keeps the probabilities, with a minus where dropped."""
+    """Compute attention of [H, N, D] with dropout.
+
+    For the backward pass it keeps the probabilities, negative where they were dropped.
+    """
 
     @staticmethod
     def forward(
@@ -63,8 +69,8 @@ class _Attention(torch.autograd.Function):
         levels = drop_levels(dropout)
         keep = 1 - levels / LEVELS
         query = (query * scale).contiguous()
-        # Less the mean key of its document: no probability changes, and half-precision scores get
-        # more exact.
+        # Subtract the mean key of the document: probabilities do not change, and half-precision
+        # scores become more exact.
         keys = key.split(lengths, dim=1)
         key = torch.cat([k - k.mean(1, keepdim=True) for k in keys], dim=1)
         output, saved = torch.empty_like(value), []
@@ -92,7 +98,7 @@ class _Attention(torch.autograd.Function):
             for at, probabilities in zip(ctx.blocks, saved, strict=True):
                 torch.bmm(probabilities.relu().mT, grad[at], out=grad_value[at])
                 slope = torch.bmm(grad[at], value[at].mT)
-                # ReLU's derivative: 0 where the sign says dropped.
+                # The derivative of ReLU: 0 where the sign means dropped.
                 slope = torch.ops.aten.threshold_backward(slope, probabilities, 0)
                 slope = torch._softmax_backward_data(slope, probabilities.abs(), -1, slope.dtype)
                 torch.bmm(slope, key[at], out=grad_query[at])
@@ -101,7 +107,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _blocks(query: Tensor, lengths: list[int]) -> Iterator[tuple[slice, slice]]:
-    """(heads, positions): every segment, by as many heads as the caches hold the scores of."""
+    """Yield (heads, positions) of every document, with as many heads as fit in the cache."""
     chunk_bytes = _BYTES_PER_THREAD * torch.get_num_threads()
     start = 0
     for length in lengths:

@@ -1,9 +1,10 @@
-"""Attention within segments: which kernel, by device and dtype.
+"""Choose the attention kernel for packed rows, by device and dtype.
 
-Every backend takes (query, key, value [B, H, L, D], cu_seqlens [S + 1], dropout, scale), gives
-[B, L, H, D], and asks the device nothing.
+Every kernel takes (query, key, value [B, H, L, D], cu_seqlens [S + 1], dropout, scale), returns
+[B, L, H, D], and needs no sync. All compute what `masked` computes: torch's
+`scaled_dot_product_attention` with a block-diagonal mask.
 
-Shapes: B rows, H heads, L row length, D head width, N = B * L positions, S segments.
+Shapes: B rows, H heads, L row length, D head width, N = B * L positions, S documents.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def usable(device: torch.device, dtype: torch.dtype, head_width: int) -> list[Backend]:
-    """Those that can be used, the fastest first; the last, `masked`, always can.
+    """Return the kernels that can be used, the fastest first and `masked`, which always can, last.
 
-    The meta device counts as a GPU of today.
+    The meta device counts as a GPU of compute capability 9.0.
     """
     if device.type == "cpu":
         return [by_document, masked]
@@ -44,8 +45,8 @@ def usable(device: torch.device, dtype: torch.dtype, head_width: int) -> list[Ba
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
-    """FlashAttention 2 over segments of various lengths."""
-    length = q.shape[2]  # no segment is longer than its row
+    """Attend by FlashAttention 2: half precision on GPUs of compute capability 8.0 or more."""
+    length = q.shape[2]  # an upper bound of the lengths of documents
     q_NHD, k_NHD, v_NHD = (_positions(t) for t in (q, k, v))
     output = torch.ops.aten._flash_attention_forward(
         q_NHD, k_NHD, v_NHD, cu, cu, length, length, dropout, False, False, scale=scale
@@ -58,7 +59,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: fl
 def memory_efficient(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float
 ) -> Tensor:
-    """Return the same by the kernels of xFormers: older GPUs, and fp32."""
+    """Attend by the kernels of xFormers: older GPUs, and fp32."""
     length = q.shape[2]
     one_row = [_positions(t)[None] for t in (q, k, v)]
     output = torch.ops.aten._efficient_attention_forward(
@@ -68,12 +69,12 @@ def memory_efficient(
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
-    """Whole rows with a mask: any device, any dtype, and what the others are compared with."""
+    """Attend with a mask: any device and dtype, and the reference for the other kernels."""
     mask = block_diagonal_mask(cu, len(q), q.shape[2])
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return output.transpose(1, 2)
 
 
 def _positions(t_BHLD: Tensor) -> Tensor:
-    """[N, H, D], with no copy where a model split heads off its width."""
+    """Return [N, H, D]; this copies nothing if a model split the heads off its width."""
     return t_BHLD.transpose(1, 2).flatten(0, 1)

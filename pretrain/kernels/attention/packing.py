@@ -1,6 +1,9 @@
-"""Where the documents of packed rows lie.
+"""Compute positions, token mask and attention mask of packed rows from the documents' starts.
 
-Shapes: B rows, L row length, S segments.
+BERT and DistilBERT take `position_ids` from here in every pass. The attention mask is for tests and
+for the kernel `masked`.
+
+Shapes: B rows, L row length, S documents.
 """
 
 from __future__ import annotations
@@ -12,19 +15,18 @@ from torch import Tensor
 
 
 class Packing(NamedTuple):
-    """Where each position of packed rows belongs."""
+    """Hold the document structure of packed rows."""
 
     token_mask: Tensor  # [B, L] bool, False at padding
     position_ids: Tensor  # [B, L] position within the document
-    cu_seqlens: Tensor  # [S + 1] int32, where each begins in the B * L positions, and the end
+    cu_seqlens: Tensor  # [S + 1] int32, starts of documents in the B * L positions, and the end
 
 
 def find_documents(input_ids: Tensor, cu_seqlens: Tensor, *, pad_id: int) -> Packing:
-    """Return the segments of packed rows [B, L] that begin at `cu_seqlens` [S + 1], the last being
-    B * L.
+    """Compute the packing of rows [B, L] whose documents start at `cu_seqlens` [S + 1].
 
-    Padding at the end of a row is a segment of its own, so that no query is left without a key. The
-    last bound may be repeated: segments of no length, which keep S the same from step to step.
+    The last entry is B * L. It may be repeated: empty documents keep S the same from step to step.
+    Padding at the end of a row is a document of its own, so that every query has a key.
     """
     index = torch.arange(input_ids.numel(), device=input_ids.device)
     begin = cu_seqlens.long()[_numbers(cu_seqlens, index)]
@@ -32,7 +34,7 @@ def find_documents(input_ids: Tensor, cu_seqlens: Tensor, *, pad_id: int) -> Pac
 
 
 def block_diagonal_mask(cu_seqlens: Tensor, num_rows: int, row_length: int) -> Tensor:
-    """[B, 1, L, L] bool, True where a query may look at a key: the kernels do without."""
+    """Return [B, 1, L, L] bool, True where a query may attend to a key."""
     index = torch.arange(num_rows * row_length, device=cu_seqlens.device)
     number_BL = _numbers(cu_seqlens, index).view(num_rows, row_length)
     return (number_BL[:, :, None] == number_BL[:, None, :])[:, None]

@@ -1,8 +1,8 @@
-"""The vocabulary head with its losses: no [positions, vocabulary] tensor ever exists.
+"""Compute the LM head with its losses, without a tensor of [positions, vocabulary].
 
-`vocabulary` walks over the positions in chunks; what is done with a chunk's logits is a backend's:
-`closed_form` in plain torch, `compiled` and `triton_kernel` for the same formulas in fewer passes,
-`autograd` for terms that have no closed form here.
+`vocabulary` computes logits in chunks of positions. A backend turns a chunk's logits into losses
+and gradients: `closed_form` in plain torch, `compiled` and `triton_kernel` for the same formulas in
+fewer passes, and autograd for terms without a closed form.
 """
 
 from __future__ import annotations

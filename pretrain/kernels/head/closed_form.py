@@ -1,10 +1,10 @@
-"""KL and cross-entropy of a chunk of logits with their gradient, in plain torch on any device.
+"""Compute KL and cross-entropy of a chunk of logits with their gradient, in plain torch.
 
-Computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and the gradients
-derived there.
+It computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and the gradients
+derived there. It runs on any device for which no other backend is chosen.
 
 Every backend has this signature. The student's logits are overwritten with the gradient: a chunk
-needs two tiles of [n, V], the student's and the teacher's, and nothing else of that size.
+needs two tensors of [n, V], the student's and the teacher's, and nothing else of that size.
 
 Shapes: n positions of a chunk, the first m of which have a label; V vocabulary.
 """
@@ -16,21 +16,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements that are worked through at a time. On a processor they stay in its cache (2^16 to 2^19
-# are alike, a whole chunk takes 10 to 25 % longer); on a GPU half a dozen temporaries of 32 MB do.
+# Elements at a time. On a CPU they stay in the cache (2^16 to 2^19 are equally fast, a whole chunk
+# takes 10 to 25 % longer); on a GPU they bound half a dozen temporaries to 32 MB each.
 _BLOCK = {"cpu": 1 << 18}
 _BLOCK_GPU = 1 << 23
 
 
 class Weights(NamedTuple):
-    """What each position's values are multiplied with in the loss; 0 leaves a position out."""
+    """Hold the factor of each position's value in the loss; 0 leaves a position out."""
 
     kl_n: Tensor | None  # [n] fp32
     cross_entropy_m: Tensor | None  # [m] fp32
 
 
 class Values(NamedTuple):
-    """Unweighted, of every position the term looks at; None for a term that is not there."""
+    """Hold the unweighted value of every position of a term; None for a missing term."""
 
     kl_n: Tensor | None  # [n] fp32, T^2 KL(teacher || student)
     cross_entropy_m: Tensor | None  # [m] fp32
@@ -45,22 +45,21 @@ def losses_and_gradient(
     temperature: float,
     with_gradient: bool,
 ) -> Values:
-    """Return the values; with `with_gradient`, `student_nV` becomes the gradient of their weighted
-    sum.
+    """Return the values; with `with_gradient`, put the gradient of their sum into `student_nV`.
 
     With s and t the logits, q = softmax(s / T), p = softmax(t / T), r = softmax(s):
 
         KL  = T^2 sum p (log p - log q),    d KL / ds = T (q - p)
         CE  = -log r[label],                d CE / ds = r - onehot(label)
 
-    A label below 0 gives the value 0, and no gradient whatever the weight. `teacher_nV` is
-    overwritten, too. In fp32 a KL below about 0.01 is right to 1e-6 T^2 rather than to 1e-5 of
-    itself: it is the difference of logarithms that are as good as equal.
+    The sum is weighted. A label below 0 gives the value 0 and no gradient. `teacher_nV` is
+    overwritten, too. In fp32 a KL below about 0.01 has an absolute error of 1e-6 T^2 rather than a
+    relative one of 1e-5: it is the difference of nearly equal logarithms.
     """
     vocabulary = student_nV.shape[1]
     wide = torch.float64 if student_nV.dtype == torch.float64 else torch.float32
     m = 0 if weights.cross_entropy_m is None else labels_m.shape[0]
-    n = m if weights.kl_n is None else len(student_nV)  # behind them there is nothing to do
+    n = m if weights.kl_n is None else len(student_nV)  # later positions have no term
     kl_n = None if weights.kl_n is None else torch.empty(n, dtype=wide, device=student_nV.device)
     ce_m = torch.empty(m, dtype=wide, device=student_nV.device)
     block = max(1, _BLOCK.get(student_nV.device.type, _BLOCK_GPU) // vocabulary)
@@ -111,12 +110,12 @@ def _cross_entropy(
 def _kl(
     s: Tensor, t: Tensor, weights: Tensor, temperature: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """(gradient, values); the logits `s` and `t` are overwritten."""
+    """Return (gradient, values); the logits `s` and `t` are overwritten."""
     s, t = s.mul_(1 / temperature), t.mul_(1 / temperature)
     s_max, t_max = s.amax(-1), t.amax(-1)
     q, p = torch.softmax(s, -1), torch.softmax(t, -1)
-    # log p - log q = t - s + (s_max - t_max) + log(p_max / q_max); of terms that are small where
-    # the two distributions are near.
+    # log p - log q = t - s + (s_max - t_max) + log(p_max / q_max): each part is small where the two
+    # distributions are close, which keeps the difference exact.
     shift = (p.amax(-1) / q.amax(-1)).log() + (s_max - t_max)
     values = torch.linalg.vecdot(p, t.sub_(s)) + shift
     if with_gradient:

@@ -1,10 +1,10 @@
-"""The closed forms in compiled functions: a few passes over the logits instead of some twenty.
+"""Compute the closed forms in a compiled function: a few passes over the logits instead of twenty.
 
-Computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and their gradients.
+It computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and their
+gradients. It runs with `train.compile` where the Triton kernel does not.
 
-Rows are worked through in blocks of one size, and what is left of a chunk by `closed_form`: shapes
-are static, so a function is compiled once whatever the chunks are, and is the same in a run that
-was left and continued.
+Rows are computed in blocks of one size, and the rest of a chunk by `closed_form`. So shapes are
+static: the function is compiled once for any chunks, and is the same in a resumed run.
 
 Shapes: R rows of a block; n positions of a chunk, the first m of which have a label; V vocabulary.
 """
@@ -22,7 +22,7 @@ from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.head import closed_form
 from pretrain.kernels.head.closed_form import Values, Weights
 
-# Rows of a block: on a processor its logits should stay in the cache between passes.
+# Rows of a block. On a CPU its logits should stay in the cache between passes.
 ROWS = {"cpu": 32}
 ROWS_GPU = 512
 
@@ -36,17 +36,17 @@ def losses_and_gradient(
     temperature: float,
     with_gradient: bool,
 ) -> Values:
-    """As `closed_form.losses_and_gradient`, which also does what needs no gradient."""
+    """Compute `closed_form.losses_and_gradient`, and call it where no gradient is needed."""
     kl_weights, ce_weights = weights
     kl_n, ce_m = (None if w is None else torch.empty_like(w) for w in weights)
     m = 0 if ce_m is None else len(ce_m)
-    n = m if kl_n is None else len(kl_n)  # behind them there is nothing to do
+    n = m if kl_n is None else len(kl_n)  # later positions have no term
     rows = ROWS.get(student_nV.device.type, ROWS_GPU)
     whole = n - n % rows if with_gradient else 0
     for start in range(0, whole, rows):
         block = slice(start, start + rows)
         labels_R: tuple[Tensor | None, Tensor | None] = (None, None)
-        if ce_weights is not None and start < m:  # a block's labels are made as long as it
+        if ce_weights is not None and start < m:  # pad a block's labels to its length
             missing = (0, max(0, block.stop - m))
             labels_R = (
                 F.pad(labels_m[block], missing, value=-100),
@@ -94,7 +94,7 @@ def _block(
     ce_weights_R: Tensor | None,
     temperature: float,
 ) -> Values:
-    """Values, and in `student_RV` the gradient; the formulas are in `closed_form`'s docstring."""
+    """Return the values, and put the gradient into `student_RV`; for formulas see `closed_form`."""
     wide = torch.float64 if student_RV.dtype == torch.float64 else torch.float32
     s = student_RV.to(wide)
     s = s - s.amax(-1, keepdim=True)
@@ -111,7 +111,7 @@ def _block(
         factor = kl_weights_R * temperature
         gradient = warm * (factor / ours_sum)[:, None] - theirs * (factor / their_sum)[:, None]
     if labels_R is not None and ce_weights_R is not None:
-        # exp(s) from exp(s / 2) is one exponential less; 2 is the usual temperature.
+        # At the default temperature, 2, exp(s) is the square of exp(s / 2): one exponential less.
         cold = warm * warm if temperature == 2 else torch.exp(s)
         total = cold.sum(-1)
         known, index = labels_R >= 0, labels_R.clamp(min=0)[:, None]

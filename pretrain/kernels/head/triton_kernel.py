@@ -1,15 +1,16 @@
-"""KL and cross-entropy of a chunk of logits with their gradient, as one Triton kernel.
+"""Compute KL and cross-entropy of a chunk of logits with their gradient, in one Triton kernel.
 
-Computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and their gradients.
+It computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and their
+gradients. It runs on GPUs of compute capability 8.0 or more.
 
-One program a row. The first pass over the vocabulary gathers what the softmaxes need; the second
-writes the gradient over the student's logits. A row of both models is 120 KB in half precision:
-the second pass finds it in the cache.
+There is one program per row. The first pass over the vocabulary accumulates maxima and sums of the
+softmaxes; the second writes the gradient over the student's logits. A row of both models has
+120 KB in half precision, so the second pass reads it from the cache.
 
 Importing this needs the package triton; `triton_support.py` says where it can run.
 
 Shapes: n positions of a chunk, the first m of which have a label; V vocabulary; in the kernel
-W threads of a program, E neighbouring words that each of them takes at a time.
+W threads of a program, E neighbouring tokens that each of them takes at a time.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -23,9 +24,9 @@ from torch import Tensor
 
 from pretrain.kernels.head.closed_form import Values, Weights
 
-# A thread takes 8 words at a time: one 16-byte load of half precision. Few wide programs keep the
-# rows that are in flight within the L2 cache: two a multiprocessor, 32 MB on an H100. Chosen from
-# the compiler's report (under 64 registers a thread, none spilled); not measured.
+# A thread takes 8 tokens at a time: one 16-byte load of half precision. Few wide programs keep the
+# rows in flight within the L2 cache: two per multiprocessor, 32 MB on an H100. Chosen from the
+# compiler's report (under 64 registers per thread, none spilled); not measured.
 NUM_WARPS = 16
 WORDS_PER_THREAD = 8
 
@@ -41,11 +42,11 @@ def losses_and_gradient(
     temperature: float,
     with_gradient: bool,
 ) -> Values:
-    """As `closed_form.losses_and_gradient`, for fp32, bf16 and fp16; `teacher_nV` stays as it is.
+    """Compute `closed_form.losses_and_gradient` in fp32, bf16 or fp16; `teacher_nV` is not changed.
 
-    The values of all rows are computed, those of weight 0 too: no caller passes rows that no term
-    looks at, and a weight can be 0 because its coefficient is. Nearly equal logits give the KL
-    to an absolute 1e-6 T^2, and equal ones exactly 0.
+    Values of all rows are computed, also those of weight 0: every caller passes only rows of a
+    term, and a weight can be 0 because its factor is. For nearly equal logits the KL has an
+    absolute error of 1e-6 T^2, and for equal ones it is exactly 0.
     """
     n, vocabulary = student_nV.shape
     m = 0 if weights.cross_entropy_m is None else labels_m.shape[0]
@@ -84,8 +85,8 @@ def losses_and_gradient(
     return Values(kl_n, None if weights.cross_entropy_m is None else ce_m)
 
 
-# One number a program is read of these; the rows start anywhere in them, and that is no reason to
-# compile again.
+# Of these each program reads one number. Their start may have any alignment, which must not cause
+# another compilation.
 @triton.jit(
     do_not_specialize_on_alignment=["labels", "kl_weights", "ce_weights", "kl_values", "ce_values"]
 )
@@ -112,7 +113,7 @@ def _row(
     z_q = sum exp((s - s_max) / T), z_r = sum exp(s - s_max), z_p = sum exp((t - t_max) / T),
     gap = sum exp((t - t_max) / T) ((t - s) - (t_max - s_max)).
 
-    Each thread has its own, of the words that it sees; they come together after the last word.
+    Each thread has these sums for its own tokens; they are combined after the last token.
     """
     row = tl.program_id(0).to(tl.int64)
     s_row = student + row * student_stride
@@ -125,7 +126,7 @@ def _row(
         label = tl.load(labels + row).to(tl.int32)
         s_label = tl.load(s_row + tl.maximum(label, 0)).to(tl.float32)
     inverse_t = 1.0 / temperature
-    # Whole blocks need no mask, which would cut the 16-byte loads into pieces.
+    # Whole blocks need no mask, which would split the 16-byte loads.
     WHOLE: tl.constexpr = V // (W * E) * (W * E)
 
     s_max_W = tl.full((W,), _LOW, tl.float32)
@@ -203,7 +204,7 @@ def _gather(
     E: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the maxima and sums after W * E more words; no thread waits for another."""
+    """Return the maxima and sums after W * E more tokens; no thread waits for another."""
     columns_WE = _columns(start, W, E)
     s_WE = _logits(s_row, columns_WE, V, MASKED)
     s_new_W = tl.maximum(s_max_W, tl.max(s_WE, 1))
@@ -215,7 +216,7 @@ def _gather(
         t_new_W = tl.maximum(t_max_W, tl.max(t_WE, 1))
         exp_t_WE = tl.exp((t_WE - t_new_W[:, None]) * inverse_t)
         decay_W = tl.exp((t_max_W - t_new_W) * inverse_t)
-        # What was summed against the old maxima's difference is moved to the new one.
+        # Move the sum from the old difference of the maxima to the new one.
         offset_W = t_new_W - s_new_W
         gap_W = (gap_W + z_p_W * ((t_max_W - s_max_W) - offset_W)) * decay_W
         gap_W += tl.sum(exp_t_WE * ((t_WE - s_WE) - offset_W[:, None]), 1)
@@ -246,7 +247,7 @@ def _write(
     E: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> None:
-    """The gradient of W * E words over their logits."""
+    """Write the gradient of W * E tokens over their logits."""
     columns_WE = _columns(start, W, E)
     s_WE = _logits(s_row, columns_WE, V, MASKED)
     gradient_WE = tl.zeros((W, E), tl.float32)

@@ -1,4 +1,4 @@
-"""Where the Triton kernel can run. Importing this does not need it."""
+"""Decide whether the Triton kernel runs, without importing triton."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from pretrain import RunError
 
 
 def use_triton(backend: str, hidden: Tensor) -> bool:
-    """Return whether "auto" or "triton" means the Triton kernel for a tensor's device and
-    precision.
+    """Return whether `backend` means the Triton kernel for a tensor's device and precision.
 
-    "auto" takes it on GPUs of compute capability 8.0 or more, and warns where such a GPU has to do
-    without. Set TRITON_INTERPRET=1 before triton is imported, and "triton" runs on CPU tensors,
-    slowly: for tests.
+    "auto" means it on GPUs of compute capability 8.0 or more, and warns if it cannot run there.
+    With TRITON_INTERPRET=1, set before triton is imported, "triton" runs on CPU tensors, slowly:
+    for tests.
 
     Raises:
-        RunError: "triton" was asked for and cannot run.
+        RunError: `backend` is "triton", which cannot run.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     unfit = None
@@ -51,8 +50,7 @@ def use_triton(backend: str, hidden: Tensor) -> bool:
 
 @functools.cache
 def _missing() -> str | None:
-    """Return what keeps Triton from this machine; it compiles a small C module before the first
-    kernel."""
+    """Return why Triton cannot run on this machine: it compiles a C module for its first kernel."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed; pip install triton"
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,8 +1,11 @@
-"""From hidden states to losses and gradients, chunk by chunk.
+"""Compute losses and gradients from hidden states, in chunks of positions.
 
-At 64 x 512 positions and 30,522 words, student and teacher logits with their softmaxes take tens
-of gigabytes; this takes one chunk's worth. Each chunk's gradient is made while its logits are
-there, in the forward pass, so backward only scales what is already known.
+It computes exactly the vocabulary terms of `objectives/terms.py`, and runs in every training step
+and evaluation.
+
+At 64 x 512 positions and 30,522 tokens of vocabulary, student and teacher logits with their
+softmaxes take tens of gigabytes. Here only one chunk of them exists. Each chunk's gradient is
+computed with its logits, in the forward pass, so the backward pass only scales it.
 
 Shapes: N positions, M of them with a label, n positions of a chunk, D width, V vocabulary, T terms.
 """
@@ -23,24 +26,25 @@ from pretrain.kernels.head.closed_form import Values, Weights
 from pretrain.kernels.head.triton_support import use_triton
 from pretrain.objectives.terms import VocabularyTerm
 
-# Positions at a time: smaller chunks lose the speed of large matrix products.
+# Positions at a time: smaller chunks would be slower matrix products.
 CHUNK = {"cpu": 512}
 CHUNK_GPU = 2048
-# At a time in a product of half precision, 13 MB of BERT-base's 47; elsewhere all, in one kernel.
+# Tokens at a time in a product of half precision, 13 MB of BERT-base's 47; on a GPU all, in one
+# kernel.
 WORDS = {"cpu": 8192}
 
 Backend = Literal["auto", "torch", "compiled", "triton"]
 
 
 class Projection(NamedTuple):
-    """Hidden states after the MLM transform, and the output embedding that turns them to logits."""
+    """Hold hidden states after the MLM transform, and weight and bias of the LM head."""
 
     hidden_ND: Tensor
     weight_VD: Tensor
     bias_V: Tensor
 
     def logits(self, rows: slice, tile_nV: Tensor | None) -> Tensor:
-        """Logits [n, V] of some positions, over the first rows of a tile where there is one."""
+        """Return logits [n, V] of some positions, in the first rows of a tile if there is one."""
         hidden = self.hidden_ND[rows]
         if tile_nV is None:
             return product(hidden, self.weight_VD, self.bias_V)
@@ -57,17 +61,17 @@ def vocabulary_losses(
     *,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(loss [], sums [T]): loss = sum_t coefficient_t * sums_t, sums_t = sum_n values_tn.
+    """Return (loss [], sums [T]): loss = sum_t coefficient_t * sums_t, sums_t = sum_n values_tn.
 
-    The loss carries the gradient to the student's hidden states, weight and bias; the sums carry
-    none. Divide the loss by a count *after* it: the gradients are made unnormalised, which keeps
-    them within fp16's range. fp32, fp16, bf16 and fp64 all sum up in fp32 at least.
+    The loss has the gradient to the student's hidden states, weight and bias; the sums have none.
+    Divide the returned loss by a count: the gradients are computed unnormalised, which keeps them
+    within fp16's range. All precisions add up in fp32 at least.
 
     Args:
-        student: of N positions; those with a label come first.
-        teacher: of the same positions, where a term needs it.
-        labels_M: of the first M positions, -100 where there is none after all; the others have
-            none. So the work for labels is not done where there cannot be one.
+        student: of N positions, those with a label first.
+        teacher: of the same positions, if a term needs it.
+        labels_M: of the first M positions, -100 for none; the other positions have no label, and
+            no cross-entropy is computed there.
         terms: over all N positions ("tokens") or the first M ("masked"). One KL and one
             cross-entropy at most are computed by `backend`; with other terms, all by autograd.
         coefficients_T: the factor of each term's sum.
@@ -91,7 +95,7 @@ class _VocabularyLosses(torch.autograd.Function):
         terms: Sequence[VocabularyTerm],
         coefficients_T: Tensor,
         backend: Backend,
-        grad_enabled: bool,  # in here it always reads False
+        grad_enabled: bool,  # within forward, torch's own flag is always False
     ) -> tuple[Tensor, Tensor]:
         device = hidden_ND.device.type
         autocast = torch.is_autocast_enabled(device)
@@ -131,9 +135,11 @@ class _VocabularyLosses(torch.autograd.Function):
                 rows = slice(start, min(start + chunk, N))
                 if with_grad and start:
                     grad_weight = _add_product(grad_weight, logits, hidden, wide)
-                del logits  # where chunks share no tile, two would be alive
+                del logits  # without a tile, two chunks would be in memory
                 hidden = student.hidden_ND[rows]
-                logits = student.logits(rows, tiles[0])  # after the losses their gradient
+                logits = student.logits(
+                    rows, tiles[0]
+                )  # the losses overwrite them with their gradient
                 chunk_T = chunk_losses(
                     logits,
                     teacher.logits(rows, tiles[1]) if teacher else None,
@@ -148,8 +154,8 @@ class _VocabularyLosses(torch.autograd.Function):
                     grad_bias += logits.sum(0, dtype=wide)
 
         if with_grad:
-            # The last chunk's product is left to the backward pass: by then the teacher's tile is
-            # gone, and with one chunk there is no gradient of the embedding before it is due.
+            # Leave the last chunk's product to the backward pass: by then the teacher's tile is
+            # free, and with one chunk the embedding's gradient does not exist before.
             ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, logits, hidden)
             ctx.dtypes = weight_VD.dtype, bias_V.dtype
         ctx.mark_non_differentiable(sums_T)
@@ -159,8 +165,8 @@ class _VocabularyLosses(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias, grad_logits, hidden = ctx.saved_tensors
         scale = grads[0]
-        # In place, since a second copy is as large as the embedding; a second backward pass through
-        # the same graph is refused by autograd, which sees the change.
+        # In place, because a copy is as large as the embedding. Autograd notices the change and
+        # refuses a second backward pass through the same graph.
         wide = grad_bias.dtype
         grad_weight = _add_product(grad_weight, grad_logits, hidden, wide).mul_(scale)
         return (
@@ -172,13 +178,11 @@ class _VocabularyLosses(torch.autograd.Function):
 
 
 def _tile(rows: int, model: Projection) -> Tensor | None:
-    """Room for logits [rows, V], or None where the product is faster that brings its own.
-
-    On a GPU each row begins where tensor cores like it to.
-    """
+    """Allocate logits [rows, V]; return None if `product`, which allocates its own, is faster."""
     if have_product(model.hidden_ND, model.weight_VD):
         return None
     vocabulary, like = len(model.weight_VD), model.hidden_ND
+    # On a GPU each row is aligned for tensor cores.
     stride = vocabulary if like.device.type == "cpu" else -(-vocabulary // 64) * 64
     return torch.empty(rows, stride, dtype=like.dtype, device=like.device)[:, :vocabulary]
 
@@ -186,14 +190,14 @@ def _tile(rows: int, model: Projection) -> Tensor | None:
 def _add_product(
     total_VD: Tensor | None, grad_logits_nV: Tensor, hidden_nD: Tensor, wide: torch.dtype
 ) -> Tensor:
-    """total + grad_logits^T hidden, in place and in fp32, also of factors in half precision."""
+    """Return total + grad_logits^T hidden, in place, in fp32 also for half-precision factors."""
     if hidden_nD.dtype == wide:
         if total_VD is None:
             return grad_logits_nV.t() @ hidden_nD
         return total_VD.addmm_(grad_logits_nV.t(), hidden_nD)
     vocabulary = grad_logits_nV.shape[1]
-    # The product comes in half precision first; of some words at a time, it takes no memory. A sum
-    # over thousands of positions may pass fp16's 65,504.
+    # The product is in half precision first: computed for some tokens at a time, it takes little
+    # memory. In fp16 a sum over thousands of positions may exceed 65,504, hence `shrink`.
     shrink = 64.0 if hidden_nD.dtype == torch.float16 else 1.0
     hidden_nD = hidden_nD / shrink
     if total_VD is None:
@@ -248,7 +252,7 @@ def _autograd_losses(
     coefficients_T: Tensor,
     with_grad: bool,
 ) -> Tensor:
-    """As `_fused_losses`, for terms of any form: by the terms' own formulas, and autograd."""
+    """Compute `_fused_losses` for terms of any form, by their own formulas and autograd."""
     labels_n = F.pad(labels_m, (0, len(student_nV) - len(labels_m)), value=-100)
     logits_nV = student_nV.detach().requires_grad_(with_grad)
     with torch.set_grad_enabled(with_grad):
