@@ -10,9 +10,10 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from data_prep.text.cleaning import clean
 NGRAM = 13
 LIMIT = 1 << 28  # bytes of one evaluation file, decompressed
 ALGORITHM = f"{minhash.WORDS}, {NGRAM}-grams 1"
+_SUFFIXES = (".tsv", ".csv", ".json", ".jsonl", ".txt")
 _SLICE = 1 << 16  # words looked up at once: temporary arrays stay in the cache
 
 
@@ -60,7 +62,9 @@ class Contamination:
         found: set[int] = set()
         for start in range(0, len(words) - NGRAM + 1, _SLICE):
             hashes = ngrams(words[start : start + _SLICE + NGRAM - 1], NGRAM)
-            suspects = hashes[self._may_hold(hashes)]
+            # The bitmap is False for most that are not there: a search costs 100 times as much.
+            marks = self._marks[(hashes >> self._shift).view(np.int64)]
+            suspects = hashes[(marks >> _lowest_3_bits(hashes) & 1).view(bool)]
             if len(suspects):
                 places = np.searchsorted(self.hashes, suspects)
                 places = np.minimum(places, len(self.hashes) - 1)
@@ -68,11 +72,6 @@ class Contamination:
                 count += len(places)
                 found.update(self.files[places].tolist())
         return count, tuple(self.names[file] for file in sorted(found))
-
-    def _may_hold(self, hashes: Words) -> npt.NDArray[np.bool_]:
-        """False for most that are not there: a search costs a hundred times as much."""
-        marks = self._marks[(hashes >> self._shift).view(np.int64)]
-        return (marks >> _lowest_3_bits(hashes) & 1).view(bool)
 
     @cached_property
     def _marks(self) -> npt.NDArray[np.uint8]:
@@ -114,7 +113,11 @@ def build(files: Sequence[Path]) -> Contamination:
             )
     unique, firsts = np.unique(np.concatenate(hashes), return_index=True)
     file_of = np.repeat(np.arange(len(files), dtype=np.uint32), [len(part) for part in hashes])
-    return Contamination(_names(files), tuple(texts), tuple(short), unique, file_of[firsts])
+    # GLUE's files are all called dev.tsv: names are relative to the folder that the files share.
+    absolute = [os.path.abspath(file) for file in files]
+    folder = os.path.commonpath([os.path.dirname(file) for file in absolute])
+    names = tuple(Path(os.path.relpath(file, folder)).as_posix() for file in absolute)
+    return Contamination(names, tuple(texts), tuple(short), unique, file_of[firsts])
 
 
 def save(contamination: Contamination, path: Path) -> None:
@@ -158,20 +161,11 @@ def read_examples(path: Path) -> Iterator[str]:
     name = path.name.lower()
     for compressed in (".gz", ".bz2", ".zst"):
         name = name.removesuffix(compressed)
-    reader = _READERS.get(Path(name).suffix)
-    if reader is None:
-        known = ", ".join(_READERS)
+    suffix = Path(name).suffix
+    if suffix not in _SUFFIXES:
+        known = ", ".join(_SUFFIXES)
         raise CorpusError(f"{path}: not a file of examples: its name must end in one of {known}")
-    text = _decoded(path)
-    try:
-        yield from reader(text)
-    except (csv.Error, RecursionError, ValueError) as error:
-        raise CorpusError(
-            f"{path}: not a {Path(name).suffix} file ({error}): mend or rename it"
-        ) from error
 
-
-def _decoded(path: Path) -> str:
     parts: list[bytes] = []
     size = 0
     for chunk in file_chunks(str(path)):
@@ -187,79 +181,49 @@ def _decoded(path: Path) -> str:
         raise CorpusError(f"{path}: binary, not text: name a file of text")
     if not text.strip():
         raise CorpusError(f"{path}: empty: take it out of `decontaminate.files`")
-    return text
 
-
-def _tab_separated(text: str) -> Iterator[str]:
-    # Not the csv module: in GLUE's files a quotation mark is a character like any other.
-    for line in _lines(text):
-        yield from line.split("\t")
-
-
-def _comma_separated(text: str) -> Iterator[str]:
-    if "\t" in text.partition("\n")[0]:
-        yield from _tab_separated(text)
-        return
-    limit = csv.field_size_limit(LIMIT)  # a quote that is never closed makes one long field
     try:
-        rows = list(csv.reader(io.StringIO(text, newline="")))
-    finally:
-        csv.field_size_limit(limit)
-    for row in rows:
-        yield from row
+        if suffix in (".json", ".jsonl"):
+            for value in _json_values(text, by_line=suffix == ".jsonl"):
+                waiting = [value]
+                while waiting:
+                    value = waiting.pop()
+                    if isinstance(value, str):
+                        yield value
+                    elif isinstance(value, dict | list):
+                        inner = value.values() if isinstance(value, dict) else value
+                        waiting.extend(reversed(inner))
+        elif suffix == ".csv" and "\t" not in text.partition("\n")[0]:
+            limit = csv.field_size_limit(LIMIT)  # a quote that is never closed makes one long field
+            try:
+                rows = list(csv.reader(io.StringIO(text, newline="")))
+            finally:
+                csv.field_size_limit(limit)
+            yield from chain.from_iterable(rows)
+        else:
+            for line in text.split("\n"):
+                line = line.removesuffix("\r")
+                # Not the csv module: a quotation mark in GLUE's files is a plain character.
+                yield from [line] if suffix == ".txt" else line.split("\t")
+    except (csv.Error, RecursionError, ValueError) as error:
+        raise CorpusError(f"{path}: not a {suffix} file ({error}): mend or rename it") from error
 
 
-def _json(text: str) -> Iterator[str]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        if "\n" not in text.strip():
-            raise
+def _json_values(text: str, *, by_line: bool) -> Iterator[Any]:
+    """Yield the value of a JSON text, or of each line of JSON lines."""
+    whole: ValueError | None = None
+    if not by_line:
         try:
-            yield from _json_lines(text)  # as often named .json
-        except ValueError:
-            raise error from None
-        return
-    yield from _strings(value)
-
-
-def _json_lines(text: str) -> Iterator[str]:
-    for number, line in enumerate(_lines(text), start=1):
+            yield json.loads(text)
+            return
+        except ValueError as error:
+            if "\n" not in text.strip():
+                raise
+            whole = error  # JSON lines are often named .json: report this error if they are none
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 value = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
-            yield from _strings(value)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
+                raise whole or ValueError(f"line {number}: {error}") from None
             yield value
-        elif isinstance(value, dict):
-            waiting.extend(reversed(value.values()))
-        elif isinstance(value, list):
-            waiting.extend(reversed(value))
-
-
-def _lines(text: str) -> Iterator[str]:
-    return (line.removesuffix("\r") for line in text.split("\n"))
-
-
-_READERS: dict[str, Callable[[str], Iterator[str]]] = {
-    ".tsv": _tab_separated,
-    ".csv": _comma_separated,
-    ".json": _json,
-    ".jsonl": _json_lines,
-    ".txt": _lines,
-}
-
-
-def _names(files: Sequence[Path]) -> tuple[str, ...]:
-    """Return the files' names relative to the folder they share: GLUE's are all called dev.tsv."""
-    absolute = [os.path.abspath(file) for file in files]
-    folder = os.path.commonpath([os.path.dirname(file) for file in absolute])
-    return tuple(Path(os.path.relpath(file, folder)).as_posix() for file in absolute)

@@ -89,9 +89,9 @@ class Items:
         texts = np.empty(len(halves), dtype=HASH)
         texts["high"], texts["low"] = halves[:, 0], halves[:, 1]
         texts["item"] = np.arange(first, first + len(halves))
-        self._write("texts", np.sort(texts, order=HASH.names))
+        arrays: dict[str, npt.NDArray[Any]] = {"texts": np.sort(texts, order=HASH.names)}
         if self._places:
-            self._write("places", np.array(self._places, dtype=np.uint32))
+            arrays["places"] = np.array(self._places, dtype=np.uint32)
         if self._near:
             self._sign()
             signatures = np.concatenate(self._signatures)
@@ -100,16 +100,14 @@ class Items:
             bands = np.zeros(hashes.size, dtype=HASH)
             bands["high"] = hashes.reshape(-1)
             bands["item"] = np.repeat(items + first, hashes.shape[1])
-            self._write("bands", np.sort(bands, order=HASH.names))
-            self._write("signatures", signatures)
+            arrays |= {"bands": np.sort(bands, order=HASH.names), "signatures": signatures}
+        for kind, values in arrays.items():
+            np.save(f"{self._stem}-{kind}-{self._chunk:05d}.npy", values)
         self._keys, self._places, self._signatures, self._usable = [], [], [], []
         self._chunk += 1
 
-    def _write(self, kind: str, values: npt.NDArray[Any]) -> None:
-        np.save(f"{self._stem}-{kind}-{self._chunk:05d}.npy", values)
 
-
-def chunks(folder: Path, name: str, items: int) -> list[Path]:
+def chunk_files(folder: Path, name: str, items: int) -> list[Path]:
     """Name the files, such as documents-texts, that a unit with so many items wrote, in order.
 
     The names follow from the unit's record. A search of the folder would take a file that this
@@ -131,7 +129,7 @@ def pairs(
     found = [np.empty((0, 2), dtype="<u8")]
     items = [np.empty(0, dtype=np.int64)]
     for folder, (start, end_of_unit) in zip(folders, pairwise(bounds), strict=True):
-        for file in chunks(folder, name, end_of_unit - start):
+        for file in chunk_files(folder, name, end_of_unit - start):
             hashes = np.load(file, mmap_mode="r")
             first = np.searchsorted(hashes["high"], np.uint64(low))
             end = hashes["high"].searchsorted(np.uint64(high)) if high < 2**64 else len(hashes)

@@ -18,7 +18,7 @@ On disk a document takes 4 * 128 bytes of signature and a hash for each of 21 ba
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -61,7 +61,14 @@ def word_hashes(text: str) -> Words:
     each character is one where words are written without spaces (Han, kana, Thai, Lao, Khmer,
     Burmese). Text is expected as `cleaning.clean` returns it. Words of up to 8 bytes never collide.
     """
-    hashes = [_hash(_folded(piece)) for piece in _pieces(text)]
+    hashes = []
+    start = 0
+    while len(text) - start > _PIECE:
+        end = start + _PIECE
+        end = max(text.rfind(" ", start, end), text.rfind("\n", start, end)) + 1 or end
+        hashes.append(_hash(_folded(text[start:end])))
+        start = end
+    hashes.append(_hash(_folded(text[start:])))
     return hashes[0] if len(hashes) == 1 else np.concatenate(hashes)
 
 
@@ -134,23 +141,12 @@ def _sketched(shingles: Sequence[Words]) -> npt.NDArray[np.uint32]:
     return np.array(matrix.to_rows(), dtype=np.uint32)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in pieces of at most _PIECE characters, cut where a word ends if one does."""
-    start = 0
-    while len(text) - start > _PIECE:
-        end = start + _PIECE
-        end = max(text.rfind(" ", start, end), text.rfind("\n", start, end)) + 1 or end
-        yield text[start:end]
-        start = end
-    yield text[start:]
-
-
 def _folded(text: str) -> bytes:
     """Return the text's words in UTF-8, separated by NUL bytes."""
     if text.isascii():
-        return text.encode().translate(_ascii_table())
+        return text.encode().translate(_tables()[1])
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    folded = _table().take(codes, mode="clip")
+    folded = _tables()[0].take(codes, mode="clip")
     if folded.max() >= _ALONE:
         alone = folded >= _ALONE
         folded &= np.uint32(_ALONE - 1)
@@ -162,8 +158,8 @@ def _folded(text: str) -> bytes:
 
 
 @cache
-def _table() -> npt.NDArray[np.uint32]:
-    """Code point -> what stands for it in a word, or 0 if it separates words.
+def _tables() -> tuple[npt.NDArray[np.uint32], bytes]:
+    """Return what stands for each code point in a word (0 if it separates words); ASCII as bytes.
 
     The last stands for all after. Only what folds to a single character is folded.
     """
@@ -178,12 +174,7 @@ def _table() -> npt.NDArray[np.uint32]:
     for first, end in _SCRIPTS_WITHOUT_SPACES:
         table[(table >= first) & (table < end)] |= _ALONE
     table[-2:] = 0
-    return table
-
-
-@cache
-def _ascii_table() -> bytes:
-    return _table()[:256].astype(np.uint8).tobytes()
+    return table, table[:256].astype(np.uint8).tobytes()
 
 
 def _hash(folded: bytes) -> Words:
@@ -193,7 +184,12 @@ def _hash(folded: bytes) -> Words:
     edges = np.flatnonzero(is_letter[1:] != is_letter[:-1]) + 1
     starts, lengths = edges[0::2], edges[1::2] - edges[0::2]
     if lengths.max(initial=0) > _LONGEST:
-        starts, lengths = _split(starts, lengths)
+        # Longer words are cut into words of at most _LONGEST bytes.
+        counts = -(-lengths // _LONGEST)
+        before = np.repeat(np.cumsum(counts) - counts, counts)
+        skipped = _LONGEST * (np.arange(len(before)) - before)
+        starts = np.repeat(starts, counts) + skipped
+        lengths = np.minimum(np.repeat(lengths, counts) - skipped, _LONGEST)
     eights = np.ndarray((len(padded) - 7,), dtype="<u8", buffer=padded, strides=(1,))
     hashes = _mixed(eights[starts] & _FIRST_BYTES[np.minimum(lengths, 8)])
     done = 8
@@ -205,17 +201,6 @@ def _hash(folded: bytes) -> Words:
         done += 8
         longer = longer[left > 8]
     return hashes
-
-
-def _split(
-    starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Words cut into words of at most _LONGEST bytes."""
-    counts = -(-lengths // _LONGEST)
-    before = np.repeat(np.cumsum(counts) - counts, counts)
-    skipped = _LONGEST * (np.arange(len(before)) - before)
-    lengths = np.minimum(np.repeat(lengths, counts) - skipped, _LONGEST)
-    return np.repeat(starts, counts) + skipped, lengths
 
 
 def _mixed(hashes: Words) -> Words:

@@ -50,7 +50,13 @@ class Tokens:
                     "its own"
                 )
         if backend.encode("", add_special_tokens=True).ids != [ids["cls"], ids["sep"]]:
-            _put_around(backend, names["cls"], names["sep"])  # as rows are made
+            # As rows are made: [CLS] and [SEP] around a text, and a second [SEP] after a pair.
+            cls, sep = names["cls"], names["sep"]
+            backend.post_processor = TemplateProcessing(
+                single=[cls, "$A", sep],
+                pair=[cls, "$A", sep, "$B:1", f"{sep}:1"],
+                special_tokens=[(cls, ids["cls"]), (sep, ids["sep"])],
+            )
         backend.encode_special_tokens = True  # a literal "[MASK]" in text is text
         self.backend = backend
         self.names = names
@@ -76,21 +82,18 @@ class Tokens:
         """Ids of each text, without special tokens; memory does not grow with a text's length."""
         ids: list[list[npt.NDArray[np.int32]]] = [[] for _ in texts]
         for held in calls(texts):
-            flat, offsets = self._encode_call([piece for _, piece in held])
+            pieces = [piece for _, piece in held]
+            if self._fast is not None:
+                flat, offsets = self._fast(pieces)
+            else:
+                encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
+                parts = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+                flat, offsets = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
+            safe = self._safe[flat]
             ends = offsets.tolist()
             for (number, _), start, end in zip(held, ends, ends[1:], strict=False):
-                ids[number].append(flat[start:end])
+                ids[number].append(safe[start:end])
         return [np.concatenate(parts) if len(parts) > 1 else parts[0] for parts in ids]
-
-    def _encode_call(self, texts: list[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[Any]]:
-        """Return the ids of all texts, one after the other, and where each begins and the last
-        ends."""
-        if self._fast is not None:
-            ids, offsets = self._fast(texts)
-            return self._safe[ids], offsets
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        parts = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-        return self._safe[np.concatenate(parts)], np.cumsum([0, *map(len, parts)])
 
     def accelerate(self, sample: Sequence[str] = ()) -> str:
         """Encode through `nanotoken` from now on, if it is installed and agrees on the sample.
@@ -227,7 +230,33 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
         return word_piece(read_vocabulary(path), origin=str(path))
     if path.suffix in (".txt", ".json") or str(spec).startswith((".", "/", "~")):
         raise CorpusError(f"{spec}: no such tokenizer file or folder: check `tokenizer`")
-    return _from_hub(str(spec))
+
+    # Seconds to import, and workers never need them.
+    from huggingface_hub import snapshot_download
+    from transformers import AutoTokenizer
+
+    name = str(spec)
+    repository, _, revision = name.partition("@")
+    try:
+        # Without the repository's code; at a terminal, AutoTokenizer may offer to run it.
+        folder = Path(
+            snapshot_download(
+                repository, revision=revision or None, allow_patterns=["*.json", "*.txt", "*.model"]
+            )
+        )
+        for settings in (folder / "config.json", folder / "tokenizer_config.json"):
+            if settings.is_file() and "auto_map" in json.loads(settings.read_bytes()):
+                raise ValueError(f"its {settings.name} holds 'auto_map', which could run code")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise CorpusError(
+            f"tokenizer {name!r}: neither a path nor a fast tokenizer that could be loaded "
+            f"from the hub ({reason})"
+        ) from None
+    given = {key: getattr(tokenizer, f"{key}_token") for key in NAMES}
+    return Tokens(backend, {key: token for key, token in given.items() if token}, name)
 
 
 def of_shards(folder: Path, manifest: Manifest) -> Tokens:
@@ -283,7 +312,6 @@ def word_piece(
         words = (token for token in vocabulary if not token.startswith("["))
         # Not isupper(): it holds for letters without a lower case, which lower-case BERT has.
         lowercase = all(word == word.lower() for word in words)
-    _require(vocabulary, origin)
     numbered = {token: id for id, token in enumerate(vocabulary)}
     backend = Tokenizer(models.WordPiece(numbered, unk_token=NAMES["unk"]))
     backend.normalizer = normalizers.BertNormalizer(
@@ -291,7 +319,7 @@ def word_piece(
     )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
-    return _finish(backend, origin)
+    return _with_special_tokens(backend, vocabulary, origin)
 
 
 def _word_level(vocabulary: Sequence[str], pattern: str, lowercase: bool, origin: str) -> Tokens:
@@ -301,33 +329,20 @@ def _word_level(vocabulary: Sequence[str], pattern: str, lowercase: bool, origin
         split = pre_tokenizers.Split(Regex(pattern), "isolated")
     except Exception as error:  # tokenizers raises bare Exception
         raise CorpusError(f"tokenizer.pattern {pattern!r}: not a regex ({error})") from None
-    _require(vocabulary, origin)
     numbered = {token: id for id, token in enumerate(vocabulary)}
     backend = Tokenizer(models.WordLevel(numbered, unk_token=NAMES["unk"]))
     if lowercase:
         backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), split])
-    return _finish(backend, origin)
+    return _with_special_tokens(backend, vocabulary, origin)
 
 
-def _require(vocabulary: Sequence[str], origin: str) -> None:
+def _with_special_tokens(backend: Tokenizer, vocabulary: Sequence[str], origin: str) -> Tokens:
     # Adding a missing special token would give it an id that no teacher has.
     if missing := [name for name in NAMES.values() if name not in vocabulary]:
         raise CorpusError(f"{origin}: the vocabulary has no {', '.join(missing)}: add them")
-
-
-def _finish(backend: Tokenizer, origin: str) -> Tokens:
     backend.add_special_tokens(list(NAMES.values()))
     return Tokens(backend, NAMES, origin)
-
-
-def _put_around(backend: Tokenizer, cls: str, sep: str) -> None:
-    """Let a tokenizer put [CLS] and [SEP] around a text, and a second [SEP] after a pair."""
-    backend.post_processor = TemplateProcessing(
-        single=[cls, "$A", sep],
-        pair=[cls, "$A", sep, "$B:1", f"{sep}:1"],
-        special_tokens=[(name, backend.token_to_id(name)) for name in (cls, sep)],
-    )
 
 
 def _refuse_no_file(path: Path) -> None:
@@ -373,31 +388,3 @@ def _names(folder: Path) -> dict[str, str]:
     named = {role: settings.get(f"{role}_token") for role in NAMES}
     contents = {r: t.get("content") if isinstance(t, dict) else t for r, t in named.items()}
     return {role: token for role, token in contents.items() if isinstance(token, str) and token}
-
-
-def _from_hub(name: str) -> Tokens:
-    # Seconds to import, and workers never need them.
-    from huggingface_hub import snapshot_download
-    from transformers import AutoTokenizer
-
-    repository, _, revision = name.partition("@")
-    try:
-        # Without the repository's code; at a terminal, AutoTokenizer may offer to run it.
-        folder = Path(
-            snapshot_download(
-                repository, revision=revision or None, allow_patterns=["*.json", "*.txt", "*.model"]
-            )
-        )
-        for settings in (folder / "config.json", folder / "tokenizer_config.json"):
-            if settings.is_file() and "auto_map" in json.loads(settings.read_bytes()):
-                raise ValueError(f"its {settings.name} holds 'auto_map', which could run code")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        reason = str(error).strip().split("\n")[0][:200]
-        raise CorpusError(
-            f"tokenizer {name!r}: neither a path nor a fast tokenizer that could be loaded "
-            f"from the hub ({reason})"
-        ) from None
-    given = {key: getattr(tokenizer, f"{key}_token") for key in NAMES}
-    return Tokens(backend, {key: token for key, token in given.items() if token}, name)

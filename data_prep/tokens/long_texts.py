@@ -13,7 +13,7 @@ CALL_CHARACTERS = 1_000_000
 UNKNOWN_CHARACTERS = 500
 
 
-def pieces(text: str, limit: int = PIECE_CHARACTERS) -> Iterator[str]:
+def split_text(text: str, limit: int = PIECE_CHARACTERS) -> Iterator[str]:
     """Cut a text before whitespace into pieces of at most `limit` characters.
 
     Without whitespace it is cut before punctuation or an ideograph, else inside a word, which is
@@ -27,16 +27,20 @@ def pieces(text: str, limit: int = PIECE_CHARACTERS) -> Iterator[str]:
             first = max(start + 1, start + limit - 2 * UNKNOWN_CHARACTERS)
             places = range(start + limit, first, -1)
             middle = (first + start + limit) // 2
-            end = next((place for place in places if _begins_word(text[place])), middle)
+            # BERT's pre-tokenizer splits before these, whatever stands around them.
+            end = next(
+                (
+                    place
+                    for place in places
+                    if unicodedata.category(text[place])[0] in "PZ"
+                    or text[place] in string.punctuation
+                    or "\u4e00" <= text[place] <= "\u9fff"
+                ),
+                middle,
+            )
         yield text[start:end]
         start = end
     yield text[start:]
-
-
-def _begins_word(character: str) -> bool:
-    """Does BERT's pre-tokenizer split before this character, whatever stands around it?"""
-    kind = unicodedata.category(character)[0]
-    return kind in "PZ" or character in string.punctuation or "\u4e00" <= character <= "\u9fff"
 
 
 def calls(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
@@ -44,7 +48,7 @@ def calls(texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
     held: list[tuple[int, str]] = []
     size = 0
     for number, text in enumerate(texts):
-        for piece in pieces(text):
+        for piece in split_text(text):
             if held and size + len(piece) > CALL_CHARACTERS:
                 yield held
                 held, size = [], 0

@@ -12,7 +12,7 @@ from tokenizers.trainers import WordPieceTrainer
 from data_prep import CorpusError
 from data_prep.config import TrainWordPiece
 from data_prep.tokens import NAMES, Tokens, word_piece
-from data_prep.tokens.long_texts import pieces
+from data_prep.tokens.long_texts import split_text
 
 MAX_ALPHABET = 1000
 # WordPiece turns longer words into [UNK] anyway, and the trainer's memory grows with them.
@@ -40,7 +40,8 @@ def train(texts: Callable[[], Iterator[str]], settings: TrainWordPiece) -> Token
         initial_alphabet=characters,
         limit_alphabet=len(characters),
     )
-    backend.train_from_iterator(_training_pieces(texts()), trainer)
+    pieces = (piece for text in texts() for piece in split_text(text))
+    backend.train_from_iterator((_LONG_WORD.sub(r"\1 ", piece) for piece in pieces), trainer)
     # The trained tokenizer holds every character as a special token: keep its vocabulary alone.
     trained = backend.get_vocab(with_added_tokens=True)
     vocabulary = sorted(trained, key=trained.__getitem__)
@@ -63,17 +64,11 @@ def stripped_words(texts: Iterator[str]) -> dict[str, Any]:
     return counts
 
 
-def _training_pieces(texts: Iterator[str]) -> Iterator[str]:
-    for text in texts:
-        for piece in pieces(text):
-            yield _LONG_WORD.sub(r"\1 ", piece)
-
-
 def _alphabet(backend: Tokenizer, texts: Iterator[str], limit: int) -> list[str]:
     """Return the `limit` most frequent characters (the lower code point of equals), sorted."""
     counts = np.zeros(0x110000, dtype=np.int64)
     for text in texts:
-        for piece in pieces(text):
+        for piece in split_text(text):
             normal = backend.normalizer.normalize_str(piece)
             found, times = np.unique(
                 np.frombuffer(normal.encode("utf-32-le"), dtype=np.uint32), return_counts=True

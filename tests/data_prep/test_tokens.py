@@ -21,7 +21,7 @@ from data_prep import CorpusError
 from data_prep.config import JsonTokenizer, VocabularyTokenizer
 from data_prep.messages import extra
 from data_prep.tokens import Tokens, load, word_piece
-from data_prep.tokens.long_texts import calls, pieces
+from data_prep.tokens.long_texts import calls, split_text
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [*SPECIAL, "[", "]", "mask", "sep", "pad", "hello", "world", "##s", ",", "e"]
@@ -96,7 +96,7 @@ def test_a_saved_folder_is_the_same_tokenizer(tmp_path: Path, pattern: str | Non
 
 def test_long_texts_are_cut_before_whitespace(tmp_path: Path, backend: Any) -> None:
     text = "hello world, " * 20_000  # 260,000 characters
-    parts = list(pieces(text))
+    parts = list(split_text(text))
     assert "".join(parts) == text
     assert len(parts) == 3 and all(len(part) <= 100_000 for part in parts)
     assert all(part[0] == " " for part in parts[1:])
@@ -111,7 +111,7 @@ def test_long_texts_are_cut_before_whitespace(tmp_path: Path, backend: Any) -> N
 def test_pieces_are_the_text_and_calls_are_bounded(limit: int) -> None:
     texts = ["", "x", "x" * 2500, "a b" * 900, "x" * 15_000 + " y" * 50_000, "\u4e2d" * 3000]
     for text in texts:
-        parts = list(pieces(text, limit))
+        parts = list(split_text(text, limit))
         assert "".join(parts) == text
         assert max(map(len, parts)) <= limit
         assert all(parts) or text == ""

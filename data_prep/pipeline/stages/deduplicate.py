@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.duplicates.dedup import chunks, clusters, draw
+from data_prep.duplicates.dedup import chunk_files, clusters, draw
 from data_prep.pipeline.stage import Planned, Stage
 from data_prep.pipeline.stages.documents import read_index
 from data_prep.pipeline.stages.match import item_bounds
@@ -163,7 +163,7 @@ def _paragraphs(task: DeduplicateTask, folder: Path) -> list[npt.NDArray[np.uint
     in_kept_document = []
     units = zip(task.extracted, pairwise(task.paragraph_bounds), strict=True)
     for number, (unit, (start, end)) in enumerate(units):
-        files = chunks(unit, "paragraphs-places", end - start)
+        files = chunk_files(unit, "paragraphs-places", end - start)
         saved = np.concatenate([np.empty((0, 2), np.uint32), *map(np.load, files)])
         mine = slice(*np.searchsorted(items, [start, start + len(saved)]))
         places.append(saved[items[mine] - start])

@@ -133,8 +133,10 @@ def repaired(text: str) -> str:
     for _ in range(2):
         for number in range(_PASSES):
             before = text
-            if number == 0 or "&" in text or "\t" in text:
-                text = _plain_spaces(_without_entities(text))
+            if "&" in text:
+                text = _ENTITY.sub("", html.unescape(html.unescape(text)))
+            if number == 0 or "&" in before or "\t" in before:
+                text = _plain_spaces(text)
             text = _repaired_once(text)
             if text == before:
                 return text
@@ -142,14 +144,11 @@ def repaired(text: str) -> str:
     return text
 
 
-def _without_entities(text: str) -> str:
-    return _ENTITY.sub("", html.unescape(html.unescape(text))) if "&" in text else text
-
-
 def _repaired_once(text: str) -> str:
     text = "\n" + text
     if "]" in text and "update]" in text:
-        text = _UPDATE.sub("", _AS_OF.sub(_as_of, text))
+        text = _AS_OF.sub(lambda as_of: f"{'s' if as_of[1] is None else 'As'} of {as_of[2]}", text)
+        text = _UPDATE.sub("", text)
     if "<" in text or _has(text, "[[", "{{", "-->"):
         text = "\n" + substituted(text, _NOT_PROSE).text
         if _has(text, "<", "-->"):
@@ -184,10 +183,6 @@ def _has(text: str, *marks: str) -> bool:
     """Return whether one of the marks occurs; a single character is found ten times as fast as
     two."""
     return any(mark[0] in text and mark in text for mark in marks)
-
-
-def _as_of(found: re.Match[str]) -> str:
-    return f"{'s' if found[1] is None else 'As'} of {found[2]}"
 
 
 def _without_tail(text: str) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-Render = Callable[[list[str], dict[str, str]], str]
-
 _MONTHS = (
     "January",
     "February",
@@ -71,29 +69,54 @@ def render(call: list[str]) -> str:
     if name.startswith("lang-") and arguments:
         language = _LANGUAGES.get(name[5:], "").replace("-", " ")
         return f"{language}: {arguments[0]}" if language else arguments[0]
-    renderer = _TEMPLATES.get(name) or _TEMPLATES.get(name.lower())
-    return renderer(arguments, named) if renderer else ""
 
-
-def _argument(index: int) -> Render:
-    return lambda arguments, named: arguments[index] if len(arguments) > index else ""
-
-
-def _literal(text: str) -> Render:
-    return lambda arguments, named: text
-
-
-def _prefixed(prefix: str) -> Render:
-    return lambda arguments, named: prefix + (arguments[0] if arguments else "")
-
-
-def _last(arguments: list[str], named: dict[str, str]) -> str:
-    return arguments[-1] if arguments else ""
-
-
-def _quotation(arguments: list[str], named: dict[str, str]) -> str:
-    text = arguments[0] if arguments else named.get("text") or named.get("quote", "")
-    return f"\n{text}\n"
+    if name not in _TEMPLATES:
+        name = name.lower()
+    words = arguments[0] if arguments else ""
+    match _TEMPLATES.get(name):
+        case "fixed":
+            return _TEXTS[name]
+        case "prefix":
+            return _PREFIXES[name] + words
+        case "first":
+            return words
+        case "last":
+            return arguments[-1] if arguments else ""
+        case "convert":
+            return _convert(arguments, named)
+        case "date":
+            return _date(arguments[:3])
+        case "as of":
+            start = "as of " if named.get("lc") in ("y", "yes", "on") else "As of "
+            start = "since " if named.get("since") and start[0] == "a" else start
+            return named.get("alt") or start + _date(arguments[:3])
+        case "years":
+            years = " \u2013 ".join(filter(None, arguments[:2]))
+            return _YEARS[name] + years if arguments else ""
+        case "fraction":
+            whole = f"{words} " if len(arguments) > 2 else ""
+            return whole + "/".join(arguments[-2:] if len(arguments) > 1 else ["1", *arguments])
+        case "value":
+            unit = named.get("u") or named.get("ul") or ""
+            power = f"\u00d710^{named['e']}" if "e" in named else ""
+            return f"{words}{power} {unit}".rstrip()
+        case "quotation":
+            text = words if arguments else named.get("text") or named.get("quote", "")
+            return f"\n{text}\n"
+        case "japanese":
+            romaji = f" ({arguments[2]})" if len(arguments) > 2 and arguments[2] else ""
+            return words + romaji
+        case "list":
+            return ", ".join(filter(None, arguments))
+        case "formula":
+            return "".join(arguments)
+        case "nuclide":
+            return "-".join(arguments[:2])
+        case "ship":
+            return " ".join(filter(None, arguments[:2]))
+        case "verse":
+            return " ".join(filter(None, arguments[:3]))
+    return ""
 
 
 def _grouped(number: str) -> str:
@@ -126,13 +149,7 @@ def _convert(arguments: list[str], named: dict[str, str]) -> str:
     return text
 
 
-def _as_of(arguments: list[str], named: dict[str, str]) -> str:
-    start = "as of " if named.get("lc") in ("y", "yes", "on") else "As of "
-    start = "since " if named.get("since") and start[0] == "a" else start
-    return named.get("alt") or start + _date(arguments[:3], {})
-
-
-def _date(arguments: list[str], named: dict[str, str]) -> str:
+def _date(arguments: list[str]) -> str:
     """Year, month, day as numbers -> 12 May 1850; anything else is joined as it stands."""
     given = [part for part in arguments if part]
     if len(given) < 2 or not re.fullmatch("0?[1-9]|1[0-2]", given[1]):
@@ -142,111 +159,87 @@ def _date(arguments: list[str], named: dict[str, str]) -> str:
     return f"{day}{month} {given[0]}"
 
 
-def _one_date(arguments: list[str], named: dict[str, str]) -> str:
-    return _date(arguments[:3], named)
-
-
-def _fraction(arguments: list[str], named: dict[str, str]) -> str:
-    whole = f"{arguments[0]} " if len(arguments) > 2 else ""
-    return whole + "/".join(arguments[-2:] if len(arguments) > 1 else ["1", *arguments])
-
-
-def _value(arguments: list[str], named: dict[str, str]) -> str:
-    unit = named.get("u") or named.get("ul") or ""
-    power = f"\u00d710^{named['e']}" if "e" in named else ""
-    return f"{arguments[0] if arguments else ''}{power} {unit}".rstrip()
-
-
-def _span(prefix: str) -> Render:
-    return lambda arguments, named: (
-        (prefix + " \u2013 ".join(filter(None, arguments[:2]))) if arguments else ""
-    )
-
-
-def _nihongo(arguments: list[str], named: dict[str, str]) -> str:
-    romaji = f" ({arguments[2]})" if len(arguments) > 2 and arguments[2] else ""
-    return arguments[0] + romaji if arguments else ""
-
-
-def _ship(arguments: list[str], named: dict[str, str]) -> str:
-    return " ".join(part for part in arguments[:2] if part)
-
-
-def _joined(arguments: list[str], named: dict[str, str]) -> str:
-    return "".join(arguments)
-
-
-def _listed(arguments: list[str], named: dict[str, str]) -> str:
-    return ", ".join(filter(None, arguments))
-
-
-def _verse(arguments: list[str], named: dict[str, str]) -> str:
-    return " ".join(part for part in arguments[:3] if part)
-
-
-def _many(names: str, renderer: Render) -> dict[str, Render]:
-    return {name.strip(): renderer for name in names.split(",")}
-
-
 _FUNCTIONS: dict[str, Callable[[str], str]] = {
     "formatnum": _grouped,
     "lc": str.lower,
     "uc": str.upper,
 }
-_TEMPLATES: dict[str, Render] = {
-    **_many("convert, cvt, conv", _convert),
-    **_many("lang, transl, transliteration, rtl-lang, lang-rtl, script, wikt-lang", _last),
-    **_many("nowrap, nobr, nowrap begin, j, small, smaller, large, larger, big", _argument(0)),
-    **_many("abbr, abbrv, tooltip, sup, sub, em, strong, italic, bold, nobold", _argument(0)),
-    **_many("noitalic, linktext, w, visible anchor, vanchor, sic, notatypo", _argument(0)),
-    **_many("mvar, var, math, overline, angbr, ill, interlanguage link, flag", _argument(0)),
-    **_many("flagcountry, oldstyledate, old style date, okina text, s-rail-text", _argument(0)),
-    **_many("columns-list, proper name, keypress, key press, key, mono, code", _argument(0)),
-    **_many("ipa, sc, smallcaps, railgauge, track gauge, vol.", _argument(0)),
-    **_many("text, not a typo, as written, unicode, polytonic, as is, underline", _argument(0)),
-    **_many("zh, nts, number, formatnum, bigmath, hebrew, mathematics, colored text", _argument(0)),
-    **_many("color, font color, sort, sortname text, hover title", _last),
-    **_many("native name, native phrase", _last),
-    **_many("simplenuclide, simplenuclide2", lambda given, named: "-".join(given[:2])),
-    **_many("as of, asof", _as_of),
-    **_many("circa, c., ca", _span("c. ")),
-    **_many("floruit, fl., fl", _span("fl. ")),
-    **_many("reign, r., r", _span("r. ")),
-    **_many("frac, fraction, sfrac, fract, num frac", _fraction),
-    **_many("val", _value),
-    **_many("birth date, dob, birth date and age, birth-date, bda", _one_date),
-    **_many("start date, start date and age, end date, dts, date", _one_date),
-    **_many("death date, death date and age, death-date, film date", _one_date),
-    **_many(
-        "quote, blockquote, bquote, cquote, quotation, quote box, rquote, poemquote", _quotation
+# Template -> the characters that it stands for.
+_TEXTS = {
+    **dict.fromkeys(
+        ("ndash", "spaced ndash", "snd", "spnd", "\u2013", "en dash", "nbndash", "spaced en dash"),
+        " \u2013 ",
     ),
-    **_many("rquote, poemquote, poem quote, verse translation, centered", _quotation),
-    **_many("hlist, unbulleted list, ubl, plainlist", _listed),
-    **_many("chem, chem2, nuclide, math text", _joined),
-    **_many("ship, sclass, sclass2, sortname", _ship),
-    **_many("bibleverse, bibleref, bibleref2, bibleverse-nb, sourcetext", _verse),
-    **_many("nihongo, nihongo2, nihongo3, korean", _nihongo),
-    **_many(
-        "ndash, spaced ndash, snd, spnd, \u2013, en dash, nbndash, spaced en dash",
-        _literal(" \u2013 "),
+    **dict.fromkeys(
+        ("mdashb", "mdash", "spaced mdash", "em dash", "\u2014", "snd mdash"), " \u2014 "
     ),
-    **_many("mdashb, mdash, spaced mdash, em dash, \u2014, snd mdash", _literal(" \u2014 ")),
-    **_many("!, pipe", _literal("|")),
-    **_many("nbsp, spaces, space, thinsp, hair space, 0ws, pad, zwsp", _literal(" ")),
-    **_many("', `, apostrophe, hamza, okina, ayin", _literal("\u2019")),
-    **_many("'s", _literal("\u2019s")),
-    **_many("bce, bc", _literal("BCE")),
-    **_many("pi", _literal("\u03c0")),
-    **_many("=", _literal("=")),
-    **_many("\u00b7, dot, \u2022, bullet", _literal(" \u00b7 ")),
-    **_many("shy, -, clear", _literal("")),
-    **_many("us$, usd, us dollar", _prefixed("US$")),
-    **_many("gbp, \u00a3, pound sterling", _prefixed("\u00a3")),
-    **_many("inr, indian rupee", _prefixed("\u20b9")),
-    **_many("euro, \u20ac, eur", _prefixed("\u20ac")),
-    **_many("uss", _prefixed("USS ")),
-    **_many("hms", _prefixed("HMS ")),
-    **_many("hmas", _prefixed("HMAS ")),
-    **_many("rms", _prefixed("RMS ")),
-    **_many("ss", _prefixed("SS ")),
+    **dict.fromkeys(("!", "pipe"), "|"),
+    **dict.fromkeys(("nbsp", "spaces", "space", "thinsp", "hair space", "0ws", "pad", "zwsp"), " "),
+    **dict.fromkeys(("'", "`", "apostrophe", "hamza", "okina", "ayin"), "\u2019"),
+    "'s": "\u2019s",
+    **dict.fromkeys(("bce", "bc"), "BCE"),
+    "pi": "\u03c0",
+    "=": "=",
+    **dict.fromkeys(("\u00b7", "dot", "\u2022", "bullet"), " \u00b7 "),
+    **dict.fromkeys(("shy", "-", "clear"), ""),
 }
+# Template -> what it puts before its argument.
+_PREFIXES = {
+    **dict.fromkeys(("us$", "usd", "us dollar"), "US$"),
+    **dict.fromkeys(("gbp", "\u00a3", "pound sterling"), "\u00a3"),
+    **dict.fromkeys(("inr", "indian rupee"), "\u20b9"),
+    **dict.fromkeys(("euro", "\u20ac", "eur"), "\u20ac"),
+    "uss": "USS ",
+    "hms": "HMS ",
+    "hmas": "HMAS ",
+    "rms": "RMS ",
+    "ss": "SS ",
+}
+# Template -> what it puts before one year or two.
+_YEARS = {
+    **dict.fromkeys(("circa", "c.", "ca"), "c. "),
+    **dict.fromkeys(("floruit", "fl.", "fl"), "fl. "),
+    **dict.fromkeys(("reign", "r.", "r"), "r. "),
+}
+# Template -> how `render` reads it; the names are separated by commas.
+_TEMPLATES = {
+    name.strip(): kind
+    for kind, names in {
+        "convert": "convert, cvt, conv",
+        "last": (
+            "lang, transl, transliteration, rtl-lang, lang-rtl, script, wikt-lang, color, "
+            "font color, sort, sortname text, hover title, native name, native phrase"
+        ),
+        "first": (
+            "nowrap, nobr, nowrap begin, j, small, smaller, large, larger, big, abbr, "
+            "abbrv, tooltip, sup, sub, em, strong, italic, bold, nobold, noitalic, "
+            "linktext, w, visible anchor, vanchor, sic, notatypo, mvar, var, math, "
+            "overline, angbr, ill, interlanguage link, flag, flagcountry, oldstyledate, old "
+            "style date, okina text, s-rail-text, columns-list, proper name, keypress, key "
+            "press, key, mono, code, ipa, sc, smallcaps, railgauge, track gauge, vol., "
+            "text, not a typo, as written, unicode, polytonic, as is, underline, zh, nts, "
+            "number, formatnum, bigmath, hebrew, mathematics, colored text"
+        ),
+        "nuclide": "simplenuclide, simplenuclide2",
+        "as of": "as of, asof",
+        "fraction": "frac, fraction, sfrac, fract, num frac",
+        "value": "val",
+        "date": (
+            "birth date, dob, birth date and age, birth-date, bda, start date, start date "
+            "and age, end date, dts, date, death date, death date and age, death-date, film "
+            "date"
+        ),
+        "quotation": (
+            "quote, blockquote, bquote, cquote, quotation, quote box, rquote, poemquote, "
+            "poem quote, verse translation, centered"
+        ),
+        "list": "hlist, unbulleted list, ubl, plainlist",
+        "formula": "chem, chem2, nuclide, math text",
+        "ship": "ship, sclass, sclass2, sortname",
+        "verse": "bibleverse, bibleref, bibleref2, bibleverse-nb, sourcetext",
+        "japanese": "nihongo, nihongo2, nihongo3, korean",
+    }.items()
+    for name in names.split(",")
+}
+_TEMPLATES |= dict.fromkeys(_TEXTS, "fixed") | dict.fromkeys(_PREFIXES, "prefix")
+_TEMPLATES |= dict.fromkeys(_YEARS, "years")

@@ -113,7 +113,7 @@ def parsed(wikitext: str, not_prose: frozenset[str]) -> str:
     """
     # Bold and italic quotes are left as they are: unbalanced ones are common, and cost time.
     page = mwparserfromhell.parse(wikitext, skip_style_tags=True)
-    return _without_strays(_shown(page, not_prose))
+    return _without_strays(_rendered(page, not_prose))
 
 
 def substituted(wikitext: str, not_prose: frozenset[str]) -> Substituted:
@@ -175,46 +175,42 @@ def _without_strays(text: str) -> str:
     )
 
 
-def _shown(code: Wikicode | None, not_prose: frozenset[str]) -> str:
-    return "" if code is None else "".join(_node(node, not_prose) for node in code.nodes)
-
-
-def _node(node: nodes.Node, not_prose: frozenset[str]) -> str:
-    shown = partial(_shown, not_prose=not_prose)
-    match node:
-        case nodes.Text():
-            return node.value
-        case nodes.HTMLEntity():
-            return str(node)
-        case nodes.Template():
-            arguments = [
-                f"{parameter.name}={shown(parameter.value)}"
-                if parameter.showkey
-                else shown(parameter.value)
-                for parameter in node.params
-            ]
-            return render([shown(node.name), *arguments])
-        case nodes.Wikilink():
-            return _link(shown(node.title), shown(node.text), not_prose)
-        case nodes.ExternalLink():
-            return shown(node.title) if node.brackets else shown(node.url)
-        case nodes.Heading():
-            return f"{'=' * node.level}{shown(node.title)}{'=' * node.level}"
-        case nodes.Tag():
-            return _element(node, not_prose)
-    return ""  # a comment, or a parameter of a template's own page
-
-
-def _element(tag: nodes.Tag, not_prose: frozenset[str]) -> str:
-    name = str(tag.tag).strip().lower()
-    if name in _DROPPED_NAMES:
-        return ""
-    if name == "nowiki":
-        return str(tag.contents or "").translate(_HIDDEN)
-    if tag.wiki_markup:  # the mark of a list item or a rule
-        return str(tag.wiki_markup)
-    text = _shown(tag.contents, not_prose)
-    return f"\n{text}\n" if name in _BREAKING_NAMES else text
+def _rendered(code: Wikicode | None, not_prose: frozenset[str]) -> str:
+    """Return the text of nodes; comments and the parameters of a template's page have none."""
+    shown = partial(_rendered, not_prose=not_prose)
+    texts: list[str] = []
+    for node in [] if code is None else code.nodes:
+        match node:
+            case nodes.Text():
+                texts.append(node.value)
+            case nodes.HTMLEntity():
+                texts.append(str(node))
+            case nodes.Template():
+                arguments = [
+                    f"{parameter.name}={shown(parameter.value)}"
+                    if parameter.showkey
+                    else shown(parameter.value)
+                    for parameter in node.params
+                ]
+                texts.append(render([shown(node.name), *arguments]))
+            case nodes.Wikilink():
+                texts.append(_link(shown(node.title), shown(node.text), not_prose))
+            case nodes.ExternalLink():
+                texts.append(shown(node.title) if node.brackets else shown(node.url))
+            case nodes.Heading():
+                texts.append(f"{'=' * node.level}{shown(node.title)}{'=' * node.level}")
+            case nodes.Tag():
+                name = str(node.tag).strip().lower()
+                if name in _DROPPED_NAMES:
+                    continue
+                if name == "nowiki":
+                    texts.append(str(node.contents or "").translate(_HIDDEN))
+                elif node.wiki_markup:  # the mark of a list item or a rule
+                    texts.append(str(node.wiki_markup))
+                else:
+                    line = "\n" if name in _BREAKING_NAMES else ""
+                    texts.append(f"{line}{shown(node.contents)}{line}")
+    return "".join(texts)
 
 
 def _link(target: str, text: str, not_prose: frozenset[str]) -> str:
