@@ -119,26 +119,21 @@ def without_licence(text: str) -> tuple[str, str, bool]:
     """
     title = ""
     begun = ended = False
-
-    def opened(mark: re.Pattern[str]) -> None:
-        nonlocal text, title, begun
-        if header := mark.search(text, 0, _HEADER_REACH):
-            if not title and (found := _TITLE.search(text, 0, header.start())):
-                title = " ".join(found[1].split())
-            text, begun = text[header.end() :], True
-
-    def closed(mark: re.Pattern[str]) -> None:
-        # A book may quote the phrase, so only its last tenth or 50,000 characters can be these.
-        nonlocal text, ended
-        if footer := mark.search(text, min(len(text) * 9 // 10, max(0, len(text) - 50_000))):
-            text, ended = text[: footer.start()], True
-
-    opened(_START)
-    closed(_END)
-    if begun:
-        closed(_APPENDIX)
-    # Last, because later books have the small print in the footer.
-    opened(_SMALL_PRINT_END)
+    # The small print is last, because later books have it in the footer.
+    for mark, opens in (
+        *((_START, True), (_END, False)),
+        *((_APPENDIX, False), (_SMALL_PRINT_END, True)),
+    ):
+        if opens:
+            if header := mark.search(text, 0, _HEADER_REACH):
+                if not title and (found := _TITLE.search(text, 0, header.start())):
+                    title = " ".join(found[1].split())
+                text, begun = text[header.end() :], True
+        elif begun or mark is not _APPENDIX:
+            # A book may quote the phrase: only its last tenth or 50,000 characters can be these.
+            reach = min(len(text) * 9 // 10, max(0, len(text) - 50_000))
+            if footer := mark.search(text, reach):
+                text, ended = text[: footer.start()], True
     return text, title, ended or not begun
 
 
@@ -152,39 +147,27 @@ def without_credits(text: str) -> str:
     back = max(front, len(text) - _BACK)
     # Each region ends at a paragraph's end.
     front, back = (max(0, text.rfind("\n\n", 0, at)) for at in (front, back))
-    return _without_front_notes(text[:front]) + text[front:back] + _without_end_notes(text[back:])
 
-
-def _without_front_notes(text: str) -> str:
-    parts = _GAP.split(text)  # paragraph, gap, paragraph, ...
+    parts = _GAP.split(text[:front])  # paragraph, gap, paragraph, ...
     kept: list[str] = []
     i = 0
     while i < len(parts):
         if _NOTES.fullmatch(parts[i].strip()):
-            i = _section_end(parts, i)
-        elif _is_note(parts[i]):
-            i += 2
+            # Under a heading, paragraphs go up to a gap of two blank lines, else the first does.
+            size, begin, i = 0, i + 2, i + 4
+            for j in range(begin, len(parts) - 1, 2):
+                size += len(parts[j])
+                if size > _SECTION:
+                    break
+                if parts[j + 1].count("\n") > 2:
+                    i = j + 2
+                    break
         else:
-            kept += parts[i : i + 2]
+            if not _is_note(parts[i]):
+                kept += parts[i : i + 2]
             i += 2
-    return "".join(kept)
-
-
-def _section_end(parts: list[str], heading: int) -> int:
-    """Past the paragraphs under a heading up to a gap of two blank lines, or past the first."""
-    size = 0
-    for i in range(heading + 2, len(parts) - 1, 2):
-        size += len(parts[i])
-        if size > _SECTION:
-            break
-        if parts[i + 1].count("\n") > 2:
-            return i + 2
-    return heading + 4
-
-
-def _without_end_notes(text: str) -> str:
-    parts = _GAP.split(text)
-    kept: list[str] = []
+    kept.append(text[front:back])
+    parts = _GAP.split(text[back:])
     for i in range(0, len(parts), 2):
         if _NOTES.fullmatch(parts[i].strip()):
             break
@@ -229,23 +212,20 @@ def _decoded(raw: bytes) -> tuple[str, tuple[str, ...]] | None:
     try:
         text = raw.decode(guess)
     except UnicodeDecodeError:
-        return _decoded_otherwise(raw)
-    notes: list[str] = []
-    if _CONTROLS.search(text):
-        # Bytes of cp1252 once taken for Latin-1, and so written as UTF-8.
-        text = _CONTROLS.sub(lambda c: c[0].encode("latin-1").decode("cp1252", "ignore"), text)
-        notes.append("cp1252 within utf-8")
-    if "\ufffd" in text:
-        notes.append("lost characters")
-    return text, tuple(notes)
+        pass
+    else:
+        notes: list[str] = []
+        if _CONTROLS.search(text):
+            # Bytes of cp1252 once taken for Latin-1, and so written as UTF-8.
+            text = _CONTROLS.sub(lambda c: c[0].encode("latin-1").decode("cp1252", "ignore"), text)
+            notes.append("cp1252 within utf-8")
+        if "\ufffd" in text:
+            notes.append("lost characters")
+        return text, tuple(notes)
 
-
-def _decoded_otherwise(raw: bytes) -> tuple[str, tuple[str, ...]] | None:
-    """Not UTF-8: as the header says, else as cp1252, which old books are in, else as detected.
-
-    A header is only asked now because it often outlives a conversion to UTF-8; and a detector
-    takes a French text for Central European more often than a book is in neither.
-    """
+    # Not UTF-8: as the header says, else as cp1252, which old books are in, else as detected. A
+    # header is only asked now because it often outlives a conversion to UTF-8; and a detector
+    # takes a French text for Central European more often than a book is in neither.
     candidates = ["cp1252"]
     if stated := _CHARACTER_SET.search(raw[:_HEADER_REACH]):
         name = re.sub(r"[^a-z0-9]+", "_", stated[1].decode("ascii", "ignore").lower()).strip("_")

@@ -16,7 +16,7 @@ from typing import BinaryIO, ClassVar
 from data_prep import CorpusError
 from data_prep.messages import error_line, one_line
 from data_prep.sources import remote
-from data_prep.sources.compressed import DAMAGED, Part, blocks, decompressed, is_compressed
+from data_prep.sources.compressed import DAMAGED, blocks, decompressed, is_compressed
 
 LINE_LIMIT = 1 << 24  # bytes; a compressed file of a few kB can hold a line of many GB
 LONG_LINE = f"a line of more than {LINE_LIMIT >> 20} MiB"
@@ -157,17 +157,17 @@ def file_chunks(
 
     Raises CorpusError if the file is unreadable, damaged or cut short.
     """
-    is_local = not remote.is_remote(path)
+    is_local, name = not remote.is_remote(path), _file_name(path)
     with opened(path, start) as file:
-        part = Part(file, None if end is None else end - start)
+        left = None if end is None else end - start
         try:
-            yield from blocks(part) if stored else decompressed(part, _file_name(path))
+            yield from blocks(file, left) if stored else decompressed(file, name, left)
         except Exception as error:
             # The cause of a remote error may hold a signed URL.
             cause = error if is_local else None
             if isinstance(error, OSError) and error.errno is not None and is_local:
                 raise CorpusError(f"{path}: cannot be read: {error.strerror}") from cause
-            if isinstance(error, DAMAGED) and is_compressed(_file_name(path)):
+            if isinstance(error, DAMAGED) and is_compressed(name):
                 raise CorpusError(
                     f"{one_line(path)}: cut short or damaged ({error_line(error)}); download or "
                     "write it again"

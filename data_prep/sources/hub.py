@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
 from data_prep import CorpusError
 from data_prep.messages import error_line
@@ -94,40 +94,37 @@ class HuggingFace(RecordSource):
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
         """Yield the records of one split, streamed; CorpusError if it cannot be loaded."""
         assert isinstance(piece, Dataset)
-        records = self._records(piece)
-        return self.numbered_documents(records, piece.path, self.input_name(piece))
+        return self.numbered_documents(self._rows(piece), piece.path, self.input_name(piece))
 
-    def _records(self, piece: Dataset) -> Iterator[Record]:
-        for number, row in enumerate(self._rows(piece)):
-            if number == 0 and self.text_field not in row:
-                raise CorpusError(
-                    f"{piece.path}: no field {self.text_field!r}; it has {', '.join(row)}"
-                )
-            yield row
-
-    def _rows(self, piece: Dataset) -> Iterator[dict[str, Any]]:
+    def _rows(self, piece: Dataset) -> Iterator[Record]:
         import datasets
         import huggingface_hub
 
         # What is no path to `datasets` may be a name to it: of the hub, or of a format.
         path = piece.path if piece.commit else os.path.abspath(piece.path)
         try:
-            if not piece.commit:
-                if os.path.exists(os.path.join(path, "dataset_dict.json")):
-                    return iter(datasets.load_from_disk(path)[self.split])
-                if os.path.exists(os.path.join(path, "state.json")):
-                    return iter(datasets.load_from_disk(path))
-            elif not datasets.config.HF_HUB_OFFLINE:
-                # Without a network `datasets` tries for half a minute, noisily; this fails at once.
-                huggingface_hub.HfApi().dataset_info(path, revision=piece.commit, timeout=10)
-            revision = piece.commit or None
-            builder = datasets.load_dataset_builder(path, self.config, revision=revision)
-            # It takes any commit from its cache when it cannot have the one that was named.
-            if piece.commit and builder.hash != piece.commit:
-                raise ValueError(f"got commit {builder.hash} instead of {piece.commit}")
-            return iter(builder.as_streaming_dataset(split=self.split))
+            if os.path.exists(os.path.join(path, "dataset_dict.json")) and not piece.commit:
+                rows = iter(datasets.load_from_disk(path)[self.split])
+            elif os.path.exists(os.path.join(path, "state.json")) and not piece.commit:
+                rows = iter(datasets.load_from_disk(path))
+            else:
+                if piece.commit and not datasets.config.HF_HUB_OFFLINE:
+                    # Without a network `datasets` tries for half a minute; this fails at once.
+                    huggingface_hub.HfApi().dataset_info(path, revision=piece.commit, timeout=10)
+                revision = piece.commit or None
+                builder = datasets.load_dataset_builder(path, self.config, revision=revision)
+                # It takes any commit from its cache when it cannot have the one that was named.
+                if piece.commit and builder.hash != piece.commit:
+                    raise ValueError(f"got commit {builder.hash} instead of {piece.commit}")
+                rows = iter(builder.as_streaming_dataset(split=self.split))
         except Exception as error:
             raise CorpusError(
                 f"{piece.path}: cannot load this dataset ({error_line(error)}); check path, "
                 "config, split and network"
             ) from error
+        for number, row in enumerate(rows):
+            if number == 0 and self.text_field not in row:
+                raise CorpusError(
+                    f"{piece.path}: no field {self.text_field!r}; it has {', '.join(row)}"
+                )
+            yield row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import ClassVar, Literal
 from urllib.parse import quote
 from xml.parsers import expat
@@ -150,6 +151,20 @@ class Mediawiki(FileSource):
 
 def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
     path = one_line(piece.path)
+    # A range of a compressed file is one of bz2 streams.
+    streams = is_compressed(piece.path) and (piece.start > 0 or piece.end is not None)
+    # (offset, bytes) of the XML of the piece's pages, behind what comes before a dump's first page.
+    # Offsets are those of the decompressed file, or within a range of streams.
+    if streams:
+        feed = _until_page(file_chunks(piece.path, piece.start, piece.end), 0, None, dump)
+    elif piece.start == 0:
+        feed = _until_page(file_chunks(piece.path), 0, piece.end, dump)
+    elif (first := _first_page(piece)) is not None:
+        feed = _until_page(file_chunks(piece.path, first), first, piece.end, dump)
+    else:
+        return
+    if piece.start > 0:
+        feed = chain(_head(piece.path), feed)
 
     def refuse(*declaration: object) -> None:
         raise CorpusError(f"{path}: declares a DOCTYPE or entities, which no MediaWiki dump does")
@@ -163,48 +178,26 @@ def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
     parser.buffer_text = True
     fed = at = 0
     try:
-        for at, chunk in _feed(piece, dump):
+        for at, chunk in feed:
             parser.Parse(chunk, False)
             fed += len(chunk)
             if fed - parser.CurrentByteIndex > _TOKEN_LIMIT:
                 raise CorpusError(f"{path}: an XML token of more than 1 MiB near byte {at}")
             yield from dump.pages
             dump.pages.clear()
+        if streams:
+            dump.ended = piece.end is None
         if fed or piece.start == 0:
             # Of a piece in the middle the XML would go on; with its last page open this fails.
             parser.Parse(b"" if dump.ended else f"</{dump.root}>".encode(), True)
     except expat.ExpatError as error:
-        fix = multistream.FIX if _is_streams(piece) else "download it again"
+        fix = multistream.FIX if streams else "download it again"
         raise CorpusError(
             f"{path}: no whole XML near byte {at} ({error}) after {dump.num_pages} pages: {fix}"
         ) from error
     except CorpusError as error:
         raise CorpusError(f"{error} (after {dump.num_pages} pages)") from error
     yield from dump.pages
-
-
-def _feed(piece: Piece, dump: _Dump) -> Iterator[tuple[int, bytes]]:
-    """(offset, bytes) of the XML of a piece's pages, behind what comes before a dump's first page.
-
-    Offsets are those of the decompressed file, or within a range of streams.
-    """
-    if piece.start == 0 and (piece.end is None or _is_streams(piece)):
-        yield from _until_page(file_chunks(piece.path, 0, piece.end), 0, None, dump)
-    elif _is_streams(piece):
-        yield from _head(piece.path)
-        yield from _until_page(file_chunks(piece.path, piece.start, piece.end), 0, None, dump)
-    elif piece.start == 0:
-        yield from _until_page(file_chunks(piece.path), 0, piece.end, dump)
-    elif (first := _first_page(piece)) is not None:
-        yield from _head(piece.path)
-        yield from _until_page(file_chunks(piece.path, first), first, piece.end, dump)
-    if _is_streams(piece):
-        dump.ended = piece.end is None
-
-
-def _is_streams(piece: Piece) -> bool:
-    """Return whether a piece is a range of bz2 streams."""
-    return is_compressed(piece.path) and (piece.start > 0 or piece.end is not None)
 
 
 def _head(path: str) -> Iterator[tuple[int, bytes]]:

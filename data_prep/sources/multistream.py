@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 from data_prep import CorpusError
 from data_prep.messages import one_line
@@ -38,24 +39,20 @@ def stream_ranges(file: Piece, index: str, limit: int) -> list[Piece]:
     """
     if file.size <= limit:
         return [file]
-    pieces = []
-    start = last = 0
+    borders = [0]
+    last = 0
+    for last in _offsets(index, file.size):
+        if last - borders[-1] >= limit:
+            borders.append(last)
     with opened(file.path, seekable=True) as stored:
-
-        def check(offset: int) -> None:
+        for offset in [*borders[1:], last]:
             stored.seek(offset)
             if not _STREAM.match(stored.read(10)):
                 raise CorpusError(
                     f"{one_line(index)}: no bz2 stream begins at byte {offset} of the dump: {FIX}"
                 )
-
-        for last in _offsets(index, file.size):
-            if last - start >= limit:
-                check(last)
-                pieces.append(Piece(file.path, start, last, last - start))
-                start = last
-        check(last)
-    return [*pieces, Piece(file.path, start, None, file.size - start)]
+    pieces = [Piece(file.path, a, b, b - a) for a, b in pairwise(borders)]
+    return [*pieces, Piece(file.path, borders[-1], None, file.size - borders[-1])]
 
 
 def _offsets(index: str, size: int) -> Iterator[int]:

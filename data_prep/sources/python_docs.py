@@ -153,14 +153,11 @@ def _prose_of(path: Path) -> str:
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         documented = [node for node in nodes if isinstance(node, kinds)]
         strings = [ast.get_docstring(node, clean=False) or "" for node in documented]
-    seen = dict.fromkeys(paragraph for text in strings for paragraph in _paragraphs(text))
-    return "\n\n".join(seen)
-
-
-def _paragraphs(docstring: str) -> Iterator[str]:
-    """Yield the blocks of a docstring, a line each, without the lines of interactive sessions."""
-    for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
+    seen: dict[str, None] = {}
+    for block in (b for text in strings for b in re.split(r"\n\s*\n", inspect.cleandoc(text))):
         lines = [line.strip() for line in block.split("\n")]
+        # Without the lines of interactive sessions.
         words = " ".join(line for line in lines if not line.startswith((">>>", "..."))).split()
         if len(words) >= _MIN_WORDS:
-            yield " ".join(words)
+            seen[" ".join(words)] = None
+    return "\n\n".join(seen)

@@ -60,7 +60,7 @@ def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
             }
             problem = f"no file named {' or '.join(patterns)} in this folder"
         else:
-            stem = url[: _wild(url)].rpartition("/")[0]
+            stem = re.split(r"[*?\[]", url, maxsplit=1)[0].rpartition("/")[0]
             base = files._strip_protocol(stem).rstrip("/")
             matches = files.glob(root, detail=True) if glob.has_magic(root) else {}
             found = {n: info for n, info in matches.items() if info.get("type") == "file"}
@@ -165,8 +165,3 @@ def _reaching(url: str) -> Iterator[None]:
 
 def _is_http(url: str) -> bool:
     return url.startswith(("http://", "https://"))
-
-
-def _wild(url: str) -> int:
-    found = re.search(r"[*?\[]", url)
-    return found.start() if found else len(url)

@@ -35,15 +35,36 @@ class Text(FileSource):
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
         """Yield the documents that begin in a piece; a long file is cut about every PART bytes."""
         name = self.input_name(piece)
-        if self.document == "file":
-            yield from _read_file(piece.path, name)
-        elif self.document == "line":
+        if self.document == "line":
             for offset, line in lines(piece.path, piece.start, piece.end):
                 if line is None or line.strip():
                     yield _decoded(line, f"{name}@{offset}")
-        else:
+        elif self.document == "paragraph":
             for run in _runs(piece, max_lines=None):
-                yield _document(run, name) if isinstance(run, list) else _too_long(run, name)
+                yield _document(run, name)
+        else:
+            # Read twice: a bad byte at the end must reject the file before its start is out.
+            check = codecs.getincrementaldecoder("utf-8")()
+            read = 0
+            try:
+                for chunk in file_chunks(piece.path):
+                    if b"\0" in chunk:
+                        yield Rejected(name, "binary", f"NUL byte at byte {read + chunk.index(0)}")
+                        return
+                    check.decode(chunk)
+                    read += len(chunk)
+                check.decode(b"", final=True)
+            except UnicodeDecodeError as error:
+                yield Rejected(name, "not utf-8", f"{error.reason} near byte {read}")
+                return
+            found = False
+            for offset, part in _parts(piece.path):
+                text = part.removeprefix(codecs.BOM_UTF8 if offset == 0 else b"").decode()
+                if text.strip():
+                    yield Document(text, f"{name}@{offset}" if offset else name)
+                    found = True
+            if not found:
+                yield Rejected(name, "empty")
 
 
 class Sentences(FileSource):
@@ -59,11 +80,8 @@ class Sentences(FileSource):
         """Yield runs of sentences, at most 1,000 lines each; a bad line is rejected alone."""
         name = self.input_name(piece)
         for run in _runs(piece, max_lines=_SENTENCES):
-            if isinstance(run, int):
-                yield _too_long(run, name)
-                continue
             result = _document(run, name)
-            if isinstance(result, Document):
+            if isinstance(result, Document) or isinstance(run, int):
                 yield result
                 continue
             results = [_decoded(sentence, f"{name}@{offset}") for offset, sentence in run]
@@ -118,31 +136,6 @@ def _with_borders(piece: Piece) -> Iterator[tuple[bool, int, bytes | None]]:
         last_cell, blank_cell = cell, cell if blank else blank_cell
 
 
-def _read_file(path: str, name: str) -> Iterator[Document | Rejected]:
-    # Read twice: a bad byte at the end must reject the file before its start is out.
-    check = codecs.getincrementaldecoder("utf-8")()
-    read = 0
-    try:
-        for chunk in file_chunks(path):
-            if b"\0" in chunk:
-                yield Rejected(name, "binary", f"NUL byte at byte {read + chunk.index(0)}")
-                return
-            check.decode(chunk)
-            read += len(chunk)
-        check.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        yield Rejected(name, "not utf-8", f"{error.reason} near byte {read}")
-        return
-    found = False
-    for offset, part in _parts(path):
-        text = part.removeprefix(codecs.BOM_UTF8 if offset == 0 else b"").decode()
-        if text.strip():
-            yield Document(text, f"{name}@{offset}" if offset else name)
-            found = True
-    if not found:
-        yield Rejected(name, "empty")
-
-
 def _parts(path: str) -> Iterator[tuple[int, bytes]]:
     """(offset, bytes) of parts of a file of about PART bytes, cut between lines if it can be."""
     held: list[bytes] = []
@@ -153,23 +146,20 @@ def _parts(path: str) -> Iterator[tuple[int, bytes]]:
         if size >= PART:
             part = b"".join(held)
             # After the last line end, else the last space, else between characters.
-            end = part.rfind(b"\n") + 1 or part.rfind(b" ") + 1 or _last_character(part)
+            end = (
+                part.rfind(b"\n") + 1
+                or part.rfind(b" ") + 1
+                or next(at for at in range(len(part) - 1, -1, -1) if part[at] & 0xC0 != 0x80)
+            )
             yield offset, part[:end]
             held, size, offset = [part[end:]], len(part) - end, offset + end
     yield offset, b"".join(held)
 
 
-def _last_character(part: bytes) -> int:
-    """Return where the last character of UTF-8 begins."""
-    return next(at for at in range(len(part) - 1, -1, -1) if part[at] & 0xC0 != 0x80)
-
-
-def _document(run: Run, name: str) -> Document | Rejected:
+def _document(run: Run | int, name: str) -> Document | Rejected:
+    if isinstance(run, int):
+        return _decoded(None, f"{name}@{run}")
     return _decoded(b"\n".join(line for _, line in run), f"{name}@{run[0][0]}")
-
-
-def _too_long(offset: int, name: str) -> Rejected:
-    return Rejected(f"{name}@{offset}", "too long", LONG_LINE)
 
 
 def _decoded(raw: bytes | None, where: str) -> Document | Rejected:

@@ -60,7 +60,14 @@ class WikiExtractor(FileSource):
                 if size > _BODY_LIMIT:
                     yield Rejected(where, "too long", f"more than {_BODY_LIMIT} bytes")
                 else:
-                    yield _article(head, b"\n".join(body), where)
+                    try:
+                        text = b"\n".join(body).decode("utf-8")
+                    except UnicodeDecodeError as error:
+                        detail = f"{error.reason} at byte {error.start} of the article"
+                        yield Rejected(where, "not utf-8", detail)
+                    else:
+                        title, url = html.unescape(head[3] or ""), html.unescape(head[2] or "")
+                        yield _document(text, head[1], title, url, where)
                 head = None
             elif head is not None:
                 size += len(line)
@@ -71,15 +78,6 @@ class WikiExtractor(FileSource):
                 f"{one_line(piece.path)}: cut short in the article of line {start}; extract it "
                 "again"
             )
-
-
-def _article(head: re.Match[str], body: bytes, where: str) -> Document | Rejected:
-    title = html.unescape(head[3] or "")
-    try:
-        text = body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return Rejected(where, "not utf-8", f"{error.reason} at byte {error.start} of the article")
-    return _document(text, head[1], title, html.unescape(head[2] or ""), where)
 
 
 def _from_json(line: bytes, where: str) -> Document | Rejected:
