@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks import on_gpu
 from benchmarks.on_gpu_gates import attention_error, head_error
 from benchmarks.on_gpu_steps import Answer, Subjects, agreement, describe, guarded, syncs, times
-from pretrain.bench import environment
+from pretrain.bench import host
 from pretrain.bench.measure import Step, ratio, timed
 from pretrain.bench.sizes import Sizes
 from pretrain.bench.subjects import batch, ids, masking
@@ -81,7 +81,7 @@ def main(options: argparse.Namespace, sizes: Sizes) -> None:
 
 def facts(device: torch.device) -> dict[str, Any]:
     """Return the GPU with its driver, the host, the versions and the commit."""
-    hardware = environment.hardware(device)
+    hardware = host.hardware(device)
     if device.type == "cuda":
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
@@ -90,9 +90,9 @@ def facts(device: torch.device) -> dict[str, Any]:
         except (OSError, subprocess.SubprocessError, IndexError):
             hardware["driver"] = "unknown"
     return {
-        "commit": os.environ.get("COMMIT") or environment.commit() or "unknown",
+        "commit": os.environ.get("COMMIT") or host.commit() or "unknown",
         "hardware": hardware,
-        "versions": environment.versions(),
+        "versions": host.versions(),
     }
 
 

@@ -60,7 +60,7 @@ CORE = [
         *("objectives/__init__.py", "objectives/terms.py"),
     )
 ]
-MEASURING = ("baseline", "cost", "environment", "footprint", "measure", "sizes", "subjects")
+MEASURING = ("baseline", "cost", "footprint", "host", "measure", "sizes", "subjects")
 
 
 def test_computation_and_gpu_benchmark_import_few_packages() -> None:

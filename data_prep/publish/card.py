@@ -22,6 +22,7 @@ _LICENCES = frozenset(
         *("mit", "mpl-2.0", "odbl", "odc-by", "pddl", "unknown", "unlicense", "wtfpl", "zlib"),
     )
 )
+_SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 _LANGUAGE = re.compile(r"[a-z]{2,3}")
 _MARKUP = re.compile(r"[\\`*_\[\]()#!~$:@]")  # what Markdown heeds in the middle of a line
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;"}
@@ -31,11 +32,17 @@ def dataset_card(name: str, manifest: Manifest) -> DatasetCard:
     """Build a card from the manifest; escape the strings of users in its YAML and Markdown."""
     rows = sum(split.rows for split in manifest.splits.values())
     licences = {"-".join(source.licence.lower().split()) for source in manifest.sources}
+    # ISO 639 codes, if every source was filtered by language.
+    chosen = [source.get("languages") or [] for source in manifest.content.get("sources", [])]
+    codes = sorted({str(code) for codes in chosen for code in codes})
+    known = all(chosen) and all(_LANGUAGE.fullmatch(code) for code in codes)
+    power = len(str(rows)) - 3 if rows >= 1000 else 0
+    size = f"{_SIZES[power - 1]}<n<{_SIZES[power]}" if power < len(_SIZES) else "n>1T"
     data = DatasetCardData(
         pretty_name=one_line(name),
-        language=_languages(manifest),
+        language=codes if codes and known else None,
         license=sorted({name if name in _LICENCES else "other" for name in licences}),
-        size_categories=[_size_category(rows)],
+        size_categories=[size if power else "n<1K"],
         task_categories=["fill-mask"],
         tags=["masked-language-modelling", "pretraining", "tokenized"],
         configs=[
@@ -53,23 +60,8 @@ def dataset_card(name: str, manifest: Manifest) -> DatasetCard:
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {escape(name)}",
-        *_summary(manifest),
-        "## Use",
-        "```python\nfrom datasets import load_dataset\n\n"
-        'rows = load_dataset("PATH_OR_NAME", split="train")\n'
-        'documents = load_dataset("PATH_OR_NAME", "segments", split="train")\n```',
-        "## Rows",
-        *_layout(manifest),
-        "## Sources",
-        *_sources(manifest),
-        "## Overlap with evaluation data",
-        _overlap(manifest),
-        "## How it was made",
-        *_recipe(manifest),
-        "## Origin and take-down",
-        "`provenance/manifest.json` holds the digests of the corpus, `provenance/provenance.jsonl` "
-        "how it was made from its input files, `provenance/files.json` the digests of the files "
-        "here. To find a document's rows, look for its id, title or URL in `segments`.",
+        *_sections(manifest),
+        *_origin(manifest),
     ]
     return DatasetCard("\n\n".join(parts) + "\n")
 
@@ -80,7 +72,8 @@ def escape(value: object) -> str:
     return re.sub("[&<>|]", lambda match: _ENTITIES[match[0]], text)
 
 
-def _summary(manifest: Manifest) -> Iterator[str]:
+def _sections(manifest: Manifest) -> Iterator[str]:
+    """Yield the card's paragraphs, headings and tables."""
     length = manifest.row_length
     yield (
         f"Text as packed rows of {length} token ids, ready for masked language modelling. Digest "
@@ -93,9 +86,13 @@ def _summary(manifest: Manifest) -> Iterator[str]:
             for name, s in manifest.splits.items()
         ],
     )
-
-
-def _layout(manifest: Manifest) -> Iterator[str]:
+    yield "## Use"
+    yield (
+        "```python\nfrom datasets import load_dataset\n\n"
+        'rows = load_dataset("PATH_OR_NAME", split="train")\n'
+        'documents = load_dataset("PATH_OR_NAME", "segments", split="train")\n```'
+    )
+    yield "## Rows"
     ids = manifest.tokenizer.special_ids
     normaliser = f" and {manifest.normaliser}" if manifest.normaliser else ""
     yield (
@@ -114,7 +111,9 @@ def _layout(manifest: Manifest) -> Iterator[str]:
     )
 
 
-def _sources(manifest: Manifest) -> Iterator[str]:
+def _origin(manifest: Manifest) -> Iterator[str]:
+    """Yield what the corpus was made of, and how."""
+    yield "## Sources"
     yield _table(
         ("source", "kind", "licence", "documents", "kept", "of these held out", "characters"),
         [
@@ -143,35 +142,24 @@ def _sources(manifest: Manifest) -> Iterator[str]:
         ]:
             yield what
             yield _table(("source", "what", "count"), found)
-
-
-def _overlap(manifest: Manifest) -> str:
-    if not manifest.content.get("decontaminate"):
-        return "Not looked for."
-    removed = manifest.content["decontaminate"].get("remove", True)
+    yield "## Overlap with evaluation data"
     found = [
         (source.name, file, count)
         for source in manifest.sources
         for file, count in source.contaminated.items()
     ]
-    if not found:
-        return "Looked for (13-grams of words, Brown et al. 2020) and not found."
-    fate = "and were removed" if removed else "and were kept"
-    return (
-        "Documents that share a 13-gram of words (Brown et al. 2020) with an evaluation file "
-        f"{fate}:\n\n{_table(('source', 'evaluation file', 'documents'), found)}"
-    )
-
-
-def _languages(manifest: Manifest) -> list[str] | None:
-    """Return ISO 639 codes if every source was filtered by language."""
-    chosen = [source.get("languages") or [] for source in manifest.content.get("sources", [])]
-    codes = sorted({str(code) for codes in chosen for code in codes})
-    known = all(chosen) and all(_LANGUAGE.fullmatch(code) for code in codes)
-    return codes if codes and known else None
-
-
-def _recipe(manifest: Manifest) -> Iterator[str]:
+    if not manifest.content.get("decontaminate"):
+        yield "Not looked for."
+    elif not found:
+        yield "Looked for (13-grams of words, Brown et al. 2020) and not found."
+    else:
+        removed = manifest.content["decontaminate"].get("remove", True)
+        yield (
+            "Documents that share a 13-gram of words (Brown et al. 2020) with an evaluation file "
+            f"{'and were removed' if removed else 'and were kept'}:"
+        )
+        yield _table(("source", "evaluation file", "documents"), found)
+    yield "## How it was made"
     made = {"distil-pretraining": manifest.code_version, **manifest.created_by}
     yield (
         "Read, cleaned, filtered, deduplicated, tokenised and packed by `distil prepare` ("
@@ -179,6 +167,12 @@ def _recipe(manifest: Manifest) -> Iterator[str]:
         + ") with these keys:"
     )
     yield _table(("key", "value"), list(_flat(manifest.content)))
+    yield "## Origin and take-down"
+    yield (
+        "`provenance/manifest.json` holds the digests of the corpus, `provenance/provenance.jsonl` "
+        "how it was made from its input files, `provenance/files.json` the digests of the files "
+        "here. To find a document's rows, look for its id, title or URL in `segments`."
+    )
 
 
 def _flat(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -201,11 +195,3 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         cells = (f"{cell:,}" if isinstance(cell, int) else escape(cell) for cell in row)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _size_category(rows: int) -> str:
-    bounds = ["1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T"]
-    power = len(str(rows)) - 3 if rows >= 1000 else 0
-    if power == 0:
-        return "n<1K"
-    return f"{bounds[power - 1]}<n<{bounds[power]}" if power < len(bounds) else "n>1T"

@@ -15,7 +15,7 @@ import torch
 
 from data_prep.shards import load_manifest, open_shards
 from pretrain import RunError
-from pretrain.bench import cells, environment, subjects
+from pretrain.bench import cells, host, subjects
 from pretrain.bench.cost import flops_per_token, peak_flops
 from pretrain.bench.documents import LAYOUTS, Document, SpecialIds, batch, drawn, packed, typical
 from pretrain.bench.sizes import Sizes
@@ -247,9 +247,9 @@ def measure(subject: Subject, settings: Settings, say: Callable[[str], None]) ->
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "what": subject.what,
-        "hardware": environment.hardware(device),
-        "versions": environment.versions(),
-        "commit": environment.commit(),
+        "hardware": host.hardware(device),
+        "versions": host.versions(),
+        "commit": host.commit(),
         "row_length": subject.row_length,
         "repeats": settings.repeats,
         "compiled": pair.compiled,
