@@ -194,10 +194,18 @@ def _batches(path: Path, wanted: pc.Expression | None = None) -> Iterator[pa.Tab
 def _not_found(
     folder: Path, manifest: Manifest, value: str, sources: Sequence[int], source: str | None
 ) -> str:
+    """Return the error for a document that is in no row, with the reason if it is known."""
     where = f" of source {source!r}" if source is not None else ""
     text = f"{folder}: no row holds a document{where} with the id, URL or title {value!r}"
-    if dropped := _quarantined(folder, value):
-        return f"{text}: it was dropped when the corpus was read ({dropped})"
+    try:
+        with (folder / _QUARANTINE).open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                entry: dict[str, Any] = json.loads(line)
+                if value and entry.get("where") == value:
+                    why = ": ".join(filter(None, (entry.get("reason"), entry.get("detail"))))
+                    return f"{text}: it was dropped when the corpus was read ({why})"
+    except (OSError, ValueError, AttributeError, TypeError):
+        pass  # a hint is not worth an error
     if near := _nearest(folder, manifest, value, sources):
         text += f"; near it: {', '.join(map(repr, near))}"
     return (
@@ -227,16 +235,3 @@ def _nearest(folder: Path, manifest: Manifest, value: str, sources: Sequence[int
     close = difflib.get_close_matches(value.lower(), folded, n=3, cutoff=0.6)
     holding_it = [id for key, id in folded.items() if value and value.lower() in key]
     return [folded[key] for key in close] or holding_it[:3]
-
-
-def _quarantined(folder: Path, value: str) -> str:
-    """Return why a document was quarantined; "" if the quarantine does not list it."""
-    try:
-        with (folder / _QUARANTINE).open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                entry: dict[str, Any] = json.loads(line)
-                if value and entry.get("where") == value:
-                    return ": ".join(filter(None, (entry.get("reason"), entry.get("detail"))))
-    except (OSError, ValueError, AttributeError, TypeError):
-        return ""  # a hint is not worth an error
-    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,28 +21,30 @@ class Keys(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_their_kinds(cls, values: Any) -> Any:
-        """Spell a value of the wrong kind so that its own field refuses it, and names it."""
+    def _refuse_other_types(cls, values: Any) -> Any:
+        """Replace a value of the wrong type by its spelling, which its own field then refuses."""
         if not isinstance(values, dict):
             return values
-        return {name: cls._spelt(name, value) for name, value in values.items()}
 
-    @classmethod
-    def _spelt(cls, name: Any, value: Any) -> Any:
-        if name not in cls.model_fields:
-            return value
-        kinds = set(_kinds(cls.model_fields[name].annotation))
-        if value == "" and Path in kinds:
-            return None
-        if not kinds & {int, float} or bool in kinds:
-            return value
-        is_text = any(kind is str or isinstance(kind, str) for kind in kinds)
-
-        def spelt(item: Any) -> Any:
-            wrong = isinstance(item, bool) or (not is_text and _is_quoted_number(item))
+        def spell(item: Any, is_text: bool) -> Any:
+            wrong = isinstance(item, bool)
+            if isinstance(item, str) and not is_text:
+                with suppress(ValueError):
+                    wrong = float(item) is not None  # a number in quotes
             return repr(item) if wrong else item
 
-        return [*map(spelt, value)] if isinstance(value, list | tuple) else spelt(value)
+        checked = {}
+        for name, value in values.items():
+            field = cls.model_fields.get(name)
+            kinds = set(_kinds(field.annotation)) if field is not None else set()
+            if value == "" and Path in kinds:
+                value = None
+            elif kinds & {int, float} and bool not in kinds:
+                is_text = any(kind is str or isinstance(kind, str) for kind in kinds)
+                several = isinstance(value, list | tuple)
+                value = [spell(v, is_text) for v in value] if several else spell(value, is_text)
+            checked[name] = value
+        return checked
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
@@ -50,10 +53,3 @@ def _kinds(annotation: Any) -> Iterator[Any]:
         yield from _kinds(part)
     if isinstance(annotation, type | str):
         yield annotation
-
-
-def _is_quoted_number(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and float(value) is not None
-    except ValueError:
-        return False

@@ -25,15 +25,17 @@ def printable(text: str) -> str:
     `one_line` is for another's string within a line.
     """
     text = masked(text)
-    return text if text.isprintable() else "".join(map(_shown, text))
-
-
-def _shown(character: str) -> str:
-    if character.isprintable() or character == "\n":
-        return character
-    if character in "\t\r" or unicodedata.category(character) == "Zs":
-        return " "
-    return character.encode("unicode_escape").decode("ascii")
+    if text.isprintable():
+        return text
+    shown = []
+    for character in text:
+        if character.isprintable() or character == "\n":
+            shown.append(character)
+        elif character in "\t\r" or unicodedata.category(character) == "Zs":
+            shown.append(" ")
+        else:
+            shown.append(character.encode("unicode_escape").decode("ascii"))
+    return "".join(shown)
 
 
 def one_line(text: str, limit: int | None = None) -> str:

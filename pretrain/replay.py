@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from data_prep.messages import error_line
 from data_prep.shards import ShardSet, open_shards, read_listed
 from pretrain import RunError
 from pretrain.config import RunConfig
@@ -185,7 +186,7 @@ def replay(
     except (KeyError, TypeError, ValidationError) as error:
         raise RunError(
             f"{saved.folder}: state.json is not as this version writes it "
-            f"({' '.join(str(error).split())[:200]}); replay it with the version that did"
+            f"({error_line(error)}); replay it with the version that did"
         ) from None
     opened, order, num_steps, world, micro = plan(recipe)
     if step > saved.step:

@@ -90,29 +90,29 @@ class Lock:
     def _beat(self) -> bool:
         """Write the next counter; return False, from then on, if the lock is no longer ours."""
         with self._mutex:
-            if not self._over:
-                try:
-                    self._over = not self._write_next()
-                except FileNotFoundError:  # the folder is gone: the work is finished
-                    self._over = True
-            return not self._over
-
-    def _write_next(self) -> bool:
-        # On NFS a folder's entries may be a minute old, but a file is fresh when opened: whoever
-        # takes over marks this one. It may die before it does, hence the look for its own file.
-        with self._path.open("r+b", buffering=0) as file:
-            found = file.read(2 * RECORD)
-            # A write that failed may have reached the server: any record of ours will do.
-            ours = self._token.encode() in found or (not found and self._counter == 0)
-            if not ours or len(found) > RECORD:
+            if self._over:
                 return False
-            values = asdict(self._owner) | {"token": self._token, "counter": self._counter + 1}
-            record = json.dumps(values).encode().ljust(RECORD - 1) + b"\n"
-            assert len(record) == RECORD
-            file.seek(0)
-            file.write(record)
-        self._counter += 1
-        return not self._following.exists()
+            # On NFS a folder's entries may be a minute old, but a file is fresh when opened:
+            # whoever takes over marks this one. It may die before it does, so its own file is
+            # looked for as well, once this one is closed and thereby on the server.
+            try:
+                with self._path.open("r+b", buffering=0) as file:
+                    found = file.read(2 * RECORD)
+                    # A write that failed may have reached the server: any record of ours will do.
+                    ours = self._token.encode() in found or (not found and self._counter == 0)
+                    ours &= len(found) <= RECORD
+                    if ours:
+                        counter = {"token": self._token, "counter": self._counter + 1}
+                        values = asdict(self._owner) | counter
+                        record = json.dumps(values).encode().ljust(RECORD - 1) + b"\n"
+                        assert len(record) == RECORD
+                        file.seek(0)
+                        file.write(record)
+                self._counter += ours
+                self._over = not ours or self._following.exists()
+            except FileNotFoundError:  # the folder is gone: the work is finished
+                self._over = True
+            return not self._over
 
     def _keep(self, seconds: float) -> None:
         while not self._stop.wait(seconds):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from data_prep import CorpusError
-from data_prep.messages import extra
+from data_prep.messages import error_line, extra
 from data_prep.pipeline.memory import return_large_blocks
 
 Item = TypeVar("Item")
@@ -172,7 +172,7 @@ def _ray(workers: int) -> Iterator[Run]:
             raise error.cause from None
         except ray.exceptions.RayError as error:
             raise WorkerDiedError(
-                f"Ray lost a task for good ({' '.join(str(error).split())[:200]}): run the same "
+                f"Ray lost a task for good ({error_line(error)}): run the same "
                 "command again; finished units are kept"
             ) from None
         return results

@@ -9,6 +9,7 @@ import pyarrow as pa
 import xxhash
 
 from data_prep import CorpusError
+from data_prep.messages import error_line
 from data_prep.shards.manifest import AGAIN, Manifest, ShardRecord, load_manifest
 
 Split = Literal["train", "validation"]
@@ -43,7 +44,7 @@ class MappedShard:
                 raise pa.ArrowInvalid(f"{len(column)} rows of {column.type}")
             values = column.flatten().to_numpy(zero_copy_only=True)
         except (pa.ArrowException, KeyError, StopIteration, OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = error_line(error)
             raise CorpusError(f"{self.path}: does not decode ({reason}): {AGAIN}") from None
         #: The rows [rows, row_length] without a copy, and without verification.
         self.view: npt.NDArray[Any] = values.reshape(record.rows, manifest.row_length)
@@ -103,17 +104,14 @@ class ShardSet:
             raise IndexError(f"row outside 0..{len(self) - 1} in {self.folder} ({self.split})")
         rows = np.empty((wanted.size, self.row_length), dtype=self.manifest.dtype)
         shard_of = np.searchsorted(self._starts, wanted, side="right") - 1
-        for shard in np.unique(shard_of):
-            chosen = shard_of == shard
-            rows[chosen] = self._shard(int(shard)).rows(wanted[chosen] - self._starts[shard])
+        for number in np.unique(shard_of).tolist():
+            shard = self._shards[number]
+            if shard is None:  # mapped when a row of it is first read
+                record = self.manifest.splits[self.split].shards[number]
+                shard = self._shards[number] = MappedShard(self.folder, record, self.manifest)
+            chosen = shard_of == number
+            rows[chosen] = shard.rows(wanted[chosen] - self._starts[number])
         return rows
-
-    def _shard(self, number: int) -> MappedShard:
-        shard = self._shards[number]
-        if shard is None:
-            record = self.manifest.splits[self.split].shards[number]
-            shard = self._shards[number] = MappedShard(self.folder, record, self.manifest)
-        return shard
 
 
 def open_shards(folder: Path | str, split: Split = "train") -> ShardSet:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from data_prep import CorpusError
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import parse_object, read_regular
+from data_prep.messages import error_line
 from data_prep.shards.manifest import (
     AGAIN,
     MANIFEST,
@@ -81,7 +82,20 @@ def verify(folder: Path | str, full: bool = True) -> list[str]:
         manifest = load_manifest(folder)
     except CorpusError as error:
         return [str(error)]
-    problems = list(_counts(folder, manifest))
+    problems = []
+    # The manifest's own sums.
+    for name, split in manifest.splits.items():
+        rows = sum(shard.rows for shard in split.shards)
+        tokens = sum(shard.tokens for shard in split.shards)
+        if (rows, tokens) != (split.rows, split.tokens):
+            problems.append(
+                f"{folder}: {name} shards hold {rows} rows, the manifest says {split.rows}"
+            )
+    for source in manifest.sources:
+        if source.documents_in != source.documents_kept + sum(source.dropped.values()):
+            problems.append(
+                f"{folder}: source {source.name}: documents in differ from kept + dropped"
+            )
     if read_regular(folder / MANIFEST) != manifest_bytes(manifest):
         problems.append(f"{folder / MANIFEST}: not as it was written: {AGAIN}")
     for split in manifest.splits.values():
@@ -132,18 +146,6 @@ def _file_bytes(folder: Path, record: FileRecord, full: bool) -> Iterator[str]:
         yield f"{path}: differs from the manifest: {AGAIN}"
 
 
-def _counts(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Check the manifest's own sums; yield what is wrong."""
-    for name, split in manifest.splits.items():
-        rows = sum(shard.rows for shard in split.shards)
-        tokens = sum(shard.tokens for shard in split.shards)
-        if (rows, tokens) != (split.rows, split.tokens):
-            yield f"{folder}: {name} shards hold {rows} rows, the manifest says {split.rows}"
-    for source in manifest.sources:
-        if source.documents_in != source.documents_kept + sum(source.dropped.values()):
-            yield f"{folder}: source {source.name}: documents in differ from kept + dropped"
-
-
 def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Check the rows themselves; yield what is wrong."""
     counts = np.zeros(manifest.tokenizer.vocab_size, dtype=np.int64)
@@ -160,9 +162,20 @@ def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
                 yield f"{folder / record.file}: {problem}: {AGAIN}"
                 continue
             segments += len(starts)
-            yield from _segments(folder / "segments" / record.file, starts)
             if name == "train":
                 counts += np.bincount(rows.reshape(-1), minlength=len(counts))
+            # The side table names each segment of the shard, in order.
+            path = (folder / "segments" / record.file).with_suffix(".parquet")
+            try:
+                table = pq.read_table(
+                    path, columns=["row", "start"], page_checksum_verification=True
+                )
+            except (pa.ArrowException, OSError) as error:
+                yield f"{path}: does not decode ({error_line(error)}): {AGAIN}"
+                continue
+            found = np.stack([table["row"].to_numpy(), table["start"].to_numpy()], axis=1)
+            if not np.array_equal(found, starts):
+                yield f"{path}: does not match the segments of its shard: {AGAIN}"
         if segments != split.segments:
             yield f"{folder}: {name} holds {segments} segments, the manifest says {split.segments}"
     saved = parse_object(read_regular(folder / TOKEN_COUNTS))["counts"]
@@ -197,16 +210,3 @@ def check_rows(
 
 def _outside(id: int) -> str:
     return f"id {id} is outside the vocabulary"
-
-
-def _segments(path: Path, starts: npt.NDArray[np.int64]) -> Iterator[str]:
-    """Check that the side table names each segment of the shard, in order."""
-    path = path.with_suffix(".parquet")
-    try:
-        table = pq.read_table(path, columns=["row", "start"], page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        yield f"{path}: does not decode ({' '.join(str(error).split())[:200]}): {AGAIN}"
-        return
-    found = np.stack([table["row"].to_numpy(), table["start"].to_numpy()], axis=1)
-    if not np.array_equal(found, starts):
-        yield f"{path}: does not match the segments of its shard: {AGAIN}"

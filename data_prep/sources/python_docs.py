@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from data_prep import CorpusError
+from data_prep.messages import error_line
 from data_prep.sources.document import Document, Rejected
 from data_prep.sources.files import Piece, state_of_folder
 from data_prep.sources.kind import SourceKind
@@ -106,7 +107,7 @@ class PythonDocs(SourceKind):
             try:
                 text = _prose_of(path)
             except (SyntaxError, ValueError, RecursionError) as error:
-                yield Rejected(where, "not parsed", str(error)[:100])
+                yield Rejected(where, "not parsed", error_line(error, 100))
                 continue
             if len(text) < _MIN_PROSE:
                 continue

@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from data_prep import CorpusError
 from data_prep.config import JsonTokenizer, VocabularyTokenizer
 from data_prep.disk import write_file
+from data_prep.messages import error_line
 from data_prep.shards import Manifest, canonical_json, read_listed, vocabulary_sha256
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord
 from data_prep.tokens.fast import PROBE, Encoder, fast_encoder
@@ -363,7 +364,7 @@ def _parse(path: Path, data: bytes) -> Tokenizer:
     try:
         return Tokenizer.from_str(data.decode())
     except Exception as error:  # tokenizers raises bare Exception
-        raise CorpusError(f"{path}: not a tokenizer.json ({str(error)[:200]})") from None
+        raise CorpusError(f"{path}: not a tokenizer.json ({error_line(error)})") from None
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from data_prep.messages import extra
+from data_prep.messages import error_line, extra
 
 NO_WORD_PIECE = "the tokenizer is no WordPiece"
 CACHE_ENTRIES = 2**16  # sixteen times as many take 40 MB more and are no faster
@@ -49,6 +49,6 @@ def fast_encoder(backend: Tokenizer) -> Encoder | str:
     try:
         tokenizer = WordPieceTokenizer.from_json(json.dumps(state))
     except ValueError as error:
-        return f"nanotoken does not support it ({' '.join(str(error).split())[:100]})"
+        return f"nanotoken does not support it ({error_line(error, 100)})"
     # One worker process a core: threads of its own would only get in their way.
     return partial(tokenizer.encode_batch, add_special_tokens=False, parallel=False)

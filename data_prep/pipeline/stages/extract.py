@@ -132,7 +132,17 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
                     continue
                 counts.noted.update(item.notes)
                 if task.source.is_wikipedia:
-                    _leftovers(item, text, counts, logs["leftovers"])
+                    for name, start, end in leftovers.find(text):
+                        if counts.leftovers[name] < EXAMPLES:
+                            around = text[max(0, start - 40) : end + 40].replace("\n", "\\n")
+                            _write(
+                                logs["leftovers"],
+                                document=valid(item.id),
+                                title=valid(item.title),
+                                kind=name,
+                                text=around,
+                            )
+                        counts.leftovers[name] += 1
                 documents.add(item, text, key)
     return {"source": task.source_number, **documents.summary, **counts.as_json()}
 
@@ -193,14 +203,6 @@ def _contaminated(
         removed=task.remove_contaminated,
     )
     return "contaminated" if task.remove_contaminated else ""
-
-
-def _leftovers(item: Document, text: str, counts: _Counts, log: IO[str]) -> None:
-    for name, start, end in leftovers.find(text):
-        if counts.leftovers[name] < EXAMPLES:
-            around = text[max(0, start - 40) : end + 40].replace("\n", "\\n")
-            _write(log, document=valid(item.id), title=valid(item.title), kind=name, text=around)
-        counts.leftovers[name] += 1
 
 
 def _write(log: IO[str], **entry: Any) -> None:

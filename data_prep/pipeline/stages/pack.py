@@ -210,22 +210,17 @@ class _Rows:
             ids[self._num_rows - len(rows) : self._num_rows] = rows
             self._num_rows -= len(rows)
         special, size = self._tokens.special_ids, len(self._tokens.vocabulary)
-        np.save(folder / "counts.npy", _counts(ids, size))
+        # How often each id occurs. bincount takes eight bytes an id, so a few rows at a time.
+        counts = np.zeros(size, dtype=np.int64)
+        for start in range(0, len(ids), 1024):
+            counts += np.bincount(ids[start : start + 1024].reshape(-1), minlength=size)
+        np.save(folder / "counts.npy", counts)
         shard = write_shard(folder / "shard.arrow", ids, pad=special.pad)
         table = pa.Table.from_batches([batch(self._columns, SEGMENTS)])
         pq.write_table(
             table, folder / "segments.parquet", compression="zstd", write_page_checksum=True
         )
         return {"shard": shard.model_dump(mode="json"), "segments": len(table)}
-
-
-def _counts(ids: npt.NDArray[Any], size: int) -> npt.NDArray[np.int64]:
-    """Return how often each id occurs; bincount takes eight bytes an id, so a few rows at a
-    time."""
-    counts = np.zeros(size, dtype=np.int64)
-    for start in range(0, len(ids), 1024):
-        counts += np.bincount(ids[start : start + 1024].reshape(-1), minlength=size)
-    return counts
 
 
 def _until(items: Iterator[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
