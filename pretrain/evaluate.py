@@ -22,11 +22,10 @@ from torch import Tensor
 
 from data_prep.shards import Manifest, ShardSet, check, open_shards
 from pretrain import checkpoint
-from pretrain.data.batch import micro_batch
 from pretrain.data.masking import IGNORE, Masking
 from pretrain.data.rows import corrupt, masking_over, special_ids
 from pretrain.device.gpu import check_kernels
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.model.encoder import MaskedLM
 from pretrain.model.loading import check_row_length, load_model
 from pretrain.model.teacher import check_vocabulary, load_teacher
