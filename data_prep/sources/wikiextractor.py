@@ -49,7 +49,17 @@ class WikiExtractor(FileSource):
             if line is None:
                 yield Rejected(where, "too long", LONG_LINE)
             elif head is None and line.startswith(b"{"):
-                yield _from_json(line, where)
+                try:
+                    article = json.loads(line)
+                    text, id = article["text"], article["id"]
+                except (ValueError, KeyError, RecursionError) as error:
+                    yield Rejected(where, "malformed json", repr(error)[:100])
+                    continue
+                if not isinstance(text, str):
+                    yield Rejected(where, "malformed json", "text is no string")
+                    continue
+                title, url = str(article.get("title", "")), str(article.get("url", ""))
+                yield _document(text, str(id), title, url, where)
             elif head is None and line.startswith(b"<doc "):
                 head = _OPEN.fullmatch(line.decode("utf-8", "replace").strip())
                 start, size, body = number, 0, []
@@ -78,18 +88,6 @@ class WikiExtractor(FileSource):
                 f"{one_line(piece.path)}: cut short in the article of line {start}; extract it "
                 "again"
             )
-
-
-def _from_json(line: bytes, where: str) -> Document | Rejected:
-    try:
-        article = json.loads(line)
-        text, id = article["text"], article["id"]
-    except (ValueError, KeyError, RecursionError) as error:
-        return Rejected(where, "malformed json", repr(error)[:100])
-    if not isinstance(text, str):
-        return Rejected(where, "malformed json", "text is no string")
-    title, url = str(article.get("title", "")), str(article.get("url", ""))
-    return _document(text, str(id), title, url, where)
 
 
 def _document(text: str, id: str, title: str, url: str, where: str) -> Document | Rejected:
