@@ -1,4 +1,4 @@
-"""Corpora that no one should meet: each builder writes one and says what must become of it.
+"""Build hostile corpora, each with the result that `prepare` must give.
 
 An expectation is either the error that stops the run before it can do harm, or what the manifest
 must count. `None` leaves a count open where readers may cut a text as they see fit.
@@ -27,7 +27,7 @@ CUT = "cut short|damaged|unreadable|no whole XML"
 
 @dataclass(frozen=True)
 class Hostile:
-    """A corpus: its sources, and what must become of it.
+    """Hold a corpus and the result that it must give.
 
     `error` is a pattern of the one line that refuses it, naming `culprit`. Else `documents_in` and
     `dropped` are those of the last source; `changes` are other keys of the corpus file.
@@ -43,13 +43,13 @@ class Hostile:
 
 
 def prose(seed: int, words: int = 40) -> str:
-    """Words that no other seed has."""
+    """Return words that no other seed has."""
     draw = random.Random(seed)
     return " ".join("".join(draw.choices("abcdefghij", k=6)) for _ in range(words))
 
 
 def blocks(size: int) -> Iterator[str]:
-    """A text of about `size` characters, in lines, of which none is like another."""
+    """Yield a text of about `size` characters, in lines that all differ."""
     draw = random.Random(11)
     words = ["".join(draw.choices("abcdefghij", k=6)) for _ in range(5000)]
     for _ in range(max(1, size // 70_000)):
@@ -81,7 +81,7 @@ def page(number: int, wikitext: str = "") -> str:
 
 
 def bomb(byte: bytes, streams: int = 16) -> bytes:
-    """16 MiB of one byte a stream of 45 bytes of bz2."""
+    """Compress streams of 16 MiB of one byte to 45 bytes each."""
     return bz2.compress(byte * 2**24) * streams
 
 
@@ -142,7 +142,7 @@ def not_utf8(folder: Path) -> Hostile:
 
 
 def combining_marks(folder: Path) -> Hostile:
-    """Marks of two classes in turn: to put them in order takes NFC quadratic time."""
+    """Alternate marks of two classes: NFC takes quadratic time to sort them."""
     marks = "a" + "\u0301\u0323" * (MILLION // 2)
     path = write_lines(folder / "m.jsonl", [record(prose(1)), record(marks)])
     return Hostile([jsonl(path)], documents_in=2, dropped=None)
@@ -261,7 +261,7 @@ def bomb_as_record(folder: Path) -> Hostile:
 
 
 def bomb_as_row_group(folder: Path) -> Hostile:
-    """256 MiB in a page, of which no record is too long: the footer claims them."""
+    """Put 256 MiB in one page, of records that are not too long: the footer admits the size."""
     path = folder / "bomb.parquet"
     table = pa.table({"text": ["a" * 2**22] * 64})
     pq.write_table(table, path, compression="zstd", use_dictionary=False)

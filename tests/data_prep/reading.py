@@ -1,4 +1,4 @@
-"""What the tests of all readers share."""
+"""Share what the tests of all readers need."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,22 +9,22 @@ LIMITS = (1, 7, 64, 1000, 10**9)
 
 
 def read_all(source: Any, limit: int = 10**9) -> list[Document | Rejected]:
-    """All pieces of a source, one after another."""
+    """Read all pieces of a source, one after another."""
     return [item for piece in source.inputs(limit) for item in source.documents(piece)]
 
 
 def documents(items: list[Document | Rejected]) -> list[Document]:
-    """Those that could be read."""
+    """Return the items that could be read."""
     return [item for item in items if isinstance(item, Document)]
 
 
 def reasons(items: list[Document | Rejected]) -> list[tuple[str, str]]:
-    """Where and why the others could not."""
+    """Return place and reason of each item that could not be read."""
     return [(item.where, item.reason) for item in items if isinstance(item, Rejected)]
 
 
 def lines_of(raw: bytes) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of a whole file, the plain way."""
+    """Yield (offset, line) of a whole file with a plain split, as a reference."""
     offset = 0
     for line in raw.split(b"\n"):
         yield offset, line.removesuffix(b"\r")

@@ -1,4 +1,6 @@
-"""Accents: kept in a trained vocabulary unless asked for, and as the teacher has them elsewhere."""
+"""Test that a trained vocabulary keeps accents unless told otherwise, and a teacher's keeps its
+rule.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def test_case_and_accents_are_two_keys(settings: dict[str, Any], expected: str) 
     ],
     ids=["default", "stripped", "cased", "given", "pattern", "lower-case pattern"],
 )
-def test_screen_and_manifest_say_what_the_normaliser_does(
+def test_screen_and_manifest_describe_the_normaliser(
     tmp_path: Path, tokenizer: Any, said: str
 ) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, "uber", "cafe"]) + "\n")
@@ -82,8 +84,8 @@ def corpus(folder: Path, documents: list[str], **changes: Any) -> CorpusConfig:
     return CorpusConfig.model_validate(values | changes)
 
 
-def test_a_manifest_from_before_is_still_whole(tmp_path: Path) -> None:
-    """One without the sentence: its own hash and its spelling hold."""
+def test_a_manifest_without_normaliser_is_still_valid(tmp_path: Path) -> None:
+    """Check a manifest without the sentence: its own hash and its spelling hold."""
     prepare(corpus(tmp_path, [TEXT] * 20, tokenizer={"train": {"vocab_size": 200}}))
     path = tmp_path / "shards" / "manifest.json"
     fields = json.loads(path.read_text())
@@ -133,7 +135,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz\u00fc\u00e9\u00ef\u00f8\u1e69\u4e2d\u6587"
 
 
 def teacher(folder: Path, upper: bool, **settings: Any) -> Path:
-    """A teacher's folder as it was published: vocab.txt and settings."""
+    """Write a teacher's folder as it was published: vocab.txt and settings."""
     letters = [*LETTERS, *(LETTERS.upper() if upper else "")]
     words = dict.fromkeys([*SPECIAL, *letters, *(f"##{letter}" for letter in letters)])
     (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")

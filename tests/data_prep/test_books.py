@@ -1,4 +1,6 @@
-"""Books: headers, footers, notes, wrapping and encodings by hand; real books when they are here."""
+"""Test headers, footers, notes, wrapping and encodings on made-up books, and on real ones if
+present.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def book(path: Path, text: str) -> str:
 )
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
-def test_header_and_footer_go_and_lines_join(
+def test_header_and_footer_are_removed_and_lines_joined(
     tmp_path: Path, text: str, title: str, notes: tuple[str, ...], end: str, encoding: str
 ) -> None:
     text = text.replace("rose", "ros\u00e9")
@@ -130,13 +132,13 @@ END_NOTES = [
 
 
 @pytest.mark.parametrize("note", FRONT_NOTES)
-def test_notes_before_a_book_go(tmp_path: Path, note: str) -> None:
+def test_notes_before_a_book_are_removed(tmp_path: Path, note: str) -> None:
     raw = NEW + "THE ROSE\n\n\n" + note + "\n\n\n" + BODY + "\n" + BODY + END
     assert book(tmp_path, raw) == "THE ROSE\n\n" + PLAIN + "\n\n" + PLAIN
 
 
 @pytest.mark.parametrize("note", END_NOTES)
-def test_notes_after_a_book_go(tmp_path: Path, note: str) -> None:
+def test_notes_after_a_book_are_removed(tmp_path: Path, note: str) -> None:
     assert book(tmp_path, NEW + BODY + "\n\nTHE END\n\n\n" + note + "\n" + END) == (
         PLAIN + "\n\nTHE END"
     )
@@ -153,7 +155,7 @@ def test_notes_after_a_book_go(tmp_path: Path, note: str) -> None:
         "A letter [1914] to M^{rs} Bennet, tat[t]ooed, where x_{12} = y[3, 4].",
     ],
 )
-def test_what_only_looks_like_a_note_stays(tmp_path: Path, kept: str) -> None:
+def test_text_similar_to_a_note_is_kept(tmp_path: Path, kept: str) -> None:
     # In front, in the middle and at the end of a book longer than the regions that are searched.
     middle = "A plain paragraph of a dozen words or so, to fill the room.\n\n" * 1000
     text = book(tmp_path, NEW + kept + "\n\n" + middle + kept + "\n\n" + middle + kept + END)
@@ -161,7 +163,7 @@ def test_what_only_looks_like_a_note_stays(tmp_path: Path, kept: str) -> None:
     assert text.count("dozen words") == 2000
 
 
-def test_numbers_of_pages_and_notes_pictures_and_italics_go(tmp_path: Path) -> None:
+def test_page_numbers_note_numbers_pictures_and_italics_are_removed(tmp_path: Path) -> None:
     raw = (
         "[Pg 12]\n\nHe swam,[394] _one\nman_, _to_ the[A] shore[FN#2].{57}\nAnd {pg 3}so.\n\n"
         "[Illustration: A man\n\n[Copyright 1894 by A.]]\n\n0173m\n\n"
@@ -172,7 +174,7 @@ def test_numbers_of_pages_and_notes_pictures_and_italics_go(tmp_path: Path) -> N
     assert clean(book(tmp_path, raw)) == expected
 
 
-def test_prose_set_in_as_a_whole_is_prose(tmp_path: Path) -> None:
+def test_indented_prose_is_joined_like_prose(tmp_path: Path) -> None:
     inset = "".join(f"      {line}\n" if line else "\n" for line in BODY.split("\n"))
     verse = "        A verse that is\n        set in more\n"
     assert book(tmp_path, inset + "\n" + verse) == PLAIN + "\n\nA verse that is\nset in more"
@@ -205,7 +207,7 @@ def test_encodings(tmp_path: Path, stated: str, used: str, noted: str) -> None:
     assert item.notes == ((f"decoded as {noted}",) if noted else ())
 
 
-def test_cp1252_bytes_written_as_utf_8_are_repaired_and_losses_noted(tmp_path: Path) -> None:
+def test_cp1252_bytes_within_utf8_are_repaired_and_losses_noted(tmp_path: Path) -> None:
     twice = FRENCH.encode("cp1252").decode("latin-1").encode("utf-8")
     item = one(tmp_path / "b.txt", twice)
     assert item == Document(FRENCH, "b.txt", notes=("cp1252 within utf-8",))

@@ -1,4 +1,4 @@
-"""Cleaning: hand-made cases, and its promises on random text."""
+"""Test cleaning on single cases, and its guarantees on random text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_clean(dirty: str, expected: str) -> None:
     assert clean(dirty) == expected
 
 
-def test_promises_hold_on_random_text() -> None:
+def test_cleaned_random_text_is_stable_and_valid() -> None:
     rng = random.Random(0)
     alphabet = [*range(0x100), *range(0x300, 0x320), *range(0x2000, 0x2070), 0xD800, 0xDFFF]
     alphabet += [0x3000, 0xFEFF, 0x1100, 0x1161, 0xAC00, 0x1F600, 0x212B, *[10, 13, 32] * 40]

@@ -1,4 +1,4 @@
-"""Columns built by hand are those pyarrow builds."""
+"""Compare columns built by hand with those of pyarrow."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Evaluation text in documents, against plain Python sets of 13 words."""
+"""Compare evaluation text in documents with plain Python sets of 13 words."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def overlap(examples: Contamination, text: str) -> tuple[int, tuple[str, ...]]:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Contamination:
-    """The index of one file with SENTENCE in it."""
+    """Return the index of one file with SENTENCE in it."""
     return build([written(tmp_path / "dev.tsv", f"sentence\tlabel\n{SENTENCE}\t1\n")])
 
 
@@ -54,7 +54,7 @@ def test_thirteen_words_of_an_example_are_found_and_twelve_are_not(planted: Cont
             assert overlap(planted, text) == (expected, ("dev.tsv",) if expected else ())
 
 
-def test_case_punctuation_and_spacing_hide_nothing(planted: Contamination) -> None:
+def test_overlap_ignores_case_punctuation_and_spacing(planted: Contamination) -> None:
     for text in (
         SENTENCE.upper(),
         "\n".join(WORDS),
@@ -168,7 +168,7 @@ def test_json_gives_every_string_at_any_depth(tmp_path: Path) -> None:
         assert found == STRINGS * (2 if name == "lines.json" else 1), name
 
 
-def test_a_quotation_mark_without_a_partner_hides_no_row(tmp_path: Path) -> None:
+def test_an_unpaired_quotation_mark_hides_no_row(tmp_path: Path) -> None:
     fields = ['a "quoted start', "1", "it 's \" here", "0", SENTENCE, "1", '"', "2"]
     text = "\n".join("\t".join(fields[i : i + 2]) for i in range(0, 8, 2))
     for name in ("dev.tsv", "sts-dev.csv"):  # STS-B has tabs in a .csv
@@ -211,7 +211,9 @@ def test_compressed_files_read_like_plain_ones(tmp_path: Path) -> None:
         ("short.tsv", b"sentence\tlabel\nall of it is short\t1", "no text of 13 words or more"),
     ],
 )
-def test_a_wrong_file_is_named(tmp_path: Path, name: str, raw: bytes | None, problem: str) -> None:
+def test_errors_name_an_unusable_file(
+    tmp_path: Path, name: str, raw: bytes | None, problem: str
+) -> None:
     path = tmp_path / name
     if raw is not None:
         path.write_bytes(raw)
@@ -243,7 +245,7 @@ def test_saved_and_loaded_is_the_same_and_the_same_bytes(tmp_path: Path) -> None
     assert overlap(loaded, sentence(50, seed=2)) == (38, ("2.txt",))
 
 
-def test_what_save_did_not_write_is_refused(
+def test_load_refuses_files_that_save_did_not_write(
     tmp_path: Path, planted: Contamination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "other").write_bytes(b"\x80\x04}q\x00." * 9)

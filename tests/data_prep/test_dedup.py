@@ -1,4 +1,4 @@
-"""Duplicates and draws, against plain Python."""
+"""Compare duplicates and draws with plain Python."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ from data_prep.duplicates.dedup import Items, Pairs, clusters, draw, pairs, simi
 
 
 def save(folders: list[Path], texts: list[list[str]], near: bool) -> list[int]:
-    """One unit's items in each folder; the number of the first of each, and of all."""
+    """Save one unit's items in each folder; return the number of the first of each, and of all."""
     for folder, of_unit in zip(folders, texts, strict=True):
         folder.mkdir()
         items = Items(folder, "documents", near)
@@ -30,7 +30,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 
 
 def components(edges: list[tuple[int, int]]) -> dict[int, int]:
-    """Item -> the smallest of its component, by walking."""
+    """Map each item to the smallest of its component, by walking."""
     neighbours: dict[int, set[int]] = {}
     for a, b in edges:
         neighbours.setdefault(a, set()).add(b)
@@ -131,7 +131,7 @@ def test_draws_are_even_and_independent() -> None:
     assert abs(np.corrcoef(fraction, other_seed)[0, 1]) < 0.06
 
 
-def test_a_draw_never_changes() -> None:
+def test_draws_equal_recorded_numbers() -> None:
     # golden: a new value would move documents between splits of every corpus prepared before
     assert text_hash("a").hex() == "27c35e6e9373877f29e562464e46497e"
     assert draw(text_hash("a"), 0, "validation") == 0.3667313160133443

@@ -1,4 +1,4 @@
-"""Finding files and reading them, here and behind URLs."""
+"""Test finding and reading files, local ones and those behind URLs."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_folders_files_and_globs(tmp_path: Path) -> None:
         Text(path=str(tmp_path)).inputs(1)
 
 
-def test_names_of_any_bytes_have_ids_of_their_own(tmp_path: Path) -> None:
+def test_file_names_of_any_bytes_give_different_ids(tmp_path: Path) -> None:
     for name in (b"a\xff.txt", b"a\xfe.txt"):
         Path(os.fsdecode(bytes(tmp_path) + b"/" + name)).write_text("text")
     ids = [item.id.encode() for item in documents(read_all(Text(path=str(tmp_path))))]
     assert len(set(ids)) == 2
 
 
-def test_cut_ranges_cover_a_file(tmp_path: Path) -> None:
+def test_byte_ranges_cover_a_file(tmp_path: Path) -> None:
     for size in (0, 1, 6, 7, 8, 14, 50):
         for limit in (1, 7, 64):
             parts = files.byte_ranges(Piece("a", size=size), limit)
@@ -98,7 +98,7 @@ def test_lines_of_ranges_are_the_lines_of_the_file(tmp_path: Path, seed: int) ->
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_cut_and_damaged_files_are_named(tmp_path: Path, suffix: str) -> None:
+def test_errors_name_truncated_and_damaged_files(tmp_path: Path, suffix: str) -> None:
     rows = "".join(json.dumps({"text": f"number {i * i}"}) + "\n" for i in range(5000)).encode()
     whole = COMPRESS[suffix](rows)
     file = tmp_path / f"t.txt{suffix}"
@@ -112,7 +112,7 @@ def test_cut_and_damaged_files_are_named(tmp_path: Path, suffix: str) -> None:
     assert len(read_all(source)) == 10_000
 
 
-def test_hashes_and_versions_tell_what_changed(tmp_path: Path) -> None:
+def test_hash_and_version_change_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     raw = bytes(range(256)) * 10_000
     file.write_bytes(raw)
@@ -128,7 +128,7 @@ def test_hashes_and_versions_tell_what_changed(tmp_path: Path) -> None:
 
 
 def fill(folder: str, write: Callable[[str, bytes], None], tmp_path: Path) -> None:
-    """The same files of all kinds into a folder, by whoever can write there."""
+    """Write the same files of all kinds into a folder with `write`."""
     rows = b"".join(json.dumps({"text": f"row {i}"}).encode() + b"\n" for i in range(50))
     write(f"{folder}/a.jsonl", rows)
     write(f"{folder}/b/a.jsonl", rows)
@@ -202,7 +202,7 @@ def test_remote_files_give_the_same_documents_as_local_ones(tmp_path: Path, prot
 
 
 class Ranges(SimpleHTTPRequestHandler):
-    """A server that answers requests for ranges, as stores do."""
+    """Serve ranges of files, as stores do."""
 
     def log_message(self, *args: object) -> None:
         pass
@@ -223,7 +223,7 @@ class Ranges(SimpleHTTPRequestHandler):
 
 
 class NoRanges(SimpleHTTPRequestHandler):
-    """The standard library's server, which sends whole files."""
+    """Serve whole files only, as the standard library does."""
 
     def log_message(self, *args: object) -> None:
         pass
@@ -283,7 +283,7 @@ def test_a_missing_driver_and_an_unknown_protocol_are_named() -> None:
     assert third.startswith("nonsense://x: ") and "Protocol not known" in third
 
 
-def test_a_link_to_a_missing_file_is_an_error_in_a_glob_too(tmp_path: Path) -> None:
+def test_a_link_to_a_missing_file_is_an_error_in_folder_and_glob(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     (tmp_path / "b.jsonl").symlink_to("nowhere")
     for path in (tmp_path, tmp_path / "*.jsonl"):

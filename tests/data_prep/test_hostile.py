@@ -1,4 +1,4 @@
-"""Hostile corpora end in one line that names the file, or in shards whose counts reconcile."""
+"""Test that a hostile corpus gives one line that names the file, or shards with exact counts."""
 
 import json
 import re
@@ -117,7 +117,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every word of ASCII letters and digits can be spelt with it."""
+    """Write a vocabulary that can spell every word of ASCII letters and digits."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[", "]", *letters]
     path = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
@@ -132,7 +132,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, build in CASES.items()
     ],
 )
-def test_a_hostile_corpus_is_refused_or_accounted_for(
+def test_a_hostile_corpus_is_refused_or_counted_exactly(
     build: Any, tmp_path: Path, vocabulary: Path, server: subprocess.Popen[str]
 ) -> None:
     folder, output = tmp_path / "corpus", tmp_path / "out"

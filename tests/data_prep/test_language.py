@@ -1,4 +1,4 @@
-"""Languages: texts whose language is known, and where a long text is looked at."""
+"""Test the language of known texts, and which excerpts of a long text are used."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_a_paragraph_in_each_language_in_any_case(code: str) -> None:
     assert language.identify(article) == language.identify(article.upper()) == code
 
 
-def test_fewer_than_forty_letters_stay_undecided_whatever_else_a_text_holds() -> None:
+def test_texts_of_fewer_than_forty_letters_are_undecided() -> None:
     assert language.identify("") == language.identify("\ud800" * 9) == ""
     assert language.identify("a cat, a dog and a bird sat on a wall " + "1234567890 " * 50) == ""
     assert language.identify("0 1 2 3 " * 1000) == ""
 
 
-def test_most_of_a_long_text_decides_not_its_beginning() -> None:
+def test_the_majority_of_a_long_text_decides_its_language() -> None:
     english, french = ARTICLES["en"] + "\n", ARTICLES["fr"] + "\n"
     assert language.identify(english * 10 + french * 40) == "fr"
     assert language.identify(english * 40 + french * 10) == "en"
@@ -88,7 +88,9 @@ def test_codes_are_the_two_letter_ones_of_the_model() -> None:
     assert name == "py3langid" and number[0].isdigit()
 
 
-def test_no_room_for_the_model_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_gives_a_one_line_error_for_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
     language._classifier.cache_clear()
     with pytest.raises(CorpusError, match=r"^py3langid .*: make 100 MB of room [^\n]*$"):

@@ -1,4 +1,4 @@
-"""Leftovers are found where they are and nowhere in prose; repaired text has none."""
+"""Test that leftovers are found in markup and not in prose, and that repaired text has none."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_prose_has_no_leftovers(text: str) -> None:
     assert not count(text)
 
 
-def test_places() -> None:
+def test_positions_of_leftovers() -> None:
     text = "| a\nb <i> ( , c) d , e"
     found = {(name, text[start:end]) for name, start, end in find(text)}
     assert found == {("table row", "|"), ("tag", "<i>"), ("( ,", "( ,"), (" ,", ",")}

@@ -1,4 +1,4 @@
-"""Dumps in pieces: every page once, and an index that does not fit is named."""
+"""Test dumps in pieces: each page is read once, and an index that does not fit is named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def some_pages() -> list[str]:
 
 
 def expected() -> list[tuple[str, str]]:
-    """Ids and titles of articles with some text, by the tree of the whole dump."""
+    """Return ids and titles of articles with text, from the tree of the whole dump."""
     tree = ElementTree.fromstring(f"{HEAD}{''.join(some_pages())}</mediawiki>")
     return [
         (element.findtext("{*}id", ""), element.findtext("{*}title", ""))
@@ -75,7 +75,7 @@ def test_a_plain_dump_is_the_same_from_pieces_of_any_size(tmp_path: Path, indent
 
 
 @pytest.mark.parametrize("shift", range(8))
-def test_a_page_that_begins_across_two_chunks_is_read_once(tmp_path: Path, shift: int) -> None:
+def test_a_page_tag_across_two_chunks_is_read_once(tmp_path: Path, shift: int) -> None:
     filled = CHUNK - shift - len(HEAD) - len(page(1, "")) - 2  # its indentation
     xml = f"{HEAD}{page(1, 'x' * filled)}{page(2, 'two')}{page(3, 'three')}</mediawiki>".encode()
     assert xml.find(b"<page>", len(HEAD) + 10) == CHUNK - shift
@@ -86,7 +86,7 @@ def test_a_page_that_begins_across_two_chunks_is_read_once(tmp_path: Path, shift
 
 
 def multistream(folder: Path, number: str = "", span: str = "") -> tuple[Path, Path, list[int]]:
-    """A dump of 30 pages in streams of 4, its index, and the offsets of the streams."""
+    """Write a dump of 30 pages in streams of 4; return it, its index and the streams' offsets."""
     parts = some_pages()
     groups = [parts[i : i + 4] for i in range(0, len(parts), 4)]
     stored = bz2.compress(HEAD.encode())
@@ -123,7 +123,7 @@ def test_a_multistream_dump_is_the_same_from_pieces_of_any_size(
     assert dump.is_file()
 
 
-def test_an_index_that_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_errors_name_an_index_that_does_not_fit(tmp_path: Path) -> None:
     dump, index, offsets = multistream(tmp_path)
     source = Mediawiki(path=str(dump))
     text = bz2.decompress(index.read_bytes()).decode()
@@ -152,7 +152,7 @@ def test_an_index_that_does_not_fit_is_named(tmp_path: Path) -> None:
             list(source.documents(part))
 
 
-def test_a_dump_cut_short_is_noticed_by_whoever_reads_its_last_page(tmp_path: Path) -> None:
+def test_a_truncated_dump_fails_in_the_piece_of_its_last_page(tmp_path: Path) -> None:
     xml = f"{HEAD}{''.join(some_pages())}</mediawiki>\n".encode()
     file = tmp_path / "w.xml"
     source = Mediawiki(path=str(file))
@@ -167,7 +167,7 @@ def test_a_dump_cut_short_is_noticed_by_whoever_reads_its_last_page(tmp_path: Pa
         read_all(Mediawiki(path=str(dump)), 1000)
 
 
-def test_titles_of_any_length_and_names_outside_the_head_do_no_harm(tmp_path: Path) -> None:
+def test_long_titles_and_names_outside_the_head_are_harmless(tmp_path: Path) -> None:
     long = page(1, "Text").replace("Seite 1", "S" * 100_000)
     late = page(2, "Text").replace(
         "</page>", '<namespace key="6">W</namespace><base>http://x/y</base></page>'

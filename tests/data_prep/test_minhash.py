@@ -1,4 +1,4 @@
-"""Word hashes, n-grams and signatures, against plain Python sets and counted probabilities."""
+"""Compare word hashes, n-grams and signatures with plain Python sets and counted probabilities."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def jaccard(a: list[str], b: list[str]) -> float:
 
 
 def sketches(jaccard: float, pairs: int, size: int) -> tuple[npt.NDArray[np.uint32], ...]:
-    """Signatures of `pairs` pairs of sets of `size` shingles with a known Jaccard."""
+    """Return the signatures of pairs of sets of `size` shingles with a known Jaccard."""
     source = np.random.default_rng(5)
     shared = round(2 * size * jaccard / (1 + jaccard))
     a, b = source.integers(0, 2**64, (2, pairs, size), dtype=np.uint64)
@@ -142,7 +142,7 @@ def test_the_order_and_number_of_equal_shingles_do_not_count() -> None:
     assert (result[0] == result[1]).all()
 
 
-def test_estimates_are_unbiased_and_as_exact_as_promised() -> None:
+def test_estimates_are_unbiased_with_the_documented_deviation() -> None:
     for truth in (0.5, 0.8):
         for size in (60, 2000):
             estimates = similarity(*sketches(truth, pairs=1500, size=size))
@@ -206,7 +206,7 @@ def test_a_long_text_in_slices_is_as_in_one_go(monkeypatch: pytest.MonkeyPatch) 
         assert (signatures([text])[0][0] == sketch[0]).all()
 
 
-def test_the_bytes_never_change() -> None:
+def test_hashes_equal_recorded_bytes() -> None:
     # golden: another value makes signatures of old and new units differ silently; if a change is
     # meant, raise the number in ALGORITHM
     assert minhash.ALGORITHM == (

@@ -1,4 +1,4 @@
-"""Entries of `sources:`, and the one source that needs no files."""
+"""Test the entries of `sources:`, and the source that needs no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: JSON lines, parquet and datasets, cut and whole."""
+"""Test records: JSON lines, Parquet and datasets, whole and in pieces."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_jsonl_is_the_same_from_pieces_of_any_size(tmp_path: Path, end: str) -> 
         assert read_all(Jsonl(path=str(tmp_path)), limit) == expected
 
 
-def test_text_of_other_tools_is_mended_on_request(tmp_path: Path) -> None:
+def test_cleaning_wikipedia_repairs_text_of_other_tools(tmp_path: Path) -> None:
     text = "He ( , ) was born . {{citation}} [[Town|town]]s &amp; more"
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
     pq.write_table(pa.table({"text": [text]}), tmp_path / "a.parquet")
@@ -113,7 +113,7 @@ def test_parquet_is_the_same_from_pieces_of_any_size(tmp_path: Path) -> None:
         Parquet(path=str(tmp_path), text_field="body").inputs(1)
 
 
-def test_damaged_parquet_is_named(tmp_path: Path) -> None:
+def test_errors_name_a_damaged_parquet_file(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     write_parquet(file)
     whole = file.read_bytes()
@@ -127,7 +127,7 @@ def test_damaged_parquet_is_named(tmp_path: Path) -> None:
         read_all(source)
 
 
-def test_what_is_no_utf8_in_a_column_is_rejected_alone(tmp_path: Path) -> None:
+def test_a_parquet_record_that_is_not_utf8_is_rejected_alone(tmp_path: Path) -> None:
     bad = pa.array([b"good", b"caf\xe9", b"also good"]).view(pa.string())
     pq.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
     items = read_all(Parquet(path=str(tmp_path)))
@@ -183,7 +183,7 @@ def test_large_row_groups_are_read_unless_they_expand_or_hold_giants(
     assert {reason for _, reason in reasons(read_all(source))} == {"too long"}
 
 
-def test_a_footer_that_lies_lets_no_giant_record_in(tmp_path: Path) -> None:
+def test_a_giant_record_is_rejected_under_a_false_footer(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     table = pa.table({"text": ["one", "y" * (1 << 25), "three"]})
     pq.write_table(table, file, compression="zstd", use_dictionary=False)

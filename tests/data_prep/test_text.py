@@ -1,4 +1,4 @@
-"""Plain text: what is one document, and that cutting a file changes none."""
+"""Test plain text: the documents of a file do not depend on how it is cut."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_text_of_all_kinds(tmp_path: Path, suffix: str) -> None:
 
 
 def random_text(draw: random.Random, blank: float) -> bytes:
-    """Lines of all sorts: blank ones, long ones, two kinds of line ends, or none at the end."""
+    """Return lines of all sorts: blank, long, with two kinds of line ends, or none at the end."""
     contents = ["a", "bc d", "caf\u00e9 \u2028 \U0001f600", "word " * 30, "\u00fc" * 20]
     lines = [
         draw.choice(["", "", " \t"]) if draw.random() < blank else draw.choice(contents)
@@ -70,7 +70,7 @@ def test_lines_are_the_same_from_pieces_of_any_size(tmp_path: Path, seed: int) -
 
 
 def naive_runs(raw: bytes, cell: int, max_lines: int) -> list[list[tuple[int, bytes]]]:
-    """The rule of the documentation, word for word, over the whole file at once."""
+    """Apply the documented rule word for word to the whole file at once."""
     lines = list(lines_of(raw))
     blanks = [at for at, line in lines if not line.strip()]
     borders = {0, *blanks}
@@ -138,7 +138,7 @@ def test_bad_bytes_reject_their_document_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", ["caf\u00e9 ", "caf\u00e9\n", "\u00e9\u4e2d\U0001f600"])
-def test_long_files_are_cut_and_nothing_is_lost(tmp_path: Path, unit: str) -> None:
+def test_parts_of_a_long_file_join_to_the_file(tmp_path: Path, unit: str) -> None:
     file = tmp_path / "t.txt.gz"
     text = unit * (2 * PART // len(unit.encode()) + 100_000)
     raw = text.encode()

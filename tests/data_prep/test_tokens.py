@@ -1,4 +1,4 @@
-"""Tokenizers: literal special tokens stay text, and every spelling of one gives the same ids."""
+"""Test that special tokens in text stay text, and that all backends give the same ids."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def shown(tokens: Tokens, text: str) -> list[str]:
 
 @pytest.fixture(params=["tokenizers", "nanotoken"])
 def backend(request: pytest.FixtureRequest) -> Any:
-    """A function from a tokenizer to itself, on the backend of this run."""
+    """Return a function from a tokenizer to itself, on the backend of this run."""
     if request.param == "tokenizers":
         return lambda tokens: tokens
     pytest.importorskip("nanotoken", reason="needs the extra `fast`")
@@ -135,7 +135,7 @@ MILLION = {
 
 
 @pytest.mark.parametrize("text", MILLION.values(), ids=MILLION)
-def test_a_million_letters_are_nothing_but_unknown(tmp_path: Path, backend: Any, text: str) -> None:
+def test_a_million_letters_are_unknown_tokens(tmp_path: Path, backend: Any, text: str) -> None:
     """No cut leaves a rest that is short enough for WordPiece to read."""
     tokens = backend(load(write_vocabulary(tmp_path, [*WORDS, "x", "##x", "##e"])))
     found = [tokens.vocabulary[id] for id in tokens.encode(text)]
@@ -147,9 +147,7 @@ def test_a_million_letters_are_nothing_but_unknown(tmp_path: Path, backend: Any,
 
 
 @pytest.mark.parametrize("unit", ["e,", "hello.", "\u4e2d", "e\u4e2d", "mask]"])
-def test_a_million_characters_without_a_space_are_cut_between_words(
-    tmp_path: Path, backend: Any, unit: str
-) -> None:
+def test_text_without_spaces_is_cut_between_words(tmp_path: Path, backend: Any, unit: str) -> None:
     tokens = backend(load(write_vocabulary(tmp_path, [*WORDS, "##e", ".", "\u4e2d"])))
     text = unit * (300_000 // len(unit))
     whole = tokens.backend.encode(text, add_special_tokens=False).ids
@@ -186,7 +184,7 @@ def test_unusable_files(tmp_path: Path) -> None:
         load(VocabularyTokenizer(vocab=tmp_path / "none.txt"))
 
 
-def test_special_tokens_go_by_the_name_of_the_folder(tmp_path: Path) -> None:
+def test_special_tokens_have_the_names_in_the_folder_settings(tmp_path: Path) -> None:
     names = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
     load(write_vocabulary(tmp_path, [*WORDS, "x"])).save(tmp_path / "saved", 16)
     state = (tmp_path / "saved" / "tokenizer.json").read_text()
@@ -302,7 +300,7 @@ def both(lowercase: bool, strip: bool | None = None) -> tuple[Tokens, Tokens]:
 
 
 def same(lowercase: bool, texts: list[str], strip: bool | None = None) -> None:
-    """Both backends of `Tokens`, and `tokenizers` without any of our code, give the same ids."""
+    """Check that both backends of `Tokens`, and `tokenizers` alone, give the same ids."""
     slow, fast = both(lowercase, strip)
     encoded = fast.encode_batch(texts)
     for text, ids, expected in zip(texts, encoded, slow.encode_batch(texts), strict=True):
@@ -354,7 +352,7 @@ def test_every_character_has_the_same_ids_on_both_backends(
     same(lowercase, texts, strip)
 
 
-def test_why_a_tokenizer_is_not_accelerated(
+def test_accelerate_returns_why_it_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nanotoken = pytest.importorskip("nanotoken", reason="needs the extra `fast`")
@@ -374,7 +372,7 @@ def test_why_a_tokenizer_is_not_accelerated(
     real = nanotoken.WordPieceTokenizer
 
     class Deaf:
-        """A release with a fault: it does not know the word "world"."""
+        """Simulate a faulty release that does not know the word "world"."""
 
         @staticmethod
         def from_json(data: str) -> Any:

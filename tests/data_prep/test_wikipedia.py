@@ -1,4 +1,4 @@
-"""Wikitext and dumps: hand-made pages and hostile ones by both ways to read them, a real dump."""
+"""Test wikitext and dumps: plain and hostile pages by both ways of reading, and a real dump."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_hostile_pages_are_read_at_all_sizes(unit: str, size: int) -> None:
         "a\n" * (1 << 16) + "}}",  # lines
     ],
 )
-def test_odd_pages_are_flagged(page: str) -> None:
+def test_pages_beyond_the_limits_use_the_fallback(page: str) -> None:
     assert plain_text(page).fallback
 
 
@@ -156,7 +156,7 @@ BLOCKS = [
 
 @st.composite
 def nested_pages(draw: st.DrawFn) -> str:
-    """Blocks of wrapped words, wrapped again."""
+    """Return blocks of wrapped words, wrapped again."""
     texts = draw(st.lists(st.sampled_from(WORDS), min_size=1, max_size=9))
     for wrappers in (INLINE, INLINE, INLINE, ["{}", "see [http://x.org {}]."], BLOCKS, BLOCKS):
         size = draw(st.integers(1, 3))
