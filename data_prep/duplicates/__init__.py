@@ -1,1 +1,1 @@
-"""Texts that occur twice, nearly twice, or in an evaluation file."""
+"""Find texts that occur twice, nearly twice, or in an evaluation file."""

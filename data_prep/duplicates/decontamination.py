@@ -1,7 +1,7 @@
-"""Documents that contain an evaluation file's text: overlap in 13-grams.
+"""Find documents that contain an evaluation file's text: overlap in 13-grams.
 
-Brown et al., "Language Models are Few-Shot Learners" (2020), appendix C: a run of 13 words that
-also stands in an evaluation example, whatever its case, punctuation and spacing, is taken from it.
+After Brown et al., "Language Models are Few-Shot Learners" (2020), appendix C: a run of 13 words
+that also occurs in an evaluation example, ignoring case, punctuation and spacing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SLICE = 1 << 16  # words looked up at once: temporary arrays stay in the cache
 
 @dataclass(frozen=True)
 class Contamination:
-    """All 13-grams of some evaluation files.
+    """Hold all 13-grams of some evaluation files.
 
     `hashes` [ngrams] are sorted and unique, `files` [ngrams] is the number of the first file with
     each. Per file: `names`, relative to their common folder, and how many texts it holds
@@ -53,8 +53,8 @@ class Contamination:
     files: npt.NDArray[np.uint32]
 
     def overlap(self, words: Words) -> tuple[int, tuple[str, ...]]:
-        """Return how many of a document's 13-grams stand in the files, and the names of these
-        files.
+        """Return the number of a document's 13-grams that occur in the files, and these files'
+        names.
 
         `words` are the document's `minhash.word_hashes`.
         """
@@ -75,7 +75,7 @@ class Contamination:
 
     @cached_property
     def _marks(self) -> npt.NDArray[np.uint8]:
-        """Return a bitmap: the first bits of a hash choose a byte, the last three its bit.
+        """Build a bitmap: the first bits of a hash choose a byte, the last three its bit.
 
         At most 1 in 32 bits is set, until there are 16M hashes.
         """
@@ -94,7 +94,7 @@ def _lowest_3_bits(hashes: Words) -> npt.NDArray[np.uint8]:
 
 
 def build(files: Sequence[Path]) -> Contamination:
-    """Return the 13-grams of evaluation files; CorpusError names a file that cannot serve."""
+    """Return the 13-grams of evaluation files; CorpusError names a file without any."""
     assert files
     hashes: list[Words] = []
     texts, short = [0] * len(files), [0] * len(files)
@@ -137,7 +137,7 @@ def save(contamination: Contamination, path: Path) -> None:
 
 
 def load(path: Path) -> Contamination:
-    """Return what `save` wrote; CorpusError if the file is none or of another version."""
+    """Load an index that `save` wrote; CorpusError if it is damaged or of another version."""
     try:
         with safe_open(path, framework="numpy") as file:
             about = json.loads(file.metadata()["contamination"])
@@ -206,7 +206,7 @@ def read_examples(path: Path) -> Iterator[str]:
                 # Not the csv module: a quotation mark in GLUE's files is a plain character.
                 yield from [line] if suffix == ".txt" else line.split("\t")
     except (csv.Error, RecursionError, ValueError) as error:
-        raise CorpusError(f"{path}: not a {suffix} file ({error}): mend or rename it") from error
+        raise CorpusError(f"{path}: not a {suffix} file ({error}): fix or rename it") from error
 
 
 def _json_values(text: str, *, by_line: bool) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Which texts are the same, or nearly: hashes on disk, pairs found in slices of the hash space.
+"""Find equal and nearly equal texts: hashes on disk, pairs found in slices of the hash space.
 
 An *item* is a document or a paragraph. Each unit of extraction saves its items' hashes in order,
 so that a slice of the hash space is a slice of each file: memory does not grow with the corpus.
@@ -25,7 +25,7 @@ PAIRS_AT_ONCE = 2**16  # a kilobyte of signatures each
 
 
 def text_hash(text: str) -> bytes:
-    """Return the 16 bytes that stand for a text: equal texts are duplicates."""
+    """Return a text's 16 bytes of hash: equal texts are duplicates."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
@@ -42,7 +42,7 @@ def draw(key: bytes, seed: int, purpose: Literal["fraction", "validation", "voca
 
 
 class Items:
-    """Writes the hashes of one unit's items, in the order they are added.
+    """Write the hashes of one unit's items, in the order they are added.
 
     For every CHUNK items: `LEVEL-texts-N.npy`, and for near duplicates -bands-N.npy and
     -signatures-N.npy; for paragraphs -places-N.npy, (document, line) of each [n, 2].
@@ -81,7 +81,7 @@ class Items:
         self._texts, self._size = [], 0
 
     def save(self) -> None:
-        """Write what is not written yet."""
+        """Write the items added since the last call."""
         if not self._keys:
             return
         first = self._chunk * CHUNK
@@ -119,7 +119,7 @@ def chunk_files(folder: Path, name: str, items: int) -> list[Path]:
 def pairs(
     folders: Sequence[Path], bounds: Sequence[int], name: str, slice_number: int, slices: int
 ) -> Pairs:
-    """Pairs of items with equal hashes in one slice of the hash space, each with its group's first.
+    """Return pairs of items with equal hashes in one slice, each item with its group's first.
 
     `folders` are the units' in order, `bounds` the number of the first item of each and of all
     items; `name` is the file's, such as documents-texts.
@@ -150,7 +150,7 @@ def pairs(
 def similar(
     folders: Sequence[Path], bounds: Sequence[int], level: str, found: Pairs, threshold: float
 ) -> Pairs:
-    """Of candidate pairs, those whose signatures estimate a Jaccard of at least `threshold`."""
+    """Return the candidate pairs whose signatures estimate a Jaccard of at least `threshold`."""
     found = np.unique(found, axis=0)
     starts = np.asarray(bounds[:-1], dtype=np.int64)
 
@@ -173,7 +173,7 @@ def similar(
 
 
 def clusters(found: Pairs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(items, cluster of each) of all items in a pair; clusters are connected components.
+    """Return (items, cluster of each) of all items in a pair; clusters are connected components.
 
     A cluster's number is its smallest item. Memory goes with the pairs, not with the corpus.
     """

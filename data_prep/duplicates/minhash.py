@@ -1,4 +1,4 @@
-"""Words of a text as hashes, and MinHash signatures that tell which texts are nearly the same.
+"""Hash the words of a text, and compute MinHash signatures that find nearly equal texts.
 
 Broder, "On the resemblance and containment of documents" (1997): two texts resemble each other as
 much as their sets of shingles (runs of SHINGLE words) overlap, Jaccard J = |A and B| / |A or B|.
@@ -83,7 +83,7 @@ def ngrams(words: Words, n: int) -> Words:
 
 
 def signatures(texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
-    """(signatures [texts, NUM_PERMUTATIONS], whether each text has one [texts]).
+    """Return (signatures [texts, NUM_PERMUTATIONS], whether each text has one [texts]).
 
     A text of fewer than SHINGLE words has none: its row must not be used. Memory beyond the result
     is a small multiple of the longest text.
@@ -159,9 +159,9 @@ def _folded(text: str) -> bytes:
 
 @cache
 def _tables() -> tuple[npt.NDArray[np.uint32], bytes]:
-    """Return what stands for each code point in a word (0 if it separates words); ASCII as bytes.
+    """Build the table of what stands for each code point in a word, 0 for none; ASCII as bytes.
 
-    The last stands for all after. Only what folds to a single character is folded.
+    The last entry serves all later code points. Only what folds to one character is folded.
     """
     table = np.zeros(0x40000, dtype="<u4")
     for code in range(0x20000):
@@ -178,7 +178,7 @@ def _tables() -> tuple[npt.NDArray[np.uint32], bytes]:
 
 
 def _hash(folded: bytes) -> Words:
-    """Eight bytes of every word at a time, read where it begins."""
+    """Hash every word, reading eight bytes of each at a time."""
     padded = b"\0" + folded + bytes(9)
     is_letter = np.frombuffer(padded, dtype=np.uint8) != 0
     edges = np.flatnonzero(is_letter[1:] != is_letter[:-1]) + 1
@@ -204,7 +204,7 @@ def _hash(folded: bytes) -> Words:
 
 
 def _mixed(hashes: Words) -> Words:
-    """SplitMix64's finalizer (Steele et al. 2014), a bijection, in place."""
+    """Apply SplitMix64's finalizer (Steele et al. 2014), a bijection, in place."""
     hashes ^= hashes >> np.uint64(30)
     hashes *= np.uint64(0xBF58476D1CE4E5B9)
     hashes ^= hashes >> np.uint64(27)

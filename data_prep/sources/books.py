@@ -1,4 +1,4 @@
-"""Books as plain text files, such as Project Gutenberg's, without what is not the book."""
+"""Read books as plain text files, such as Project Gutenberg's, without licences and notes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _START = re.compile(
     r"^\**[ \t]*\*\*\*? ?START OF (?:THE|THIS) PROJECT GUTENBERG(?:.*\n){0,2}?.*\*\*\*.*\n", re.M
 )
 _SMALL_PRINT_END = re.compile(r"^\*END[ *]*THE SMALL PRINT!.*\n", re.M)
-# The sentence forms stand on their own line before the starred footer, or instead of it.
+# The sentence forms have their own line before the starred footer, or replace it.
 _END = re.compile(
     r"^[ \t]*(?:\*\*\*? ?END OF (?:THE|THIS) PROJECT GUTENBERG"
     r"|(?:End|This is the end|END) of (?:the |this )?(?:Project )?Gutenberg(?:'s|\b)).*",
@@ -112,8 +112,7 @@ class Books(FileSource):
 
 
 def without_licence(text: str) -> tuple[str, str, bool]:
-    """Return the book between Project Gutenberg's header and footer, its title, and whether it is
-    whole.
+    """Return the book between Project Gutenberg's header and footer, its title, and if it is whole.
 
     A text without them is returned whole; one with a header only is not. No title: "".
     """
@@ -138,9 +137,9 @@ def without_licence(text: str) -> tuple[str, str, bool]:
 
 
 def without_credits(text: str) -> str:
-    """Return a book without pictures' captions, and without notes on its electronic edition.
+    """Remove pictures' captions and notes on the electronic edition from a book.
 
-    These stand in brackets anywhere, else near the beginning or the end.
+    Captions are in brackets anywhere; notes also stand near the beginning or the end.
     """
     text = _BRACKETED.sub("", text)
     front = min(_FRONT, len(text) // 2)
@@ -182,7 +181,8 @@ def _is_note(paragraph: str) -> bool:
 
 
 def unwrapped(text: str) -> str:
-    """Paragraphs, separated by blank lines, each on one line; verse and tables keep their lines.
+    """Put each paragraph (blank lines separate them) on one line; verse and tables keep their
+    lines.
 
     Without the numbers of pages and notes, and without the underscores of italics.
     """
@@ -205,7 +205,7 @@ def unwrapped(text: str) -> str:
 
 
 def _decoded(raw: bytes) -> tuple[str, tuple[str, ...]] | None:
-    """Return the text and what is to be noted of its encoding; None if it is no text."""
+    """Return the text and notes on its encoding; None if it is no text."""
     guess = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
     if guess != "utf-16" and b"\0" in raw:
         return None

@@ -1,4 +1,4 @@
-"""Decompression in bounded memory that tells a file cut short or damaged from a whole one."""
+"""Decompress in bounded memory, and recognise a damaged or truncated file."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _ZSTD_FEED = 512  # bytes fed at once: a zstd block of 4 bytes can hold 128 KiB
 
 
 class Reader(Protocol):
-    """What the decompressors need of a file."""
+    """Declare what the decompressors need of a file."""
 
     def read(self, size: int = -1, /) -> bytes:
-        """At most `size` bytes; none at the end."""
+        """Return at most `size` bytes; none at the end."""
 
 
 def is_compressed(name: str) -> bool:
-    """Return whether a file's name says that it is compressed."""
+    """Return whether a file's name has the ending of a compressed file."""
     return name.endswith((".gz", ".bz2", ".zst"))
 
 
 def blocks(file: Reader, left: int | None = None, size: int = CHUNK) -> Iterator[bytes]:
-    """Yield the next `left` bytes of a file, to its end if None, in blocks of at most `size`."""
+    """Yield the next `left` bytes of a file (None: all) in blocks of at most `size`."""
     while block := file.read(size if left is None else min(size, left)):
         yield block
         left = None if left is None else left - len(block)

@@ -37,7 +37,7 @@ class Piece:
     size: int = 0
 
     def version(self) -> str:
-        """Return times and size of the file, or what a store says of its state; else "".
+        """Return times and size of the file, or the store's description of its state; else "".
 
         Equal versions mean that the file has not changed, but "" means nothing: compare `sha256`.
         """
@@ -46,7 +46,7 @@ class Piece:
         if not os.path.isfile(self.path):
             return ""
         status = os.stat(self.path)
-        # The second time cannot be set: a copy that keeps the first, of equal size, is noticed.
+        # Programs can set the first time but not the second: it shows a copy of equal size.
         return f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_size}"
 
     def sha256(self) -> str:
@@ -186,7 +186,7 @@ def lines(
     file's start is left out. None stands for a line over LINE_LIMIT bytes. With `start` or `end`
     the file must be plain. With `on`, all lines after `end` follow too, if any begins before it.
     """
-    # A line begins at `start` if the byte before it ends one.
+    # Reading begins one byte early: a line begins at `start` if the byte before it ends one.
     offset, size = max(start - 1, 0), 0
     inside = start == 0  # else the first line begins before `start` and is another piece's
     held: list[bytes] = []
@@ -208,7 +208,7 @@ def lines(
         if inside and size <= LINE_LIMIT:
             held.append(rest)
         else:
-            held.clear()
+            held.clear()  # a line that is too long is only counted, not held
     if inside and size:
         yield offset, _joined(held, size, offset)
 

@@ -27,11 +27,11 @@ class Dataset(Piece):
         return self.commit or self._state(Piece.version)
 
     def sha256(self) -> str:
-        """Return a hash of the folder's files; "" of the hub: the commit says all."""
+        """Return a hash of the folder's files; "" of the hub, where the commit is enough."""
         return "" if self.commit else self._state(Piece.sha256)
 
     def _state(self, state: Callable[[Piece], str]) -> str:
-        """Hash the state of all files, behind links, too, without what git and the hub keep."""
+        """Hash the state of all files, also behind links, without those of git and the hub."""
         seen = set()
         paths: list[str] = []
         for folder, folders, names in os.walk(self.path, followlinks=True):
@@ -77,7 +77,7 @@ class HuggingFace(RecordSource):
                 api = huggingface_hub.HfApi()
                 commit = api.dataset_info(self.path, revision=self.revision, timeout=10).sha
             if not re.fullmatch("[0-9a-f]{40}", str(commit)):
-                # `datasets` takes text, csv and the like for a reader of the working directory.
+                # `datasets` takes names such as text or csv for readers of the working directory.
                 raise CorpusError("no dataset of the hub")
         except Exception as error:
             raise CorpusError(
@@ -100,7 +100,7 @@ class HuggingFace(RecordSource):
         import datasets
         import huggingface_hub
 
-        # What is no path to `datasets` may be a name to it: of the hub, or of a format.
+        # `datasets` takes a relative path for a name of the hub or of a format.
         path = piece.path if piece.commit else os.path.abspath(piece.path)
         try:
             if os.path.exists(os.path.join(path, "dataset_dict.json")) and not piece.commit:
@@ -113,7 +113,7 @@ class HuggingFace(RecordSource):
                     huggingface_hub.HfApi().dataset_info(path, revision=piece.commit, timeout=10)
                 revision = piece.commit or None
                 builder = datasets.load_dataset_builder(path, self.config, revision=revision)
-                # It takes any commit from its cache when it cannot have the one that was named.
+                # `datasets` falls back to any commit in its cache if it cannot load the given one.
                 if piece.commit and builder.hash != piece.commit:
                     raise ValueError(f"got commit {builder.hash} instead of {piece.commit}")
                 rows = iter(builder.as_streaming_dataset(split=self.split))

@@ -1,4 +1,4 @@
-"""Define what every kind of source has: its keys, its traits, and how it is read."""
+"""Define a kind of source: the keys and traits of all kinds, and the methods that read one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MediaWiki XML dumps, streamed."""
+"""Read MediaWiki XML dumps as a stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Page:
 
 @dataclass(slots=True)
 class _Dump:
-    """State of the parse: what expat's handlers collect."""
+    """Hold the state of the parse: expat's handlers fill it."""
 
     site: str = ""
     not_prose: frozenset[str] = frozenset()
@@ -75,6 +75,7 @@ class _Dump:
     def end(self, name: str) -> None:
         text = None if self.texts is None else "".join(self.texts)
         self.texts = None
+        # The head names the site and its namespaces; it is over when the first page begins.
         if self.in_head and name == "base" and text:
             self.site = text.strip().rsplit("/", 1)[0]
         elif self.in_head and name == "namespace" and text:
@@ -112,7 +113,7 @@ class Mediawiki(FileSource):
         return True
 
     def inputs(self, limit: int) -> Sequence[Piece]:
-        """Return the files, in ranges of bytes if plain, or of bz2 streams with an index beside.
+        """Return the files, in ranges of bytes if plain, or of bz2 streams next to an index.
 
         Raises CorpusError if there are no files, or if an index does not fit its file.
         """
@@ -183,6 +184,7 @@ def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
             fed += len(chunk)
             if fed - parser.CurrentByteIndex > _TOKEN_LIMIT:
                 raise CorpusError(f"{path}: an XML token of more than 1 MiB near byte {at}")
+            # After each chunk, so that no more pages are held than one chunk completes.
             yield from dump.pages
             dump.pages.clear()
         if streams:
@@ -212,13 +214,14 @@ def _head(path: str) -> Iterator[tuple[int, bytes]]:
 def _until_page(
     stream: Iterator[bytes], at: int, stop: int | None, dump: _Dump
 ) -> Iterator[tuple[int, bytes]]:
-    """(offset, bytes) of a stream that begins at `at`, up to the first page from `stop` on."""
+    """Yield (offset, bytes) of a stream that begins at `at`, up to the first page after `stop`."""
     held = b""
     for chunk in stream:
         data = held + chunk
         if stop is not None and (found := data.find(_PAGE, max(0, stop - at))) >= 0:
             yield at, data[:found]
             return
+        # The last bytes may begin a <page> that the next chunk completes.
         sure = max(0, len(data) - len(_PAGE) + 1)
         yield at, data[:sure]
         at, held = at + sure, data[sure:]
@@ -227,7 +230,7 @@ def _until_page(
 
 
 def _first_page(piece: Piece) -> int | None:
-    """Return where the first page begins that begins in a piece of a plain file."""
+    """Return the offset of the first page that begins in a piece of a plain file, if any."""
     at = piece.start
     held = b""
     for chunk in file_chunks(piece.path, piece.start):

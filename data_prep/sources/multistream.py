@@ -1,4 +1,4 @@
-"""The indexes of multistream dumps: where each of the file's bz2 streams of 100 pages begins."""
+"""Read the indexes of multistream dumps: the offset of each bz2 stream of 100 pages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # a header and the magic of a block, t
 
 
 def is_index(path: str) -> bool:
-    """Return whether this is no dump but the index of one."""
+    """Return whether a file is the index of a dump."""
     return _INDEX.fullmatch(path) is not None
 
 
 def index_of(path: str) -> str | None:
-    """Return the index that lies beside a multistream dump, if there is one."""
+    """Return the path of the index next to a multistream dump, if there is one."""
     if not (name := _DUMP.fullmatch(path)):
         return None
     index = f"{name[1]}-index{name[2]}.txt{name[3] or ''}.bz2"
@@ -33,7 +33,7 @@ def index_of(path: str) -> str | None:
 
 
 def stream_ranges(file: Piece, index: str, limit: int) -> list[Piece]:
-    """Cut a dump into pieces of at least `limit` bytes that begin where a bz2 stream does.
+    """Divide a dump into pieces of at least `limit` bytes, each beginning with a bz2 stream.
 
     Raises CorpusError if the index does not fit the file.
     """

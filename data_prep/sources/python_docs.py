@@ -1,4 +1,4 @@
-"""English prose that every machine has: the documentation of Python and installed packages."""
+"""Read English prose that every machine has: the documentation of Python and its packages."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ class PythonDocs(SourceKind):
         """Return a package and its version: the docstrings are those of one release."""
         if piece.path == _STDLIB:
             return f"{piece.path} {platform.python_version()}"
-        names = packages_distributions().get(piece.path, [])
+        names = packages_distributions().get(piece.path, [])  # one package may come from several
         return " ".join([piece.path, *(version(name) for name in names)])
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
-        """Yield a document a module: its docstrings, in the order of the file, each block once."""
+        """Yield one document per module: its docstrings, in the file's order, each block once."""
         package = piece.path
         folder = _folder(package)
         if folder is None:

@@ -18,7 +18,7 @@ Record = Mapping[str, Any] | Rejected  # the latter without its `where`
 
 
 class RecordSource(FileSource):
-    """Name the fields (columns) to read; without `id_field`, ids say where a record lies.
+    """Name the fields (columns) to read; without `id_field`, an id is the record's place.
 
     `cleaning: wikipedia` repairs what other tools' extraction from Wikipedia leaves in the text.
     """
@@ -49,7 +49,7 @@ class RecordSource(FileSource):
         """
         number = before
         while True:
-            # A file, a store or a download may raise anything, but no CorpusError.
+            # A file, a store or a download may raise any error; a CorpusError is already ours.
             try:
                 record = next(records, None)
             except CorpusError:

@@ -1,4 +1,4 @@
-"""Inputs under a URL that fsspec knows: s3://, gs://, hf://, https://, memory://, file://."""
+"""Read inputs under a URL that fsspec knows: s3://, gs://, hf://, https://, memory://, file://."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STATES = (
     *("lastmodified", "last-modified", "last_modified", "mtime", "modified", "updated"),
 )
 _CACHE = {"block_size": 1 << 22, "cache_type": "blockcache", "cache_options": {"maxblocks": 8}}
-_STALL = 120  # seconds without a byte
+_STALL = 120  # seconds without a byte, after which a download fails
 
 
 def is_remote(path: str) -> bool:
@@ -46,7 +46,7 @@ def bare(url: str) -> str:
 
 
 def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
-    """(URL, bytes; 0 if unknown) of a file, of a folder's files by pattern, or of a glob's."""
+    """Return (URL, bytes; 0 if unknown) of a file, a folder's files by pattern, or a glob's."""
     with _reaching(url):
         files, root = _filesystem(url)
         if not url.endswith("/") and files.isfile(root):
@@ -77,7 +77,7 @@ def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
 
 
 def opened(url: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
-    """Return the bytes of a file from `start` on; `seekable` for those who read here and there."""
+    """Return the bytes of a file from `start` on; `seekable` allows reads in any order."""
     with _reaching(url):
         files, path = _filesystem(url)
         if _is_http(url) and start == 0 and not seekable:
@@ -90,14 +90,14 @@ def opened(url: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
 
 
 def exists(url: str) -> bool:
-    """Return whether there is such a file."""
+    """Return whether the file exists."""
     with _reaching(url):
         files, path = _filesystem(url)
         return bool(files.exists(path))
 
 
 def takes_ranges(url: str) -> bool:
-    """Return whether parts of a file can be asked for: not of every HTTP server."""
+    """Return whether parts of a file can be requested; some HTTP servers send whole files."""
     if not _is_http(url):
         return True
     with _reaching(url):
@@ -112,10 +112,9 @@ def takes_ranges(url: str) -> bool:
 
 
 def version(url: str) -> str:
-    """Return a hash of the size and of what the store says of the file's state (etag, time of
-    change).
+    """Return a hash of the size and of the state that the store reports (etag, time of change).
 
-    "" if it says nothing of the kind: a size alone tells no two states apart.
+    Returns "" if the store reports neither: equal sizes do not mean equal content.
     """
     with _reaching(url):
         files, path = _filesystem(url)
@@ -128,7 +127,7 @@ def version(url: str) -> str:
 
 
 def failed(url: str, error: Exception) -> CorpusError:
-    """Return the error of a file system, without credentials."""
+    """Return a CorpusError for an error of a file system, without credentials."""
     return CorpusError(
         f"{one_line(url)}: cannot be read ({error_line(error)}); check path, access and network"
     )

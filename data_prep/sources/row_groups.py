@@ -1,10 +1,10 @@
 """Read Parquet files, by row groups.
 
-A page of a file cannot be decompressed in part, and only its own header gives its size, which the
-footer bounds: a page is no larger than its column of the row group. So a row group of up to
-128 MiB, or one that decompresses by a usual ratio, is read; one that claims to be a bomb is
-rejected. A footer that lies, and a large row group in a single page, are not recognised: such a
-page takes up to three times its size (2 GiB at most: the format has 32 bits for it).
+Memory goes with the largest page, because a page is decompressed as a whole. The footer does not
+give the sizes of pages, but a page is no larger than its column of the row group. A row group is
+rejected if a column takes more than 128 MiB and expands 16-fold, or if its average record is too
+long. Two cases remain: a false footer, and a large row group in one page. Such a page takes up to
+three times its size, which is 2 GiB at most: the format has 32 bits for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plain text: a document a file, a line or a paragraph; or one sentence a line (BookCorpus)."""
+"""Read plain text: a document per file, line or paragraph; or one sentence a line (BookCorpus)."""
 
 from __future__ import annotations
 
@@ -91,14 +91,16 @@ class Sentences(FileSource):
 
 
 def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run | int]:
-    """Runs of lines that are not blank; of a line that is too long, its offset alone.
+    """Yield runs of lines that are not blank; a line that is too long is its offset alone.
 
-    A piece reads on from the borders that lie in it, up to the next border, be that behind its end.
+    A piece owns the runs that begin at its borders, and reads them to their end, be that behind its
+    own.
     """
     start, end = piece.start, piece.end
     mine = False
     run: Run = []
     for border, offset, line in _with_borders(piece):
+        # Past its end, a piece reads on to complete its last run, which the next piece skips.
         behind = end is not None and offset >= end
         if behind and (border or not mine):
             break
@@ -118,7 +120,7 @@ def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run | int]:
 
 
 def _with_borders(piece: Piece) -> Iterator[tuple[bool, int, bytes | None]]:
-    """(whether no run goes across its beginning, offset, line) of the lines around a piece.
+    """Yield (begins a run, offset, line) of the lines around a piece.
 
     Borders are the file's beginning and blank lines. So that a file without these can be cut too,
     the first line to begin at or after a multiple of CELL is one if no blank line begins in the
@@ -137,7 +139,7 @@ def _with_borders(piece: Piece) -> Iterator[tuple[bool, int, bytes | None]]:
 
 
 def _parts(path: str) -> Iterator[tuple[int, bytes]]:
-    """(offset, bytes) of parts of a file of about PART bytes, cut between lines if it can be."""
+    """Yield (offset, bytes) of a file's parts of about PART bytes, cut at line ends if possible."""
     held: list[bytes] = []
     offset = size = 0
     for chunk in file_chunks(path):

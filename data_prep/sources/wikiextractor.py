@@ -1,4 +1,4 @@
-"""The output of WikiExtractor: files of <doc ...> blocks, or of JSON lines."""
+"""Read the output of WikiExtractor: files of <doc ...> blocks, or of JSON lines."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From raw text to clean text: whitespace, language, Wikipedia's markup."""
+"""Turn raw text into clean text: whitespace, language, Wikipedia's markup."""

@@ -7,7 +7,7 @@ import unicodedata
 
 
 def _table() -> dict[int, str | None]:
-    """Code point -> what replaces it (None: dropped), for str.translate."""
+    """Map code points to what replaces them (None: dropped), for str.translate."""
     table: dict[int, str | None] = {}
     for code in range(0x10000):
         category = unicodedata.category(chr(code))
@@ -31,8 +31,8 @@ _CHARACTERS = _table()
 _REPLACED = [chr(code) for code, to in _CHARACTERS.items() if to != chr(code)]
 _TO_REPLACE = re.compile(f"[{re.escape(''.join(_REPLACED))}]+")
 # NFC takes quadratic time over a run of combining marks; Unicode's own limit (UAX 15) is 30. `re`
-# looks fast for characters below U+10000 and for one range: where that finds a run, the marks
-# above are told from the letters.
+# is fast for characters below U+10000 and for one range: the first pattern finds candidates that
+# way, the second distinguishes marks from letters in them.
 _MARKS = [chr(code) for code in range(0x1F000) if unicodedata.combining(chr(code))]
 _SUSPECTS = "".join(mark for mark in _MARKS if mark < "\U00010000") + "\U00010000-\U0001efff"
 _SUSPECT_RUN = re.compile(f"[{_SUSPECTS}][{_SUSPECTS}]{{63,}}")
@@ -43,10 +43,11 @@ _BLANK_LINES = re.compile(r"\n{3,}")
 
 
 def clean(text: str) -> str:
-    r"""Text in NFC without control or zero-width characters, lone surrogates or spare spaces.
+    r"""Return text in NFC without control or zero-width characters, lone surrogates or spare
+    spaces.
 
-    Lines end in "\n" and are stripped, at most one blank line stands between two, and of more than
-    63 combining marks in a row 30 stay. Idempotent, and the result can always be encoded as UTF-8.
+    Lines end in "\n" and are stripped, with at most one blank line between two. Of more than 63
+    combining marks in a row 30 stay. Idempotent, and the result can always be encoded as UTF-8.
     """
     if text.isascii() and text.isprintable() and "  " not in text:
         return text.strip(" ")

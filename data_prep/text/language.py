@@ -1,4 +1,4 @@
-"""The main language of a text, by a model that lies in its package: nothing is downloaded.
+"""Identify the main language of a text, with a model from its package: nothing is downloaded.
 
 py3langid (BSD-3): naive Bayes over byte n-grams chosen by information gain, after Lui and Baldwin,
 "langid.py: An Off-the-shelf Language Identification Tool", ACL 2012. Loading takes about a second
@@ -15,7 +15,7 @@ from data_prep import CorpusError
 
 MODEL = f"py3langid {version('py3langid')}"
 # Every two-letter code (ISO 639-1) of the model. Its others are creoles, dialects and dead
-# languages, which it takes for English lists of names far more often than it meets them.
+# languages: it gives them to English lists of names more often than to texts in them.
 _CODES = """
 af am an ar as az ba be bg bn br bs ca cs cy da de dz el en eo es et eu fa fi fo fr fy ga
 gd gl gu ha he hi hr ht hu hy id ig is it ja jv ka kk km kn ko ku ky la lb lg ln lo lt lv
@@ -23,13 +23,12 @@ mg mk ml mn mr ms mt my ne nl nn no oc om or pa pl ps pt qu ro ru rw sa se si sk
 sq sr st sv sw ta te tg th tk tl tr tt ug uk ur uz vi vo wa xh yo zh zu
 """
 CODES = frozenset(_CODES.split())
-_EXCERPT = 500  # characters; three of them stand for a longer text, so that its cost is bounded
+_EXCERPT = 500  # characters; three of them represent a longer text, so that its cost is bounded
 _LEAST_LETTERS = 40  # of sentences with fewer 2 to 3 % are misjudged, with 40 to 80 up to 0.6 %
 
 
 def identify(text: str) -> str:
-    """Return the ISO 639-1 code of the language most of the text is in; "" if it has under 40
-    letters.
+    """Return the ISO 639-1 code of the language of most of the text; "" below 40 letters.
 
     A text of more than 1,500 characters is judged by three excerpts, from the middle of each
     third, by majority. "" means undecided: a filter keeps such a text, because a wrong guess would
@@ -54,7 +53,7 @@ def _judged(text: str) -> str:
 
 @cache
 def _classifier() -> Callable[[str], tuple[str, float]]:
-    """Text -> code, score. Calls share nothing that they change, so threads may use it at once."""
+    """Load a function from a text to (code, score); threads may call it at once."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     try:

@@ -1,4 +1,4 @@
-"""Text -> ids: load a tokenizer, or train a WordPiece one; text never becomes a special id."""
+"""Turn text into ids with a loaded or trained tokenizer; text never becomes a special id."""
 
 import hashlib
 import json
@@ -22,12 +22,12 @@ from data_prep.tokens.fast import PROBE, Encoder, fast_encoder
 from data_prep.tokens.long_texts import calls
 
 NAMES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-# Of added tokens, beside BERT's.
+# Usual names among added tokens, in addition to BERT's.
 USUAL = {role: (f"<{role}>", f"<|{role}|>") for role in ("pad", "unk", "mask")}
 
 
 class Tokens:
-    """A tokenizer whose special ids are known.
+    """Hold a tokenizer and its special ids.
 
     `names` maps pad, unk, cls, sep and mask to tokens; those that it leaves out are found in the
     tokenizer itself. CorpusError if one is not there.
@@ -76,11 +76,13 @@ class Tokens:
         self._fast: Encoder | None = None
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """Ids of one text, without special tokens."""
+        """Return the ids of one text, without special tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """Ids of each text, without special tokens; memory does not grow with a text's length."""
+        """Return each text's ids, without special tokens; memory does not grow with a text's
+        length.
+        """
         ids: list[list[npt.NDArray[np.int32]]] = [[] for _ in texts]
         for held in calls(texts):
             pieces = [piece for _, piece in held]
@@ -115,11 +117,11 @@ class Tokens:
         return ""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Readable text of ids, special tokens included."""
+        """Return the readable text of ids, special tokens included."""
         return str(self.backend.decode([int(id) for id in ids], skip_special_tokens=False))
 
     def record(self) -> TokenizerRecord:
-        """Return what the manifest keeps."""
+        """Return the tokenizer's entry in the manifest."""
         state = [json.loads(self.backend.to_str()), self.special_ids.model_dump()]
         return TokenizerRecord(
             fingerprint=hashlib.sha256(canonical_json(state)).hexdigest(),
@@ -130,7 +132,7 @@ class Tokens:
 
     @property
     def normaliser(self) -> str:
-        """Say what becomes of case and accents, in a few words."""
+        """Describe in a few words what normalisation does to case and accents."""
         state = json.loads(self.backend.to_str())["normalizer"]
         if state is None:
             return "keeps text as it is"
@@ -170,8 +172,7 @@ class Tokens:
 
 
 def _found(backend: Tokenizer, roles: list[str], origin: str) -> dict[str, str]:
-    """Return the special tokens of a tokenizer by role, where only one can be meant; else
-    CorpusError."""
+    """Return a tokenizer's special tokens by role; CorpusError unless each is unambiguous."""
     empty = backend.encode("", add_special_tokens=True)  # what the post-processor puts around it
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     found: dict[str, str] = {}
@@ -261,9 +262,9 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
 
 
 def of_shards(folder: Path, manifest: Manifest) -> Tokens:
-    """Load the tokenizer of finished shards; CorpusError unless it is the one they were made with.
+    """Load the tokenizer of finished shards; CorpusError unless it made them.
 
-    What else lies beside it is not looked at.
+    Only the file that the manifest lists is read.
     """
     data = read_listed(folder, manifest, "tokenizer/tokenizer.json")
     path = folder / "tokenizer" / "tokenizer.json"
@@ -274,7 +275,7 @@ def of_shards(folder: Path, manifest: Manifest) -> Tokens:
 
 
 def read_vocabulary(path: Path) -> list[str]:
-    """One token a line, in id order; CorpusError for an empty, duplicate or unreadable one."""
+    """Read one token a line, in id order; CorpusError if one is empty, repeated or unreadable."""
     _refuse_no_file(path)
     try:
         lines = path.read_bytes().decode().removesuffix("\n").split("\n")
@@ -306,7 +307,7 @@ def word_piece(
         vocabulary: the tokens in id order.
         lowercase: None: if no entry has an upper-case letter.
         strip_accents: None: if it lower-cases, as BERT does.
-        chinese: part Chinese characters from what stands beside them.
+        chinese: separate Chinese characters from their neighbours.
         origin: opens the message of a CorpusError.
     """
     if lowercase is None:
@@ -368,7 +369,7 @@ def _parse(path: Path, data: bytes) -> Tokenizer:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return what a folder says of its tokenizer, in either of two files."""
+    """Return the tokenizer settings of a folder, from either of two files."""
     settings: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
@@ -384,7 +385,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _names(folder: Path) -> dict[str, str]:
-    """Return the special tokens that a folder's settings name."""
+    """Return the special tokens in a folder's settings."""
     settings = _settings(folder)
     named = {role: settings.get(f"{role}_token") for role in NAMES}
     contents = {r: t.get("content") if isinstance(t, dict) else t for r, t in named.items()}

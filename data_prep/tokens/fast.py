@@ -1,4 +1,4 @@
-"""WordPiece through the optional package `nanotoken`: the ids of `tokenizers`, much faster."""
+"""Encode WordPiece with the optional package `nanotoken`: the same ids, much faster."""
 
 import json
 from collections.abc import Callable

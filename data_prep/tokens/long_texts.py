@@ -1,4 +1,4 @@
-"""Texts of any length in pieces and calls of bounded size."""
+"""Divide texts of any length into pieces and calls of bounded size."""
 
 import string
 import unicodedata
@@ -27,7 +27,7 @@ def split_text(text: str, limit: int = PIECE_CHARACTERS) -> Iterator[str]:
             first = max(start + 1, start + limit - 2 * UNKNOWN_CHARACTERS)
             places = range(start + limit, first, -1)
             middle = (first + start + limit) // 2
-            # BERT's pre-tokenizer splits before these, whatever stands around them.
+            # BERT's pre-tokenizer splits before these in any context.
             end = next(
                 (
                     place

@@ -1,4 +1,4 @@
-"""Wikipedia's articles as plain text, from wikitext or from what another extractor made."""
+"""Turn Wikipedia's articles into plain text, from wikitext or from other extractors' output."""
 
 from data_prep.text.wikipedia.articles import PlainText, plain_text, repaired
 

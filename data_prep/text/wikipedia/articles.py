@@ -1,4 +1,4 @@
-"""A Wikipedia article as plain text: what its wikitext shows, less all that is no prose."""
+"""Turn a Wikipedia article into plain text: resolve its wikitext and drop what is no prose."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TAIL_SECTIONS = frozenset(_TAIL_TITLES.split("|"))
 
 
 class PlainText(NamedTuple):
-    """An article's prose; `fallback`: its markup was too odd for the parser, so less sure."""
+    """Hold an article's prose; with `fallback` the parser could not read its markup."""
 
     text: str
     fallback: bool
@@ -64,7 +64,7 @@ def plain_text(wikitext: str, *, not_prose: frozenset[str] = _NOT_PROSE) -> Plai
 
 
 def prose(text: str) -> str:
-    """Wikitext whose templates, links and elements are resolved, as plain text."""
+    """Return wikitext whose templates, links and elements are resolved, as plain text."""
     text = _STRAY.sub("", _QUOTES.sub("", _SWITCH.sub("", text)))
     return without_holes(_prose_lines(_plain_spaces(html.unescape(text))))
 
@@ -124,8 +124,7 @@ _PASSES = 8
 
 
 def repaired(text: str) -> str:
-    """Return the text of an article that another extractor made, less leftover markup, holes and
-    tails.
+    """Return another extractor's text of an article without leftover markup, holes and tails.
 
     For the output of WikiExtractor and for the parquet files of wikimedia/wikipedia. Idempotent;
     linear time: should one repair lay open the next for ever, all brackets and marks go.
@@ -180,13 +179,14 @@ def _repaired_once(text: str) -> str:
 
 
 def _has(text: str, *marks: str) -> bool:
-    """Return whether one of the marks occurs; a single character is found ten times as fast as
-    two."""
+    """Return whether one of the marks occurs; a single character is found ten times faster than
+    two.
+    """
     return any(mark[0] in text and mark in text for mark in marks)
 
 
 def _without_tail(text: str) -> str:
-    """Cut lists of sources and links, whose headings stand bare, and of categories at the end."""
+    """Cut lists of sources and links below a plain heading, and of categories at the end."""
     text = f"\n{text}"
     if found := _TAIL_LINE.search(text):
         kept = [text[: found.start()]]
@@ -231,7 +231,7 @@ def _plain_spaces(text: str) -> str:
 
 
 def _prose_lines(text: str) -> str:
-    """Headings, list marks and table debris handled line by line; last sections cut off."""
+    """Handle headings, list marks and table debris line by line; cut off last sections."""
     lines: list[str] = []
     headings: list[tuple[int, str]] = []  # seen since the last prose, not written yet
     skipped = 0  # the level of the heading whose section is being skipped, 0: none

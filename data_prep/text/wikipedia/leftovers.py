@@ -1,4 +1,4 @@
-"""Markup and holes that an extractor left in prose: which, where and how many; holes closed."""
+"""Find markup and holes that an extractor left in prose, and close the holes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _PATTERNS = {name: (marks, re.compile(pattern)) for name, (marks, pattern) in _C
 
 
 def find(text: str) -> Iterator[tuple[str, int, int]]:
-    """Class, begin and end of each leftover, class by class; a spot may be of several classes."""
+    """Yield class, begin and end of each leftover, class by class; one place may have several."""
     text = f"\n{text}"
     for name, (marks, pattern) in _PATTERNS.items():
         # One character is found ten times as fast as two.
@@ -68,7 +68,7 @@ def find(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def count(text: str) -> Counter[str]:
-    """Leftovers by class, without classes that have none.
+    """Count leftovers by class, without classes that have none.
 
     The classes (table rows, tags, empty brackets, spaces before commas, braces ...)
     are meant for encyclopedic prose: source code and old prints have their own use for some.
@@ -76,11 +76,11 @@ def count(text: str) -> Counter[str]:
     return Counter(name for name, _, _ in find(text))
 
 
-# What a dropped template, formula or reference leaves behind, in text whose only space is " ". A
-# pattern begins with a literal character, or looks behind itself: begun anew at every character of
-# a long run, it would take quadratic time. Holes are looked for only where a sign of their group is
-# found (and the sign of their own, if they have one): a pattern that begins with one rare character
-# and looks behind it is five times as fast as one that begins with a frequent one or with a class.
+# The holes that a dropped template, formula or reference leaves in text whose only space is " ". A
+# pattern begins with a literal character, or looks behind itself: it would take quadratic time if
+# it started at every character of a long run. Holes are searched only where a sign of their group
+# occurs (and their own sign, if they have one): a pattern that begins with one rare character and
+# looks behind it is five times as fast as one that begins with a frequent one or with a class.
 _SPACE_SIGN = r" [ ,;.:)\]](?:(?<! [.:])|(?!\S)|(?<=[,;.] \.))"
 _HOLES = tuple(
     (
@@ -131,7 +131,7 @@ _HOLES = tuple(
 
 
 def without_holes(text: str) -> str:
-    """Close what dropped markup leaves in a sentence: "( , born" becomes "(born".
+    """Close the holes of dropped markup in a sentence: "( , born" becomes "(born".
 
     The text's only space is " ".
     """

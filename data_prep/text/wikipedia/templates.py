@@ -1,4 +1,4 @@
-"""The Wikipedia templates that stand for words in a sentence; every other one is dropped."""
+"""Render the Wikipedia templates that stand for words in a sentence; all others are dropped."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NUMBER = re.compile(r"[-\u2212+]?[\d,.]*\d(?:[/+ \u2044]\d+)*")
 
 
 def render(call: list[str]) -> str:
-    """Return what a template call (name and arguments, markup in them already plain) reads as."""
+    """Return the text of a template call (name and arguments, their markup already resolved)."""
     name = " ".join(call[0].replace("_", " ").split())
     function, colon, argument = name.partition(":")
     if colon and function.lower() in _FUNCTIONS:
@@ -124,7 +124,7 @@ def _grouped(number: str) -> str:
 
 
 def _convert(arguments: list[str], named: dict[str, str]) -> str:
-    """{{convert|10|to|20|km|mi}} -> 10 to 20 kilometres; {{convert|5|ft|11|in|m}} likewise."""
+    """Render {{convert|10|to|20|km|mi}} as 10 to 20 kilometres; several units may follow."""
     text, i = "", 0
     while i < len(arguments) and _NUMBER.fullmatch(arguments[i]):
         if text and i + 1 == len(arguments):  # without a unit: the digits to round to
@@ -150,7 +150,7 @@ def _convert(arguments: list[str], named: dict[str, str]) -> str:
 
 
 def _date(arguments: list[str]) -> str:
-    """Year, month, day as numbers -> 12 May 1850; anything else is joined as it stands."""
+    """Render year, month, day as 12 May 1850; join anything else as it is."""
     given = [part for part in arguments if part]
     if len(given) < 2 or not re.fullmatch("0?[1-9]|1[0-2]", given[1]):
         return " ".join(reversed(given))

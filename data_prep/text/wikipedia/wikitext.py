@@ -1,4 +1,4 @@
-"""The text that wikitext shows: templates, links, tables and elements resolved."""
+"""Resolve templates, links, tables and elements of wikitext."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _HIDDEN = str.maketrans({character: f"&#{ord(character)};" for character in "{}[]|'=*#:;<>_"})
 _LANGUAGE_LINK = re.compile(r"(?:[a-z]{2,3}|simple|zh-[a-z-]+|roa-[a-z]+|be-[a-z-]+):(?=\S)")
 
-# The innermost of each kind, for `substituted`. What stands between opener and closer holds no
+# The innermost of each kind, for `substituted`. The content between opener and closer holds no
 # further opener, so that an opener without closer costs no more than the way to the next one.
 _NOWIKI = re.compile(r"<nowiki>([^<]*)</nowiki>", re.IGNORECASE)
 _ELEMENT = re.compile(
@@ -71,15 +71,14 @@ _ROUNDS = 40  # of `substituted`; markup nested deeper is rather broken than dee
 
 
 class Substituted(NamedTuple):
-    """Text, and whether all markup nested properly, so that a parser would read the same."""
+    """Hold a text, and whether all markup nested properly, so that a parser would agree."""
 
     text: str
     nested: bool
 
 
 def is_ordinary(wikitext: str) -> bool:
-    """Return whether mwparserfromhell will read this page in seconds at most, by counts and not a
-    clock.
+    """Return whether mwparserfromhell will read this page within seconds, judged by counts.
 
     A page is not if it is very long, holds a great deal of markup, or leaves many templates, links,
     tables or elements open.
@@ -106,8 +105,7 @@ def is_ordinary(wikitext: str) -> bool:
 
 
 def parsed(wikitext: str, not_prose: frozenset[str]) -> str:
-    """Return the text of an ordinary page by mwparserfromhell, headings and list marks left in
-    place.
+    """Return an ordinary page's text by mwparserfromhell, with headings and list marks.
 
     `not_prose`: the lower-case namespaces (file, category) whose links show no text.
     """
@@ -117,8 +115,7 @@ def parsed(wikitext: str, not_prose: frozenset[str]) -> str:
 
 
 def substituted(wikitext: str, not_prose: frozenset[str]) -> Substituted:
-    """Return the text of any page in linear time: the innermost markup is replaced until none is
-    left.
+    """Return any page's text in linear time, by replacing the innermost markup until none is left.
 
     That is what a parser would read where markup nests properly; `nested` says whether it did.
     """
@@ -214,7 +211,7 @@ def _rendered(code: Wikicode | None, not_prose: frozenset[str]) -> str:
 
 
 def _link(target: str, text: str, not_prose: frozenset[str]) -> str:
-    """Return what [[target|text]] reads as."""
+    """Return the visible text of [[target|text]]."""
     target = target.strip()
     namespace, colon, _ = target.partition(":")
     if (colon and namespace.strip().lower() in not_prose) or _LANGUAGE_LINK.match(target):
