@@ -60,11 +60,12 @@ class Contamination:
         """
         count = 0
         found: set[int] = set()
+        marks, shift = self._filter
         for start in range(0, len(words) - NGRAM + 1, _SLICE):
             hashes = ngrams(words[start : start + _SLICE + NGRAM - 1], NGRAM)
             # The bitmap is False for most that are not there: a search costs 100 times as much.
-            marks = self._marks[(hashes >> self._shift).view(np.int64)]
-            suspects = hashes[(marks >> _lowest_3_bits(hashes) & 1).view(bool)]
+            near = marks[(hashes >> shift).view(np.int64)]
+            suspects = hashes[(near >> _lowest_3_bits(hashes) & 1).view(bool)]
             if len(suspects):
                 places = np.searchsorted(self.hashes, suspects)
                 places = np.minimum(places, len(self.hashes) - 1)
@@ -74,19 +75,17 @@ class Contamination:
         return count, tuple(self.names[file] for file in sorted(found))
 
     @cached_property
-    def _marks(self) -> npt.NDArray[np.uint8]:
+    def _filter(self) -> tuple[npt.NDArray[np.uint8], np.uint64]:
         """Build a bitmap: the first bits of a hash choose a byte, the last three its bit.
 
-        At most 1 in 32 bits is set, until there are 16M hashes.
+        At most 1 in 32 bits is set, until there are 16M hashes. The second value shifts a hash to
+        its first bits.
         """
-        marks = np.zeros(1 << 64 - int(self._shift), dtype=np.uint8)
+        shift = np.uint64(64 - min(26, len(self.hashes).bit_length() + 2))
+        marks = np.zeros(1 << 64 - int(shift), dtype=np.uint8)
         bits = np.left_shift(1, _lowest_3_bits(self.hashes), dtype=np.uint8)
-        np.bitwise_or.at(marks, (self.hashes >> self._shift).view(np.int64), bits)
-        return marks
-
-    @cached_property
-    def _shift(self) -> np.uint64:
-        return np.uint64(64 - min(26, len(self.hashes).bit_length() + 2))
+        np.bitwise_or.at(marks, (self.hashes >> shift).view(np.int64), bits)
+        return marks, shift
 
 
 def _lowest_3_bits(hashes: Words) -> npt.NDArray[np.uint8]:
