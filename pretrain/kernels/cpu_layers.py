@@ -133,6 +133,6 @@ def draw(rows: int, count: int, levels: int) -> Tensor:
     Each row begins a new 64-bit number, so rows drawn separately or together are identical.
     """
     words = torch.empty(rows, -(-count // LANES), dtype=torch.int64).random_()
-    # Clear each uppermost bit: random_() never sets that of the 64, and no difference overflows.
+    # Clear each sign bit: random_() never sets that of the 64 bits. No difference overflows then.
     numbers = words.view(torch.int16).bitwise_and_(LEVELS - 1)
     return numbers.sub_(levels)[:, :count]

@@ -1,4 +1,4 @@
-"""Layers that are computed twice: the same gradients bit for bit, in less memory."""
+"""Check activation checkpointing: identical gradients, in less memory."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -87,7 +87,7 @@ def test_gradients_are_the_same_bits_and_layers_keep_little(
 def test_dropout_is_on(
     tiny_distilbert: Callable[..., DistilBertForMaskedLM], batch: MicroBatch
 ) -> None:
-    """Else the test above would not see whether it is drawn again alike."""
+    """Check that dropout is drawn, which the test above needs."""
     student = with_dropout(tiny_distilbert())
     module = Distillation(student, None, MaskedLanguageModel().terms(), pad_id=0)
     losses = {module(*batch, torch.ones(1))[0].item() for _ in range(2)}
@@ -137,7 +137,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_run_is_the_same_and_may_change_it_on_the_way(
+def test_a_run_is_identical_and_may_switch_when_resumed(
     settings: Callable[..., dict[str, Any]],
 ) -> None:
     usual, changed = settings("usual"), settings("changed", activation_checkpointing=True)

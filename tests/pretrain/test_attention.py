@@ -1,4 +1,4 @@
-"""Packed rows: every document as if it were alone."""
+"""Check that attention computes every document of a packed row as if it were alone."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,15 +36,15 @@ def packed(ids: Tensor) -> Packing:
 
 
 def packed_outputs(model: MaskedLM, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Last hidden state [B, L, D] and logits [B, L, V] as training computes them."""
+    """Return last hidden states [B, L, D] and logits [B, L, V], computed as in training."""
     with torch.no_grad():
         hidden = last_hidden_state(model, ids, packed(ids))
         logits = F.linear(*projection(model, hidden.flatten(0, 1)))
     return hidden, logits.unflatten(0, ids.shape)
 
 
-def test_segments_by_hand() -> None:
-    """Two documents and padding: 2 8 3 | 2 8 8 3 | 0 0."""
+def test_packing_by_hand() -> None:
+    """Compute the packing of two documents and padding: 2 8 3 | 2 8 8 3 | 0 0."""
     ids = torch.tensor([[2, 8, 3, 2, 8, 8, 3, 0, 0]])
     found = packed(ids)
     assert found.token_mask.tolist() == [[True] * 7 + [False] * 2]
@@ -57,8 +57,8 @@ def test_segments_by_hand() -> None:
     assert ids.tolist() == [[2, 8, 3, 2, 8, 8, 3, 0, 0]]
 
 
-def test_segments_of_random_rows_against_a_loop() -> None:
-    """A naive walk over each row; the batch holds full rows, padded rows and empty ones."""
+def test_packing_of_random_rows_against_a_loop() -> None:
+    """Compare with a loop over each row, for full, padded and empty rows."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 20, (40, 24), generator=generator)
     ids[torch.rand(40, 24, generator=generator) < 0.15] = CLS
@@ -87,7 +87,9 @@ def test_segments_of_random_rows_against_a_loop() -> None:
 @pytest.mark.parametrize(
     ("num_segments", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16), (16, 16)]
 )
-def test_few_distinct_numbers_of_segments(num_segments: int, padded: int) -> None:
+def test_the_number_of_documents_is_padded_to_a_power_of_two(
+    num_segments: int, padded: int
+) -> None:
     ids = torch.full((1, 16), 8)
     ids[0, :num_segments] = CLS
     bounds = packed(ids).cu_seqlens
@@ -95,10 +97,10 @@ def test_few_distinct_numbers_of_segments(num_segments: int, padded: int) -> Non
     assert bounds.tolist() == [*range(num_segments), *[16] * (padded + 1 - num_segments)]
 
 
-def test_a_packed_document_is_the_document_alone(
+def test_a_packed_document_gives_the_outputs_of_the_document_alone(
     model: Any, packed_ids: Tensor, documents: list[Row]
 ) -> None:
-    """Alone through Transformers' own forward: no mask, no positions, no padding."""
+    """Run it alone through Transformers: no mask, no positions, no padding."""
     hidden, logits = packed_outputs(model, packed_ids)
     for row, row_documents in enumerate(documents):
         start = 0
@@ -115,7 +117,7 @@ def test_a_packed_document_is_the_document_alone(
 def test_documents_do_not_influence_one_another(
     model: Any, packed_ids: Tensor, documents: list[Row]
 ) -> None:
-    """Another word in document 2 changes document 2 and not one bit of the others."""
+    """Change a token of document 2: the bits of the other documents do not change."""
     changed = packed_ids.clone()
     first, second = len(documents[0][0]), len(documents[0][1])
     changed[0, first + 3] = 5 + (changed[0, first + 3] - 4) % 195
@@ -128,7 +130,7 @@ def test_documents_do_not_influence_one_another(
 
 
 def test_the_comparison_can_fail(model: Any, packed_ids: Tensor, documents: list[Row]) -> None:
-    """With bounds of rows alone, or without restarting positions, document 2 comes out wrong."""
+    """Break it: with bounds of rows only, or positions that go on, document 2 is wrong."""
     packing = packed(packed_ids)
     first, second = len(documents[0][0]), len(documents[0][1])
     here = slice(first, first + second)
@@ -148,15 +150,15 @@ def test_the_comparison_can_fail(model: Any, packed_ids: Tensor, documents: list
 
 
 def with_sdpa(model: Any) -> Any:
-    """The same weights under Transformers' own attention."""
+    """Return a model with the same weights and Transformers' attention."""
     other = type(model)(type(model.config).from_dict(model.config.to_dict()))
     other.set_attn_implementation("sdpa")
     other.load_state_dict(model.state_dict())
     return other.train(model.training)
 
 
-def test_training_is_that_with_the_mask_under_sdpa(model: Any, packed_ids: Tensor) -> None:
-    """All gradients of a trunk, dropout 0."""
+def test_gradients_equal_those_of_sdpa_with_a_mask(model: Any, packed_ids: Tensor) -> None:
+    """Compare all gradients of an encoder without dropout."""
     packing = packed(packed_ids)
     mask = block_diagonal_mask(packing.cu_seqlens, *packed_ids.shape)
     other = with_sdpa(model)
@@ -177,8 +179,8 @@ def test_training_is_that_with_the_mask_under_sdpa(model: Any, packed_ids: Tenso
     assert compared > 20
 
 
-def test_plain_use_is_sdpa(model: Any, packed_ids: Tensor) -> None:
-    """No mask, padding masks (of which one pads nothing) and a 4-D mask: the same bits."""
+def test_without_bounds_it_is_sdpa(model: Any, packed_ids: Tensor) -> None:
+    """Compare without mask, with padding masks (one without padding) and with a 4-D mask."""
     other, ids = with_sdpa(model), packed_ids.clamp(min=1)
     padding = torch.ones_like(ids)
     padding[0, 20:] = padding[2, 5:] = 0
@@ -192,7 +194,7 @@ def test_plain_use_is_sdpa(model: Any, packed_ids: Tensor) -> None:
     assert not torch.equal(outputs[0], outputs[1])  # the mask was heeded
 
 
-def test_a_mask_beside_the_bounds_is_refused(model: Any, packed_ids: Tensor) -> None:
+def test_a_mask_together_with_bounds_is_refused(model: Any, packed_ids: Tensor) -> None:
     bounds = packed(packed_ids).cu_seqlens
     with pytest.raises(ValueError, match="not both"):
         model(packed_ids, attention_mask=packed_ids > 0, cu_seqlens=bounds)
@@ -203,7 +205,7 @@ def test_a_model_with_another_attention_is_refused(model: Any, packed_ids: Tenso
         last_hidden_state(with_sdpa(model), packed_ids, packed(packed_ids))
 
 
-def test_nothing_of_it_is_saved(model: Any, tmp_path: Path) -> None:
+def test_a_saved_model_does_not_name_this_attention(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "ours")
     with_sdpa(model).save_pretrained(tmp_path / "theirs")
     ours = (tmp_path / "ours" / "config.json").read_text(encoding="utf-8")
@@ -212,7 +214,7 @@ def test_nothing_of_it_is_saved(model: Any, tmp_path: Path) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Notes what makes a tensor of `shape`, and what reads values back to the host."""
+    """Record operators that make a tensor of `shape` or read values back to the host."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -228,8 +230,8 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def test_no_mask_and_no_wait_on_a_gpu(model: Any, packed_ids: Tensor) -> None:
-    """On the meta device, which goes a GPU's way and refuses to be read back."""
+def test_no_mask_and_no_sync_on_a_gpu(model: Any, packed_ids: Tensor) -> None:
+    """Run on the meta device, which uses a GPU's kernels and refuses a read."""
     packing = Packing(*(t.to("meta") for t in packed(packed_ids)))
     on_meta, ids = model.to("meta").bfloat16().train(), packed_ids.to("meta")
     with Watch((3, 1, 32, 32)) as watch:

@@ -1,4 +1,4 @@
-"""Attention within segments against plain formulas, gradients and dropout included."""
+"""Compare attention within documents with plain formulas, with gradients and dropout."""
 
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,7 @@ SCALE = 0.4
 
 
 def inputs(*, heads: int = 3, width: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Query, key, value and the output's gradient, [B, L, H, D] seen as [B, H, L, D]."""
+    """Draw query, key, value and the output's gradient: [B, H, L, D] views of [B, L, H, D]."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(2, 24, heads, width, generator=generator) for _ in range(4)]
     q, k, v, grad = (t.to(dtype) for t in drawn)
@@ -29,13 +29,13 @@ def bounds(device: str = "cpu") -> Tensor:
 
 
 def with_gradients(output: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """The output [B, L, H, D] and the gradients of query, key and value."""
+    """Return the output [B, L, H, D] and the gradients of query, key and value."""
     *leaves, grad = tensors
     return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
 
 
 def naive(tensors: list[Tensor], kept: list[Tensor] | None = None, keep: float = 1.0) -> Tensor:
-    """A document after the other, by the formula; `kept` [H, n, n] of each."""
+    """Compute each document by the formula; `kept` [H, n, n] of each."""
     q, k, v = (t.transpose(1, 2).flatten(0, 1).transpose(0, 1) for t in tensors[:3])  # [H, N, D]
     outputs = []
     spans = [(a, b) for a, b in pairwise(BOUNDS) if b > a]
@@ -69,8 +69,10 @@ def test_output_and_gradients_are_those_of_the_formula(
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
-def test_with_dropout_as_well_given_what_was_dropped(dtype: torch.dtype, bound: float) -> None:
-    """The same numbers drawn again say what was kept."""
+def test_dropout_matches_the_formula_with_the_same_numbers(
+    dtype: torch.dtype, bound: float
+) -> None:
+    """Draw the same numbers again to know what was kept."""
     tensors, levels = inputs(dtype=dtype), drop_levels(0.3)
     torch.manual_seed(3)
     found = with_gradients(by_document(*tensors[:3], bounds(), 0.3, SCALE), tensors)
@@ -94,8 +96,8 @@ def test_gradcheck(dropout: float) -> None:
     assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
 
 
-def test_half_precision_is_not_lost_on_what_all_keys_share() -> None:
-    """Probabilities are the same whatever is added to all keys; large scores in bf16 are not."""
+def test_a_common_part_of_all_keys_costs_no_precision() -> None:
+    """Add a vector to all keys: probabilities do not change, but scores in bf16 do."""
     tensors = inputs(heads=2, width=16, dtype=torch.bfloat16)
     tensors[1] = (tensors[1] + 16).detach()
     tensors[0] = (tensors[0] + 1).detach()
@@ -113,7 +115,7 @@ def test_half_precision_is_not_lost_on_what_all_keys_share() -> None:
 def test_the_same_state_of_the_generator_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However many heads are done at a time, which is the number of threads' to say."""
+    """Check it for several numbers of heads at a time, which depends on the threads."""
     tensors = inputs()
     torch.manual_seed(1)
     found = with_gradients(by_document(*tensors[:3], bounds(), 0.1, SCALE), tensors)
@@ -138,7 +140,7 @@ def test_without_dropout_nothing_is_drawn() -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_mean_over_draws_is_the_output_without() -> None:
+def test_the_mean_over_dropout_is_the_output_without_dropout() -> None:
     q, k, v, _ = (t.detach() for t in inputs(heads=2, width=4, dtype=torch.float32))
     torch.manual_seed(0)
     drawn = torch.stack([by_document(q, k, v, bounds(), 0.1, SCALE) for _ in range(500)]).double()
@@ -149,7 +151,7 @@ def test_the_mean_over_draws_is_the_output_without() -> None:
 
 
 @pytest.mark.parametrize("dropout", [1e-7, 0.9999999])
-def test_rates_at_the_ends(dropout: float) -> None:
+def test_dropout_rates_near_0_and_1_stay_finite(dropout: float) -> None:
     tensors = inputs()
     assert all(
         t.isfinite().all()
@@ -157,8 +159,8 @@ def test_rates_at_the_ends(dropout: float) -> None:
     )
 
 
-def test_what_is_not_a_number_is_not_hidden() -> None:
-    """A run must see it, dropped or not."""
+def test_nan_is_not_hidden() -> None:
+    """Check that a NaN reaches the output also where it is dropped."""
     tensors = inputs()
     with torch.no_grad():
         tensors[0][0, 1, 10] = float("nan")
@@ -191,8 +193,8 @@ def test_autocast_computes_in_half_precision_as_sdpa_does() -> None:
         assert relative(ours, theirs) < 2e-2
 
 
-def test_compiling_goes_around_it() -> None:
-    """Graphs before and after, which hold for segments of any lengths."""
+def test_compiled_graphs_break_at_the_cpu_kernel() -> None:
+    """Check that the graphs before and after are valid for any lengths of documents."""
     graphs, counts = [], []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -248,7 +250,7 @@ def test_which_kernel_is_used_on_which_gpu(
 
 
 def test_the_operators_take_these_arguments() -> None:
-    """On the meta device: shapes and dtypes of what comes back, forward and backward."""
+    """Check shapes and dtypes of forward and backward on the meta device."""
     tensors = [t.detach().to("meta").requires_grad_() for t in inputs(dtype=torch.bfloat16)]
     for attend in (flash, memory_efficient):
         output = attend(*tensors[:3], bounds("meta"), 0.1, SCALE)
@@ -263,8 +265,8 @@ def test_the_operators_take_these_arguments() -> None:
 @pytest.mark.parametrize("width", [8, 64, 192])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("attend", [flash, memory_efficient, masked])
-def test_a_gpus_kernels(attend: Any, dtype: torch.dtype, width: int) -> None:
-    """Against the formula; with dropout, whether backward dropped what forward did.
+def test_the_kernels_of_a_gpu(attend: Any, dtype: torch.dtype, width: int) -> None:
+    """Compare with the formula; with dropout, check that backward drops what forward dropped.
 
     For a given draw the output is linear in the values, so <d values, values> = <d out, out>.
     """

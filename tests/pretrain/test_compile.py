@@ -1,4 +1,4 @@
-"""Compiled trunks and a compiled head: the same run, few compilations, nothing new in files."""
+"""Check compiled encoders and LM head: the same run, few compilations, the same files."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cache of the tests' own, and a process that has compiled nothing yet."""
+    """Provide a cache for the tests only, and reset compiled functions."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     torch._dynamo.reset()
@@ -47,7 +47,7 @@ def compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def graphs() -> int:
-    """How many were compiled since the test began."""
+    """Return the number of graphs compiled since the test began."""
     return counters["stats"]["unique_graphs"]
 
 
@@ -59,7 +59,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 def naive(
     student: Projection, teacher: Projection, labels: Tensor, terms: list[VocabularyTerm], n: int
 ) -> list[Tensor]:
-    """Sums from full logits, written from the formulas."""
+    """Compute the sums from full logits by the formulas."""
     s = student.hidden_ND[:n] @ student.weight_VD.T + student.bias_V
     t = teacher.hidden_ND[:n] @ teacher.weight_VD.T + teacher.bias_V
     p = (t / 2).softmax(-1)
@@ -147,7 +147,7 @@ def settings(
 
 
 class Listener(metrics.Silent):
-    """Keeps what is said, and after each step how many graphs were compiled."""
+    """Record messages, and after each step the number of compiled graphs."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -191,7 +191,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-def test_a_compiled_run_is_the_usual_one_and_compiles_at_its_first_step_alone(
+def test_a_compiled_run_equals_the_uncompiled_one_and_compiles_once(
     settings: Callable[..., dict[str, Any]],
 ) -> None:
     usual, fast = settings("usual"), settings("fast", compile=True)
@@ -206,7 +206,7 @@ def test_a_compiled_run_is_the_usual_one_and_compiles_at_its_first_step_alone(
 
 
 @pytest.mark.slow
-def test_an_interrupted_compiled_run_is_bitwise_the_undisturbed_one(
+def test_an_interrupted_compiled_run_is_identical_to_the_uninterrupted_one(
     settings: Callable[..., dict[str, Any]],
 ) -> None:
     """With dropout, other rows at the first compilation, and evaluations in between."""
@@ -229,7 +229,7 @@ def test_an_interrupted_compiled_run_is_bitwise_the_undisturbed_one(
 def test_compiled_gradients_have_the_same_bits_every_time_with_several_threads(
     tiny_distilbert: Callable[..., Any], tiny_bert: Callable[..., Any]
 ) -> None:
-    """Many threads, few words: the compiler's own gradient of an embedding is a race."""
+    """Use many threads and few tokens: the compiler's gradient of an embedding is a race."""
     teacher = tiny_bert().requires_grad_(False)
     terms = DistilBert(kl=0, mlm=0).terms()
     student = tiny_distilbert()

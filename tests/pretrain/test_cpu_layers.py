@@ -1,4 +1,4 @@
-"""Layers on the CPU: against fp64, against torch's own, and the numbers dropout draws."""
+"""Compare CPU layers with fp64 and with torch's, and check the numbers of dropout."""
 
 import copy
 from collections.abc import Callable
@@ -31,7 +31,7 @@ needs_onednn = pytest.mark.skipif(
 
 
 class Called(TorchDispatchMode):
-    """The operators that are called."""
+    """Record the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Called(TorchDispatchMode):
 
 
 def layers(*, width: int = 48, out: int = 80, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
-    """torch's and ours, of the same weights."""
+    """Return torch's layer and ours with the same weights."""
     torch.manual_seed(0)
     theirs = nn.Linear(width, out, bias=bias)
     ours = copy.deepcopy(theirs)
@@ -64,7 +64,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 48), (2, 5, 48), (1, 48), (48,), (2, 0, 48)])
 def test_a_linear_layer_in_fp64(shape: tuple[int, ...], bias: bool) -> None:
-    """Output and all gradients, relative to the largest entry, no further away than torch's own."""
+    """Compare output and gradients with fp64: the error is no larger than torch's."""
     theirs, ours = layers(bias=bias)
     torch.manual_seed(1)
     input, grad = torch.randn(shape), torch.randn(*shape[:-1], 80)
@@ -98,8 +98,8 @@ def test_inputs_and_gradients_need_not_be_contiguous() -> None:
 
 @needs_onednn
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch's, on setting any flag of oneDNN
-def test_who_makes_the_product() -> None:
-    """oneDNN in fp32, forward and back, with a gradient and without; torch in anything else."""
+def test_onednn_computes_fp32_products() -> None:
+    """Check oneDNN in fp32, forward and backward, with gradient and without; torch otherwise."""
     _, layer = layers()
     x = torch.randn(3, 48, requires_grad=True)
     name = "mkldnn._linear_pointwise.default"
@@ -123,7 +123,7 @@ def test_who_makes_the_product() -> None:
 
 
 def test_errors_are_torch_s_own() -> None:
-    """Which name shapes and dtypes."""
+    """Check errors that name shapes and dtypes."""
     for theirs, input in (
         (nn.Linear(8, 3), torch.ones(2, 9)),
         (nn.Linear(8, 3), torch.ones(2, 8, dtype=torch.float64)),
@@ -154,7 +154,7 @@ def test_models_keep_parameters_names_and_results(
     tiny_bert: Callable[..., BertForMaskedLM],
     tiny_distilbert: Callable[..., DistilBertForMaskedLM],
 ) -> None:
-    """And the twin of the usual step has torch's layers around the same parameters."""
+    """Check also that the baseline's copy has torch's layers with the same parameters."""
     student, teacher = tiny_distilbert(), tiny_bert()
     before = {name: id(tensor) for name, tensor in student.named_parameters()}
     plain = copy.deepcopy(student)
@@ -178,8 +178,8 @@ def test_models_keep_parameters_names_and_results(
 # Dropout
 
 
-def test_dropout_is_torch_s_in_law() -> None:
-    """0 or x / (1 - p), the mean the input; the gradient what was kept; nothing in evaluation."""
+def test_dropout_has_torch_s_distribution() -> None:
+    """Check 0 or x / (1 - p) with the input as mean, its gradient, and evaluation."""
     layer = nn.Dropout(0.1)
     use_cpu_layers(layer)
     assert type(layer) is Dropout
@@ -210,13 +210,13 @@ def test_dropout_follows_torch_s_generator() -> None:
 
 
 @pytest.mark.parametrize(("p", "value"), [(0.0, 1.0), (1.0, 0.0)])
-def test_all_or_nothing_draws_nothing(p: float, value: float) -> None:
+def test_dropout_of_0_and_1_draws_nothing(p: float, value: float) -> None:
     before = torch.get_rng_state()
     assert torch.equal(Dropout(p)(torch.ones(5)), torch.full((5,), value))
     assert p == 1 or torch.equal(torch.get_rng_state(), before)
 
 
-def test_dropout_elsewhere_is_torch_s_own() -> None:
+def test_dropout_on_other_devices_is_torch_s() -> None:
     x = torch.ones(1000, device="meta")
     with Called() as called:
         assert Dropout(0.5)(x).device.type == "meta"

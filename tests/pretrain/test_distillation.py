@@ -1,7 +1,7 @@
-"""The whole objective on packed rows against each document alone, full logits, autograd, fp64.
+"""Compare the objective on packed rows with documents alone, full logits, autograd, fp64.
 
-The comparison runs every document through Transformers' own forward, without packing, padding or
-masks, and writes the paper's means out.
+The reference runs every document through Transformers' own forward, without packing, padding or
+masks, and computes the means of the paper.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Expected(NamedTuple):
 
 @pytest.fixture(scope="module")
 def batch(packed_ids: Tensor) -> MicroBatch:
-    """`packed_ids` corrupted; a fifth is predicted, so the fullest row has slots to spare."""
+    """Mask a fifth of `packed_ids`, so that even the fullest row has unused slots."""
     masking = Masking(0.2, (0, 1, 2, 3, 4), mask_id=4, vocab_size=200, seed=3)
     result = masking(packed_ids, torch.zeros(3, dtype=torch.int64), torch.arange(3))
     assert (result.labels == -100).any() and (result.input_ids != packed_ids).any()
@@ -56,7 +56,7 @@ def module(models: Sequence[Any], objective: DistilBert) -> Distillation:
 
 
 def coefficients(distillation: Distillation, batch: MicroBatch) -> Tensor:
-    """weight / count: the loss is then the weighted sum of means."""
+    """Return weight / count, which makes the loss the weighted sum of means."""
     counts = {"tokens": batch.num_tokens, "masked": batch.num_masked}
     values = [term.weight / counts[term.over] for term in distillation.terms]
     return torch.tensor(values, dtype=torch.float64)
@@ -65,7 +65,7 @@ def coefficients(distillation: Distillation, batch: MicroBatch) -> Tensor:
 def expected(
     models: Sequence[Any], batch: MicroBatch, documents: Sequence[Row], objective: DistilBert
 ) -> Expected:
-    """Means over all tokens or masked ones, document by document."""
+    """Compute means over all tokens or masked ones, document by document."""
     student, teacher = models
     t = objective.temperature
     labels = torch.full_like(batch.input_ids, -100)
@@ -114,7 +114,7 @@ def weights(objective: DistilBert) -> dict[str, float]:
 def check_gradients(
     student: DistilBertForMaskedLM, expected: dict[str, Tensor], tolerance: float
 ) -> None:
-    """Relative to each parameter's largest entry; where the true gradient is 0, to all of them."""
+    """Compare relative to each parameter's largest entry, or to all where that is 0."""
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     assert largest > 0.1
     for name, parameter in student.named_parameters():
@@ -191,7 +191,7 @@ def test_the_tied_embedding_gets_both_gradients(
         torch.testing.assert_close(gradient[word], exact[word], rtol=1e-9, atol=1e-12)
 
 
-def test_fp32_and_autocast_come_near(
+def test_fp32_and_autocast_are_close_to_fp64(
     tiny_bert: Callable[..., BertForMaskedLM],
     tiny_distilbert: Callable[..., DistilBertForMaskedLM],
     batch: MicroBatch,
@@ -234,7 +234,7 @@ def test_no_gradient_under_no_grad(
 def test_micro_batches_sum_to_the_batch(
     models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: MicroBatch, documents: list[Row]
 ) -> None:
-    """Rows one by one, with the whole step's counts: a token weighs the same in any batch."""
+    """Run rows one by one with the whole step's counts: every token has the same weight."""
     reference = expected(models, batch, documents, DistilBert())
     distillation = module(models, DistilBert())
     factors = coefficients(distillation, batch)

@@ -1,4 +1,4 @@
-"""Held-out figures against a plain loop: a row at a time, full logits, explicit counting."""
+"""Compare validation figures with a plain loop: one row at a time, full logits."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from pretrain.kernels.attention import block_diagonal_mask, find_documents
 from pretrain.model.distillation import micro_batch
 
 
-def test_the_figures_are_those_of_a_plain_loop(
+def test_the_figures_equal_those_of_a_plain_loop(
     corpus: Path,
     tiny_bert: Callable[..., BertForMaskedLM],
     tiny_distilbert: Callable[..., DistilBertForMaskedLM],
@@ -75,7 +75,7 @@ def test_the_student_is_left_in_training_mode(
 def test_a_run_made_before_in_the_same_process_does_not_change_the_figures(
     corpus: Path, save_teacher: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Accelerate keeps a process's first precision: the demo evaluates after it trained."""
+    """Evaluate after training: accelerate keeps the first precision of a process."""
     save_teacher(tmp_path)
     found = []
     for precision in ("no", "bf16"):

@@ -1,4 +1,4 @@
-"""The export: what `transformers` reads back, what the card says, and what is refused."""
+"""Check the export: the model that `transformers` loads, the card, and refusals."""
 
 import copy
 import shutil
@@ -37,7 +37,7 @@ def finished(
     corpus: Path,
     save_teacher: Callable[..., BertForMaskedLM],
 ) -> Path:
-    """The folder of a run of three steps."""
+    """Return the folder of a run of three steps."""
     folder = tmp_path_factory.mktemp("finished")
     save_teacher(folder / "teacher")
     run = {
@@ -58,7 +58,7 @@ def finished(
     return folder / "run"
 
 
-def test_it_is_the_student_that_was_trained(finished: Path, tmp_path: Path) -> None:
+def test_the_export_has_the_trained_weights(finished: Path, tmp_path: Path) -> None:
     done = export(finished, tmp_path / "exported", pytest.fail)
     assert (done.architecture, done.step) == ("DistilBertForMaskedLM", 3)
     assert done.difference <= 1e-5
@@ -72,9 +72,7 @@ def test_it_is_the_student_that_was_trained(finished: Path, tmp_path: Path) -> N
         assert torch.equal(trained(ids).logits, exported(ids).logits)
 
 
-def test_the_tokenizer_travels_with_it(
-    finished: Path, tmp_path: Path, vocabulary: list[str]
-) -> None:
+def test_the_tokenizer_is_exported(finished: Path, tmp_path: Path, vocabulary: list[str]) -> None:
     export(finished, tmp_path / "exported", pytest.fail)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     ids = tokenizer(f"{vocabulary[7]} {vocabulary[150]}")["input_ids"]
@@ -84,7 +82,7 @@ def test_the_tokenizer_travels_with_it(
     assert answers[0]["token_str"] in vocabulary
 
 
-def test_the_card_says_what_was_measured_and_no_path(finished: Path, tmp_path: Path) -> None:
+def test_the_card_has_measured_figures_and_no_path(finished: Path, tmp_path: Path) -> None:
     export(finished, tmp_path / "exported", pytest.fail)
     text = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
     card = ModelCard(text)
@@ -121,7 +119,7 @@ TRIPLE += "masked tokens + 1 x cosine distance of the last hidden states"
     ],
     ids=["published", "without KL", "another temperature", "MLM alone", "mlm"],
 )
-def test_the_card_says_what_was_trained(
+def test_the_card_names_the_objective(
     finished: Path, objective: dict[str, Any], said: str, published: bool
 ) -> None:
     saved = checkpoint.newest(finished / "checkpoints", pytest.fail)
@@ -153,7 +151,7 @@ def test_a_taken_folder_and_a_run_without_checkpoint_are_refused(
 
 @pytest.fixture
 def rotating(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that saves step 3, and removes step 2, as soon as step 2 is being loaded."""
+    """Return a run that saves step 3 and removes step 2 while step 2 is being loaded."""
     run = tmp_path / "rotating"
     shutil.copytree(finished, run)
     checkpoints = run / "checkpoints"

@@ -1,4 +1,4 @@
-"""A student of BERT-base is, on disk, what `distilbert-base-uncased` is."""
+"""Check that a student of BERT-base has the files of `distilbert-base-uncased`."""
 
 import json
 import struct
@@ -29,7 +29,7 @@ def folder(student: DistilBertForMaskedLM, tmp_path_factory: pytest.TempPathFact
 
 
 def names() -> set[str]:
-    """The 105 tensors of the published file."""
+    """Return the names of the 105 tensors of the published file."""
     pairs = ["distilbert.embeddings.LayerNorm", "vocab_transform", "vocab_layer_norm"]
     for layer in range(6):
         prefix = f"distilbert.transformer.layer.{layer}."

@@ -102,7 +102,7 @@ def test_the_loss_curve_is_the_committed_one(tmp_path: Path) -> None:
     )
 
 
-def test_the_same_machine_repeats_it_exactly(tmp_path: Path) -> None:
+def test_the_curve_is_identical_on_the_same_machine(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     assert curve(tmp_path / "one") == curve(tmp_path / "two")
 

@@ -1,4 +1,4 @@
-"""A half-precision run keeps its frozen teacher in half precision, and nothing else changes."""
+"""Check that a half-precision run keeps its teacher in half precision, with equal results."""
 
 import json
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def batch(packed_ids: Tensor) -> MicroBatch:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """The runs that `train` built."""
+    """Return the runs that `train` built."""
     found: list[Run] = []
 
     def keeping(*arguments: Any, **keywords: Any) -> Run:
@@ -71,7 +71,7 @@ def state(values: dict[str, Any], step: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
 )
-def test_its_dtype_is_the_runs_and_its_digest_the_folders(
+def test_the_teacher_has_the_runs_dtype_and_the_digest_of_its_folder(
     precision: str,
     dtype: torch.dtype,
     settings: dict[str, Any],
@@ -96,12 +96,12 @@ def test_its_dtype_is_the_runs_and_its_digest_the_folders(
         assert run.state.evaluation["kl"] > 0
 
 
-def test_a_step_with_it_is_near_the_exact_one(
+def test_a_step_with_a_half_teacher_is_close_to_fp64(
     tiny_bert: Callable[..., BertForMaskedLM],
     tiny_distilbert: Callable[..., DistilBertForMaskedLM],
     batch: MicroBatch,
 ) -> None:
-    """Loss, terms and gradient within 2e-2 of fp64; most of that is the student's autocast."""
+    """Compare with fp64 to 2e-2; most of the error is the student's autocast."""
     objective = DistilBert()
 
     def step(
@@ -124,7 +124,7 @@ def test_a_step_with_it_is_near_the_exact_one(
         assert 0 < (gradient - true).norm() <= tolerance * true.norm()
 
 
-def test_nothing_of_it_is_cast_at_a_step(
+def test_the_teacher_is_not_cast_during_a_step(
     tiny_bert: Callable[..., BertForMaskedLM],
     tiny_distilbert: Callable[..., DistilBertForMaskedLM],
     batch: MicroBatch,
@@ -140,7 +140,7 @@ def test_nothing_of_it_is_cast_at_a_step(
 
 
 class Casts(TorchDispatchMode):
-    """Counts casts between precisions."""
+    """Count casts between precisions."""
 
     number = 0
 
@@ -154,7 +154,7 @@ class Casts(TorchDispatchMode):
         return result
 
 
-def test_evaluation_alone_stays_in_fp32(
+def test_evaluate_folder_computes_in_fp32(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     train(RunConfig.model_validate(settings))

@@ -1,4 +1,4 @@
-"""The chunked vocabulary head against full logits and autograd, fp64."""
+"""Compare the chunked LM head with full logits and autograd in fp64."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def projections(dtype: torch.dtype = torch.float64) -> tuple[Projection, Projection]:
-    """A student whose tensors want gradients, and a teacher."""
+    """Return a student that requires gradients, and a teacher."""
     student = Projection(draw(0, N, D).to(dtype), draw(1, V, D).to(dtype), draw(2, V).to(dtype))
     teacher = Projection(draw(3, N, D).to(dtype), draw(4, V, D).to(dtype), draw(5, V).to(dtype))
     for tensor in student:
@@ -31,7 +31,7 @@ def projections(dtype: torch.dtype = torch.float64) -> tuple[Projection, Project
 
 
 def some_labels() -> Tensor:
-    """Of the first nine positions; the third has none after all."""
+    """Return labels of the first nine positions; the third is -100."""
     labels = torch.arange(9) * 6 + 1
     labels[2] = -100
     return labels
@@ -49,7 +49,7 @@ def naive_sums(
     terms: Sequence[VocabularyTerm],
     t: float = 2.0,
 ) -> list[Tensor]:
-    """The sums from full logits, written from the formulas and not from `objectives/terms.py`."""
+    """Compute the sums from full logits, by formulas independent of `objectives/terms.py`."""
 
     def log_softmax(x: Tensor) -> Tensor:
         return x - x.exp().sum(-1, keepdim=True).log()
@@ -75,7 +75,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 36, 37, 38, 512])
 @pytest.mark.parametrize("kl_positions", ["all", "masked"])
-def test_chunks_give_what_full_logits_give(
+def test_chunks_equal_full_logits(
     chunk: int, kl_positions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(vocabulary.CHUNK, "cpu", chunk)
@@ -130,7 +130,7 @@ def test_masked_language_model_objective() -> None:
 
 @pytest.mark.parametrize("kl_positions", ["all", "masked"])
 def test_the_fused_losses_are_the_terms_own_formulas(kl_positions: str) -> None:
-    """Values and gradients of each closed form against the term's formula and autograd, fp64."""
+    """Compare each closed form with the term's formula and autograd in fp64."""
     fused = logit_terms(kl_positions=kl_positions)
     plain = [term._replace(fused=None) for term in fused]
     coefficients = torch.tensor(COEFFICIENTS, dtype=torch.float64)
@@ -187,7 +187,7 @@ def test_autocast_rounds_neither_the_loss_nor_its_scale(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("labelled", [0, 1, 9])
-def test_positions_behind_the_labels_cost_a_cross_entropy_nothing(
+def test_cross_entropy_is_not_computed_after_the_labels(
     labelled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(closed_form._BLOCK, "cpu", 4 * V)
@@ -209,7 +209,7 @@ def test_positions_behind_the_labels_cost_a_cross_entropy_nothing(
 
 
 def test_a_gradient_beyond_the_range_of_fp16() -> None:
-    """A frequent word's sum over a chunk: 3,000 positions that all miss the same label."""
+    """Sum over a chunk for a frequent token: 3,000 positions that all miss the same label."""
     labels = torch.full((3000,), 7)
     gradients = []
     for dtype in (torch.float64, torch.float16):
@@ -247,7 +247,7 @@ def test_a_frozen_student_gets_values_and_no_gradient() -> None:
 
 
 def test_gradients_accumulate_over_two_calls() -> None:
-    """Two micro-batches give the sum of their gradients, as autograd would."""
+    """Check that two micro-batches add up their gradients."""
     terms = logit_terms()
     labels = some_labels()
     student, teacher = projections()

@@ -1,4 +1,4 @@
-"""The Triton kernel against the formulas in fp64: on a GPU where there is one, else interpreted."""
+"""Compare the Triton kernel with the formulas in fp64, on a GPU or interpreted."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Call = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def call() -> Iterator[Call]:
-    """Calls a function of this module where the kernel runs.
+    """Return a function that calls one of this module where the kernel runs.
 
-    Triton reads TRITON_INTERPRET when it is imported, and whoever else uses Triton here (such as
-    torch.compile) wants it without: so another process has it.
+    Triton reads TRITON_INTERPRET when it is imported, and other users of Triton in this process
+    (torch.compile) need it unset: so the call is made in another process.
     """
     if ON_GPU:
         yield lambda work, *arguments: work(*arguments)
@@ -57,7 +57,7 @@ def call() -> Iterator[Call]:
 
 
 def _narrow_programs() -> None:
-    """64 words a step instead of 4,096: small vocabularies then have several, and a tail."""
+    """Take 64 tokens per step instead of 4,096: small vocabularies have several and a rest."""
     from pretrain.kernels.head import triton_kernel
 
     torch.set_num_threads(1)
@@ -70,7 +70,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def tile(values: Tensor, dtype: torch.dtype, padding: int) -> Tensor:
-    """The values on the device, in rows that are further apart than they are long."""
+    """Return the values on the device, with a stride larger than the row."""
     n, width = values.shape
     room = torch.full((n, width + padding), float("nan"), dtype=dtype, device=DEVICE)
     room[:, :width] = values
@@ -78,7 +78,7 @@ def tile(values: Tensor, dtype: torch.dtype, padding: int) -> Tensor:
 
 
 def exact(s: Tensor, t: Tensor, labels: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
-    """(KL [n], cross-entropy [m], gradient of their weighted sum [n, V]) from the definitions."""
+    """Return (KL [n], cross-entropy [m], gradient of their weighted sum [n, V]) in fp64."""
 
     def softmax(x: Tensor) -> Tensor:
         powers = (x - x.max(-1, keepdim=True).values).exp()
@@ -102,7 +102,7 @@ def exact(s: Tensor, t: Tensor, labels: Tensor, weights: Weights) -> tuple[Tenso
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest number."""
+    """Return the largest difference relative to the largest number."""
     difference = (found.double().cpu() - expected).abs().max()
     return (difference / expected.abs().max()).item()
 
@@ -110,7 +110,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 def kernel_errors(
     dtype: torch.dtype, vocabulary: int, kl: bool, ce: bool, with_gradient: bool
 ) -> dict[str, float]:
-    """The kernel's errors on seven rows, four with a label (one of them -100), one of weight 0."""
+    """Return the kernel's errors on seven rows: four with a label, one of weight 0."""
     from pretrain.kernels.head.triton_kernel import losses_and_gradient
 
     n, m = 7, 4
@@ -171,7 +171,7 @@ def test_a_term_alone_and_no_gradient(call: Call, kl: bool, ce: bool, with_gradi
 
 
 def similar_logits(distance: float) -> tuple[float, float, float]:
-    """(true KL, absolute error, gradient's error) of a student that is near its teacher."""
+    """Return (true KL, absolute error, gradient's error) of a student close to its teacher."""
     from pretrain.kernels.head.triton_kernel import losses_and_gradient
 
     t = tile(3 * draw(0, 4, 300), torch.float32, 0)
@@ -187,7 +187,7 @@ def similar_logits(distance: float) -> tuple[float, float, float]:
 
 @needs_triton
 def test_similar_logits(call: Call) -> None:
-    """What is left of large numbers that cancel: 1e-6 T^2, a thousandth of a KL of T^2 1e-3."""
+    """Check the error after cancellation: 1e-6 T^2, a thousandth of a KL of T^2 1e-3."""
     for distance in (0.1, 0.03, 0.01):
         kl, absolute, _ = call(similar_logits, distance)
         assert kl < 0.02 and absolute < 1e-6 * TEMPERATURE**2
@@ -198,7 +198,7 @@ def test_similar_logits(call: Call) -> None:
 def head(
     kl_over: Count, dtype: torch.dtype, backend: Backend, num_labels: int
 ) -> tuple[Tensor, ...]:
-    """(loss, sums, gradients of hidden states, weight and bias) of a head with 13 positions."""
+    """Return (loss, sums, gradients of hidden states, weight, bias) for 13 positions."""
     positions, width, vocabulary = 13, 8, 150
     shapes = (positions, width), (vocabulary, width), (vocabulary,)
     student, teacher = (
@@ -218,7 +218,7 @@ def head(
 
 
 def head_errors(kl_over: Count, dtype: torch.dtype, num_labels: int, chunk: int) -> list[float]:
-    """The head's errors with the kernel, against plain torch in fp64."""
+    """Return the errors of the head with the kernel, compared with plain torch in fp64."""
     from pretrain.kernels.head import vocabulary
 
     with pytest.MonkeyPatch.context() as patch:

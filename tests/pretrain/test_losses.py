@@ -1,4 +1,4 @@
-"""The losses against their formulas in numpy, fp64."""
+"""Compare the losses with their formulas in numpy, fp64."""
 
 import math
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def compare(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    """Values and the gradient of their weighted sum, relative to the largest entry."""
+    """Compare values and the gradient of their weighted sum, relative to the largest entry."""
     x = torch.from_numpy(inputs).to(dtype).requires_grad_()
     values = loss(x)
     weights = torch.arange(1, len(inputs) + 1, dtype=values.dtype)
@@ -153,7 +153,7 @@ def test_enormous_logits_stay_finite(dtype: torch.dtype) -> None:
 
 
 def test_low_precision_inputs_are_computed_in_fp32() -> None:
-    """Only the inputs' rounding may be lost: a bf16 softmax would be off by a percent."""
+    """Check that only the inputs are rounded: a bf16 softmax would be off by a percent."""
     student = torch.from_numpy(draw(8, N, 4096)).bfloat16()
     teacher = torch.from_numpy(draw(9, N, 4096)).bfloat16()
     exact, _ = kl_formula(student.double().numpy(), teacher.double().numpy(), 2.0)
@@ -162,7 +162,7 @@ def test_low_precision_inputs_are_computed_in_fp32() -> None:
     np.testing.assert_allclose(found.numpy(), exact, rtol=1e-4)
 
 
-def test_counts_of_likeliest_words() -> None:
+def test_is_correct() -> None:
     student = torch.tensor([[0.0, 2.0, 1.0], [5.0, 0.0, 1.0], [0.0, 1.0, 2.0]])
     teacher = torch.tensor([[0.0, 1.0, 0.5], [0.0, 5.0, 1.0], [3.0, 1.0, 4.0]])
     assert is_correct(student, torch.tensor([1, 1, 2])).tolist() == [1.0, 0.0, 1.0]

@@ -1,4 +1,4 @@
-"""Model folders that would take all memory, or block for ever: refused in a line, at once."""
+"""Check that model folders that fill the memory or block are refused in one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROOM = 4 * 2**30  # bytes beyond what this process has
 
 @pytest.fixture
 def limits() -> Iterator[None]:
-    """What blocks, or allocates without end, fails."""
+    """Fail a test that blocks or allocates without end."""
 
     def late(number: int, frame: object) -> None:
         raise TimeoutError("blocked")
@@ -107,7 +107,7 @@ def sparse(name: str, size: int) -> Callable[[Path], None]:
 
 
 def tensor_of_terabytes(folder: Path) -> None:
-    """A header as it should be, and 8 TB of zeros that take no room on the disk."""
+    """Write a valid header and 8 TB of zeros that take no disk space."""
     entry = {"dtype": "F32", "shape": [2**31, 2**10], "data_offsets": [0, 2**43]}
     header = json.dumps({"bert.embeddings.word_embeddings.weight": entry}).encode()
     with (folder / "model.safetensors").open("wb") as file:

@@ -1,4 +1,4 @@
-"""Masking: rates, uniformity, independence of the layout, and the same bits everywhere."""
+"""Check masking: rates, uniformity, independence of the batch, identical bits everywhere."""
 
 import json
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def masked(ids: Ids) -> MaskedRows:
 
 
 def deviations(count: int, trials: int, probability: float) -> float:
-    """How many binomial standard deviations a count is from its expectation."""
+    """Return the distance of a count from its expectation in binomial standard deviations."""
     return (count - trials * probability) / np.sqrt(trials * probability * (1 - probability))
 
 
@@ -73,7 +73,7 @@ def ordinary(ids: Ids) -> NDArray[np.bool_]:
 
 
 def selected(result: MaskedRows, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Which positions are predicted, spread over the row."""
+    """Return a mask [B, L] of the predicted positions."""
     flags = np.zeros(shape, bool)
     for row, (positions, labels) in enumerate(zip(result.positions, result.labels, strict=True)):
         flags[row, positions[labels != IGNORE]] = True
@@ -119,7 +119,7 @@ def test_eighty_ten_ten(ids: Ids, masked: MaskedRows) -> None:
 
 
 def test_random_replacements_are_uniform_over_ordinary_words() -> None:
-    """Chi-square over 194 words, in rows of one word so that the original is known."""
+    """Compute chi-square over 194 tokens, in rows of one token so that the original is known."""
     word, rows = 50, 600
     ids = np.full((rows, 512), word)
     put = UNIFORM(ids, np.zeros(rows, np.int64), np.arange(rows)).input_ids
@@ -147,7 +147,7 @@ def test_selected_positions_are_uniform() -> None:
 @pytest.mark.parametrize("masking", MODES, ids=NAMES)
 @pytest.mark.parametrize("seed", [0, 17, 2**64 - 1])
 def test_numpy_and_torch_give_the_same_bits(masking: Masking, seed: int, ids: Ids) -> None:
-    """200 rows are more than numpy takes at a time."""
+    """Compare 200 rows, more than numpy takes at a time."""
     masking = replace(masking, seed=seed)
     some = ids[:200]
     epochs = np.arange(200) % 3 + 2**20
@@ -165,7 +165,7 @@ def test_numpy_and_torch_give_the_same_bits(masking: Masking, seed: int, ids: Id
 def test_numpy_and_torch_agree_on_rows_of_any_length(
     masking: Masking, length: int, probability: float
 ) -> None:
-    """From one row to more than numpy takes at a time, some of them with hardly a word."""
+    """Compare from one row to more than numpy takes at a time, some with few tokens."""
     masking = replace(masking, probability=probability)
     draw = np.random.default_rng(length)
     for num_rows in (1, 40, 700) if length < 511 else (1, 40):
@@ -179,8 +179,8 @@ def test_numpy_and_torch_agree_on_rows_of_any_length(
 
 
 @pytest.mark.parametrize("masking", MODES, ids=NAMES)
-def test_the_masks_are_what_plain_integers_say(masking: Masking, ids: Ids) -> None:
-    """A row and a position at a time, with Python's integers and `sorted`."""
+def test_masks_equal_a_plain_python_reference(masking: Masking, ids: Ids) -> None:
+    """Compute one position at a time with Python's integers and `sorted`."""
     some, epochs, rows = ids[:5], [0, 1, 2, 2**20, 7], [0, 3, 2**31, 2**32 - 1, 5]
     result = masking(some, np.array(epochs), np.array(rows))
     for i, row in enumerate(some.tolist()):
@@ -211,9 +211,7 @@ def test_the_masks_are_what_plain_integers_say(masking: Masking, ids: Ids) -> No
 
 @pytest.mark.parametrize("masking", MODES, ids=NAMES)
 @pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.int64])
-def test_ids_are_masked_alike_in_the_shards_integers(
-    masking: Masking, kind: type, ids: Ids
-) -> None:
+def test_masks_do_not_depend_on_the_integer_type(masking: Masking, kind: type, ids: Ids) -> None:
     arguments = np.zeros(len(ids), np.int64), np.arange(len(ids))
     expected = masking(ids, *arguments)
     narrow = masking(ids.astype(kind), *arguments)
@@ -227,8 +225,8 @@ def test_ids_are_masked_alike_in_the_shards_integers(
 @pytest.mark.parametrize("spread", [1, 3, 40, 2**32], ids=lambda spread: f"{spread} values")
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0], ids=lambda share: f"{share} selectable")
 @pytest.mark.parametrize("bits", [32, 51])
-def test_of_equal_draws_the_first_goes_first(spread: int, share: float, bits: int) -> None:
-    """numpy and torch against `sorted`, with ties anywhere and rows with too little to select."""
+def test_equal_draws_keep_their_order(spread: int, share: float, bits: int) -> None:
+    """Compare numpy and torch with `sorted`, with ties and rows with too few tokens."""
     make = np.random.default_rng(spread)
     draw = make.integers(0, spread, (30, 64)) << (bits - 32 if spread > 40 else 0)
     draw[0, :40] = 2**32 - 1 if bits == 32 else 2**51 - 2  # the largest: beside the unselectable
@@ -244,14 +242,14 @@ def test_of_equal_draws_the_first_goes_first(spread: int, share: float, bits: in
         assert first_slots(*tensors, count).tolist() == expected
 
 
-def test_rows_of_words_take_the_quick_way() -> None:
+def test_full_rows_use_quick_slots() -> None:
     draw = np.random.default_rng(0).permutation(200 * 64).reshape(200, 64)
     words = np.ones(draw.shape, bool)
     for coarse in (draw.astype(np.uint32), draw << 30):
         assert quick_slots(coarse, words, 10) is not None
 
 
-def test_the_input_is_left_alone(ids: Ids) -> None:
+def test_masking_does_not_change_its_input(ids: Ids) -> None:
     for kind in (np.array, torch.tensor):
         some = kind(ids[:4].tolist())
         UNIFORM(some, kind([0] * 4), kind([0, 1, 2, 3]))
@@ -259,7 +257,7 @@ def test_the_input_is_left_alone(ids: Ids) -> None:
 
 
 @pytest.mark.parametrize("masking", [UNIFORM, SMOOTHED], ids=["uniform", "smoothed"])
-def test_a_row_alone_is_the_row_in_any_batch(masking: Masking, ids: Ids) -> None:
+def test_a_row_has_the_same_mask_in_any_batch(masking: Masking, ids: Ids) -> None:
     epochs, rows = np.arange(20) // 7, np.arange(20) * 11
     whole = masking(ids[:20], epochs, rows)
     shuffled = np.random.default_rng(1).permutation(20)
@@ -272,7 +270,7 @@ def test_a_row_alone_is_the_row_in_any_batch(masking: Masking, ids: Ids) -> None
 
 
 def test_epochs_rows_and_seeds_mask_independently() -> None:
-    """Two masks share a position as often as chance has it: 77 * 77 / 512 of 77."""
+    """Compare with the overlap of two independent masks: 77 * 77 / 512 of 77."""
     ids = np.full((400, 512), 50)
     none, rows = np.zeros(400, np.int64), np.arange(400)
     first = selected(UNIFORM(ids, none, rows), ids.shape)
@@ -292,7 +290,7 @@ def test_epochs_rows_and_seeds_mask_independently() -> None:
 
 
 def test_action_and_replacement_do_not_follow_the_selection() -> None:
-    """Early slots hold the smallest draws: they must be [MASK] as often as late ones."""
+    """Check that early slots, the smallest draws, are [MASK] as often as late ones."""
     ids = np.full((1000, 512), 50)
     result = UNIFORM(ids, np.zeros(1000, np.int64), np.arange(1000))
     put = np.take_along_axis(result.input_ids, result.positions, axis=1)
@@ -300,8 +298,8 @@ def test_action_and_replacement_do_not_follow_the_selection() -> None:
         assert abs(deviations((slots == MASK).sum(), slots.size, 0.8)) < 4
 
 
-def test_smoothed_draws_by_count_to_the_minus_0_7() -> None:
-    """Frequencies of three classes against a naive float Efraimidis-Spirakis race."""
+def test_frequency_weighted_draws_follow_count_to_the_minus_0_7() -> None:
+    """Compare frequencies of three classes with a float Efraimidis-Spirakis race."""
     counts = np.array([100, 1_000, 20_000])
     words = np.array([10, 11, 12])
     table = np.ones(V, np.int64)
@@ -322,7 +320,7 @@ def test_smoothed_draws_by_count_to_the_minus_0_7() -> None:
     assert found[0] > 3 * found[1] > 9 * found[2]
 
 
-def test_smoothed_is_no_function_of_the_position() -> None:
+def test_frequency_weighted_draws_do_not_depend_on_the_position() -> None:
     ids = np.full((1000, 64), 50)
     flags = selected(SMOOTHED(ids, np.zeros(1000, np.int64), np.arange(1000)), ids.shape)
     expected = 1000 * 10 / 64
@@ -367,8 +365,8 @@ def test_prepared_counts_become_smoothed_masking(corpus: Path, manifest: Manifes
 
 @pytest.mark.parametrize("masking", [UNIFORM, SMOOTHED], ids=["uniform", "smoothed"])
 @pytest.mark.parametrize("kind", [np.array, torch.tensor], ids=["numpy", "torch"])
-def test_rows_with_hardly_a_word(masking: Masking, kind: Callable[..., Any]) -> None:
-    """No word: nothing predicted. One to nine: one predicted, always a word."""
+def test_rows_with_few_tokens(masking: Masking, kind: Callable[..., Any]) -> None:
+    """Check rows without tokens (no prediction) and with one to nine (one prediction)."""
     rows = [
         [CLS, SEP] + [PAD] * 14,
         [PAD] * 16,
@@ -395,7 +393,7 @@ def test_one_word_is_selected_at_every_epoch() -> None:
 @pytest.mark.parametrize("probability", [0.01, 0.1, 0.15, 0.3, 0.9])
 @pytest.mark.parametrize("length", [8, 50, 128, 511, 512])
 def test_number_of_labels_is_the_rounded_share_of_tokens(probability: float, length: int) -> None:
-    """Rows of words alone, the hardest case for the number of slots, and rows of few words."""
+    """Check rows of tokens only, the hardest case for the number of slots, and shorter ones."""
     masking = replace(UNIFORM, probability=probability)
     ids = np.full((8, length), 50)
     for row in range(4):
@@ -409,7 +407,7 @@ def test_number_of_labels_is_the_rounded_share_of_tokens(probability: float, len
 
 
 def test_evaluation_masks_every_selected_word(ids: Ids, masked: MaskedRows) -> None:
-    """Only the replacement differs from training, not the selection."""
+    """Check that only the replacement differs from training, not the selection."""
     result = replace(UNIFORM, replace="mask")(
         ids, np.zeros(len(ids), np.int64), np.arange(len(ids))
     )
@@ -419,7 +417,7 @@ def test_evaluation_masks_every_selected_word(ids: Ids, masked: MaskedRows) -> N
 
 
 def test_golden_values() -> None:
-    """A changed function would silently change the masks of every resumed run."""
+    """Compare with committed values: a change would silently change every resumed run's masks."""
     ids = (np.arange(2 * 40).reshape(2, 40) * 7 + 5) % 195 + 5
     ids[:, 0], ids[:, -1] = CLS, SEP
     epochs, rows = np.array([0, 3]), np.array([0, 123_456_789])

@@ -1,7 +1,7 @@
-"""A micro-step asks the device for nothing, so the host is free to run ahead of it.
+"""Check that a micro-step has no device sync, so that the host can run ahead of the GPU.
 
-Without a GPU the micro-step runs on the meta device, whose values nobody can read: nearly all that
-would make the host wait for a GPU is an error there, and `Waiting` finds the rest.
+Without a GPU the micro-step runs on the meta device, which has no values: nearly every sync is an
+error there, and `Waiting` finds the rest.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,11 @@ Make = Callable[..., Distillation]
 
 
 class WaitError(Exception):
-    """The host would wait for a GPU here."""
+    """Mark an operation at which the host would wait for a GPU."""
 
 
 class FromNumbers(TorchFunctionMode):
-    """No tensor is made out of Python's numbers on the device: the host would wait for the copy."""
+    """Refuse tensors of Python numbers on the device: the host would wait for the copy."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -52,7 +52,7 @@ class FromNumbers(TorchFunctionMode):
 
 
 class Waiting(TorchDispatchMode):
-    """What the meta device lets pass: masks as indices, and reading memory that is not pinned."""
+    """Refuse what the meta device lets pass: masks as indices, copies of unpinned memory."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -73,7 +73,7 @@ class Waiting(TorchDispatchMode):
 
 @pytest.fixture
 def meta(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The meta device, where autocast is off: it does not know the device."""
+    """Return the meta device, with autocast off: torch has none for it."""
     answers = {"is_autocast_enabled": False, "get_autocast_dtype": torch.float32}
 
     def ask(real: Any, answer: Any, *args: Any, **more: Any) -> Any:
@@ -86,7 +86,7 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 @pytest.fixture
 def batch(packed_ids: Tensor) -> MicroBatch:
-    """Packed rows in the host's memory, in a loader's types."""
+    """Return packed rows on the host, in a loader's types."""
     masking = Masking(0.2, (0, 1, 2, 3, 4), mask_id=4, vocab_size=200, seed=3)
     ids, slots, labels = masking(packed_ids, torch.zeros(3, dtype=torch.int64), torch.arange(3))
     tensors = ids.to(torch.uint16), slots.short(), labels.int()
@@ -98,7 +98,7 @@ def make(
     tiny_bert: Callable[..., BertForMaskedLM],
     tiny_distilbert: Callable[..., DistilBertForMaskedLM],
 ) -> Make:
-    """A function that makes the module that is trained, dropout and all."""
+    """Return a function that builds the trained module, with dropout."""
 
     def module(device: torch.device, objective: DistilBert, *more: Term) -> Distillation:
         student: Any = tiny_distilbert().train()
@@ -113,14 +113,14 @@ def make(
 
 
 def micro_step(module: Distillation, inputs: MicroBatch) -> None:
-    """Forward and backward, as `DDP.forward_backward` has it."""
+    """Run forward and backward as `DDP.forward_backward` does."""
     coefficients_T = inputs.input_ids.new_ones(len(module.terms), dtype=torch.float32)
     loss, _ = module(*inputs, coefficients_T)
     (loss * 0.25).backward()
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_a_micro_step_reads_nothing_back(
+def test_a_micro_step_has_no_sync(
     objective: DistilBert, make: Make, batch: MicroBatch, meta: torch.device
 ) -> None:
     module = make(meta, objective)
@@ -131,7 +131,7 @@ def test_a_micro_step_reads_nothing_back(
 
 
 class Reading(torch.autograd.Function):
-    """Asks for a value in the backward pass alone."""
+    """Read a value in the backward pass only."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ HARMLESS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def with_term(
     values: Callable[[Tensor, Tensor], Tensor], where: Any, make: Make, device: torch.device
 ) -> Distillation:
-    """The module with a term as a user may write one, in the head's chunks or outside of them."""
+    """Return the module with a term of a user, in the chunks of the head or outside."""
 
     def of(signal: Tensor) -> Tensor:
         return values(signal.mean(-1), signal[..., 0] > 0)
@@ -210,7 +210,7 @@ def test_a_term_that_does_not_wait_passes(
         micro_step(module, inputs)
 
 
-def test_a_batch_arrives_as_the_model_takes_it(batch: MicroBatch) -> None:
+def test_to_converts_a_batch_for_the_model(batch: MicroBatch) -> None:
     assert [tensor.dtype for tensor in batch[:3]] == [torch.uint16, torch.int16, torch.int32]
     for device in (CPU, torch.device("meta")):
         inputs = batch.to(device)
@@ -228,7 +228,7 @@ def test_a_batch_arrives_as_the_model_takes_it(batch: MicroBatch) -> None:
 def test_the_host_never_waits_for_a_gpu(
     objective: DistilBert, dtype: torch.dtype, make: Make, batch: MicroBatch
 ) -> None:
-    """torch says what waits, except for copies of memory that is not pinned."""
+    """Let torch report syncs; it does not report copies of unpinned memory."""
     device = torch.device("cuda")
     module = make(device, objective)
 

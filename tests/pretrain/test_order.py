@@ -1,4 +1,4 @@
-"""The row order: every row once an epoch, whatever the batch; and the hash below it."""
+"""Check the row order, every row once an epoch for any batch size, and its hash."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ EDGES = [0, 1, 2, 3, 0x7FFFFFFF, 0x80000000, 0xDEADBEEF, 0xFFFFFFFF]
 
 
 def unmix(y: int) -> int:
-    """The inverse of lowbias32: undo each xor-shift, multiply by the modular inverses."""
+    """Invert lowbias32: undo each xor-shift, multiply by the modular inverses."""
     y ^= y >> 16
     y = y * pow(0x846CA68B, -1, 2**32) % 2**32
     y ^= (y >> 15) ^ (y >> 30)
@@ -51,7 +51,7 @@ def test_derive_is_injective_and_the_same_in_python_numpy_and_torch() -> None:
         assert len(np.unique(derive(key, np.arange(100_000)))) == 100_000
 
 
-def test_root_hears_every_bit_of_the_seed_and_every_name() -> None:
+def test_root_depends_on_every_bit_of_the_seed_and_every_name() -> None:
     seeds = [0, 3, *(1 << bit for bit in range(64)), 2**64 - 1]
     names = [(use, index) for use in (1, 2, 3) for index in range(20)]
     keys = {root(seed, *name) for seed in seeds for name in names}
@@ -70,7 +70,7 @@ def test_permutation_is_a_bijection(size: int) -> None:
 @given(st.integers(1, 2000), st.integers(0, 2**32 - 1), st.data())
 @example(1, 0, None)
 @example(1024, 2**32 - 1, None)
-def test_any_permutation_is_a_bijection_and_the_same_in_any_pieces(
+def test_any_permutation_is_a_bijection_and_the_same_in_parts(
     size: int, key: int, data: st.DataObject | None
 ) -> None:
     whole = permutation(np.arange(size), size, key)
@@ -81,7 +81,7 @@ def test_any_permutation_is_a_bijection_and_the_same_in_any_pieces(
     assert all(permutation(np.array([i]), size, key) == whole[i] for i in (0, size // 2, size - 1))
 
 
-def test_permutation_needs_no_neighbours() -> None:
+def test_permutation_of_single_indices() -> None:
     whole = permutation(np.arange(4097), 4097, 7)
     assert (
         permutation(np.array([4096, 3, 3, 0]), 4097, 7).tolist() == whole[[4096, 3, 3, 0]].tolist()
@@ -96,7 +96,7 @@ def test_permutation_reads_its_argument_only() -> None:
 
 @pytest.mark.parametrize(("rows", "batch"), [(10, 4), (7, 7), (5, 12), (1, 3), (100, 1)])
 def test_every_epoch_visits_every_row_once(rows: int, batch: int) -> None:
-    """Batches straddle epochs (and may be longer than one); no row is dropped or repeated."""
+    """Check batches that span epochs or are longer than one: no row is dropped or repeated."""
     order = Order(rows, batch, seed=11)
     steps = -(-3 * rows // batch)
     seen: dict[int, list[int]] = {}
@@ -120,8 +120,8 @@ def test_the_batch_size_does_not_change_the_sequence() -> None:
     assert sequence(12) == sequence(50) == sequence(600)
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    """Chance agreement of two permutations is one row in 1,000 on average."""
+def test_epochs_and_seeds_have_different_orders() -> None:
+    """Compare with random permutations, which agree in one row of 1,000 on average."""
     epochs = [Order(1000, 1000, seed=1).at(step)[1] for step in range(3)]
     others = [Order(1000, 1000, seed=seed).at(0)[1] for seed in (0, 2, 1 + 2**32, 2**64 - 1)]
     orders = [*epochs, *others]
@@ -131,7 +131,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_no_correlation_of_position_and_row() -> None:
-    """Spearman's rho has deviation 1/sqrt(n - 1) for a random permutation; so has lag 1."""
+    """Check Spearman's rho and lag 1: both deviate by 1/sqrt(n - 1) for random permutations."""
     n = 10007
     for seed in range(4):
         rows = Order(n, n, seed).at(0)[1]
@@ -141,8 +141,8 @@ def test_no_correlation_of_position_and_row() -> None:
     assert abs(np.corrcoef(first, second)[0, 1]) < 4 / np.sqrt(n - 1)
 
 
-def test_where_rows_land_is_uniform() -> None:
-    """Over keys, row 0 of 16 lands everywhere equally often: chi-square with 15 degrees."""
+def test_a_row_lands_everywhere_equally_often() -> None:
+    """Count the positions of row 0 of 16 over many keys: chi-square with 15 degrees."""
     places = [int(permutation(np.array([0]), 16, key)[0]) for key in range(3200)]
     counts = np.bincount(places, minlength=16)
     assert ((counts - 200) ** 2 / 200).sum() < 15 + 4 * np.sqrt(30)
@@ -167,7 +167,7 @@ def test_steps_for_rounds_up(rows: int, batch: int, epochs: float, steps: int) -
 
 
 def test_golden_values() -> None:
-    """A changed function would silently reorder every resumed run."""
+    """Compare with committed values: a change would silently reorder every resumed run."""
     assert [mix(x) for x in (1, 2, 0xFFFFFFFF)] == [1753845952, 3507691905, 1734902346]
     assert (derive(5, 9), root(2**40 + 3, 1, 2)) == (1453137416, 2585391108)
     assert permutation(np.arange(10), 10, 123).tolist() == [0, 3, 9, 6, 2, 8, 1, 7, 5, 4]

@@ -1,4 +1,4 @@
-"""What replay prints is what training fed, row by row and mask by mask."""
+"""Check that replay shows the rows and masks of training."""
 
 import json
 import shutil
@@ -29,9 +29,9 @@ ROWS, SEED, STEPS = 48, 7, 12  # more than two epochs of the tiny corpus
 
 @pytest.fixture
 def make_run(tmp_path: Path, corpus: Path, seal: Callable[..., Path]) -> Callable[..., Path]:
-    """A function that writes a run's folder with a checkpoint of `step`, without training.
+    """Return a function that writes a run's folder with a checkpoint of `step`, without training.
 
-    `state` is of the checkpoint, all else of the config.
+    `state` goes into the checkpoint, everything else into the config.
     """
 
     def make(*, step: int = STEPS, state: Mapping[str, Any] | None = None, **changes: Any) -> Path:
@@ -58,7 +58,7 @@ def make_run(tmp_path: Path, corpus: Path, seal: Callable[..., Path]) -> Callabl
     return make
 
 
-def test_an_edited_config_is_not_believed(make_run: Callable[..., Path]) -> None:
+def test_an_edited_config_is_not_used(make_run: Callable[..., Path]) -> None:
     run = make_run()
     before = list(replay(run, 5).rows())
     config = json.loads((run / "checkpoints/step-00000012/state.json").read_bytes())["config"]
@@ -118,7 +118,7 @@ def test_edited_token_counts_are_refused(
         replay(run, 5, shards=shards)
 
 
-def test_steps_after_the_newest_checkpoint_are_said_not_to_be_sealed(
+def test_steps_after_the_newest_checkpoint_give_a_warning(
     make_run: Callable[..., Path],
 ) -> None:
     run = make_run(step=6)
@@ -143,13 +143,13 @@ def test_a_log_that_no_run_wrote_is_refused(make_run: Callable[..., Path], line:
 
 
 def same(one: ReplayedRow, other: ReplayedRow) -> bool:
-    """Alike in all but who holds it."""
+    """Return whether two rows are equal in everything but rank and micro-batch."""
     numbers = [(r.index, r.epoch, r.row) for r in (one, other)]
     arrays = [(r.input_ids, r.positions, r.labels) for r in (one, other)]
     return numbers[0] == numbers[1] and all(map(np.array_equal, *arrays))
 
 
-def test_it_is_what_a_real_run_was_fed(
+def test_replay_equals_the_input_of_a_real_run(
     tmp_path: Path,
     corpus: Path,
     save_teacher: Callable[..., BertForMaskedLM],
@@ -247,7 +247,7 @@ def test_only_the_masked_positions_differ_from_the_shards(
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_the_world_size_decides_who_holds_a_row_and_nothing_else(
+def test_the_world_size_changes_only_the_rank_of_a_row(
     make_run: Callable[..., Path], world: int
 ) -> None:
     run = make_run()
@@ -368,10 +368,10 @@ def test_rows_left_out_are_shown_as_training_fed_them(
     assert any(20 <= row.row < 60 for row in plain[4] + plain[5])
 
 
-def test_what_is_left_out_is_read_from_the_checkpoint_and_from_the_log(
+def test_skipped_rows_come_from_the_checkpoint_and_the_log(
     make_run: Callable[..., Path],
 ) -> None:
-    """A range given after the newest checkpoint is in the log alone; one before it, in both."""
+    """Check ranges after the newest checkpoint, only in the log, and before it, in both."""
     run = make_run(step=2)
     rows = [{row.row for row in replay(run, step).rows()} for step in (3, 9)]
     assert left_out(run, 3) == set()

@@ -1,4 +1,4 @@
-"""What goes wrong in a loader's worker is said for what it is."""
+"""Check that errors of loader workers are reported with their cause."""
 
 import os
 import shutil

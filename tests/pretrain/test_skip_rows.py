@@ -1,4 +1,4 @@
-"""Rows that are left out add nothing, and change nothing of the others."""
+"""Check that skipped rows add nothing and do not change the other rows."""
 
 import json
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def order(shards: ShardSet) -> Order:
 
 
 def is_left_out(row: int, step: int) -> bool:
-    """`SKIPS` in words."""
+    """Return whether `SKIPS` leaves out a row at a step."""
     return row == 100 or (step >= 4 and 20 <= row <= 59)
 
 
@@ -62,8 +62,8 @@ def test_a_range_ends_before_its_last_and_begins_at_its_step() -> None:
     assert not skipped(rows, 4, ()).any()
 
 
-def test_every_other_row_is_what_it_was(shards: ShardSet, order: Order, masking: Masking) -> None:
-    """Two epochs, three ranks, with and without."""
+def test_other_rows_do_not_change(shards: ShardSet, order: Order, masking: Masking) -> None:
+    """Compare two epochs of three ranks with and without `SKIPS`."""
     steps = 2 * len(shards) // G + 1
     num_left_out = 0
     for rank in range(3):
@@ -107,7 +107,7 @@ def test_loader_workers_leave_out_the_same(
 def by_hand(
     shards: ShardSet, order: Order, masking: Masking, step: int, *, padded: bool
 ) -> tuple[MaskedRows, NDArray[np.bool_]]:
-    """The step's rows with what `SKIPS` names padded, or without it; and which those are."""
+    """Return the step's rows, those of `SKIPS` padded or removed, and a mask of those."""
     epochs, rows = order.at(step)
     left_out = np.array([is_left_out(row, step) for row in rows.tolist()])
     ids = np.stack([shards.rows([row])[0] for row in rows]).astype(np.int64)
@@ -132,7 +132,7 @@ def module(
 def accumulate(
     module: Distillation, batches: list[MicroBatch], tokens: int, masked: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """(losses and sums of each micro-batch, gradients) of a step, as the loop adds them up."""
+    """Return (losses and sums of each micro-batch, gradients) of a step, as in training."""
     module.zero_grad()
     torch.manual_seed(5)
     counts = {"tokens": tokens, "masked": masked}
@@ -156,7 +156,7 @@ def fed(rows: MaskedRows) -> list[MicroBatch]:
 
 
 def counts(batches: list[MicroBatch]) -> tuple[int, int]:
-    """(tokens, masked tokens) of micro-batches."""
+    """Return (tokens, masked tokens) of micro-batches."""
     return sum(b.num_tokens for b in batches), sum(b.num_masked for b in batches)
 
 
@@ -182,7 +182,7 @@ def test_a_step_is_bitwise_the_step_over_rows_padded_by_hand(
     assert not torch.equal(other, outputs)
 
 
-def test_a_step_is_the_step_of_a_run_that_never_held_them(
+def test_a_step_equals_the_step_of_a_run_without_these_rows(
     shards: ShardSet, order: Order, masking: Masking, module: Distillation, one_thread: None
 ) -> None:
     module.double(), module.teacher.double()  # type: ignore[union-attr]
@@ -232,7 +232,7 @@ def test_a_whole_step_of_padding_counts_nothing_and_stays_finite(
     assert not outputs.any() and not any(gradient.any() for gradient in gradients)
 
 
-def test_smoothed_masks_leave_rows_out_too(shards: ShardSet, order: Order) -> None:
+def test_frequency_weighted_masking_leaves_rows_out_too(shards: ShardSet, order: Order) -> None:
     weights = np.arange(1, 201, dtype=np.int64)
     smoothed = replace(masking_over(shards.manifest, 0.15, 3), smoothing=weights)
     plain, ours = (StepDataset(shards, order, smoothed, skips=skips)[STEP] for skips in ((), SKIPS))

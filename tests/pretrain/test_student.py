@@ -1,4 +1,4 @@
-"""Teachers that are accepted and refused, and students made of their layers."""
+"""Check accepted and refused teachers, and students built from their layers."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def teacher(
 
 @pytest.fixture(scope="module")
 def ids() -> Tensor:
-    """Three unpacked rows of 20 words."""
+    """Draw three unpacked rows of 20 tokens."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 200, (3, 20), generator=generator)
 
@@ -52,7 +52,7 @@ def ids() -> Tensor:
 
 
 def test_all_layers_give_the_teachers_outputs(teacher: Teacher, ids: Tensor) -> None:
-    """Also the token-type embedding, which a DistilBERT does not have, is not lost."""
+    """Check also the token-type embedding, which a DistilBERT does not have."""
     student = build_student(Student(num_layers=4), teacher, seed=0)
     assert student.training
     student.eval()
@@ -76,10 +76,10 @@ def test_all_layers_give_the_teachers_outputs(teacher: Teacher, ids: Tensor) -> 
     [(Student(), (0, 2)), (Student(num_layers=3), (0, 1, 2)), (Student(init=(3, 1)), (3, 1))],
     ids=["half", "three", "listed"],
 )
-def test_students_hold_the_layers_they_should(
+def test_students_have_the_chosen_layers(
     config: Student, layers: tuple[int, ...], teacher: Teacher, ids: Tensor
 ) -> None:
-    """A student of layers (3, 1) is what the teacher is with its layers 3 and 1 alone."""
+    """Compare a student of layers (3, 1) with a teacher cut to its layers 3 and 1."""
     student = build_student(config, teacher, seed=0).eval()
     shorter = BertForMaskedLM(
         BertConfig(**{**teacher.model.config.to_dict(), "num_hidden_layers": len(layers)})
@@ -142,7 +142,7 @@ def test_layers_the_teacher_does_not_have(teacher: Teacher) -> None:
 
 
 def test_random_students(teacher: Teacher) -> None:
-    """Repeatable whatever else drew random numbers; BERT's deviation; norms 1 and 0."""
+    """Check repeatability after other random draws, BERT's deviation, norms of 1 and 0."""
     torch.manual_seed(1)
     first = build_student(Student(init="random"), teacher, seed=7)
     torch.manual_seed(2)
@@ -162,12 +162,12 @@ def test_random_students(teacher: Teacher) -> None:
 
 
 def test_a_random_student_may_be_deeper_than_its_teacher(teacher: Teacher) -> None:
-    """What the refusal of too many layers advises."""
+    """Follow the advice of the refusal of too many layers."""
     student = build_student(Student(init="random", num_layers=5), teacher, seed=0)
     assert len(student.distilbert.transformer.layer) == 5
 
 
-def test_dropout_is_the_configs(teacher: Teacher) -> None:
+def test_dropout_comes_from_the_config(teacher: Teacher) -> None:
     student = build_student(Student(dropout=0.3, attention_dropout=0.2), teacher, seed=0)
     rates = {n: m.p for n, m in student.named_modules() if isinstance(m, torch.nn.Dropout)}
     assert len(rates) == 5  # embeddings, and attention and feed-forward of two layers
@@ -218,7 +218,7 @@ def test_a_teacher_with_another_epsilon(
     one_line(error)
 
 
-def test_a_bert_of_ones_own(manifest: Manifest) -> None:
+def test_build_bert(manifest: Manifest) -> None:
     sizes = Model(
         hidden_size=32,
         num_hidden_layers=2,
@@ -303,7 +303,7 @@ def test_the_digest_is_of_the_weights(
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_trunk_without_a_head(
+def test_an_encoder_without_a_head(
     tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest
 ) -> None:
     model = save_teacher(tmp_path)
@@ -354,7 +354,7 @@ def test_another_vocabulary_of_the_same_size(
     vocabulary: list[str],
     manifest: Manifest,
 ) -> None:
-    """Two words that changed places, told by either tokenizer file."""
+    """Swap two tokens, in either tokenizer file."""
     words = [*vocabulary[:-2], vocabulary[-1], vocabulary[-2]]
     save_teacher(tmp_path, words=words)
     if file == "tokenizer.json":
@@ -414,8 +414,8 @@ def test_configs_that_could_run_code(
 
 
 @pytest.mark.parametrize("name", ["a missing folder", "no-such-owner/no-such-model", "a@b@c"])
-def test_nothing_there(name: str, tmp_path: Path, manifest: Manifest) -> None:
-    """At once and in a line, though a hub is out of reach."""
+def test_a_missing_teacher(name: str, tmp_path: Path, manifest: Manifest) -> None:
+    """Check the error at once and in one line, without a reachable hub."""
     path = str(tmp_path / name) if name == "a missing folder" else name
     message = refused(path, manifest)
     assert name.split("/")[-1] in message
@@ -522,7 +522,7 @@ def test_an_old_checkpoint(
 def test_a_pickle_that_runs_code(
     tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest
 ) -> None:
-    """A `.bin` is a pickle: what is no tensor in it must not be built."""
+    """Load a `.bin`, a pickle: no object but tensors may be built."""
     save_teacher(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"bert.embeddings.word_embeddings.weight": Trap(tmp_path)}, tmp_path / "trap")
@@ -532,7 +532,7 @@ def test_a_pickle_that_runs_code(
 
 
 class Trap:
-    """Unpickled, it makes a folder."""
+    """Create a folder when unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -548,7 +548,7 @@ class Trap:
 
 @pytest.fixture(scope="module")
 def real_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 12-layer BERT over reaction SMILES, in the format of 2020."""
+    """Return a 12-layer BERT over reaction SMILES, in the format of 2020."""
     if not REAL.is_file():
         pytest.skip("../shared/data/rxn-bert.tar.xz is not there")
     folder = tmp_path_factory.mktemp("rxn")
@@ -574,7 +574,7 @@ def fitting_manifest(manifest: Manifest, words: list[str], row_length: int) -> M
 
 
 def test_the_real_teacher(real_teacher: Path, manifest: Manifest, tmp_path: Path) -> None:
-    """It loads as it came, predicts reactions, and six of its layers make a student."""
+    """Load it, predict reactions, and build a student of six of its layers."""
     words = (real_teacher / "vocab.txt").read_text().splitlines()
     fitting = fitting_manifest(manifest, words, 512)
     teacher = load_teacher(str(real_teacher), fitting)

@@ -1,4 +1,4 @@
-"""The tokenizer beside the weights: only what the shards' manifest lists, and never a weight."""
+"""Check the tokenizer next to the weights: only files of the shards' manifest."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 
 @pytest.fixture
 def values(tmp_path: Path, corpus: Path, save_teacher: Callable[..., BertForMaskedLM]) -> Values:
-    """A run of two steps over shards of its own."""
+    """Return a run of two steps over shards of its own."""
     shutil.copytree(corpus, tmp_path / "shards")
     save_teacher(tmp_path / "teacher")
     return {
@@ -94,7 +94,7 @@ def test_an_export_of_an_older_checkpoint_has_these_settings(
 
 
 def plant(folder: Path, secret: Path, other: Path) -> None:
-    """What a folder of tokenizer files must not bring into a model's."""
+    """Write files that must not be copied with a tokenizer."""
     shutil.copy(other / "model.safetensors", folder)
     shutil.copy(other / "config.json", folder)
     (folder / "tokenizer.py").write_text("raise SystemExit('executed')\n")
@@ -104,14 +104,14 @@ def plant(folder: Path, secret: Path, other: Path) -> None:
 
 @pytest.fixture
 def planted(values: Values, tmp_path: Path, tiny_distilbert: Any) -> Path:
-    """The shards' tokenizer, with such files beside it; another model's weights among them."""
+    """Put such files, also another model's weights, next to the shards' tokenizer."""
     (tmp_path / "secret").write_text("a secret")
     tiny_distilbert(1, seed=9).save_pretrained(tmp_path / "other")
     plant(tmp_path / "shards" / "tokenizer", tmp_path / "secret", tmp_path / "other")
     return tmp_path
 
 
-def test_files_beside_the_shards_tokenizer_stay_there(values: Values, planted: Path) -> None:
+def test_other_files_of_the_tokenizer_folder_are_not_copied(values: Values, planted: Path) -> None:
     values["output"] = str(planted / "clean")
     values["shards"], shards = str(planted / "whole"), values["shards"]
     shutil.copytree(shards, planted / "whole")
@@ -152,7 +152,7 @@ def test_files_in_a_checkpoint_are_not_exported(
 
 
 def altered_vocabulary(shards: Path) -> Path:
-    """Two words changed places."""
+    """Swap two tokens of the vocabulary."""
     path = shards / "tokenizer" / "tokenizer.json"
     state = json.loads(path.read_text())
     words = state["model"]["vocab"]
@@ -201,7 +201,7 @@ ALTERATIONS = (
 
 
 @pytest.mark.parametrize("alter", ALTERATIONS, ids=lambda alter: alter.__name__)
-def test_altered_files_are_noticed_before_training(
+def test_altered_files_are_refused_before_training(
     alter: Callable[[Path], Path], values: Values, tmp_path: Path
 ) -> None:
     path = alter(tmp_path / "shards")
@@ -211,7 +211,7 @@ def test_altered_files_are_noticed_before_training(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_an_altered_tokenizer_is_not_shown(values: Values, tmp_path: Path) -> None:
+def test_replay_refuses_an_altered_tokenizer(values: Values, tmp_path: Path) -> None:
     start(values)
     altered_vocabulary(tmp_path / "shards")
     with pytest.raises(CorpusError, match=r"tokenizer\.json: .* manifest"):
@@ -228,7 +228,7 @@ def test_files_beside_the_tokenizer_are_not_published(planted: Path) -> None:
 
 @pytest.fixture
 def private() -> Iterator[None]:
-    """Files for the owner and the group alone."""
+    """Set a umask of owner and group."""
     before = os.umask(0o027)
     yield
     os.umask(before)

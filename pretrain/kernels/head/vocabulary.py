@@ -137,9 +137,7 @@ class _VocabularyLosses(torch.autograd.Function):
                     grad_weight = _add_product(grad_weight, logits, hidden, wide)
                 del logits  # without a tile, two chunks would be in memory
                 hidden = student.hidden_ND[rows]
-                logits = student.logits(
-                    rows, tiles[0]
-                )  # the losses overwrite them with their gradient
+                logits = student.logits(rows, tiles[0])  # overwritten by their gradient
                 chunk_T = chunk_losses(
                     logits,
                     teacher.logits(rows, tiles[1]) if teacher else None,
