@@ -76,22 +76,25 @@ def evaluate(
     module = Distillation(student, teacher, terms, pad_id=special.pad)
     ones = torch.ones(len(terms), device=accelerator.device)
 
+    # Sums of this rank: one entry per term, then the number of masked labels of each token.
     was_training = student.training
     student.eval()
     sums = torch.zeros(len(terms) + shards.manifest.tokenizer.vocab_size, dtype=torch.float64)
     with torch.no_grad(), autocast or accelerator.autocast():
         for batch in np.array_split(mine, -(-len(mine) // batch_size) or 1):
-            if len(batch) == 0:
+            if len(batch) == 0:  # more ranks than rows
                 continue
-            masked = corrupt(shards, masking, np.zeros_like(batch), batch)
+            masked = corrupt(shards, masking, np.zeros_like(batch), batch)  # epoch 0
             inputs = micro_batch(*masked, cls_id=special.cls, pad_id=special.pad)
             labels = inputs.labels[inputs.labels != IGNORE].long()
             sums[len(terms) :] += torch.bincount(labels, minlength=len(sums) - len(terms))
             _, values = module(*inputs.to(accelerator.device), ones)
-            sums[: len(terms)] += values.cpu()
+            sums[: len(terms)] += values.cpu()  # device sync, once per batch
     student.train(was_training)
     if accelerator.num_processes > 1:
         sums = accelerator.reduce(sums.to(accelerator.device), "sum").cpu()
+
+    # Means over the masked tokens of all ranks.
     labels_V = sums[len(terms) :]
     count = float(labels_V.sum())
     totals = dict(zip((term.name for term in terms), sums.tolist(), strict=False))
@@ -140,15 +143,15 @@ def evaluate_folder(
     """
     manifest = check(shards)
 
-    def read(folder: Path) -> MaskedLM:
+    def load_student(folder: Path) -> MaskedLM:
         student = load_model(folder)
         check_vocabulary(str(model), folder, student.config, manifest)
         return student
 
     found = checkpoint.read_newest(
-        model / "checkpoints", lambda folder: read(folder / "student"), warn
+        model / "checkpoints", lambda folder: load_student(folder / "student"), warn
     )
-    student = found[1] if found else read(model)
+    student = found[1] if found else load_student(model)
     check_row_length(str(model), student.config.max_position_embeddings, manifest)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     check_kernels(accelerator.device)

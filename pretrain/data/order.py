@@ -37,6 +37,7 @@ def permutation(index: NDArray[np.int64], size: int, key: int) -> NDArray[np.int
             left, right = right, left ^ (mix(right + round_key) & low)
         return (left << half) | right
 
+    # Walk the cycle of the larger power of two until it is back below `size`.
     x = once(np.asarray(index, dtype=np.int64))
     while (outside := x >= size).any():
         x[outside] = once(x[outside])
@@ -60,7 +61,7 @@ class Order:
         position = step * self.global_batch_size + np.arange(self.global_batch_size, dtype=np.int64)
         epochs, offsets = np.divmod(position, self.num_rows)
         rows = np.empty_like(offsets)
-        for epoch in np.unique(epochs):
+        for epoch in np.unique(epochs):  # more than one where the step spans an epoch's end
             here = epochs == epoch
             key = root(self.seed, _ORDER, int(epoch))
             rows[here] = permutation(offsets[here], self.num_rows, key)

@@ -61,13 +61,13 @@ def export(
     # A unique name: another export may be writing to the same target.
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
 
-    def read(saved: Path) -> tuple[MaskedLM, dict[str, bytes]]:
+    def load_saved(saved: Path) -> tuple[MaskedLM, dict[str, bytes]]:
         model = load_model(saved / "student").eval()
         positions = model.config.max_position_embeddings
         return model, tokenizer_files.of_checkpoint(saved / "student", positions)
 
     try:
-        found = checkpoint.read_newest(run / "checkpoints", read, warn)
+        found = checkpoint.read_newest(run / "checkpoints", load_saved, warn)
         if found is None:
             raise no_checkpoint(run)
         saved, (student, tokenizer) = found

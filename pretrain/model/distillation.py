@@ -137,47 +137,52 @@ class Distillation(nn.Module):
         cu_seqlens: Tensor,
         num_tokens: int,
         num_masked: int,
-        coefficients_T: Tensor,
+        factors_T: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return (sum over terms of factor * sum [], sums [T] in the order of `self.terms`).
 
         Args:
             input_ids .. num_masked: the fields of a `MicroBatch`; DDP and DeepSpeed pass them on.
-            coefficients_T: the factor of each term's sum; the caller divides by a count.
+            factors_T: the factor of each term's sum; the caller divides by a count.
         """
-        packing, hidden, teacher_hidden = self.encode(input_ids, cu_seqlens)
-        loss = hidden.new_zeros((), dtype=torch.float32)
+        packing, hidden_BLD, teacher_BLD = self.encode(input_ids, cu_seqlens)
+        loss = hidden_BLD.new_zeros((), dtype=torch.float32)
         sums = []
+
+        # Terms on logits: the LM head computes them for N positions, the M masked ones first.
         num = len(self.vocabulary_terms)
         if self.vocabulary_terms:
-            # All positions in one order: masked first, then the other tokens, padding last.
+            # Order all positions: masked, then the other tokens, then padding.
             labels_BL = torch.full_like(input_ids, IGNORE).scatter(1, positions, labels)
             unmasked_BL = torch.where(packing.token_mask, 1, 2)
             order = torch.where(labels_BL != IGNORE, 0, unmasked_BL).flatten().argsort(stable=True)
-            # KL over all tokens needs the head at every one; otherwise the masked are enough.
+            # KL over all tokens needs the head at every token, other terms at masked ones only. The
+            # counts come from the host: a boolean index would be a device sync.
             everywhere = any(term.over == "tokens" for term in self.vocabulary_terms)
-            index = order[: num_tokens if everywhere else num_masked]
+            index_N = order[: num_tokens if everywhere else num_masked]
             teacher_projection = None
             if any(term.needs_teacher for term in self.vocabulary_terms):
-                assert self.teacher is not None and teacher_hidden is not None
+                assert self.teacher is not None and teacher_BLD is not None
                 with _inference(self.teacher):
                     teacher_projection = projection(
-                        self.teacher, teacher_hidden.flatten(0, 1).index_select(0, index)
+                        self.teacher, teacher_BLD.flatten(0, 1).index_select(0, index_N)
                     )
             head_loss, head_sums = vocabulary_losses(
-                projection(self.student, hidden.flatten(0, 1).index_select(0, index)),
+                projection(self.student, hidden_BLD.flatten(0, 1).index_select(0, index_N)),
                 teacher_projection,
                 labels_BL.flatten()[order[:num_masked]],
                 self.vocabulary_terms,
-                coefficients_T[:num],
+                factors_T[:num],
                 backend=self.backend,
             )
             loss, sums = loss + head_loss, [*head_sums]
-        for term, coefficient in zip(self.signal_terms, coefficients_T[num:], strict=True):
+
+        # Terms on hidden states.
+        for term, factor in zip(self.signal_terms, factors_T[num:], strict=True):
             # Autograd cannot save a tensor of inference mode, but a clone of it.
-            teacher = None if teacher_hidden is None else Encoded(teacher_hidden.clone())
-            total = term.total(Encoded(hidden), teacher, packing.token_mask)
-            loss, sums = loss + coefficient * total, [*sums, total.detach()]
+            teacher = None if teacher_BLD is None else Encoded(teacher_BLD.clone())
+            total = term.total(Encoded(hidden_BLD), teacher, packing.token_mask)
+            loss, sums = loss + factor * total, [*sums, total.detach()]
         return loss, torch.stack(sums)
 
     def encode(
@@ -187,11 +192,11 @@ class Distillation(nn.Module):
         if self.compiled:  # only the number of documents changes from step to step
             torch._dynamo.mark_dynamic(cu_seqlens, 0)
         packing = find_documents(input_ids, cu_seqlens, pad_id=self.pad_id)
-        hidden = self._last_hidden_state(self.student, input_ids, packing)
+        hidden_BLD = self._last_hidden_state(self.student, input_ids, packing)
         if self.teacher is None:
-            return packing, hidden, None
+            return packing, hidden_BLD, None
         with _inference(self.teacher):
-            return packing, hidden, self._last_hidden_state(self.teacher, input_ids, packing)
+            return packing, hidden_BLD, self._last_hidden_state(self.teacher, input_ids, packing)
 
 
 @contextmanager

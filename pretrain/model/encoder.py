@@ -31,6 +31,7 @@ def last_hidden_state(model: MaskedLM, input_ids: Tensor, packing: Packing) -> T
             f"its attention is {model.config._attn_implementation!r}, which knows no segments: "
             f"load it with attn_implementation={IMPLEMENTATION!r}"
         )
+    # Extra arguments reach the attention of every layer: `cu_seqlens` keeps documents apart.
     output = _encoder(model)(
         input_ids=input_ids,
         position_ids=packing.position_ids,

@@ -27,6 +27,7 @@ def use_triton(backend: str, hidden: Tensor) -> bool:
         RunError: `backend` is "triton", which cannot run.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    # The tensors: kernels are compiled for compute capability 8.0, and accumulate in fp32.
     unfit = None
     if hidden.dtype == torch.float64:
         unfit = "it computes in fp32, and the tensors are fp64; give fp32, bf16 or fp16"

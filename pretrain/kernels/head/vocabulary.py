@@ -57,11 +57,11 @@ def vocabulary_losses(
     teacher: Projection | None,
     labels_M: Tensor,
     terms: Sequence[VocabularyTerm],
-    coefficients_T: Tensor,
+    factors_T: Tensor,
     *,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return (loss [], sums [T]): loss = sum_t coefficient_t * sums_t, sums_t = sum_n values_tn.
+    """Return (loss [], sums [T]): loss = sum_t factor_t * sums_t, sums_t = sum_n values_tn.
 
     The loss has the gradient to the student's hidden states, weight and bias; the sums have none.
     Divide the returned loss by a count: the gradients are computed unnormalised, which keeps them
@@ -74,11 +74,11 @@ def vocabulary_losses(
             no cross-entropy is computed there.
         terms: over all N positions ("tokens") or the first M ("masked"). One KL and one
             cross-entropy at most are computed by `backend`; with other terms, all by autograd.
-        coefficients_T: the factor of each term's sum.
+        factors_T: the factor of each term's sum.
         backend: "auto" is Triton on a GPU of compute capability 8.0 or more, else plain torch.
     """
     result: tuple[Tensor, Tensor] = _VocabularyLosses.apply(
-        *student, teacher, labels_M, terms, coefficients_T, backend, torch.is_grad_enabled()
+        *student, teacher, labels_M, terms, factors_T, backend, torch.is_grad_enabled()
     )
     return result
 
@@ -93,7 +93,7 @@ class _VocabularyLosses(torch.autograd.Function):
         teacher: Projection | None,
         labels_M: Tensor,
         terms: Sequence[VocabularyTerm],
-        coefficients_T: Tensor,
+        factors_T: Tensor,
         backend: Backend,
         grad_enabled: bool,  # within forward, torch's own flag is always False
     ) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ class _VocabularyLosses(torch.autograd.Function):
         if teacher is not None:
             teacher = Projection(*(tensor.to(dtype) for tensor in teacher))
         with_grad = grad_enabled and any(ctx.needs_input_grad)
-        coefficients_T = coefficients_T.to(wide)
+        factors_T = factors_T.to(wide)
         formulas = [term.fused for term in terms]
         if None in formulas or len(set(formulas)) < len(formulas):
             chunk_losses = partial(_autograd_losses, terms)
@@ -143,7 +143,7 @@ class _VocabularyLosses(torch.autograd.Function):
                     teacher.logits(rows, tiles[1]) if teacher else None,
                     labels_M[rows],
                     masks_TN[:, rows],
-                    coefficients_T,
+                    factors_T,
                     with_grad,
                 )
                 sums_T += chunk_T
@@ -157,7 +157,7 @@ class _VocabularyLosses(torch.autograd.Function):
             ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, logits, hidden)
             ctx.dtypes = weight_VD.dtype, bias_V.dtype
         ctx.mark_non_differentiable(sums_T)
-        return (sums_T * coefficients_T).sum(), sums_T
+        return (sums_T * factors_T).sum(), sums_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -214,7 +214,7 @@ def _fused_losses(
     teacher_nV: Tensor | None,
     labels_m: Tensor,
     masks_Tn: Tensor,
-    coefficients_T: Tensor,
+    factors_T: Tensor,
     with_grad: bool,
 ) -> Tensor:
     """Return a chunk's sums [T]; with `with_grad`, put their gradient in place of the logits."""
@@ -226,8 +226,8 @@ def _fused_losses(
         teacher_nV,
         labels_m,
         Weights(
-            None if kl is None else masks_Tn[kl] * coefficients_T[kl],
-            None if ce is None else masks_Tn[ce, :m] * coefficients_T[ce],
+            None if kl is None else masks_Tn[kl] * factors_T[kl],
+            None if ce is None else masks_Tn[ce, :m] * factors_T[ce],
         ),
         temperature=1.0 if kl is None else terms[kl].temperature,
         with_gradient=with_grad,
@@ -247,7 +247,7 @@ def _autograd_losses(
     teacher_nV: Tensor | None,
     labels_m: Tensor,
     masks_Tn: Tensor,
-    coefficients_T: Tensor,
+    factors_T: Tensor,
     with_grad: bool,
 ) -> Tensor:
     """Compute `_fused_losses` for terms of any form, by their own formulas and autograd."""
@@ -257,7 +257,7 @@ def _autograd_losses(
         values = (term.values(logits_nV, teacher_nV, labels_n) for term in terms)
         sums_T = torch.stack([(v * mask).sum() for v, mask in zip(values, masks_Tn, strict=True)])
         if with_grad:
-            (gradient_nV,) = torch.autograd.grad(sums_T @ coefficients_T, logits_nV)
+            (gradient_nV,) = torch.autograd.grad(sums_T @ factors_T, logits_nV)
     if with_grad:
         student_nV.copy_(gradient_nV)
     return sums_T.detach()
