@@ -36,13 +36,11 @@ def dataset_card(name: str, manifest: Manifest) -> DatasetCard:
     chosen = [source.get("languages") or [] for source in manifest.content.get("sources", [])]
     codes = sorted({str(code) for codes in chosen for code in codes})
     known = all(chosen) and all(_LANGUAGE.fullmatch(code) for code in codes)
-    power = len(str(rows)) - 3 if rows >= 1000 else 0
-    size = f"{_SIZES[power - 1]}<n<{_SIZES[power]}" if power < len(_SIZES) else "n>1T"
     data = DatasetCardData(
         pretty_name=one_line(name),
         language=codes if codes and known else None,
         license=sorted({name if name in _LICENCES else "other" for name in licences}),
-        size_categories=[size if power else "n<1K"],
+        size_categories=[size_category(rows)],
         task_categories=["fill-mask"],
         tags=["masked-language-modelling", "pretraining", "tokenized"],
         configs=[
@@ -195,3 +193,11 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         cells = (f"{cell:,}" if isinstance(cell, int) else escape(cell) for cell in row)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def size_category(rows: int) -> str:
+    """Return the Hub's name for a number of rows, such as 10K<n<100K."""
+    power = len(str(rows)) - 3 if rows >= 1000 else 0
+    if power == 0:
+        return "n<1K"
+    return f"{_SIZES[power - 1]}<n<{_SIZES[power]}" if power < len(_SIZES) else "n>1T"

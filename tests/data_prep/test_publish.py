@@ -235,7 +235,7 @@ def test_the_card_names_languages_and_overlap_where_they_are_known(
     ],
 )
 def test_size_categories_are_the_hubs(rows: int, category: str) -> None:
-    assert card._size_category(rows) == category
+    assert card.size_category(rows) == category
 
 
 def test_hostile_names_are_escaped_in_the_card(
