@@ -108,16 +108,12 @@ class CorpusConfig(Keys):
         return value
 
     @model_validator(mode="after")
-    def _output_apart(self) -> "CorpusConfig":
+    def _check_together(self) -> "CorpusConfig":
         for source in self.sources:
             path = getattr(source, "path", "")
             inside = Path(os.path.realpath(self.output)).is_relative_to(os.path.realpath(path))
             if os.path.isdir(path) and inside:
                 raise ValueError(f"output lies in the source {path}, which would then read it")
-        return self
-
-    @model_validator(mode="after")
-    def _lengths_in_order(self) -> "CorpusConfig":
         if self.max_characters is not None and self.max_characters < self.min_characters:
             raise ValueError("max_characters must not be less than min_characters")
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,10 @@ def estimate(config: CorpusConfig) -> Estimate:
         ]
         if given is None:
             assert isinstance(config.tokenizer, TrainTokenizer)
-            tokens = train(lambda: _texts(samples), config.tokenizer.train)
+            tokens = train(
+                lambda: (doc.text for sample in samples for doc in _documents(sample)),
+                config.tokenizer.train,
+            )
         else:
             tokens = given
         tokens.accelerate([document.text[:1000] for document in _documents(samples[0])][:100])
@@ -190,11 +193,6 @@ def _documents(sample: _Sample) -> Iterator[Document]:
         for part in result["parts"]:
             everything = np.ones(part["documents"], dtype=bool)
             yield from (document for _, document in read_part(folder / part["file"], everything))
-
-
-def _texts(samples: Sequence[_Sample]) -> Iterator[str]:
-    for sample in samples:
-        yield from (document.text for document in _documents(sample))
 
 
 def _scaled(config: CorpusConfig, sample: _Sample, tokens: Tokens) -> SourceEstimate:

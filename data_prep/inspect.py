@@ -11,7 +11,6 @@ import numpy as np
 from data_prep.audit import segments_of
 from data_prep.shards import check_file, load_manifest, open_shards, read_listed
 from data_prep.shards.manifest import TOKEN_COUNTS
-from data_prep.shards.reading import Split
 from data_prep.tokens import of_shards
 
 
@@ -36,6 +35,9 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
         }
         for name, split in manifest.splits.items()
     }
+    shards = open_shards(folder)
+    tokens = of_shards(folder, manifest)
+    numbers = np.unique(np.linspace(0, len(shards) - 1, rows, dtype=np.int64)).tolist()
     return {
         "digest": manifest.digest,
         "row_length": manifest.row_length,
@@ -46,19 +48,11 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
         "unknown": unknown / manifest.splits["train"].tokens,
         "tokens_per_document": sum(s.tokens for s in manifest.splits.values()) / max(kept, 1),
         "sources": [source.model_dump() for source in manifest.sources],
-        "rows": _decoded(folder, "train", rows),
+        "rows": [
+            {"row": row, "segments": [asdict(s) for s in segments_of(shards, tokens, row)]}
+            for row in numbers
+        ],
     }
-
-
-def _decoded(folder: Path, split: Split, num: int) -> list[dict[str, Any]]:
-    """Return rows spread evenly over the split, each with its segments."""
-    shards = open_shards(folder, split)
-    tokens = of_shards(folder, shards.manifest)
-    numbers = np.unique(np.linspace(0, len(shards) - 1, num, dtype=np.int64)).tolist()
-    return [
-        {"row": row, "segments": [asdict(s) for s in segments_of(shards, tokens, row)]}
-        for row in numbers
-    ]
 
 
 def leftovers(folder: Path | str, examples: int = 20) -> dict[str, Any]:

@@ -99,7 +99,15 @@ def evaluate(
     count = float(labels_V.sum())
     totals = dict(zip((term.name for term in terms), sums.tolist(), strict=False))
     totals["constant_accuracy"] = float(labels_V.max())
-    totals["unigram_loss"] = float(labels_V @ unigram(shards))
+    # -log p of each token [V], where p is its share of the training rows' tokens, with one added to
+    # each count. Special tokens are never predicted: their count and value are 0.
+    table = json.loads((shards.folder / "token_counts.json").read_text(encoding="utf-8"))
+    counts_V = torch.tensor(table["counts"], dtype=torch.float64) + 1
+    never = list(special_ids(shards.manifest))
+    counts_V[never] = 0
+    unigram_V = counts_V.sum().log() - counts_V.log()
+    unigram_V[never] = 0
+    totals["unigram_loss"] = float(labels_V @ unigram_V)
     means = {name: total / max(count, 1.0) for name, total in totals.items()}
     return {**means, "masked_tokens": count}
 
@@ -107,20 +115,6 @@ def evaluate(
 def evaluation_masking(manifest: Manifest, probability: float) -> Masking:
     """Return the fixed masks of evaluation: uniform, all [MASK], the same for every run."""
     return replace(masking_over(manifest, probability, _KEY), replace="mask")
-
-
-def unigram(shards: ShardSet) -> Tensor:
-    """Return -log p of each token [V], where p is its share of the training rows' tokens.
-
-    One is added to each count. Special tokens are never predicted: their count and value are 0.
-    """
-    table = json.loads((shards.folder / "token_counts.json").read_text(encoding="utf-8"))
-    counts = torch.tensor(table["counts"], dtype=torch.float64) + 1
-    special = list(special_ids(shards.manifest))
-    counts[special] = 0
-    losses = counts.sum().log() - counts.log()
-    losses[special] = 0
-    return losses
 
 
 def is_correct(logits_NV: Tensor, labels_N: Tensor) -> Tensor:

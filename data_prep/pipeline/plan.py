@@ -12,7 +12,7 @@ from data_prep.disk.json_files import canonical_sha256
 from data_prep.pipeline.code import BEHAVIOUR, Code, code_of
 from data_prep.pipeline.stage import Stage
 from data_prep.pipeline.stages import deduplicate, examples, extract, match, pack, vocabulary
-from data_prep.pipeline.units import NamedPiece, Record, Unit, make_unit
+from data_prep.pipeline.units import NamedPiece, Record, Unit
 from data_prep.shards.manifest import TokenizerRecord
 from data_prep.tokens import load
 
@@ -57,10 +57,12 @@ class Plan:
     def units(self, stage: str) -> list[Unit]:
         """Return the stage's units; CorpusError while an earlier stage is not complete."""
         if stage not in self._units:
-            self._units[stage] = [
-                make_unit(stage, number, self.work / stage, planned)
-                for number, planned in enumerate(STAGES[stage].plan(self))
-            ]
+            units = self._units[stage] = []
+            for number, (task, keys, upstream, pieces) in enumerate(STAGES[stage].plan(self)):
+                read = [(source, name, p.start, p.end, p.size) for source, name, p in pieces]
+                identity = canonical_sha256([stage, keys, read, upstream])
+                code, home = code_of(stage), self.work / stage
+                units.append(Unit(stage, number, task, identity, code, upstream, home, pieces))
         return self._units[stage]
 
     def finished(self, stage: str, records: Sequence[Record]) -> None:

@@ -22,7 +22,6 @@ from data_prep import CorpusError
 from data_prep.disk import sync, write_file
 from data_prep.disk.json_files import canonical_sha256, parse_object, read_regular, self_sha256
 from data_prep.pipeline.code import Code, code_of
-from data_prep.pipeline.stage import Planned
 from data_prep.shards.manifest import FileRecord
 from data_prep.shards.writing import file_record
 from data_prep.sources import Piece
@@ -115,14 +114,6 @@ class Unit:
     @property
     def _record(self) -> Path:
         return self.home / f"{self.number:06d}.json"
-
-
-def make_unit(stage: str, number: int, home: Path, planned: Planned) -> Unit:
-    """Return a stage's unit, which lies in `home`."""
-    task, keys, upstream, pieces = planned
-    read = [(source, name, piece.start, piece.end, piece.size) for source, name, piece in pieces]
-    identity = canonical_sha256([stage, keys, read, upstream])
-    return Unit(stage, number, task, identity, code_of(stage), upstream, home, pieces)
 
 
 def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Record:

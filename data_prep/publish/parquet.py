@@ -115,7 +115,10 @@ def _write(
     report = progress or (lambda stage, done, total: None)
     for part in ("data", "segments", "tokenizer", PROVENANCE):
         (target / part).mkdir()
-    row_bytes = manifest.row_length * np.dtype(manifest.dtype).itemsize
+    dtype = np.dtype(manifest.dtype)
+    kind = pa.list_(pa.from_numpy_dtype(dtype), manifest.row_length)
+    row_bytes = manifest.row_length * dtype.itemsize
+    step = max(1, GROUP_BYTES // row_bytes)
     groups = {
         name: group([shard.rows * row_bytes for shard in split.shards], file_bytes)
         for name, split in manifest.splits.items()
@@ -124,9 +127,15 @@ def _write(
     report("write parquet", 0, total)
     for split, members in groups.items():
         shards = open_shards(folder, split)
-        for number, chosen in enumerate(members):
-            file = f"{split}-{number:05d}-of-{len(members):05d}.parquet"
-            _write_rows(shards, chosen, target / "data" / file)
+        for place, chosen in enumerate(members):
+            file = f"{split}-{place:05d}-of-{len(members):05d}.parquet"
+            lengths = [shard.rows for shard in shards.manifest.splits[shards.split].shards]
+            first, end = sum(lengths[: chosen.start]), sum(lengths[: chosen.stop])
+            with _writer(target / "data" / file, pa.schema({"input_ids": kind})) as writer:
+                for start in range(first, end, step):
+                    rows = shards.rows(np.arange(start, min(start + step, end))).reshape(-1)
+                    column = pa.FixedSizeListArray.from_arrays(pa.array(rows), type=kind)
+                    writer.write_batch(pa.record_batch([column], schema=writer.schema))
             _write_segments(shards, chosen, target / "segments" / file)
             done += 1
             report("write parquet", done, total)
@@ -146,20 +155,6 @@ def _write(
     (target / FILES).write_bytes(indented_json(records))
     for path in [*target.rglob("*"), target]:
         sync(path)
-
-
-def _write_rows(shards: ShardSet, group: range, path: Path) -> None:
-    records = shards.manifest.splits[shards.split].shards
-    first = sum(record.rows for record in records[: group.start])
-    end = first + sum(records[number].rows for number in group)
-    dtype = np.dtype(shards.manifest.dtype)
-    kind = pa.list_(pa.from_numpy_dtype(dtype), shards.row_length)
-    step = max(1, GROUP_BYTES // (shards.row_length * dtype.itemsize))
-    with _writer(path, pa.schema({"input_ids": kind})) as writer:
-        for start in range(first, end, step):
-            rows = shards.rows(np.arange(start, min(start + step, end)))
-            column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), type=kind)
-            writer.write_batch(pa.record_batch([column], schema=writer.schema))
 
 
 def _write_segments(shards: ShardSet, group: range, path: Path) -> None:

@@ -119,7 +119,7 @@ class Mediawiki(FileSource):
         """
         found: list[Piece] = []
         for file in super().inputs(limit):
-            if multistream.is_index(file.path):
+            if multistream.INDEX.fullmatch(file.path):
                 continue  # named by a glob
             if (index := multistream.index_of(file.path)) is not None:
                 found += multistream.stream_ranges(file, index, limit)

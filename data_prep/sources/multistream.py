@@ -14,13 +14,8 @@ from data_prep.sources.files import Piece, lines, opened
 
 FIX = "download dump and index again, or remove the index"
 _DUMP = re.compile(r"(.*-multistream)(\d*)\.xml(-p\d+p\d+)?\.bz2")
-_INDEX = re.compile(r".*-multistream-index\d*\.txt(-p\d+p\d+)?(\.bz2)?")
+INDEX = re.compile(r".*-multistream-index\d*\.txt(-p\d+p\d+)?(\.bz2)?")
 _STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # a header and the magic of a block, the digits of pi
-
-
-def is_index(path: str) -> bool:
-    """Return whether a file is the index of a dump."""
-    return _INDEX.fullmatch(path) is not None
 
 
 def index_of(path: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, cast, get_args
 
@@ -12,7 +11,7 @@ import typer
 from launch.commands import Shards
 
 if TYPE_CHECKING:
-    from data_prep.audit import Found, Segment
+    from data_prep.audit import Found
 
 _LIMIT = 200  # characters of a title, an id or a URL
 _TAKE_DOWN = (
@@ -38,7 +37,9 @@ def audit(
     """
     from data_prep import CorpusError
     from data_prep.audit import documents_of_row, rows_of_document
+    from data_prep.messages import one_line
     from data_prep.shards.reading import Split
+    from launch.console import show
 
     if (row is None) == (document is None):
         raise CorpusError("audit: give either --row NUMBER or --document ID")
@@ -51,7 +52,21 @@ def audit(
             for segment in segments:
                 print(json.dumps({**where, **asdict(segment)}))
         else:
-            show_row(row, split, segments)
+            show([f"row {row} of {split}: {len(segments)} segment(s)"])
+            for segment in segments:
+                show(
+                    [
+                        "",
+                        f"[{segment.number}] tokens {segment.start} to {segment.end - 1}: "
+                        f"{one_line(segment.title, _LIMIT) or 'no title'}",
+                        f"    document  {one_line(segment.document, _LIMIT)}",
+                        f"    url       {one_line(segment.url, _LIMIT) or '-'}",
+                        f"    source    {one_line(segment.source, _LIMIT)} ({segment.kind})",
+                        f"    licence   {one_line(segment.licence, _LIMIT)}",
+                        f"    text      {one_line(segment.text, 160)}",
+                    ]
+                )
+            show(["", _TAKE_DOWN])
     elif document is not None:
         found = rows_of_document(folder, document, source)
         if as_json:
@@ -59,28 +74,6 @@ def audit(
                 print(json.dumps({"folder": str(folder), "by": found.by, **asdict(place)}))
         else:
             show_document(document, found)
-
-
-def show_row(row: int, split: str, segments: Sequence[Segment]) -> None:
-    """Print each document of a row with its origin and its first words."""
-    from data_prep.messages import one_line
-    from launch.console import show
-
-    show([f"row {row} of {split}: {len(segments)} segment(s)"])
-    for segment in segments:
-        show(
-            [
-                "",
-                f"[{segment.number}] tokens {segment.start} to {segment.end - 1}: "
-                f"{one_line(segment.title, _LIMIT) or 'no title'}",
-                f"    document  {one_line(segment.document, _LIMIT)}",
-                f"    url       {one_line(segment.url, _LIMIT) or '-'}",
-                f"    source    {one_line(segment.source, _LIMIT)} ({segment.kind})",
-                f"    licence   {one_line(segment.licence, _LIMIT)}",
-                f"    text      {one_line(segment.text, 160)}",
-            ]
-        )
-    show(["", _TAKE_DOWN])
 
 
 def show_document(value: str, found: Found) -> None:

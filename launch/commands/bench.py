@@ -86,8 +86,7 @@ def bench(
     given = (precision, kl, micro_batch)
     asked = comparison.choose(settings, device, *given, repeats, documents, compiled)
     if settings is None:
-        sizes = comparison.sizes_of(layers, width, row_length)
-        subject = comparison.synthetic(sizes, device, asked)
+        subject = comparison.synthetic(layers, width, row_length, device, asked)
     else:
         subject = comparison.configured(settings, device, asked)
     if json_file is not None:  # a file that cannot be written is an error before hours of timing

@@ -80,7 +80,35 @@ def run_demo(output: Path, *, quick: bool = False) -> None:
     else:
         figures = _measure(output, rows=256 if quick else 1600)
         write_json(results, figures)
-    _print(figures)
+    parameters, accuracy = figures["parameters"], figures["accuracy"]
+    speeds = figures["tokens_per_second"]
+    retention = accuracy["student"] / max(accuracy["teacher"], 1e-9)
+    print_table(
+        ("", "teacher", "student", "student / teacher"),
+        [
+            [
+                "parameters",
+                f"{parameters['teacher']:,}",
+                f"{parameters['student']:,}",
+                f"{parameters['student'] / parameters['teacher']:.0%}",
+            ],
+            [
+                f"masked accuracy (best constant {figures['constant']:.1%})",
+                f"{accuracy['teacher']:.1%}",
+                f"{accuracy['student']:.1%}",
+                f"{retention:.0%} retained",
+            ],
+            ["agreement with the teacher", "", f"{figures['agreement']:.1%}", ""],
+            [
+                "forward, tokens/s",
+                f"{speeds['teacher']:,.0f}",
+                f"{speeds['student']:,.0f}",
+                f"{speeds['student'] / speeds['teacher']:.2f} x",
+            ],
+        ],
+    )
+    words = ", ".join(figures["words"])
+    show([f"{figures['sentence']}  [MASK] = {words}"])
     show([f"the student: {output}/student-export"])
     # From the start of the process: importing torch and transformers takes seconds, too.
     took = time.time() - psutil.Process().create_time()
@@ -186,36 +214,3 @@ def _measure(output: Path, rows: int) -> dict[str, Any]:
         "sentence": _SENTENCE,
         "words": [answer["token_str"] for answer in fill(_SENTENCE, top_k=3)],
     }
-
-
-def _print(results: dict[str, Any]) -> None:
-    """Print the table of the teacher next to the student."""
-    parameters, accuracy = results["parameters"], results["accuracy"]
-    speeds = results["tokens_per_second"]
-    retention = accuracy["student"] / max(accuracy["teacher"], 1e-9)
-    print_table(
-        ("", "teacher", "student", "student / teacher"),
-        [
-            [
-                "parameters",
-                f"{parameters['teacher']:,}",
-                f"{parameters['student']:,}",
-                f"{parameters['student'] / parameters['teacher']:.0%}",
-            ],
-            [
-                f"masked accuracy (best constant {results['constant']:.1%})",
-                f"{accuracy['teacher']:.1%}",
-                f"{accuracy['student']:.1%}",
-                f"{retention:.0%} retained",
-            ],
-            ["agreement with the teacher", "", f"{results['agreement']:.1%}", ""],
-            [
-                "forward, tokens/s",
-                f"{speeds['teacher']:,.0f}",
-                f"{speeds['student']:,.0f}",
-                f"{speeds['student'] / speeds['teacher']:.2f} x",
-            ],
-        ],
-    )
-    words = ", ".join(results["words"])
-    show([f"{results['sentence']}  [MASK] = {words}"])

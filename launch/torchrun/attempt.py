@@ -159,7 +159,13 @@ def _until_over(
             failing, suspects = now, stuck
             watch.stuck = suspects
         for beat in suspects:
-            watch.examine(beat)
+            # Note its stopped loader workers before all processes are killed, and ask for a stack.
+            with suppress(psutil.Error, ProcessLookupError):
+                children = psutil.Process(beat.pid).children()
+                pids = [str(c.pid) for c in children if c.status() == psutil.STATUS_STOPPED]
+                if pids:
+                    workers = f"its loader worker, pid {', '.join(pids)}, is stopped"
+                    watch.stopped[beat.rank] = workers
             with suppress(ProcessLookupError):
                 os.kill(beat.pid, STACK)
         if failing is not None and now - failing > _PATIENCE:

@@ -129,11 +129,5 @@ def read(folder: Path) -> dict[int, Failure]:
     return {failure.rank: failure for failure in found}
 
 
-def earliest(failures: dict[int, Failure]) -> Failure | None:
-    """Return the first failure that is no consequence of another; else the first one."""
-    order = sorted(failures.values(), key=lambda f: (f.follows, not f.message, f.time))
-    return order[0] if order else None
-
-
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"failure-{rank:05d}.json"

@@ -53,13 +53,6 @@ def hardware(name: str) -> Hardware:
     raise RunError(f"--hardware {name}: not known: one of {PRESET_NAMES}")
 
 
-def visible_gpus() -> int:
-    """Return the number of GPUs that a process started here would see."""
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def visible_cores() -> int:
     """Return the number of cores that this process may use; under Slurm, those of the job."""
     if hasattr(os, "sched_getaffinity"):

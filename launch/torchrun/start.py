@@ -20,6 +20,8 @@ from pathlib import Path
 from socket import AF_INET, AF_INET6
 
 import psutil
+import torch
+from torch.distributed.run import get_args_parser
 
 from data_prep.disk import refuse_if_held
 from data_prep.messages import extra, printable
@@ -27,7 +29,7 @@ from data_prep.shards import load_manifest
 from launch.config import config_line, load_config
 from launch.torchrun import command
 from launch.torchrun.command import LATE, PORT, Head, Layout
-from launch.torchrun.hardware import Device, Hardware, hardware, visible_cores, visible_gpus
+from launch.torchrun.hardware import Device, Hardware, hardware, visible_cores
 from launch.torchrun.supervise import supervise
 from pretrain import RunError
 from pretrain.config import RunConfig
@@ -65,10 +67,20 @@ def start(asked: Launch) -> int:
     Raises:
         RunError, ConfigError, CorpusError: a mistake in options or config; nothing was started.
     """
-    check_torchrun()
+    # A run saves when it is stopped: torchrun must pass SIGUSR1 on and wait for the checkpoint.
+    known = get_args_parser().format_help()
+    for option in ("--signals-to-handle", "--shutdown-timeout"):
+        if option not in known:
+            raise RunError(
+                f"distil launch: torchrun of torch {version('torch')} does not know {option}: "
+                "a run could not save before it is ended; install a newer torch (2.13 is tested)"
+            )
     preset = hardware(asked.hardware) if asked.hardware else None
-    layout = layout_of(asked, preset, visible_gpus())
-    check_zero(asked.zero)
+    layout = layout_of(asked, preset, torch.cuda.device_count())
+    if asked.zero not in (None, 1, 2):
+        raise RunError(f"--zero {asked.zero}: there are 1 and 2; a student is too small for 3")
+    if asked.zero is not None and find_spec("deepspeed") is None:
+        raise RunError(f"--zero {asked.zero}: needs DeepSpeed: {extra('deepspeed')}")
     added = preset.overrides(asked.overrides) if preset else []
     overrides = [*added, *asked.overrides]
     config = load_config(RunConfig, asked.config, overrides)
@@ -142,27 +154,6 @@ def layout_of(asked: Launch, preset: Hardware | None, gpus: int) -> Layout:
             + (f"add --gpus {gpus}" if gpus else "use --hardware cpu")
         )
     return Layout(asked.nodes, processes, device)
-
-
-def check_torchrun() -> None:
-    """Refuse a torchrun that cannot wait for a checkpoint or does not pass SIGUSR1 on."""
-    from torch.distributed.run import get_args_parser
-
-    known = get_args_parser().format_help()
-    for option in ("--signals-to-handle", "--shutdown-timeout"):
-        if option not in known:
-            raise RunError(
-                f"distil launch: torchrun of torch {version('torch')} does not know {option}: "
-                "a run could not save before it is ended; install a newer torch (2.13 is tested)"
-            )
-
-
-def check_zero(zero: int | None) -> None:
-    """Refuse an unknown ZeRO stage, and any stage without DeepSpeed."""
-    if zero not in (None, 1, 2):
-        raise RunError(f"--zero {zero}: there are 1 and 2; a student is too small for 3")
-    if zero is not None and find_spec("deepspeed") is None:
-        raise RunError(f"--zero {zero}: needs DeepSpeed: {extra('deepspeed')}")
 
 
 def describe(

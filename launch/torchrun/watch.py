@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from launch.torchrun import failures
-from launch.torchrun.failures import WAITED, Failure, earliest, hint, timed_out
+from launch.torchrun.failures import WAITED, Failure, hint, timed_out
 from launch.torchrun.rank import SHOWN, log_file
 from pretrain.exit_codes import ExitCode
 
@@ -132,14 +132,6 @@ class Watch:
             and rank not in self.gone
         ]
 
-    def examine(self, beat: Beat) -> None:
-        """Note the stopped loader workers of a rank, before all processes are killed."""
-        with suppress(psutil.Error):
-            children = psutil.Process(beat.pid).children()
-            pids = [str(c.pid) for c in children if c.status() == psutil.STATUS_STOPPED]
-            if pids:
-                self.stopped[beat.rank] = f"its loader worker, pid {', '.join(pids)}, is stopped"
-
     @property
     def waiting(self) -> list[Beat]:
         """Return ranks that ended because they waited too long for another."""
@@ -194,7 +186,9 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
         code: torchrun's exit code; None if the supervisor killed it.
     """
     step = max((beat.step for beat in watch.beats.values()), default=0)
-    failure = earliest(watch.failed)
+    # The first failure that is no consequence of another; else the first one.
+    order = sorted(watch.failed.values(), key=lambda f: (f.follows, not f.message, f.time))
+    failure = order[0] if order else None
     if failure is not None and not failure.follows:
         return _failed(watch, failure, step)
     if hung:

@@ -108,22 +108,20 @@ def choose(
     return settings
 
 
-def sizes_of(layers: int, width: int, row_length: int) -> Sizes:
-    """Return the sizes of synthetic models.
+def synthetic(
+    layers: int, width: int, row_length: int, device: torch.device, settings: Settings
+) -> Subject:
+    """Build models of these sizes with random weights, and random rows.
 
     Raises:
-        RunError: the width does not divide into heads.
+        RunError: the teacher's layers cannot be halved, or the width does not divide into heads.
     """
     if layers % 2:
         raise RunError(f"--layers {layers}: the student has half as many; give an even number")
     heads = max(1, width // 64)
     if width % heads:
         raise RunError(f"--width {width}: {heads} heads do not divide it; take a multiple of 64")
-    return Sizes(layers=layers, width=width, length=row_length)
-
-
-def synthetic(sizes: Sizes, device: torch.device, settings: Settings) -> Subject:
-    """Build models of these sizes with random weights, and random rows."""
+    sizes = Sizes(layers=layers, width=width, length=row_length)
     special = SpecialIds(subjects.PAD, subjects.CLS, subjects.SEP)
     student, teacher = subjects.models(sizes)
     masking = subjects.masking(sizes)

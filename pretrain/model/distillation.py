@@ -19,7 +19,7 @@ from pretrain.kernels.attention import Packing, find_documents
 from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, vocabulary_losses
-from pretrain.model.encoder import MaskedLM, keep_embeddings_eager, last_hidden_state, projection
+from pretrain.model.encoder import MaskedLM, encoder, last_hidden_state, projection
 from pretrain.objectives.terms import Encoded, SignalTerm, Term, VocabularyTerm
 
 
@@ -122,7 +122,11 @@ class Distillation(nn.Module):
         self._last_hidden_state = last_hidden_state
         if compiled:
             self._last_hidden_state = compile_static(last_hidden_state, whole=False)
-            keep_embeddings_eager(student)
+            # Leave the embeddings out of the graph. Their compiled backward pass adds up rows in
+            # the order in which threads reach them (torch 2.13, also with its option
+            # `deterministic`), so no two runs would have the same bits.
+            embeddings = encoder(student).embeddings
+            embeddings.forward = torch.compiler.disable(embeddings.forward)
 
     @property
     def teacher(self) -> MaskedLM | None:

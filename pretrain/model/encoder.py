@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
@@ -32,7 +31,7 @@ def last_hidden_state(model: MaskedLM, input_ids: Tensor, packing: Packing) -> T
             f"load it with attn_implementation={IMPLEMENTATION!r}"
         )
     # Extra arguments reach the attention of every layer: `cu_seqlens` keeps documents apart.
-    output = _encoder(model)(
+    output = encoder(model)(
         input_ids=input_ids,
         position_ids=packing.position_ids,
         cu_seqlens=packing.cu_seqlens,
@@ -50,17 +49,8 @@ def projection(model: MaskedLM, hidden_ND: Tensor) -> Projection:
     return Projection(transformed, model.vocab_projector.weight, model.vocab_projector.bias)
 
 
-def keep_embeddings_eager(model: MaskedLM) -> None:
-    """Leave the embeddings out of compiled graphs.
-
-    The compiled backward pass adds up rows in the order in which threads reach them (torch 2.13,
-    also with its option `deterministic`), so no two runs would have the same bits.
-    """
-    embeddings = _encoder(model).embeddings
-    embeddings.forward = torch.compiler.disable(embeddings.forward)
-
-
-def _encoder(model: MaskedLM) -> Any:
+def encoder(model: MaskedLM) -> Any:
+    """Return the encoder of a masked language model."""
     return model.bert if isinstance(model, BertForMaskedLM) else model.distilbert
 
 

@@ -11,7 +11,6 @@ Shapes: B rows, L row length, N = B * L positions, H heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,7 +73,13 @@ class _Attention(torch.autograd.Function):
         keys = key.split(lengths, dim=1)
         key = torch.cat([k - k.mean(1, keepdim=True) for k in keys], dim=1)
         output, saved = torch.empty_like(value), []
-        blocks = list(_blocks(query, lengths))
+        # (heads, positions) of every document, with as many heads as fit in the cache.
+        chunk_bytes, blocks, start = _BYTES_PER_THREAD * torch.get_num_threads(), [], 0
+        for length in lengths:
+            heads = max(1, chunk_bytes // (length**2 * query.element_size()))
+            positions = slice(start, start + length)
+            blocks += [(slice(h, h + heads), positions) for h in range(0, len(query), heads)]
+            start += length
         for at in blocks:
             scores = torch.bmm(query[at], key[at].mT)
             probabilities = kept = torch.softmax(scores, -1)
@@ -104,14 +109,3 @@ class _Attention(torch.autograd.Function):
                 torch.bmm(slope, key[at], out=grad_query[at])
                 torch.bmm(slope.mT, query[at], out=grad_key[at])
         return grad_query.mul_(ctx.scale), grad_key, grad_value, None, None, None
-
-
-def _blocks(query: Tensor, lengths: list[int]) -> Iterator[tuple[slice, slice]]:
-    """Yield (heads, positions) of every document, with as many heads as fit in the cache."""
-    chunk_bytes = _BYTES_PER_THREAD * torch.get_num_threads()
-    start = 0
-    for length in lengths:
-        heads = max(1, chunk_bytes // (length**2 * query.element_size()))
-        for first in range(0, len(query), heads):
-            yield slice(first, first + heads), slice(start, start + length)
-        start += length
