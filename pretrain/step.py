@@ -53,7 +53,8 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
 
     # Count the tokens of the whole step. This is the only communication before the last
-    # micro-batch, and with it all ranks agree to stop at the same step.
+    # micro-batch (with several ranks a device sync), and with it all ranks agree to stop at the
+    # same step.
     batches = []
     if rows is not None:
         heartbeat.at(state.step, "counts")
@@ -85,7 +86,7 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
         losses.append(loss)
         totals.append(totals_T)
 
-    # Clip, and read the step's figures (device sync: the only one of a step).
+    # Clip, and read the step's figures (device sync).
     heartbeat.at(state.step, "update")
     rate = learning_rate(config.optimizer, state.step, run.num_steps)
     norm = parallel.clip(config.optimizer.max_grad_norm)

@@ -44,7 +44,7 @@ def use_triton(backend: str, hidden: Tensor) -> bool:
     if backend != "auto" or unfit or not hidden.is_cuda:
         return False
     if obstacle := _missing():
-        warnings.warn(f"the vocabulary head runs in plain torch: {obstacle}", stacklevel=2)
+        warnings.warn(f"the LM head runs in plain torch: {obstacle}", stacklevel=2)
         return False
     return True
 
