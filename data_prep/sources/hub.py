@@ -12,8 +12,9 @@ from typing import Literal
 from data_prep import CorpusError
 from data_prep.messages import error_line
 from data_prep.sources.document import Document, Rejected
-from data_prep.sources.files import Piece, state_of_folder
+from data_prep.sources.files import Piece, opened, state_of_folder
 from data_prep.sources.records import Record, RecordSource
+from data_prep.sources.row_groups import RowGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Dataset(Piece):
 
     def sha256(self) -> str:
         """Return a hash of the folder's files; "" of the hub, where the commit is enough."""
-        return "" if self.commit else self._state(Piece.sha256)
+        return "" if self.commit else self._state(_file_hash)
 
     def _state(self, state: Callable[[Piece], str]) -> str:
         """Hash the state of all files, also behind links, without those of git and the hub."""
@@ -48,6 +49,15 @@ class Dataset(Piece):
             if not os.path.exists(path):
                 raise CorpusError(f"{path}: a link to a missing file; fetch it, or remove the link")
         return state_of_folder(self.path, paths, state)
+
+
+def _file_hash(piece: Piece) -> str:
+    """Return a file's hash; of Parquet, that of its columns and footer, as Parquet sources do."""
+    if os.path.isfile(piece.path):
+        with opened(piece.path) as file:
+            if file.read(4) == b"PAR1":
+                return RowGroups(piece.path).sha256()
+    return piece.sha256()
 
 
 class HuggingFace(RecordSource):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -217,6 +218,17 @@ def test_the_hash_of_row_groups_changes_with_their_bytes_alone(tmp_path: Path) -
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         after = [part.sha256() for part in parts]
         assert [i for i in range(4) if after[i] != before[i]] == changed
+
+
+def test_a_local_dataset_is_hashed_by_its_files(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet")
+    (tmp_path / "README.md").write_text("data")
+    expected = [
+        ("README.md", hashlib.sha256(b"data").hexdigest()),
+        ("a.parquet", row_groups.RowGroups(str(tmp_path / "a.parquet")).sha256()),
+    ]
+    (piece,) = HuggingFace(path=str(tmp_path)).inputs(1)
+    assert piece.sha256() == hashlib.sha256(repr(expected).encode()).hexdigest()
 
 
 def test_huggingface_saved_and_streamed(tmp_path: Path) -> None:
