@@ -93,8 +93,7 @@ class Sentences(FileSource):
 def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run | int]:
     """Yield runs of lines that are not blank; a line that is too long is its offset alone.
 
-    A piece owns the runs that begin at its borders, and reads them to their end, be that behind its
-    own.
+    A piece owns the runs from its first border up to the first border past its end.
     """
     start, end = piece.start, piece.end
     mine = False
@@ -120,11 +119,11 @@ def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run | int]:
 
 
 def _with_borders(piece: Piece) -> Iterator[tuple[bool, int, bytes | None]]:
-    """Yield (begins a run, offset, line) of the lines around a piece.
+    """Yield (whether it is a border, offset, line) of the lines around a piece.
 
-    Borders are the file's beginning and blank lines. So that a file without these can be cut too,
-    the first line to begin at or after a multiple of CELL is one if no blank line begins in the
-    CELL bytes before that. All are properties of the file: documents do not depend on pieces.
+    No run crosses a border. Borders are the file's beginning and blank lines. To cut a file without
+    blank lines, too, the first line to begin at or after a multiple of CELL is a border if no blank
+    line begins in the CELL bytes before that. All of this depends on the file alone, not on pieces.
     """
     # The cell before the piece's first decides whether that begins with a border.
     first = max(0, piece.start // CELL * CELL - CELL)

@@ -35,7 +35,7 @@ class WikiExtractor(FileSource):
 
     @property
     def is_wikipedia(self) -> bool:
-        """Return True."""
+        """Return True: what extraction leaves of the markup is counted."""
         return True
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
