@@ -195,14 +195,10 @@ class RunConfig(Keys):
 
         Paths, speed and frequencies may change.
         """
-        shaping = self.model_dump(
-            mode="json",
-            exclude={
-                *("output", "shards", "teacher", "teacher_vocabulary"),
-                *("evaluation", "checkpoint", "logging"),
-            },
+        freely_changed = {"micro_batch_size", "num_workers", "skip_non_finite", "compare_every"}
+        freely_changed |= {"compile", "activation_checkpointing"}
+        others = ["output", "shards", "teacher", "teacher_vocabulary"]
+        others += ["evaluation", "checkpoint", "logging"]
+        return self.model_dump(
+            mode="json", exclude={**dict.fromkeys(others, True), "train": freely_changed}
         )
-        keys = "micro_batch_size num_workers skip_non_finite compare_every compile"
-        for key in (*keys.split(), "activation_checkpointing"):
-            del shaping["train"][key]
-        return shaping
