@@ -141,7 +141,7 @@ class Training:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print the validation figures on a line."""
-        text = f"held out, step {step}: loss {values['loss']:.3f} (unigram "
+        text = f"validation, step {step}: loss {values['loss']:.3f} (unigram "
         text += f"{values['unigram_loss']:.3f})  accuracy "
         text += f"{values['accuracy']:.1%} (best constant {values['constant_accuracy']:.1%}"
         if "teacher_accuracy" in values:

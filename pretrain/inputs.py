@@ -102,7 +102,7 @@ def load_inputs(
     check_row_length("student.init", student.config.max_position_embeddings, manifest)
 
     # Rows left out by an earlier start stay left out; new ones count from the present step on.
-    state = TrainState.read(saved.state) if saved else TrainState()
+    state = TrainState.from_checkpoint(saved.state) if saved else TrainState()
     for first, last in skip_rows:
         state.skip_rows = with_skip(state.skip_rows, Skip(first, last, state.step))
     rows = open_shards(config.shards)

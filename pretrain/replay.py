@@ -258,7 +258,7 @@ def _plan(
     if world < 1 or rows % world:
         raise RunError(
             f"world size {world} does not divide train.global_batch_size {rows}: no run of that "
-            "many processes can be fed alike"
+            "many processes can share a step equally"
         )
     share = rows // world
     micro = gcd(train.micro_batch_size, share) if micro_batch_size is None else micro_batch_size
@@ -281,7 +281,7 @@ def recorded_skips(run: Path, saved: Saved) -> tuple[Skip, ...]:
     skips = tuple(Skip(*values) for values in saved.state.get("skip_rows", ()))
     path = run / "metrics.jsonl"
     try:
-        for entry in metrics.read(path):
+        for entry in metrics.read_metrics(path):
             if entry["kind"] == "skip_rows" and entry["step"] >= saved.step:
                 skips = with_skip(skips, Skip(entry["first"], entry["last"], entry["step"]))
     except (KeyError, TypeError, ValueError):

@@ -26,7 +26,7 @@ class TrainState:
     scaler: dict[str, Any] | None = None  # of fp16's loss scale
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> TrainState:
+    def from_checkpoint(cls, values: Mapping[str, Any]) -> TrainState:
         """Build from the values of a checkpoint's state.json."""
         known = {key: values[key] for key in FIELDS}
         return cls(**{**known, "skip_rows": tuple(Skip(*skip) for skip in values["skip_rows"])})

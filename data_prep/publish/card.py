@@ -113,7 +113,7 @@ def _origin(manifest: Manifest) -> Iterator[str]:
     """Yield what the corpus was made of, and how."""
     yield "## Sources"
     yield _table(
-        ("source", "kind", "licence", "documents", "kept", "of these held out", "characters"),
+        ("source", "kind", "licence", "documents", "kept", "of these validation", "characters"),
         [
             (
                 s.name,

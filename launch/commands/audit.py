@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _LIMIT = 200  # characters of a title, an id or a URL
 _TAKE_DOWN = (
     "to take a document down: remove it from the input, or add a filter, and run `distil prepare` "
-    "into a new `output`; rows are packed anew, so their numbers and the digest change. A text "
+    "into a new `output`; rows are packed again, so their numbers and the digest change. A text "
     "that was dropped as its duplicate would then take its place: remove that as well"
 )
 

@@ -45,7 +45,7 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(help="How often each step is timed.", min=1)] = 5,
     documents: Annotated[
-        bool, typer.Option("--documents", help="Also packed rows beside padded documents.")
+        bool, typer.Option("--documents", help="Also compare packed rows with padded documents.")
     ] = False,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Our step as with train.compile=true.")
@@ -57,7 +57,7 @@ def bench(
         Path | None, typer.Option("--json", help="Write all figures there.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Time our step beside the usual one: same weights, rows and masks, results compared first.
+    """Time our step next to the baseline: same weights, rows and masks, results compared first.
 
     Example: distil bench --synthetic --micro-batch 2 --json bench.json
     """
@@ -131,7 +131,7 @@ def show_rows(found: Sequence[dict[str, Any]], peaks: dict[str, float]) -> None:
     show(
         [
             "ms: the median. MB: the most at a time, weights and gradients included, no optimizer "
-            "state; above: of it, above the trunks. x: so many times as long the usual step takes, "
+            "state; above: of it, above the encoders. x: the baseline takes so many times as long, "
             "the median of pairs timed one after the other; small models and rows gain nothing",
             "MFU: the share that goes into the loss of what matrix products reached here in this "
             "run, " + ", ".join(f"{peak / 1e9:.1f} GFLOP/s ({p})" for p, peak in peaks.items()),

@@ -97,7 +97,7 @@ def attempt(
                 with suppress(psutil.Error):
                     process.kill()
             psutil.wait_procs(left, timeout=1)
-    watch.failed = failures.read(folder)
+    watch.failed = failures.read_failures(folder)
     tail.show()
     text = ""
     with suppress(OSError):  # the folder was removed
@@ -207,7 +207,7 @@ class Tail:
             self._file.seek(self._shown)
             data = self._file.read()
         # Read after the log: a rank records a failure before it prints anything about it.
-        failure = failures.read(self._watch.folder).get(rank)
+        failure = failures.read_failures(self._watch.folder).get(rank)
         if failure is not None:
             data = data[: max(0, failure.log_size - self._shown)]
         self._shown += len(data)

@@ -120,7 +120,7 @@ def record(error: BaseException, code: int, text: str) -> None:
         time.sleep(1)
 
 
-def read(folder: Path) -> dict[int, Failure]:
+def read_failures(folder: Path) -> dict[int, Failure]:
     """Return the recorded failures by rank."""
     found = [
         Failure(**json.loads(path.read_text(encoding="utf-8")))

@@ -96,7 +96,7 @@ class Watch:
             self.stood[beat.rank] = self.stood.get(beat.rank, -elapsed) + elapsed
             self.silence[beat.rank] = self.silence[beat.rank] + elapsed if same else 0.0
             self.beats[beat.rank] = beat
-        self.failed = failures.read(self.folder)
+        self.failed = failures.read_failures(self.folder)
         if self.shown is None:
             with suppress(OSError, ValueError):  # not there yet
                 self.shown = int((self.folder / SHOWN).read_text())

@@ -54,7 +54,7 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
             _table(("figure", "value"), rows),
             f"Measured at step {state['evaluation_step']:,}: means over "
             f"{evaluation['masked_tokens']:,.0f} masked tokens "
-            "of held-out rows, every selected token replaced by [MASK].",
+            "of validation rows, every selected token replaced by [MASK].",
         ]
 
     # The keys of the config that shape the run, without paths of the machine it ran on.

@@ -84,7 +84,7 @@ class Metrics:
         self.accelerator.log({f"{kind}/{name}": value for name, value in values.items()}, step)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the entries of a metrics.jsonl, without an incomplete last line."""
     entries = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:

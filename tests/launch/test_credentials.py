@@ -98,7 +98,7 @@ def test_a_bug_shows_no_password_either(tmp_path: Path, monkeypatch: pytest.Monk
         raise AssertionError(URL)
     except AssertionError as error:
         failures.record(error, 1, str(error))
-    (found,) = failures.read(tmp_path).values()
+    (found,) = failures.read_failures(tmp_path).values()
     assert "host.invalid/data" in found.message and "host.invalid/data" in found.traceback
     assert all(secret not in json.dumps(vars(found)) for secret in SECRETS)
     assert os.listdir(tmp_path) == ["failure-00000.json"]

@@ -126,7 +126,7 @@ def outcome(values: dict[str, Any]) -> tuple[dict[str, Tensor], list[dict[str, A
     folder = Path(values["output"])
     history = [
         {key: value for key, value in entry.items() if key not in RATES}
-        for entry in metrics.read(folder / "metrics.jsonl")
+        for entry in metrics.read_metrics(folder / "metrics.jsonl")
     ]
     return load_file(folder / "checkpoints/step-00000004/student/model.safetensors"), history
 

@@ -175,7 +175,7 @@ def weights(values: dict[str, Any], step: int = 4) -> dict[str, Tensor]:
 def history(values: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in entry.items() if key not in RATES}
-        for entry in metrics.read(Path(values["output"]) / "metrics.jsonl")
+        for entry in metrics.read_metrics(Path(values["output"]) / "metrics.jsonl")
     ]
 
 

@@ -55,7 +55,7 @@ def line(output: Path, step: int) -> list[dict[str, Any]]:
     """Return the metrics of a step, without those that time may change."""
     return [
         {key: value for key, value in entry.items() if key not in RATES}
-        for entry in metrics.read(output / "metrics.jsonl")
+        for entry in metrics.read_metrics(output / "metrics.jsonl")
         if entry["step"] == step
     ]
 

@@ -87,7 +87,9 @@ def test_the_card_has_measured_figures_and_no_path(finished: Path, tmp_path: Pat
     text = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
     card = ModelCard(text)
     assert card.data.pipeline_tag == "fill-mask" and card.data.library_name == "transformers"
-    last = [e for e in metrics.read(finished / "metrics.jsonl") if e["kind"] == "evaluation"][-1]
+    last = [
+        e for e in metrics.read_metrics(finished / "metrics.jsonl") if e["kind"] == "evaluation"
+    ][-1]
     assert f"| masked-token accuracy | {last['accuracy']:.4f} |" in text
     assert f"| teacher's accuracy | {last['teacher_accuracy']:.4f} |" in text
     assert "| optimizer.learning\\_rate | 0.0005 |" in text

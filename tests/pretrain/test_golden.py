@@ -71,7 +71,7 @@ def curve(folder: Path) -> list[tuple[int, float]]:
         "logging": {"every": 1},
     }
     train(RunConfig.model_validate(run))
-    return [(e["step"], e["loss"]) for e in metrics.read(folder / "run" / "metrics.jsonl")]
+    return [(e["step"], e["loss"]) for e in metrics.read_metrics(folder / "run" / "metrics.jsonl")]
 
 
 def _line(number: int) -> str:

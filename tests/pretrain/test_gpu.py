@@ -75,7 +75,7 @@ def losses(values: dict[str, Any], **arguments: Any) -> dict[int, float]:
 
 def written(values: dict[str, Any]) -> dict[int, float]:
     """Return the losses in a run's metrics; a step that fp16's scaler leaves out has none."""
-    entries = metrics.read(Path(values["output"]) / "metrics.jsonl")
+    entries = metrics.read_metrics(Path(values["output"]) / "metrics.jsonl")
     return {entry["step"]: entry["loss"] for entry in entries if entry["kind"] == "train"}
 
 

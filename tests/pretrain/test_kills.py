@@ -112,5 +112,5 @@ def state(output: Path) -> dict[str, Any]:
 
 def history(output: Path) -> list[dict[str, Any]]:
     """Return the metrics, without those that time may change."""
-    entries = metrics.read(output / "metrics.jsonl")
+    entries = metrics.read_metrics(output / "metrics.jsonl")
     return [{k: v for k, v in entry.items() if k not in RATES} for entry in entries]

@@ -78,7 +78,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 def figures(settings: dict[str, Any]) -> list[dict[str, float]]:
     """Return the numbers of each metrics entry, without those that time may change."""
-    entries = metrics.read(Path(settings["output"]) / "metrics.jsonl")
+    entries = metrics.read_metrics(Path(settings["output"]) / "metrics.jsonl")
     rates = ("kind", "tokens_per_second", "data_wait")
     return [{k: v for k, v in entry.items() if k not in rates} for entry in entries]
 
@@ -167,7 +167,7 @@ def test_zero_computes_in_the_runs_precision_where_deepspeed_sees_autocast(
     ):
         values = settings(name, 12, max_steps=1, precision=precision)
         ranks.run(1, work, values, environment=ranks.zero(1 if name == "ZeRO" else 0))
-        entries = metrics.read(Path(values["output"]) / "metrics.jsonl")
+        entries = metrics.read_metrics(Path(values["output"]) / "metrics.jsonl")
         losses[name] = next(e["loss"] for e in entries if e["kind"] == "train")
     assert losses["ZeRO"] == pytest.approx(losses["bf16"], rel=1e-6)
     assert losses["ZeRO"] != pytest.approx(losses["fp32"], rel=1e-6)

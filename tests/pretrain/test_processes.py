@@ -98,7 +98,11 @@ def test_a_skipped_step_is_counted_and_changes_no_weight(
     assert ranks.digests(output, 4) == ranks.digests(output, 3) != ranks.digests(output, 5)
     saved = checkpoint.newest(output / "checkpoints", pytest.fail)
     assert saved is not None and saved.state["skipped_steps"] == 1
-    kinds = {e["step"]: e["kind"] for e in metrics.read(output / "metrics.jsonl") if e["step"] < 6}
+    kinds = {
+        e["step"]: e["kind"]
+        for e in metrics.read_metrics(output / "metrics.jsonl")
+        if e["step"] < 6
+    }
     assert kinds == {0: "evaluation", 1: "train", 2: "train", 3: "train", 4: "skipped", 5: "train"}
 
 
@@ -165,7 +169,7 @@ def test_skipped_rows_are_recorded_and_stay_skipped(
     output = Path(values["output"])
     saved = checkpoint.newest(output / "checkpoints", pytest.fail)
     assert saved is not None and saved.state["skip_rows"] == [[first, first + 1, 2]]
-    entries = metrics.read(output / "metrics.jsonl")
+    entries = metrics.read_metrics(output / "metrics.jsonl")
     assert {"kind": "skip_rows", "step": 2, "first": first, "last": first + 1} in entries
     shown = replay(output, 5, warn=pytest.fail)
     assert [row.skipped for row in shown.rows(None)] == [number == first for number in rows]
@@ -204,7 +208,7 @@ def test_the_lock_of_a_killed_run_is_taken_over(
     (holder,) = ranks.start(1, rank_work.once, values)
     log = Path(values["output"]) / "metrics.jsonl"
     deadline = time.monotonic() + 240
-    while len(metrics.read(log)) < 2 and time.monotonic() < deadline:
+    while len(metrics.read_metrics(log)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(Exception, match=f"pid {holder.pid}"):
         train(RunConfig.model_validate(values))

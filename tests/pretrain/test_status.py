@@ -83,7 +83,7 @@ def test_a_bug_without_a_message_is_recorded_by_its_name(
     monkeypatch.setattr(sys, "argv", ["distil"])
     with pytest.raises(SystemExit):
         main()
-    failure = failures.read(tmp_path)[0]
+    failure = failures.read_failures(tmp_path)[0]
     assert failure.message == "AssertionError" and not failure.follows
 
 

@@ -83,7 +83,7 @@ def weights(values: dict[str, Any], step: int = 10) -> dict[str, torch.Tensor]:
 
 
 def history(values: dict[str, Any]) -> list[dict[str, Any]]:
-    entries = metrics.read(Path(values["output"]) / "metrics.jsonl")
+    entries = metrics.read_metrics(Path(values["output"]) / "metrics.jsonl")
     return [{k: v for k, v in entry.items() if k not in RATES} for entry in entries]
 
 
@@ -183,7 +183,7 @@ def test_sigterm_saves_and_the_same_command_continues(settings: Settings, tmp_pa
     process = subprocess.Popen(command(path), cwd=ROOT, env=environment(), start_new_session=True)
     log = Path(disturbed["output"]) / "metrics.jsonl"
     deadline = time.monotonic() + 240
-    while len(metrics.read(log)) < 4 and time.monotonic() < deadline:
+    while len(metrics.read_metrics(log)) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(240) == 75
@@ -205,7 +205,7 @@ def test_a_killed_run_loses_only_steps_after_its_checkpoint(
     process = subprocess.Popen(command(path), cwd=ROOT, env=environment())
     log = Path(killed["output"]) / "metrics.jsonl"
     deadline = time.monotonic() + 240
-    while not any(e["step"] > 5 for e in metrics.read(log)) and time.monotonic() < deadline:
+    while not any(e["step"] > 5 for e in metrics.read_metrics(log)) and time.monotonic() < deadline:
         time.sleep(0.005)
     process.kill()
     process.wait(240)
@@ -219,7 +219,7 @@ def test_no_share_of_a_peak_is_claimed_that_is_not_measured(
     values = settings(train={"max_steps": 1})
     with Training() as shown:
         run(values, progress=shown)
-    entry = metrics.read(Path(values["output"]) / "metrics.jsonl")[1]
+    entry = metrics.read_metrics(Path(values["output"]) / "metrics.jsonl")[1]
     assert entry["kind"] == "train" and "mfu" not in entry
     out = capsys.readouterr().out
     assert "tok/s" in out and "MFU" not in out
