@@ -275,8 +275,8 @@ def measure(subject: Subject, settings: Settings, say: Callable[[str], None]) ->
     say(f"{where}; {known}; commit {report['commit'] or 'unknown'}")
     say(subject.what)
     say(
-        f"our step and the baseline (usual) in turn, {settings.repeats} time(s) each after one that "
-        "warms up: forward and backward with dropout, the median counts; "
+        f"our step and the baseline (usual) in turn, {settings.repeats} time(s) each after one "
+        "that warms up: forward and backward with dropout, the median counts; "
         + (duration if seconds >= 60 else "less than a minute")
     )
 
