@@ -124,9 +124,10 @@ class Masking:
         if self.replace == "mask":
             replacement = xp.full_like(original, self.mask_id)
         else:
-            action, chance = derive(keys[_ACTION:], xp.asarray(slots, dtype=keys.dtype))
-            action %= 10
-            random_ids = ordinary[(xp.asarray(chance, dtype=xp.int64) * len(ordinary)) >> 32]
+            # Two hashes for each slot: the action, and the random token it may need.
+            action, number = derive(keys[_ACTION:], xp.asarray(slots, dtype=keys.dtype))
+            action %= 10  # 0 to 7: [MASK]; 8: the original token; 9: a random ordinary token
+            random_ids = ordinary[(xp.asarray(number, dtype=xp.int64) * len(ordinary)) >> 32]
             kept = xp.where(action == 8, original, random_ids)
             replacement = xp.where(action < 8, self.mask_id, kept)
         rows.input_ids.reshape(-1)[flat] = xp.where(used, replacement, original)

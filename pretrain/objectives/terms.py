@@ -5,11 +5,12 @@
 `total` is the sum of a term's values over one optimizer step and all ranks. `count` is the number
 of positions in `over`: "tokens" (all but padding) or "masked" (the selected positions).
 
-The functions below run in evaluation, and for every term without `fused`. In a training step the
-LM head computes KL and cross-entropy with their gradients, without a tensor of [positions,
-vocabulary]: `kernels/head/triton_kernel.py` on GPUs of compute capability 8.0 or more,
-`kernels/head/compiled.py` with `train.compile` elsewhere, else `kernels/head/closed_form.py`. They
-compute the same formulas, and `tests/pretrain/test_head*.py` compare each with fp64.
+The functions below run in evaluation. They also run in training, through autograd, for all
+vocabulary terms of an objective as soon as one of them has no `fused` form. Else the LM head
+computes KL and cross-entropy with their gradients, without a tensor of [positions, vocabulary]. On
+GPUs of compute capability 8.0 or more that is `kernels/head/triton_kernel.py`, with `train.compile`
+elsewhere `compiled.py`, else `closed_form.py`. They compute the same formulas, and
+`tests/pretrain/test_head*.py` compare each with fp64.
 
 All functions compute in fp32 whatever the precision of their inputs (fp64 stays fp64): a bf16
 softmax over 30,000 tokens is wrong in the second digit.

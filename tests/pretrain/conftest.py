@@ -82,6 +82,33 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, vocabulary: list[str]) -> P
 
 
 @pytest.fixture(scope="session")
+def run_config(corpus: Path) -> Callable[..., dict[str, Any]]:
+    """Return a function from an output folder, a teacher and changed sections to a run's config.
+
+    Without changes it has the keys that almost every tiny run needs: fp32, no loader worker, and
+    every step in the log.
+    """
+
+    def make(output: Path, teacher: Path | None = None, **changes: Any) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "output": str(output),
+            "shards": str(corpus),
+            "train": {"precision": "fp32", "num_workers": 0},
+            "evaluation": {"every": 0, "rows": 8},
+            "logging": {"every": 1},
+        }
+        if teacher is not None:
+            values["teacher"] = str(teacher)
+        for section, change in changes.items():
+            known = values.get(section)
+            both = isinstance(known, dict) and isinstance(change, dict)
+            values[section] = {**known, **change} if both else change
+        return values
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def manifest(corpus: Path) -> Manifest:
     """The manifest of `corpus`."""
     return load_manifest(corpus)

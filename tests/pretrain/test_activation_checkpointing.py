@@ -96,28 +96,19 @@ def test_dropout_is_on(
 
 @pytest.fixture
 def settings(
-    tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]
+    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
 ) -> Callable[..., dict[str, Any]]:
     save_teacher(tmp_path / "teacher")
 
     def make(name: str, **train: Any) -> dict[str, Any]:
-        return {
-            "output": str(tmp_path / name),
-            "shards": str(corpus),
-            "teacher": str(tmp_path / "teacher"),
-            "student": {"num_layers": 2},
-            "train": {
-                "max_steps": 4,
-                "global_batch_size": 8,
-                "precision": "fp32",
-                "micro_batch_size": 2,
-                "num_workers": 0,
-                **train,
-            },
-            "evaluation": {"every": 2, "rows": 8},
-            "checkpoint": {"every": 2},
-            "logging": {"every": 1},
-        }
+        return run_config(
+            tmp_path / name,
+            tmp_path / "teacher",
+            student={"num_layers": 2},
+            train={"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 2, **train},
+            evaluation={"every": 2},
+            checkpoint={"every": 2},
+        )
 
     return make
 

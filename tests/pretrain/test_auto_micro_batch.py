@@ -26,27 +26,19 @@ from pretrain.train import train
 
 
 @pytest.fixture
-def settings(tmp_path: Path, corpus: Path) -> Callable[..., dict[str, Any]]:
+def settings(
+    tmp_path: Path, run_config: Callable[..., dict[str, Any]]
+) -> Callable[..., dict[str, Any]]:
     """Return 4 steps of 24 rows of a BERT with dropout, with `auto`."""
 
     def make(name: str = "run", **train: Any) -> dict[str, Any]:
-        return {
-            "output": str(tmp_path / name),
-            "shards": str(corpus),
-            "objective": {"name": "mlm"},
-            "model": {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4},
-            "train": {
-                "max_steps": 4,
-                "global_batch_size": 24,
-                "precision": "fp32",
-                "micro_batch_size": "auto",
-                "num_workers": 0,
-                **train,
-            },
-            "evaluation": {"every": 0, "rows": 8},
-            "checkpoint": {"every": 2},
-            "logging": {"every": 1},
-        }
+        return run_config(
+            tmp_path / name,
+            objective={"name": "mlm"},
+            model={"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4},
+            train={"max_steps": 4, "global_batch_size": 24, "micro_batch_size": "auto", **train},
+            checkpoint={"every": 2},
+        )
 
     return make
 

@@ -117,31 +117,22 @@ def test_the_head_against_full_logits_in_fp64_with_few_compilations(
 @pytest.fixture
 def settings(
     tmp_path: Path,
-    corpus: Path,
+    run_config: Callable[..., dict[str, Any]],
     save_teacher: Callable[..., Any],
     tiny_bert: Callable[..., Any],
 ) -> Callable[..., dict[str, Any]]:
     save_teacher(tmp_path / "teacher", tiny_bert(2))
 
     def make(name: str, dropout: float = 0.0, **train: Any) -> dict[str, Any]:
-        return {
-            "output": str(tmp_path / name),
-            "shards": str(corpus),
-            "teacher": str(tmp_path / "teacher"),
-            "student": {"num_layers": 1, "dropout": dropout, "attention_dropout": dropout},
-            "optimizer": {"learning_rate": 1e-3},
-            "train": {
-                "max_steps": 4,
-                "global_batch_size": 8,
-                "precision": "fp32",
-                "micro_batch_size": 4,
-                "num_workers": 0,
-                **train,
-            },
-            "evaluation": {"every": 1, "rows": 8},
-            "checkpoint": {"every": 1, "keep": 10},
-            "logging": {"every": 1},
-        }
+        return run_config(
+            tmp_path / name,
+            tmp_path / "teacher",
+            student={"num_layers": 1, "dropout": dropout, "attention_dropout": dropout},
+            optimizer={"learning_rate": 1e-3},
+            train={"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 4, **train},
+            evaluation={"every": 1},
+            checkpoint={"every": 1, "keep": 10},
+        )
 
     return make
 

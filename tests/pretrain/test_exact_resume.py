@@ -18,20 +18,19 @@ RATES = ("tokens_per_second", "data_wait")  # the only figures that time may cha
 
 
 @pytest.fixture
-def settings(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> dict[str, Any]:
+def settings(
+    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
+) -> dict[str, Any]:
     """Return 21 steps of 24 rows with dropout over more than one epoch, a checkpoint at each."""
     save_teacher(tmp_path / "teacher")
-    return {
-        "output": str(tmp_path / "run"),
-        "shards": str(corpus),
-        "teacher": str(tmp_path / "teacher"),
-        "student": {"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
-        "optimizer": {"learning_rate": 1e-3},
-        "train": {"max_steps": 21, "global_batch_size": 24, "precision": "fp32", "num_workers": 0},
-        "evaluation": {"every": 0, "rows": 8},
-        "checkpoint": {"every": 1, "keep": 100},
-        "logging": {"every": 1},
-    }
+    return run_config(
+        tmp_path / "run",
+        tmp_path / "teacher",
+        student={"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
+        optimizer={"learning_rate": 1e-3},
+        train={"max_steps": 21, "global_batch_size": 24},
+        checkpoint={"every": 1, "keep": 100},
+    )
 
 
 def resumed(

@@ -25,22 +25,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def settings(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> dict[str, Any]:
+def settings(
+    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
+) -> dict[str, Any]:
     save_teacher(tmp_path / "teacher")
-    return {
-        "output": str(tmp_path / "run"),
-        "shards": str(corpus),
-        "teacher": str(tmp_path / "teacher"),
-        "student": {"num_layers": 2},
-        "train": {
+    return run_config(
+        tmp_path / "run",
+        tmp_path / "teacher",
+        student={"num_layers": 2},
+        train={
             "max_steps": 2,
             "global_batch_size": 4,
             "micro_batch_size": 4,
-            "num_workers": 0,
             "precision": "bf16",
         },
-        "evaluation": {"every": 1, "rows": 8},
-    }
+        evaluation={"every": 1},
+    )
 
 
 @pytest.fixture

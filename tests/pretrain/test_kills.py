@@ -28,27 +28,19 @@ RATES = ("tokens_per_second", "data_wait")  # the only figures that time may cha
 
 @pytest.mark.slow
 def test_a_run_killed_repeatedly_equals_the_undisturbed_one(
-    tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]
+    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
 ) -> None:
     save_teacher(tmp_path / "teacher")
 
     def settings(name: str) -> dict[str, Any]:
-        return {
-            "output": str(tmp_path / name),
-            "shards": str(corpus),
-            "teacher": str(tmp_path / "teacher"),
-            "student": {"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
-            "train": {
-                "max_steps": STEPS,
-                "global_batch_size": 24,
-                "precision": "fp32",
-                "micro_batch_size": 3,
-                "num_workers": 0,
-            },
-            "evaluation": {"every": EVALUATE, "rows": 8},
-            "checkpoint": {"every": SAVE, "keep": 2},
-            "logging": {"every": 1},
-        }
+        return run_config(
+            tmp_path / name,
+            tmp_path / "teacher",
+            student={"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
+            train={"max_steps": STEPS, "global_batch_size": 24, "micro_batch_size": 3},
+            evaluation={"every": EVALUATE},
+            checkpoint={"every": SAVE, "keep": 2},
+        )
 
     undisturbed, disturbed = settings("undisturbed"), settings("disturbed")
     ranks.run(WORLD, rank_work.once, undisturbed)

@@ -28,30 +28,21 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture
 def settings(
-    tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]
+    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
 ) -> Callable[..., dict[str, Any]]:
     """Return 20 steps of 24 rows without dropout, under a given name."""
     save_teacher(tmp_path / "teacher")
 
     def make(name: str, micro: int = 24, **train: Any) -> dict[str, Any]:
-        return {
-            "output": str(tmp_path / name),
-            "shards": str(corpus),
-            "teacher": str(tmp_path / "teacher"),
-            "student": {"num_layers": 2, "dropout": 0.0, "attention_dropout": 0.0},
-            "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.01},
-            "train": {
-                "max_steps": 20,
-                "global_batch_size": 24,
-                "precision": "fp32",
-                "num_workers": 0,
-                "micro_batch_size": micro,
-                **train,
-            },
-            "evaluation": {"every": 10, "rows": 8},
-            "checkpoint": {"every": 0},
-            "logging": {"every": 1},
-        }
+        return run_config(
+            tmp_path / name,
+            tmp_path / "teacher",
+            student={"num_layers": 2, "dropout": 0.0, "attention_dropout": 0.0},
+            optimizer={"learning_rate": 1e-3, "weight_decay": 0.01},
+            train={"max_steps": 20, "global_batch_size": 24, "micro_batch_size": micro, **train},
+            evaluation={"every": 10},
+            checkpoint={"every": 0},
+        )
 
     return make
 

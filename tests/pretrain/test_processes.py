@@ -23,28 +23,18 @@ from pretrain.train import train
 
 @pytest.fixture
 def settings(
-    tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]
+    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
 ) -> Callable[..., dict[str, Any]]:
     """Return 6 steps of 12 rows: one micro-batch a step for 3 ranks, a checkpoint at each step."""
     save_teacher(tmp_path / "teacher")
 
     def make(name: str = "run", **train: Any) -> dict[str, Any]:
-        return {
-            "output": str(tmp_path / name),
-            "shards": str(corpus),
-            "teacher": str(tmp_path / "teacher"),
-            "train": {
-                "max_steps": 6,
-                "global_batch_size": 12,
-                "precision": "fp32",
-                "micro_batch_size": 4,
-                "num_workers": 0,
-                **train,
-            },
-            "evaluation": {"every": 0, "rows": 8},
-            "checkpoint": {"every": 1, "keep": 10},
-            "logging": {"every": 1},
-        }
+        return run_config(
+            tmp_path / name,
+            tmp_path / "teacher",
+            train={"max_steps": 6, "global_batch_size": 12, "micro_batch_size": 4, **train},
+            checkpoint={"every": 1, "keep": 10},
+        )
 
     return make
 

@@ -41,27 +41,19 @@ def teacher(tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manife
 
 
 @pytest.fixture
-def settings(tmp_path: Path, corpus: Path, teacher: Path) -> Settings:
+def settings(tmp_path: Path, run_config: Callable[..., dict[str, Any]], teacher: Path) -> Settings:
     """Return 10 steps of 8 rows with dropout, as YAML would give it; changes by section."""
 
     def make(name: str = "run", **changes: Any) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "output": str(tmp_path / name),
-            "shards": str(corpus),
-            "teacher": str(teacher),
-            "student": {"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
-            "optimizer": {"learning_rate": 1e-3},
-            "train": {
-                "max_steps": 10,
-                "global_batch_size": 8,
-                "precision": "fp32",
-                "micro_batch_size": 4,
-                "num_workers": 0,
-            },
-            "evaluation": {"every": 5, "rows": 8},
-            "checkpoint": {"every": 5},
-            "logging": {"every": 1},
-        }
+        values = run_config(
+            tmp_path / name,
+            teacher,
+            student={"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
+            optimizer={"learning_rate": 1e-3},
+            train={"max_steps": 10, "global_batch_size": 8, "micro_batch_size": 4},
+            evaluation={"every": 5},
+            checkpoint={"every": 5},
+        )
         for section, change in changes.items():
             if isinstance(change, dict) and isinstance(values.get(section), dict):
                 values[section] |= change
