@@ -21,16 +21,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("data_prep", "pretrain", "launch")
 RIDDLES = ("what", "whether", "who", "how")
 CEILINGS = {
-    "functions per 100 lines": 5.3,
-    "private functions, %": 39.0,
-    "private functions called once, %": 54.2,
-    "docstrings that begin with What, Whether, Who, How, %": 4.4,
-    "longest file, lines": 410,
+    "functions per 100 lines": 4.2,
+    "private functions, %": 26.5,
+    "private functions called once, %": 41.1,
+    "docstrings that begin with What, Whether, Who, How, %": 0.0,
+    "longest file, lines": 400,
     "longest function, lines": 94,
-    "files in the largest folder": 21,
-    "files that share a name within a package": 8,
+    "files in the largest folder": 16,
+    "files that share a name within a package": 0,
 }
-FLOORS = {"comment lines, %": 3.5}
+FLOORS = {"comment lines, %": 4.3}
 
 
 class Source(NamedTuple):
