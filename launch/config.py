@@ -106,6 +106,7 @@ class _Loader(yaml.SafeLoader):
         return int(text)
 
 
+# YAML 1.1 reads 1:30 as 90 and 1e-6 as text. Its own rules for numbers and dates go; ours follow.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in _OTHERS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -238,6 +239,7 @@ def _explain(model: type[BaseModel], error: ValidationError) -> str:
         unknown = entry["type"] == "extra_forbidden" and key not in known
         return not unknown, -len(entry["loc"])
 
+    # One mistake at a time: the first is the one to fix, the others may follow from it.
     errors = sorted(error.errors(), key=rank)
     first = errors[0]
     key, context = dotted(first["loc"]), first.get("ctx", {})

@@ -69,6 +69,7 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
     It moves a bar for each stage on a terminal. Elsewhere it prints a line when a stage begins and
     ends, and at most one every ten seconds in between.
     """
+    # A log file keeps every line, so a bar would fill it.
     if not console.is_terminal:
         last: dict[str, float] = {}
 
@@ -167,6 +168,7 @@ def tolerant(number: int, encoding: str) -> TextIO:
     return io.TextIOWrapper(
         _LossyOutput(number, "w", closefd=False),
         encoding=encoding,
+        # A character that the terminal's encoding lacks must not end a run.
         errors="backslashreplace",
         write_through=True,
     )

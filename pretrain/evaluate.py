@@ -58,11 +58,13 @@ def evaluate(
     rows = min(rows, len(shards))
     mine = np.array_split(np.arange(rows), accelerator.num_processes)[accelerator.process_index]
     special = shards.manifest.tokenizer.special_ids
+    # The same masks for every run, so that figures of two runs can be compared.
     masking = evaluation_masking(shards.manifest, probability)
 
     def term(name: str, values: Callable[..., Tensor], needs_teacher: bool = False) -> Term:
         return VocabularyTerm(name, 1.0, "masked", values, needs_teacher, name)
 
+    # None of them has a fused form, so the LM head computes their own functions on each chunk.
     terms = [
         term("loss", lambda s, t, labels: cross_entropy(s, labels)),
         term("accuracy", lambda s, t, labels: is_correct(s, labels)),
@@ -77,8 +79,10 @@ def evaluate(
     ones = torch.ones(len(terms), device=accelerator.device)
 
     # Sums of this rank: one entry per term, then the number of masked labels of each token.
+    # Without dropout. Training goes on in the mode it was in.
     was_training = student.training
     student.eval()
+    # In fp64, because sums of many batches are added.
     sums = torch.zeros(len(terms) + shards.manifest.tokenizer.vocab_size, dtype=torch.float64)
     with torch.no_grad(), autocast or accelerator.autocast():
         for batch in np.array_split(mine, -(-len(mine) // batch_size) or 1):
@@ -86,6 +90,7 @@ def evaluate(
                 continue
             masked = corrupt(shards, masking, np.zeros_like(batch), batch)  # epoch 0
             inputs = micro_batch(*masked, cls_id=special.cls, pad_id=special.pad)
+            # Counted on the host, before the copy to the device.
             labels = inputs.labels[inputs.labels != IGNORE].long()
             sums[len(terms) :] += torch.bincount(labels, minlength=len(sums) - len(terms))
             _, values = module(*inputs.to(accelerator.device), ones)
@@ -142,6 +147,7 @@ def evaluate_folder(
         check_vocabulary(str(model), folder, student.config, manifest)
         return student
 
+    # A run's newest checkpoint if there is one, else the folder itself is a model.
     found = checkpoint.read_newest(
         model / "checkpoints", lambda folder: load_student(folder / "student"), warn
     )

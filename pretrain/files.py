@@ -23,6 +23,7 @@ def writing_to(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
+        # safetensors (a Rust library) puts the system's error number into its text.
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
             raise OSError(f"{path}: {error}") from error

@@ -74,6 +74,7 @@ def load_inputs(
     manifest = load_manifest(config.shards)
     config = with_defaults(config, ranks.device.type, ranks.num_processes)
     accumulation_steps(config, ranks.num_processes)  # raises if they do not divide
+    # Before precision and teacher: a resumed run keeps its precision.
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
     teacher = None
@@ -145,6 +146,7 @@ def resolve_precision(
                 f"{config.output}: its checkpoint was made in {precision}, which needs a CUDA GPU, "
                 f"and this is {device.type}; continue it on a GPU, or set another `output:`"
             )
+        # The precision is a part of the recipe; a change in the middle would be another run.
         text = f"{precision}, as in the checkpoint"
         if chosen != precision:
             text += f"; this machine would choose {chosen} ({reason})"
@@ -175,6 +177,7 @@ def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:
     """
     rows, micro = config.train.global_batch_size, config.train.micro_batch_size
     assert micro is not None  # `with_defaults` has filled it in
+    # `auto` finds a divisor of a rank's share, so only the ranks must divide.
     at_once = num_processes if micro == "auto" else micro * num_processes
     if rows % at_once == 0:
         return None if micro == "auto" else rows // at_once
@@ -191,6 +194,7 @@ def check_same_run(
     config: RunConfig, manifest: Manifest, teacher: Teacher | None, saved: Saved
 ) -> None:
     """Refuse to continue a checkpoint with another recipe, other data or another teacher."""
+    # A sealed file of this format has all keys, unless another program wrote it.
     if lacking := [key for key in _NEEDED if key not in saved.state]:
         raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
     before, now = flatten(saved.state["shaping"]), flatten(config.shaping())

@@ -24,11 +24,13 @@ def check_output(config: RunConfig) -> None:
         RunError: names the input, or a file that no run has written.
     """
     output, init, teacher = config.output, config.student.init, config.teacher or ""
+    # Folders that the run only reads. Written to, they would change under the run.
     inputs = {"shards": [str(config.shards)]}
     if teacher:  # a folder with the name of a hub's repository would be the teacher next time
         inputs["teacher"] = [teacher, teacher.partition("@")[0]]
     if isinstance(init, str) and init not in ("teacher", "random"):
         inputs["student.init"] = [init]
+    # Links resolved, so that two names of one folder are equal.
     here = Path(os.path.realpath(output))
     for key, names in inputs.items():
         for name in names:
@@ -53,6 +55,7 @@ def check_output(config: RunConfig) -> None:
             f"output {output} holds {path.name}, which no run has written; set another "
             "`output:`, a new or an empty folder"
         )
+    # With a checkpoint, `check_same_run` compares the recipe later, against a sealed file.
     before = None if _has_checkpoint(output) else _recorded(output)
     if before is None:
         return

@@ -113,12 +113,15 @@ class Replay:
                 world=self.world_size,
                 skips=self.skips,
             )
+            # The very dataset that training reads, so a replay cannot drift from it.
             fed = dataset[self.step - 1]
             first = dataset.mine.start
             for i, (ids, positions, labels) in enumerate(
                 zip(*(tensor.long().numpy() for tensor in fed), strict=True)
             ):
                 used = labels != IGNORE
+                # Slots are in the order of their draws; a reader expects positions from left to
+                # right.
                 in_order = np.argsort(positions[used])
                 yield ReplayedRow(
                     index=first + i,
@@ -261,6 +264,7 @@ def _plan(
             "many processes can share a step equally"
         )
     share = rows // world
+    # The largest divisor of both: micro-batches do not change the rows, only their grouping.
     micro = gcd(train.micro_batch_size, share) if micro_batch_size is None else micro_batch_size
     if micro < 1 or share % micro:
         raise RunError(
@@ -278,6 +282,7 @@ def recorded_skips(run: Path, saved: Saved) -> tuple[Skip, ...]:
     from pretrain.data.rows import Skip, with_skip
     from pretrain.monitor import metrics
 
+    # A checkpoint knows the skips up to its step. Later ones stand in metrics.jsonl alone.
     skips = tuple(Skip(*values) for values in saved.state.get("skip_rows", ()))
     path = run / "metrics.jsonl"
     try:

@@ -116,6 +116,7 @@ def build(
         backend="compiled" if compiled_head else "auto",
         compiled=train.compile,
     )
+    # Then wrap: DDP or ZeRO owns the optimizer from here on.
     optimizer = build_optimizer(student, config.optimizer, accelerator.device)
     parallel: Parallel = (ZeRO if uses_deepspeed() else DDP)(accelerator, module, optimizer, config)
     # After wrapping, because ZeRO loads into the partition of this rank.

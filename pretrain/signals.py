@@ -30,9 +30,11 @@ class Signals(list[int]):
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may set handlers
             return
+        # An exception from the handler ends a wait inside a library.
         before = signal.signal(signal.SIGALRM, lambda number, frame: self.interrupt())
         try:
             self._interrupts = True
+            # A signal may have come just before the block.
             if self:
                 self.interrupt()
             signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -77,6 +79,7 @@ def stop_on_signal() -> Iterator[Signals]:
         received.append(number)
         if not received.saves:
             _say_early()
+            # The thread of `patiently`, which may wait for a slow disk.
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 os._exit(ExitCode.REQUEUE)
             raise SystemExit(ExitCode.REQUEUE)
@@ -90,6 +93,7 @@ def stop_on_signal() -> Iterator[Signals]:
 
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that stop a run: without SIGHUP where `nohup` ignores it."""
+    # Slurm sends SIGTERM or SIGUSR1, a user's Ctrl-C SIGINT, a closed terminal SIGHUP.
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
     return numbers[:3] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else numbers
 

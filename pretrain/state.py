@@ -34,6 +34,7 @@ class TrainState:
     def write(self) -> dict[str, Any]:
         """Return the values for state.json, which `read` takes."""
         skips = [[skip.first, skip.last, skip.step] for skip in self.skip_rows]
+        # JSON has no dataclasses: each skip is a list of three numbers.
         return {**asdict(self), "skip_rows": skips}
 
 

@@ -55,6 +55,8 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
     # Count the tokens of the whole step. This is the only communication before the last
     # micro-batch (with several ranks a device sync), and with it all ranks agree to stop at the
     # same step.
+    # Without rows (a signal came) the rank still takes part in the sum, because the others wait for
+    # it there.
     batches = []
     if rows is not None:
         heartbeat.at(state.step, "counts")
@@ -108,11 +110,13 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
         if state.skipped_steps > allowed:
             raise NonFiniteError(write_post_mortem(run, losses_A, totals_AT, size, rate))
         values = {"skipped_steps": state.skipped_steps}
+        # The figures were summed over all ranks, so all ranks take this branch together.
         run.metrics.write("skipped", state.step + 1, values)
         run.progress.say(
             f"warning: step {state.step + 1}: its loss or gradient is not finite; it was left out, "
             f"{state.skipped_steps} of at most {allowed}"
         )
+        # Tells `report` that this step has no figures to log.
         size = math.nan
     state.step += 1
     state.tokens += counts["tokens"]

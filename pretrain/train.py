@@ -76,6 +76,7 @@ def train(
         OSError: a file could not be written; earlier checkpoints are untouched.
     """
     with ExitStack() as stack:
+        # First of all, so that a signal during a slow start ends the process with 75.
         signals = stack.enter_context(stop_on_signal())
         ranks = stack.enter_context(start_ranks(config))
         first = ranks.is_main_process
@@ -101,13 +102,17 @@ def train(
                 {"choice for train.precision auto": inputs.config.train.precision},
                 "the machines differ: set train.precision, to fp32 for instance",
             )
+        # Before the first collective call on tensors: ranks with other files would hang there, or
+        # train on different data.
         same_everywhere(ranks, inputs.names(stop_after))
 
         heartbeat.at(0, "build")
+        # After `load_inputs`, which resolves `precision: auto`; Accelerate keeps its precision.
         accelerator = build_accelerator(inputs.config)
         stack.callback(lambda: [tracker.finish() for tracker in accelerator.trackers])
         run = build(accelerator, inputs, progress=progress, heartbeat=heartbeat, lock=held)
         config, state = run.config, run.state
+        # A finished run needs no trial: nothing is trained.
         if state.step < run.num_steps:
             heartbeat.at(state.step, "micro-batch")
             resolve_micro_batch(run, inputs.saved.state if inputs.saved else None)
@@ -120,6 +125,7 @@ def train(
                 if config.logging.tensorboard:
                     accelerator.init_trackers("tensorboard")
                 describe(run)
+                # The loader reads no step after `last`, so nothing is loaded ahead in vain.
                 last = min(stop_after or run.num_steps, run.num_steps)
                 rows = loader(run.dataset, state.step, last, config.train.num_workers)
                 with explained(run), explained_workers(run.dataset.shards), rows as batches:
@@ -132,6 +138,7 @@ def loop(run: Run, batches: Iterator[MaskedRows], last: int, signals: Signals) -
     """Make optimizer steps up to `last`, or until a signal arrives."""
     config, state = run.config, run.state
     clock = Clock(state.tokens)
+    # The figures before training. A resumed run has them in its checkpoint.
     if state.step == 0:
         validate(run)
     while state.step < last:
@@ -143,6 +150,8 @@ def loop(run: Run, batches: Iterator[MaskedRows], last: int, signals: Signals) -
             save_checkpoint(run, wait=True)
             run.ended = "interrupted"
             return
+        # The order matters: weights are compared before a checkpoint, and evaluated before it, so
+        # that it holds the figures that decide which one is the best.
         report(run, clock, step)
         if run.due(config.train.compare_every):
             compare_weights(run)
@@ -228,6 +237,7 @@ def hold_output(config: RunConfig, progress: Progress) -> Iterator[Lock]:
                 f"over in {left:.0f} s"
             )
 
+    # Before the lock, so that nothing is written into a folder that is refused.
     check_output(config)
     with lock(output, "pretrain", who="distil pretrain", output=output, waiting=waiting) as held:
         yield held

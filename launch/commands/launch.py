@@ -54,6 +54,7 @@ def launch(
 
     Example: distil launch configs/distilbert-base-uncased.yaml --hardware 8xv100-16gb
     """
+    # Before a config is read: a mistake in an option needs no imports.
     for text in skip_rows or []:
         parse_rows(text)
 

@@ -58,6 +58,7 @@ def prepare(
     from data_prep.config import CorpusConfig
     from launch.config import config_line, load_config
 
+    # Options that contradict each other are refused before the config is read.
     if task is not None and stage is None:
         raise CorpusError("--task: needs --stage")
     if (stage is not None) + finalize + dry_run > 1:
@@ -111,6 +112,7 @@ def prepare_and_show(
     keep_going()
     return_large_blocks()
     folders = [config.folder(row_length) for row_length in config.row_lengths]
+    # To tell "up to date" from "done" at the end.
     before = all((folder / "manifest.json").exists() for folder in folders)
     remade: list[str] = []
     with stages() as progress:

@@ -33,6 +33,7 @@ def replay(
 
     Example: distil replay runs/distilbert-base-uncased --step 1000 --world-size 4
     """
+    # Imported here, so that `distil --help` does not wait for numpy and pydantic.
     from data_prep.messages import one_line, warn
     from launch.console import show
     from pretrain.replay import replay as replay_step

@@ -180,6 +180,7 @@ def _until_over(
 def _started(folder: Path) -> list[psutil.Process]:
     """Return every process of this attempt, found by its environment even without a parent."""
     found = []
+    # Not the children of torchrun: when it dies first, they lose their parent.
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(HEARTBEATS) == str(folder):
@@ -194,6 +195,7 @@ class Tail:
         self._watch = watch
         self._file: BinaryIO | None = None  # kept open, in case the folder of logs is removed
         self._shown = 0  # bytes
+        # A read may end within a character.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(self) -> None:

@@ -57,6 +57,7 @@ def torchrun(
         *(sys.executable, ENTRY, "torch.distributed.run"),
         *rendezvous,
         *("--nproc-per-node", str(layout.processes)),
+        # The supervisor restarts: torchrun would show nothing of why.
         *("--max-restarts", "0"),
         *("--signals-to-handle", SIGNALS),
         *("--shutdown-timeout", str(grace)),
@@ -81,7 +82,9 @@ def environment(
     """Return the variables to set for the ranks, in addition to the `given` environment."""
     values = {TIMEOUT: f"{timeout:g}"}
     if layout.device == "cpu":
+        # Each rank would otherwise start a thread for every core of the machine.
         threads = str(max(1, cores // layout.processes))
+        # Also where there are GPUs, which `--hardware cpu` must not touch.
         values["CUDA_VISIBLE_DEVICES"] = ""
         values["OMP_NUM_THREADS"] = given.get("OMP_NUM_THREADS", threads)
         if zero is None:  # with it Accelerate would not use DeepSpeed

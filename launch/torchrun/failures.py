@@ -111,6 +111,7 @@ def record(error: BaseException, code: int, text: str) -> None:
         log_size=os.fstat(1).st_size,
     )
     path = _path(Path(folder), failure.rank)
+    # Renamed in one step: the supervisor reads this folder all the time.
     beside = path.with_suffix(".tmp")
     with suppress(OSError):  # the error itself is what matters
         beside.write_text(json.dumps(vars(failure)), encoding="utf-8")

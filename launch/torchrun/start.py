@@ -68,6 +68,7 @@ def start(asked: Launch) -> int:
         RunError, ConfigError, CorpusError: a mistake in options or config; nothing was started.
     """
     # A run saves when it is stopped: torchrun must pass SIGUSR1 on and wait for the checkpoint.
+    # Older versions of torchrun lack these options.
     known = get_args_parser().format_help()
     for option in ("--signals-to-handle", "--shutdown-timeout"):
         if option not in known:
@@ -141,6 +142,7 @@ def layout_of(asked: Launch, preset: Hardware | None, gpus: int) -> Layout:
             raise RunError(f"{option}: Slurm knows it: leave it out")
         if value is not None and asked.nodes == 1:
             raise RunError(f"{option}: is for several nodes: add --nodes N")
+    # Slurm's nodes may have GPUs that the login node lacks.
     device: Device = "cuda" if gpus or asked.slurm else "cpu"
     processes = gpus or 1
     if preset is not None:
@@ -190,6 +192,7 @@ def submit(asked: Launch, layout: Layout, overrides: list[str], config: RunConfi
     for program, place in (("sbatch", "on the cluster"), ("distil", "in its environment")):
         if shutil.which(program) is None:
             raise RunError(f"--slurm: {program} is not on PATH: run this command {place}")
+    # Before any process starts: a missing corpus would be reported by each rank, after its imports.
     load_manifest(config.shards)
     failed = subprocess.run(argv, check=False).returncode
     return ExitCode.MISTAKE if failed else ExitCode.DONE
@@ -309,6 +312,7 @@ def first_host(nodes: str) -> str:
 def launch_id(head: Head | None) -> str:
     """Return a name for this launch, the same on all nodes that meet at `head`."""
     slurm = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
+    # The same on all nodes of a job: its number, how often it was queued, and the step.
     names = [".".join(os.environ.get(name, "0") for name in slurm)]
     if slurm[0] not in os.environ:
         names = [re.sub(r"[^\w.]+", "-", f"{head.host}-{head.port}")] if head else []

@@ -68,13 +68,9 @@ def supervise(
         fewer: function from the number of nodes that joined (0: unknown) to the advice on how to
             continue with them.
     """
-    environment = {
-        SUPERVISOR: str(os.getpid()),
-        LAUNCH: launch_id,
-        TIMEOUT: f"{timeout:g}",
-    }
+    environment = {SUPERVISOR: str(os.getpid()), LAUNCH: launch_id, TIMEOUT: f"{timeout:g}"}
     steps: list[int] = []
-    found = _newest(output)
+    found = _newest(output)  # to know later whether this launch has saved anything
     _remove_abandoned()
     with _record_signals() as signals, _scratch() as (scratch, temporary):
         environment |= temporary
@@ -83,6 +79,8 @@ def supervise(
             logs = _new_folder(output / "logs" / launch_id, host)
             folder = scratch / str(number)
             folder.mkdir()
+            # An exit status that is unchanged, or of another launch, says nothing about this
+            # attempt.
             before = read_status(output)
             if waiting:
                 say(waiting)
@@ -119,6 +117,7 @@ def supervise(
             steps.append(ended.cause.step)
             if code != ExitCode.BUG or signals or not may_restart(steps, max_restarts):
                 return code
+            # 1, 2, 4 ... 60 s: a node or a disk may need a moment to come back.
             seconds = min(2 ** (number - 1), _LONGEST)
             say(
                 f"restart {number} of {max_restarts} in {seconds} s, after an end at step "
@@ -210,6 +209,7 @@ def exit_code(ended: Ended, said: int | None, *, stopped: bool, saved: bool) -> 
 
 def may_restart(steps: Sequence[int], max_restarts: int) -> bool:
     """Return whether to restart after failures at these steps; print the reason if not."""
+    # The run is deterministic, so a crash of its own comes back at the same step.
     if max_restarts and len(steps) >= _SAME and len(set(steps[-_SAME:])) == 1:
         say(f"the last {_SAME} attempts all ended at step {steps[-1]}: it would happen again")
         return False

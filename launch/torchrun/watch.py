@@ -90,6 +90,7 @@ class Watch:
                 continue
             before = self.beats.get(beat.rank, beat)
             same = beat.rank in self.beats and before == beat
+            # The longest stay in each phase so far; `standing` allows ten times as much.
             if (before.step, before.phase) != (beat.step, beat.phase):
                 stay = self.stood.pop(beat.rank)
                 self.longest[before.phase] = max(stay, self.longest.get(before.phase, 0.0))
@@ -187,10 +188,13 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
     """
     step = max((beat.step for beat in watch.beats.values()), default=0)
     # The first failure that is no consequence of another; else the first one.
+    # A rank whose own error is not about another one is the cause. Its message beats a bare exit
+    # code, and the earlier one a later one.
     order = sorted(watch.failed.values(), key=lambda f: (f.follows, not f.message, f.time))
     failure = order[0] if order else None
     if failure is not None and not failure.follows:
         return _failed(watch, failure, step)
+    # A stopped process writes no error: the others did, because they waited for it.
     if hung:
         beat = max(hung, key=lambda beat: watch.silence[beat.rank])
         seconds = f"{watch.silence[beat.rank]:.0f} s"
@@ -201,6 +205,7 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
         line = f"{beat.name} has stood at {beat.place} for {watch.stood[beat.rank]:.0f} s"
         advice = watch.stopped.get(beat.rank, "a loader worker, a disk or a device hangs")
         return Cause(line, step, details=watch.details(beat), hint=advice)
+    # Some ranks timed out at one place. One that was elsewhere is the one they waited for.
     if watch.waiting and (awaited := watch.left or watch.awaited):
         beat, waiting = awaited[0], watch.waiting[0]
         line = f"{beat.name} stood at {beat.place}, and rank {waiting.rank} waited for it in vain"
@@ -219,6 +224,7 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
         )
     if failure is not None:
         return _failed(watch, failure, step)
+    # No rank has started: the nodes did not meet.
     if not watch.beats and (found := _MET.search(chatter)):
         return Cause(f"{found[1]} of {found[2]} nodes came", step, nodes=int(found[1]))
     if not watch.beats and re.search(r"Dist(Store|Network)Error", chatter):

@@ -70,6 +70,8 @@ class Pair:
         for precision in precisions:
             dtype = PRECISIONS[precision].dtype
             same = dtype == torch.float32
+            # A copy only where the precision differs: the weights are the largest part of the
+            # memory.
             teachers[precision] = teacher if same else nn.Module.to(copy.deepcopy(teacher), dtype)
         return cls(student, teachers, twin(student), twin(teacher), device, pad_id, compiled)
 

@@ -171,10 +171,12 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
         work()
         return 1000 * (time.perf_counter() - begin)
     begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Device sync: earlier work must not count.
     torch.cuda.synchronize(device)
     begin_event.record()
     work()
     end_event.record()
+    # Device sync: the events have a time only when the GPU has passed them.
     torch.cuda.synchronize(device)
     return float(begin_event.elapsed_time(end_event))
 
@@ -202,6 +204,7 @@ def _allocated(work: Callable[[], object], device: torch.device) -> tuple[int, i
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
+        # Held until memory is read: the graph of a forward pass lives as long as its result.
         result = work()
         peak, left = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
         del result

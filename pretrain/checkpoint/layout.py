@@ -43,6 +43,7 @@ def checkpoints(root: Path) -> dict[int, Path]:
                 match = re.fullmatch(r"step-(\d{8,})", entry.name)
                 if match and entry.is_dir():
                     found[int(match[1])] = root / entry.name
+        # Unchanged: no save has removed a folder between the two reads.
         if _pointer(root) == before:
             return dict(sorted(found.items(), reverse=True))
 
@@ -52,6 +53,7 @@ def _pointer(root: Path) -> tuple[int, int, bytes] | None:
     try:
         with (root / LATEST).open("rb") as file:
             status = os.fstat(file.fileno())
+            # The text alone would not show that it was replaced by the same name.
             return status.st_ino, status.st_mtime_ns, file.read()
     except OSError:
         return None

@@ -67,6 +67,7 @@ def newest(root: Path, warn: Callable[[str], None]) -> Saved | None:
         try:
             return Saved(step, folder, read_state(folder))
         except DamagedError as problem:
+            # Else its run has removed it meanwhile, which is no damage.
             if folder.exists():
                 warn(f"{folder}: {problem}; trying the one before it")
                 skipped.add(folder)
@@ -137,14 +138,17 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
             raise DamagedError(f"{MANIFEST} is no file") from None
         values = json.loads(data)
         values.pop("sha256")
+        # The manifest seals itself: write it again from its values and compare every byte.
         if data != manifest_bytes(values):
             raise DamagedError(f"{MANIFEST} was altered")
+        # After the seal, so that damage is not reported as another version.
         if values["format"] != FORMAT:
             raise RunError(
                 f"{folder}: written in checkpoint format {values['format']}, this version reads "
                 f"{FORMAT}: continue with the version that wrote it, or give the run another "
                 "output:"
             )
+        # A folder that was renamed would be taken for another step.
         if folder.name != folder_name(values["step"]):
             raise DamagedError(f"the folder holds step {values['step']}")
 

@@ -83,6 +83,8 @@ class Writer:
         start = time.perf_counter()
         with suppress(OSError):  # the thread has warned of it
             self.finish()
+        # A model of the same class on no device: `save_pretrained` then writes the copied weights,
+        # and never the live ones.
         if self._model is None:
             self._model = without_weights(student)
         own = student.state_dict() if weights is None else complete(weights, student)
@@ -133,8 +135,10 @@ class Writer:
                     f"{final}: not saved: {cause}; earlier checkpoints are untouched, and the next "
                     "save tries again"
                 )
+            # Kept in the future: `finish` raises it where somebody waits.
             raise OSError(error.errno or errno.EIO, cause, str(final)) from error
         try:
             tidy(self._root, step, keep=self._keep, phase=self._phase)
+        # The checkpoint itself is complete by now, so this is a warning and no error.
         except OSError as error:
             self._warn(f"{self._root}: step {step} is saved, what is older not tidied up: {error}")

@@ -115,6 +115,7 @@ def _fill(folder: Path, contents: Contents, phase: Callable[[str], None]) -> Non
             sha256, size = hash_file(path)
             files[str(path.relative_to(folder))] = {"bytes": size, "sha256": sha256}
     values = {"format": FORMAT, "step": contents.step, "files": files}
+    # Last of all files: a folder without a manifest is not a checkpoint.
     _put(folder / MANIFEST, manifest_bytes(values))
     # A file's entry in its folder is flushed with the folder, not with the file.
     phase("save:flush")
@@ -142,6 +143,7 @@ def tidy(root: Path, step: int, *, keep: int, phase: Callable[[str], None]) -> N
     phase("save:pointer")
     losses: dict[Path, float] = {}
     for number, folder in checkpoints(root).items():
+        # Only the state is hashed here: reading all weights would take as long as the save.
         if number <= step:
             with suppress(DamagedError, RunError):
                 state = read_state(folder, every_byte=False)

@@ -29,6 +29,8 @@ def mix(x: Integers) -> Integers:
     Constants: the two-round "lowbias32" multiply-xorshift (Wellons, "Prospecting for hash
     functions", 2018).
     """
+    # Each round: shift, xor, multiply. The mask after a product keeps 32 bits where the type is
+    # wider.
     x = x & MASK32  # a copy, so that the rest can be done in place
     x ^= x >> 16
     x *= 0x7FEB352D
@@ -47,6 +49,7 @@ def derive(key: Integers, index: Integers) -> Integers:
 
 def root(seed: int, *names: int) -> int:
     """Return a 32-bit key from a seed of up to 64 bits and the integers that name its use."""
+    # The low and the high half, because `mix` takes 32 bits.
     key = derive(derive(0, seed & MASK32), (seed >> 32) & MASK32)
     for name in names:
         key = derive(key, name)

@@ -76,18 +76,20 @@ class Masking:
         assert length <= 1 << _POSITION_BITS
         xp, like = _library(input_ids)
         word = torch.int64 if xp is torch else np.uint32  # the types in which `mix` is fast
-        # One key per purpose and row. The key is a bijection of the row number, so no two rows
-        # of an epoch share a mask.
+        # `keys` [3, B, 1]: one 32-bit key for each purpose (selection, action, replacement) and
+        # row. It is a bijection of the row number, so no two rows of an epoch share a mask.
         base = derive(root(self.seed, _MASKING), xp.asarray(epochs, dtype=word))
         purposes = xp.arange(3, dtype=word, **like)[:, None]
         keys = derive(derive(base, purposes), xp.asarray(rows, dtype=word))[:, :, None]
 
         slots = (num_rows, self.num_slots(length))
+        # The result is allocated once, and each block of rows writes into its part.
         narrow = xp.int64 if xp is torch else input_ids.dtype  # torch has few uint16 operations
         result = MaskedRows(
             xp.empty(input_ids.shape, dtype=narrow, **like),
             *(xp.empty(slots, dtype=xp.int64, **like) for _ in range(2)),
         )
+        # torch takes all rows in one block: the reason for blocks is numpy's temporaries.
         size = max(1, num_rows if xp is torch else _BLOCK_TOKENS // length)
         for start in range(0, num_rows, size):
             block = slice(start, start + size)
@@ -97,12 +99,12 @@ class Masking:
         return result
 
     def _corrupt(self, ids: Any, rows: MaskedRows, keys: Any) -> None:
-        """Mask `rows.input_ids`, a copy of `ids`, and fill in positions and labels.
+        """Select tokens and replace them, 80/10/10; fill in positions and labels.
 
         Args:
             ids: [B, L] int64.
-            rows: the result, written in place.
-            keys: [3, B, 1], for selection, action and replacement.
+            rows: the result, written in place; its `input_ids` begin as a copy of `ids`.
+            keys: [3, B, 1], a key of each row for selection, action and random replacement.
         """
         xp, like = _library(ids)
         num_rows, length = ids.shape
@@ -110,32 +112,46 @@ class Masking:
         tables = (self._special, np.flatnonzero(~self._special), _EXPONENTIAL)
         special, ordinary, race = (xp.asarray(table, **like) for table in tables)
 
+        # Selection: one 32-bit draw per position [B, L]. The tokens with the smallest draws are
+        # selected, which is sampling without replacement.
         draw = derive(keys[_SELECT], xp.arange(length, dtype=keys.dtype, **like))
         if self.smoothing is not None:
             # Weighted sampling without replacement: the smallest E / w, with E exponential.
+            # `chance` here is the upper 16 bits of the draw, an index into the table of exponential
+            # variates. The table of weights holds 1 / w up to a factor, so the product is E / w.
             chance = xp.asarray(draw >> 16, dtype=xp.int64)
             draw = race[chance] * xp.asarray(self.smoothing, **like)[ids]  # int64
+        # Padding, [CLS], [SEP] and the like are special, so no slot points at them while ordinary
+        # tokens are left.
         selectable = ~special[ids]
         slots = first_slots(draw, selectable, num_slots)
+        # A row with fewer ordinary tokens uses fewer slots. The shape stays the same.
         used = xp.arange(num_slots, **like) < self._num_wanted(selectable.sum(1))[:, None]
 
+        # One flat index per slot, because numpy and torch gather along rows differently.
         flat = slots + xp.arange(0, num_rows * length, length, **like)[:, None]
         original = ids.reshape(-1)[flat]
+        # What stands at the selected positions, 80/10/10: [MASK], the original token, or a random
+        # one.
         if self.replace == "mask":
             replacement = xp.full_like(original, self.mask_id)
         else:
-            # Two hashes for each slot: the action, and the random token it may need.
+            # Two more 32-bit draws per slot [B, K], with keys of their own, so they are independent
+            # of the selection: `action` chooses among the three cases, `number` the random token.
             action, number = derive(keys[_ACTION:], xp.asarray(slots, dtype=keys.dtype))
             action %= 10  # 0 to 7: [MASK]; 8: the original token; 9: a random ordinary token
+            # number * n / 2**32 without a division; special tokens are never drawn.
             random_ids = ordinary[(xp.asarray(number, dtype=xp.int64) * len(ordinary)) >> 32]
             kept = xp.where(action == 8, original, random_ids)
             replacement = xp.where(action < 8, self.mask_id, kept)
+        # Unused slots write the original token back, so shapes stay static.
         rows.input_ids.reshape(-1)[flat] = xp.where(used, replacement, original)
         rows.positions[:] = slots
         rows.labels[:] = xp.where(used, original, IGNORE)
 
     def _num_wanted(self, num_selectable: Any) -> Any:
         """Return round(probability * ordinary tokens) [B], but at least 1 where there is one."""
+        # Integer arithmetic, rounded to nearest, so that numpy and torch agree to the bit.
         share = int(self.probability * (1 << 16) + 0.5)
         wanted = (num_selectable * share + (1 << 15)) >> 16
         return wanted + ((wanted == 0) & (num_selectable > 0))
@@ -155,9 +171,11 @@ def _integer_exponential() -> NDArray[np.int32]:
     """
     mantissa = 2 * np.arange(1 << 16, dtype=np.int64) + 1  # (i + 1/2) / 2**16 = mantissa / 2**17
     exponent = np.zeros_like(mantissa)
+    # The exponent, floor(log2(mantissa)), by binary search.
     for shift in (16, 8, 4, 2, 1):
         big = mantissa >> exponent >= 1 << shift
         exponent = exponent + np.where(big, shift, 0)
+    # Then 24 fraction bits of log2.
     fraction = mantissa << (30 - exponent)  # in [1, 2) with 30 fraction bits
     log2 = (exponent - 17) << 24
     for bit in range(23, -1, -1):
@@ -185,6 +203,8 @@ def first_slots(draw: Any, selectable: Any, count: int) -> Any:
     xp, like = _library(draw)
     if xp is np and (slots := quick_slots(draw, selectable, count)) is not None:
         return slots
+    # The position goes into the low bits: it breaks ties, and one sort gives both order and places.
+    # A draw is below 2**51, so draw and 12 position bits fit into int64.
     draw, position = xp.asarray(draw, dtype=xp.int64), xp.arange(draw.shape[1], **like)
     keys = xp.where(selectable, (draw << _POSITION_BITS) | position, _UNSELECTABLE | position)
     keys = keys.sort(dim=1).values if xp is torch else np.sort(keys, axis=1)
@@ -198,6 +218,8 @@ def quick_slots(
 
     numpy partitions 32-bit numbers up to ten times as fast as it sorts 64-bit numbers.
     """
+    # Uniform draws have 32 bits already. Of 51 bits the upper 32 are compared; a tie at the bound
+    # gives None below.
     coarse = draw if draw.dtype == np.uint32 else (draw >> _COARSE).astype(np.uint32)
     coarse = np.where(selectable, coarse, np.uint32(MASK32))
     bound = np.partition(coarse, count - 1, axis=1)[:, count - 1 : count]
@@ -206,6 +228,7 @@ def quick_slots(
     if (chosen.sum(1) != count).any():
         return None
     flat = np.flatnonzero(chosen).reshape(-1, count)
+    # Sort the few chosen by their exact draws, because the slots are in the order of the draws.
     keys = (draw.reshape(-1)[flat].astype(np.int64) << _POSITION_BITS) | (flat % draw.shape[1])
     keys.sort(axis=1)
     return keys & _POSITION

@@ -27,6 +27,7 @@ def permutation(index: NDArray[np.int64], size: int, key: int) -> NDArray[np.int
     most four times on average.
     """
     assert size > 0
+    # Bits of each half: a balanced network needs an even number of bits.
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     keys = [derive(key, i) for i in range(_ROUNDS)]

@@ -70,6 +70,8 @@ class StepDataset(Dataset[MaskedRows]):
                     f"training split of {shards.folder} has {len(shards)} rows, 0 to "
                     f"{len(shards) - 1}; give a range 0 <= a < b <= {len(shards)}"
                 )
+        # A rank takes a block of the step's rows, so the global batch is the same for any number of
+        # ranks.
         share = order.global_batch_size // world
         self.shards, self.order, self.masking, self.skips = shards, order, masking, tuple(skips)
         self.mine = slice(rank * share, (rank + 1) * share)
@@ -98,6 +100,7 @@ def corrupt(
     """
     ids = shards.rows(rows)
     if skipped is not None:
+        # Padding is special, so masking selects nothing there.
         ids[skipped] = shards.manifest.tokenizer.special_ids.pad
     masked = masking(ids, epochs, rows)
     return MaskedRows(
@@ -138,6 +141,7 @@ def loader(
     batches = iter(
         DataLoader(
             dataset,
+            # The dataset returns a whole step's share, which needs no collating.
             batch_size=None,
             sampler=range(first, last),
             num_workers=num_workers,
@@ -168,11 +172,14 @@ def next_rows(batches: Iterator[MaskedRows], signals: Signals, seconds: float) -
         RunError: no rows came in that time.
     """
     try:
+        # The alarm interrupts torch's wait for a worker, which may never answer if the worker is
+        # stopped.
         with signals.interrupt_after(0 if SUPERVISOR in os.environ else seconds):
             return next(batches)
     except Interrupted:
         if signals:
             return None
+    # torch's private list of workers; with `num_workers: 0` there is none.
     workers = getattr(batches, "_workers", [])
     who = f"loader worker {', '.join(str(worker.pid) for worker in workers)}"
     raise RunError(
@@ -234,9 +241,13 @@ def explained_workers(shards: ShardSet) -> Iterator[None]:
         lines = str(error).splitlines()
         raise CorpusError(lines[-1].removeprefix("data_prep.CorpusError: ")) from error
     except (RuntimeError, ConnectionError, EOFError) as error:
+        # The connection broke because its worker ended. Wait for torch's own error about that
+        # worker.
         if not isinstance(error, RuntimeError):
             with suppress(RuntimeError):  # raised by torch for the worker that was sending rows
                 time.sleep(1)
+        # Check the size of each shard: a file that was cut off is the cause that a user can do
+        # something about.
         if not isinstance(error, RuntimeError) or "DataLoader worker" in str(error):
             for record in shards.manifest.splits[shards.split].shards:
                 check_size(shards.folder, record)

@@ -40,6 +40,7 @@ def largest(
     guess: int | None = 0
     while guess is not None:
         used = measured(measure, sizes[guess])
+        # Keep the invariant: sizes[low] fits, sizes[high] does not.
         if used <= budget:
             low, fits = guess, [*fits, Found(sizes[guess], used)]
         else:
@@ -50,6 +51,7 @@ def largest(
     if not fits:
         return None
     rows = sizes[low]
+    # Matrix units prefer multiples, but not at the price of many rows.
     rounded = [n for n in sizes if n <= rows and n % multiple == 0]
     if rounded and 4 * rounded[-1] >= 3 * rows:
         rows = rounded[-1]
@@ -70,6 +72,7 @@ def _next(
         return 0  # a line needs a second point
     if len(points) == 2:
         reached = [i for i, n in enumerate(between) if _line(points, n) <= budget]
+        # By the line, not even the smallest size between fits.
         if not reached:
             return None
         if not (beyond and len(reached) == len(between)):

@@ -44,6 +44,7 @@ def resolve_micro_batch(run: Run, state: Mapping[str, Any] | None) -> None:
     accelerator, share = run.accelerator, run.share
     memory = gpu_memory(accelerator.device)
     total = torch.tensor([memory.total], device=accelerator.device)
+    # What the answer depends on. If any of it changed, a checkpoint's record does not apply.
     where = {
         "processes": accelerator.num_processes,
         "device": torch.cuda.get_device_name(accelerator.device),
@@ -140,10 +141,12 @@ def micro_step_memory(run: Run, rows: int) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     inputs = batch.to(device)
     nothing = torch.zeros(len(run.module.terms), device=device)
+    # So that a run with a trial draws the same dropout masks as one without.
     with torch.random.fork_rng([device]), torch.compiler.set_stance("force_eager"):
         with PRECISIONS[run.config.train.precision].autocast(device):
             loss, _ = run.module(*inputs, nothing)
         torch.autograd.grad(loss, parameters, allow_unused=True)
+    # Reserved and not allocated: what torch holds cannot be used by anyone else.
     return torch.cuda.max_memory_reserved(device)
 
 

@@ -93,6 +93,7 @@ def choose(device: torch.device) -> tuple[str, str]:
         text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
         text = ""
+    # The first processor is enough: up to the first empty line.
     lines = [line.partition(":") for line in text.partition("\n\n")[0].splitlines()]
     fields = {key.strip(): value.strip() for key, _, value in lines}
     flags = set(fields.get("flags", "").split())

@@ -48,6 +48,8 @@ def parameter_checksum(parameters: Iterable[Tensor]) -> Tensor:
     chunks of extra memory, and a copy of a parameter that is not contiguous. Without parameters it
     is 0.
     """
+    # Weights of the positions in a chunk. They are odd, so multiplying by them loses no bit modulo
+    # 2^64.
     total = weights = torch.zeros((), dtype=torch.int64)
     chunks = 0
     for parameter in parameters:
@@ -55,6 +57,7 @@ def parameter_checksum(parameters: Iterable[Tensor]) -> Tensor:
         if chunks == 0:
             total = total.to(bits.device)
             weights = 2 * mix(torch.arange(_CHUNK, device=bits.device)) + 1
+        # The factor of the chunk makes the same values at another place another sum.
         for chunk in bits.split(_CHUNK):
             chunks += 1
             of_chunk = 2 * root(0, _HASH, chunks) + 1
@@ -64,6 +67,7 @@ def parameter_checksum(parameters: Iterable[Tensor]) -> Tensor:
 
 def differing(checksums: Sequence[int]) -> list[int]:
     """Return the ranks whose checksum is not the most frequent one; all ranks if two are."""
+    # With two ranks, or half and half, nothing shows which is right.
     ranked = Counter(checksums).most_common(2)
     if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
         return list(range(len(checksums)))

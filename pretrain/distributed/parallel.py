@@ -54,6 +54,8 @@ class DDP:
 
         Only the `last` micro-batch of a step communicates.
         """
+        # DDP reduces gradients inside a backward pass. Without `no_sync` each micro-batch would
+        # send all of them.
         with nullcontext() if last else self.accelerator.no_sync(self.model):
             loss, sums_T = self.model(*inputs, factors_T)
             # DDP averages over ranks, but the loss needs the sum.
@@ -68,6 +70,8 @@ class DDP:
 
     def step(self, learning_rate: float) -> None:
         """Update the weights; in fp16 an overflow of scaled gradients skips the update."""
+        # The rate is a pure function of the step (`step.learning_rate`), so there is no scheduler
+        # state to save.
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
@@ -88,6 +92,7 @@ class DDP:
 
     def save(self, student: nn.Module) -> ParallelState:
         """Return what a checkpoint keeps; every rank calls it."""
+        # By name and not by number: another layout, or ZeRO, may order the parameters otherwise.
         optimizer = {
             f"{name}/{key}": value
             for name, parameter in student.named_parameters()
@@ -170,6 +175,7 @@ class ZeRO:
 
     def clip(self, max_norm: float) -> Tensor:
         """Return the gradients' norm before clipping []; DeepSpeed clips in `step`."""
+        # The gradients are still multiplied by fp16's loss scale here.
         norm = self.zero.scaled_global_norm() / self.zero.loss_scale
         return torch.where(norm < 0, torch.inf, norm)  # -1 is DeepSpeed's "not finite"
 
@@ -182,6 +188,7 @@ class ZeRO:
     def discard(self) -> None:
         """Drop the step's gradients without an update, as DeepSpeed does after an overflow."""
         self.zero.zero_grad(set_to_none=True)
+        # The next micro-batch is the first of a step again, and adds to no old gradient.
         self.zero.micro_step_id = -1
         for group in self.zero.averaged_gradients:
             self.zero.averaged_gradients[group] = None

@@ -56,6 +56,7 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
     gpu = gpu and not parse_flag_from_env("ACCELERATE_USE_CPU")
     if not gpu:  # Accelerate imports DeepSpeed where it is installed, which warns on a CPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # One limit for all collective operations: a rank that waits longer raises, and the run ends.
     settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout()), **meeting_point()}
     if uses_deepspeed():
         _need("deepspeed", "ACCELERATE_USE_DEEPSPEED")
@@ -68,6 +69,7 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
             import deepspeed
 
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # DeepSpeed was chosen by the environment alone, for instance by a variable left in a shell.
         if "LOCAL_RANK" not in os.environ:
             raise RunError(
                 "ACCELERATE_USE_DEEPSPEED is set, but no launcher has started this process: "
@@ -106,6 +108,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     The precision is resolved by then. Accelerate keeps it, so the Accelerator is built once.
     """
     precision, device = PRECISIONS[config.train.precision], PartialState().device
+    # TF32 is the default of fp32 runs on a GPU (docs/performance.md).
     if config.train.precision == "fp32":
         allow_tf32(device)
     # Accelerate keeps the first precision of a process; a second run may use another.
@@ -170,6 +173,7 @@ def jointly(ranks: Ranks, action: Callable[[], Result], *, here: bool = True) ->
             result = action()
         except Exception as caught:
             error = caught
+    # All ranks call this, whether they ran the action or not: it is a collective operation.
     failed = any_process(ranks, error is not None)
     if error is not None:
         try:
@@ -198,6 +202,7 @@ def patiently(ranks: Ranks, action: Callable[[], Result], *, here: bool = True) 
         # A quarter of the timeout leaves room for a slow collective operation.
         while any_process(ranks, not done.done()):
             wait([done], timeout=min(1.0, timeout() / 4))
+    # The action is done everywhere. Now raise its error, or end because another rank has one.
     return jointly(ranks, done.result, here=here)
 
 
@@ -205,6 +210,7 @@ def any_process(ranks: Ranks, flag: bool) -> bool:
     """Return whether the flag is set on any rank; all call it."""
     if ranks.num_processes == 1:
         return flag
+    # Reading the sum is a device sync. It happens only at the start, at the end and in saves.
     flags = reduce(torch.tensor([int(flag)], device=ranks.device), "sum")
     return bool(flags.item())
 

@@ -79,6 +79,7 @@ def export(
             # safetensors writes files for the owner only, config.json has the umask's mode.
             shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
             model_card(student, saved.state).save(temporary / "README.md")
+        # Before the rename: an export that reads back differently never gets its name.
         difference = read_back(student, temporary)
         if not (again and target.is_dir() and _hashes(target) == _hashes(temporary)):
             try:
@@ -120,8 +121,10 @@ def push(folder: Path, repository: str, token: str) -> str:
 
 def read_back(student: MaskedLM, folder: Path) -> float:
     """Return the largest difference of logits between the student and its export, in fp32."""
+    # Plain transformers, as a user will load it, with another attention than ours.
     reloaded = AutoModelForMaskedLM.from_pretrained(folder).eval()
     vocabulary, length = student.config.vocab_size, min(32, student.config.max_position_embeddings)
+    # Fixed ids over the whole vocabulary; 7,919 is a prime, so neighbours are far apart.
     ids = torch.arange(4 * length).reshape(4, length) * 7919 % vocabulary
     mask = torch.ones_like(ids)
     with torch.no_grad():

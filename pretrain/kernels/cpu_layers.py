@@ -53,8 +53,10 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input W^T + b` [..., E] of input [..., D]."""
+        # The compiler replaces linear layers itself, see `product`.
         if torch.compiler.is_compiling() or not have_product(input, self.weight, self.bias):
             return F.linear(input, self.weight, self.bias)
+        # The teacher's pass: no graph, so no autograd function around the product.
         if not torch.is_grad_enabled():
             return product(input, self.weight, self.bias)
         output: Tensor = _Linear.apply(input, self.weight, self.bias)
@@ -70,6 +72,7 @@ class Dropout(nn.Dropout):
         if elsewhere or not self.training or not 0 < self.p < 1:
             return F.dropout(input, self.p, self.training)
         levels = drop_levels(self.p)
+        # The scale is that of the probability really used, so the expected value is exact.
         kept = draw(1, input.numel(), levels).view(input.shape) >= 0
         return input * kept.to(input.dtype).mul_(1 / (1 - levels / LEVELS))
 
@@ -113,6 +116,7 @@ class _Linear(torch.autograd.Function):
         grad_NE, input_ND = (t.reshape(-1, t.shape[-1]) for t in (grad, input))
         return (
             product(grad, weight_ED.t(), None) if needs_input else None,
+            # By MKL, which is no slower here than oneDNN (docs/LOG.md).
             grad_NE.t() @ input_ND if needs_weight else None,
             grad_NE.sum(0) if needs_bias else None,
         )
@@ -124,6 +128,7 @@ def drop_levels(dropout: float) -> int:
     Their share is within 1.6e-5 of `dropout`; near 1 within 3.1e-5, since some are always kept.
     """
     assert 0 <= dropout < 1
+    # At least one number must mean "kept": the scale is 1 / (1 - share).
     return min(round(dropout * LEVELS), LEVELS - 1)
 
 

@@ -68,6 +68,7 @@ def micro_batch(
     of its own, so that every query has a key.
     """
     ids = input_ids.numpy()  # several times as fast as torch here, and complete for uint16
+    # Documents are found on the host: the kernels' bounds then need no device sync.
     token = ids != pad_id
     starts = ids == cls_id
     starts[:, 1:] |= token[:, :-1] > token[:, 1:]
@@ -196,7 +197,9 @@ class Distillation(nn.Module):
         if self.compiled:  # only the number of documents changes from step to step
             torch._dynamo.mark_dynamic(cu_seqlens, 0)
         packing = find_documents(input_ids, cu_seqlens, pad_id=self.pad_id)
+        # Compiled or not, the same function; compiled once per shape of the rows.
         hidden_BLD = self._last_hidden_state(self.student, input_ids, packing)
+        # An objective without a teacher, for instance MLM, costs no second forward pass.
         if self.teacher is None:
             return packing, hidden_BLD, None
         with _inference(self.teacher):
@@ -206,6 +209,7 @@ class Distillation(nn.Module):
 @contextmanager
 def _inference(teacher: MaskedLM) -> Iterator[None]:
     """Enter inference mode, without autocast if the weights themselves are in half precision."""
+    # A half-precision teacher needs no casts, so autocast is left out.
     device = teacher.device.type
     autocast = torch.is_autocast_enabled(device) and teacher.dtype == torch.float32
     dtype = torch.get_autocast_dtype(device)

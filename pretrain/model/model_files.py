@@ -114,6 +114,7 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
                 f"{who}: {files[0]} is a pickle, which torch {torch.__version__} does not read "
                 f"safely (CVE-2026-24747); upgrade to torch 2.10, or save the model as {_SAFE}"
             )
+    # Before anything is read: the system would kill the process without a message.
     size, memory = sum(file.stat().st_size for file in files), psutil.virtual_memory().total
     if size > memory:
         raise RunError(

@@ -53,6 +53,7 @@ def default_layers(num_teacher_layers: int, num_layers: int) -> tuple[int, ...]:
             f"student.num_layers {num_layers} is more than the teacher's {num_teacher_layers}; "
             "ask for fewer, or set student.init: random"
         )
+    # Not evenly spaced: the last layer of the teacher is among them.
     if (num_teacher_layers, num_layers) == (12, 6):
         return _PAPER_LAYERS
     return tuple(i * num_teacher_layers // num_layers for i in range(num_layers))
@@ -68,6 +69,7 @@ def copy_layers(
     to every position, and the student's embedding output equals the teacher's from the start. (The
     authors' code leaves it out.)
     """
+    # Checked, because the copy would compute something slightly else without any error.
     if teacher.config.layer_norm_eps != 1e-12:
         raise RunError(
             f"the teacher's layer_norm_eps is {teacher.config.layer_norm_eps}; DistilBERT fixes it "
@@ -169,6 +171,7 @@ def _continue_from(folder: Path, config: Student, teacher: Teacher) -> DistilBer
             )
     if teacher.manifest is not None:
         check_vocabulary(f"student.init: {folder}", folder, model.config, teacher.manifest)
+    # A folder's own dropout is replaced by this config's, in the layers and in its config.json.
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             module.p = config.attention_dropout if "attention" in name else config.dropout

@@ -51,6 +51,7 @@ def load_teacher(
             f"teacher {name}: a file; give the folder that holds config.json and weights"
         )
     who = f"teacher {name}"
+    # A path may contain an @, so an existing path is never split.
     source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     folder, commit = fetch(who, source, revision or None)
     raw = read_config(who, folder)
@@ -69,6 +70,8 @@ def load_teacher(
         raise RunError(f"{who}: its is_decoder is true; a teacher looks at both sides of a word")
     tensors = read_tensors(who, folder, pickled=True)
     model = assemble(who, BertForMaskedLM, BertConfig, raw, tensors)
+    # First the vocabulary, then whole texts: the same tokens may still be cut differently (case,
+    # accents).
     check_vocabulary(who, folder, model.config, manifest, required=not same_vocabulary)
     if shards is not None and not same_vocabulary:
         try:
@@ -82,6 +85,7 @@ def load_teacher(
                 "them"
             )
     check_row_length(who, model.config.max_position_embeddings, manifest)
+    # Without dropout and gradients: the teacher is a function.
     model.eval().requires_grad_(False)
     return Teacher(model, name, commit is None, commit, parameters_sha256(model), manifest)
 
@@ -89,6 +93,7 @@ def load_teacher(
 def parameters_sha256(model: nn.Module) -> str:
     """Return a checksum of names and values of all parameters."""
     digest = hashlib.sha256()
+    # By name, so that the order of registration does not matter.
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
@@ -125,6 +130,7 @@ def check_vocabulary(
             f"{who}: its vocabulary has the shards' size but other words; prepare the corpus with "
             "its tokenizer"
         )
+    # Equal vocabularies may still use a token for another role.
     special = [] if config.pad_token_id is None else [("pad", config.pad_token_id)]
     for role, id in [*special, *(words.special_ids.items() if words else ())]:
         expected = getattr(tokenizer.special_ids, role)

@@ -42,6 +42,7 @@ class Heartbeat:
         self._beat = 0
         self._mutex = threading.Lock()
         self._stop = threading.Event()
+        # Kept open, so that a beat needs one system call and no new file.
         self._file = os.open(path(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
         self._write()
         self._thread = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
@@ -84,6 +85,7 @@ class Heartbeat:
             Heartbeat._running = None
 
     def _keep(self) -> None:
+        # torchrun, or its agent. Another parent later means that it has ended.
         parent = os.getppid()
         supervisor: psutil.Process | None = None
         with suppress(ValueError, psutil.NoSuchProcess):

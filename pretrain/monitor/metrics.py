@@ -57,6 +57,7 @@ class Metrics:
         with writing_to(self.path), self.path.open("r+b") as file:
             data = file.read()
             end = len(data)
+            # From the end backwards, line by line, up to the last entry that stays.
             while end and self.last is None:
                 start = data.rfind(b"\n", 0, end - 1) + 1
                 try:
@@ -69,6 +70,7 @@ class Metrics:
                     self.last = entry
                 else:
                     end = start
+            # In place: a copy of a long file could fail on a full disk.
             file.truncate(end)
 
     def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:

@@ -33,6 +33,7 @@ def write_post_mortem(
         rate: the learning rate.
     """
     accelerator, shards = run.accelerator, run.config.shards
+    # Collective, so it comes before the branch on the main process.
     gathered = accelerator.gather(torch.cat([losses_A[:, None], totals_AT], dim=1)[None])
     values = gathered.tolist()  # [processes, A, 1 + T]
     _, numbers = run.dataset.order.at(run.state.step)
@@ -120,6 +121,8 @@ def post_mortem(
         shards: the folder of the rows.
         file: where the caller writes the dictionary.
     """
+    # With finite losses and a gradient that is not, no row can be singled out: gradients are summed
+    # over all ranks before they are checked.
     bad = [row for culprit in culprits for row in culprit.rows] or list(rows)
     ranks = sorted({culprit.rank for culprit in culprits})
     what = f"loss is {culprits[0].loss}" if culprits else f"gradient norm is {grad_norm}"
@@ -151,6 +154,7 @@ def post_mortem(
         f"step {step}: the {what} over rows {shown}{where} ({shards}); the update was not made, "
         f"and no checkpoint was touched; {file} says more. To fix it: {'; '.join(remedies)}"
     )
+    # Strict JSON has no NaN, and that is what this report is about.
     return _strict(report), message
 
 

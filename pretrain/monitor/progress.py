@@ -45,6 +45,8 @@ def describe(run: Run) -> None:
         say(f"continuing after step {run.state.step:,}")
     for skip in run.dataset.skips:
         say(f"rows {skip.first} to {skip.last - 1} are left out from step {skip.step + 1} on")
+        # Only the skips that this start has added. `replay` reads them from here until a checkpoint
+        # has them.
         if skip.step == run.state.step:
             values = {"first": skip.first, "last": skip.last}
             run.metrics.write("skip_rows", run.state.step, values)
@@ -55,6 +57,7 @@ def report(run: Run, clock: Clock, step: Step) -> None:
     """Show a finished step; if logging is due, write its terms, rates and gradient norm."""
     values: dict[str, float] = {}
     counts, norm = step.counts, step.grad_norm
+    # The mean of each term, by the counts of the whole step, as it was trained.
     terms = {
         term.name: total / max(counts[term.over], 1)
         for term, total in zip(run.module.terms, step.totals, strict=True)

@@ -38,6 +38,7 @@ _REMEDIES = {
 def verdict(error: BaseException) -> tuple[int, str]:
     """Return the exit code and the message of a process that ends with `error`."""
     name = type(error).__name__
+    # `jointly` ends the ranks on which nothing went wrong this way.
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
         return code, "another process of this run failed; its log says why"
@@ -45,6 +46,7 @@ def verdict(error: BaseException) -> tuple[int, str]:
         return ExitCode.INTERRUPTED, f"{name}: interrupted at once, without a checkpoint"
     if isinstance(error, NumericalError):
         return ExitCode.NOT_FINITE, str(error)
+    # Errors that a user can fix: one line and exit code 2, without a traceback.
     if isinstance(error, RunError | CorpusError):
         return ExitCode.MISTAKE, str(error)
     if out_of_memory(error):
@@ -74,6 +76,7 @@ def write_status(
         "step": step,
         "num_steps": num_steps,
         "exit_code": exit_code,
+        # Messages may quote a URL with its password.
         "error": masked(error),
         "time": time.time(),
     }

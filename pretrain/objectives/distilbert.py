@@ -54,4 +54,5 @@ class DistilBert(Keys):
             mlm_term(self.mlm),
             cosine_term(self.cosine),
         )
+        # A term of weight 0 would cost its whole computation and change nothing.
         return tuple(term for term in terms if term.weight > 0)

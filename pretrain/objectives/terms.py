@@ -5,12 +5,18 @@
 `total` is the sum of a term's values over one optimizer step and all ranks. `count` is the number
 of positions in `over`: "tokens" (all but padding) or "masked" (the selected positions).
 
-The functions below run in evaluation. They also run in training, through autograd, for all
-vocabulary terms of an objective as soon as one of them has no `fused` form. Else the LM head
-computes KL and cross-entropy with their gradients, without a tensor of [positions, vocabulary]. On
-GPUs of compute capability 8.0 or more that is `kernels/head/triton_kernel.py`, with `train.compile`
-elsewhere `compiled.py`, else `closed_form.py`. They compute the same formulas, and
-`tests/pretrain/test_head*.py` compare each with fp64.
+The LM head (`kernels/head/vocabulary.py`) computes the vocabulary terms in chunks of positions,
+without a tensor of [positions, vocabulary], in one of two ways:
+
+- If each of them names a formula in `fused`, and no two the same one, a backend computes values
+  and gradients: `kernels/head/triton_kernel.py` on GPUs of compute capability 8.0 or more,
+  `kernels/head/compiled.py` with `train.compile` elsewhere, else `kernels/head/closed_form.py`.
+  They compute the formulas below, and `tests/pretrain/test_head*.py` compare each with fp64.
+- Otherwise the functions below run with autograd, for all vocabulary terms: one term without
+  `fused` is enough. The figures of an evaluation are such terms.
+
+A `SignalTerm` sees only the fields of `Encoded`: today the last hidden state, and neither other
+layers nor attention.
 
 All functions compute in fp32 whatever the precision of their inputs (fp64 stays fp64): a bf16
 softmax over 30,000 tokens is wrong in the second digit.
@@ -41,6 +47,7 @@ def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, *, temperature: float)
     the gradient's size when the temperature T changes. The gradient is T (q - p), where p and q are
     the softmax of the teacher's and the student's logits at temperature T.
     """
+
     log_p = F.log_softmax(_wide(teacher_NV) / temperature, dim=-1)
     log_q = F.log_softmax(_wide(student_NV) / temperature, dim=-1)
     return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * temperature**2
@@ -62,7 +69,7 @@ def cosine_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
 class VocabularyTerm(NamedTuple):
     """Hold a term whose value at a position depends only on the vocabulary logits there.
 
-    The LM head calls `values` with a few hundred positions at a time.
+    The LM head calls `values` with a chunk of positions: at most 512 on a CPU, 2,048 on a GPU.
     """
 
     name: str
@@ -78,7 +85,7 @@ class VocabularyTerm(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Hold the output of a model's encoder for one micro-batch."""
+    """Hold the output of a model's encoder for one micro-batch: all that a `SignalTerm` reads."""
 
     last_hidden_state: Tensor  # [B, L, D]
 
@@ -126,6 +133,8 @@ def cosine_term(weight: float) -> SignalTerm:
 
     def total(student: Encoded, teacher: Encoded | None, token_mask_BL: Tensor) -> Tensor:
         assert teacher is not None
+        # The mask leaves padding out, whose hidden states mean nothing. `count` is the number of
+        # tokens, so this sum becomes the mean over all tokens.
         values_BL = cosine_distance(student.last_hidden_state, teacher.last_hidden_state)
         return (values_BL * token_mask_BL).sum()
 

@@ -53,6 +53,7 @@ def _attention(
         query, key, value = (
             t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
         )
+    # Chosen at each call, because autocast decides the dtype.
     width = query.shape[-1]
     attend = usable(query.device, query.dtype, width)[0]
     return attend(query, key, value, cu_seqlens, dropout, scaling or width**-0.5), None

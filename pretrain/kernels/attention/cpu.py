@@ -33,6 +33,7 @@ def by_document(
     scale: float,
 ) -> Tensor:
     """Attend within one document after the other; `cu_seqlens` may repeat its last bound."""
+    # On a CPU this list costs no device sync.
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
     # [H, N, D], with no copy where a model split heads off its width.
     q, k, v = (
@@ -65,8 +66,11 @@ class _Attention(torch.autograd.Function):
         dropout: float,
         scale: float,
     ) -> Tensor:
+        # The probability that is really used, a multiple of 1 / 32,768; outputs are scaled by
+        # exactly this one.
         levels = drop_levels(dropout)
         keep = 1 - levels / LEVELS
+        # Scale the queries, which have fewer numbers than the scores.
         query = (query * scale).contiguous()
         # Subtract the mean key of the document: probabilities do not change, and half-precision
         # scores become more exact.
@@ -81,10 +85,13 @@ class _Attention(torch.autograd.Function):
             blocks += [(slice(h, h + heads), positions) for h in range(0, len(query), heads)]
             start += length
         for at in blocks:
+            # [heads, length, length], freed before the next block; only the probabilities are kept.
             scores = torch.bmm(query[at], key[at].mT)
             probabilities = kept = torch.softmax(scores, -1)
             if levels:
                 noise = draw(len(scores), scores[0].numel(), levels).view(scores.shape)
+                # Write the mask into the sign bit: it needs no memory of its own. ReLU drops the
+                # negative ones.
                 kept = probabilities.copysign_(noise.to(scores.dtype)).relu()
             torch.bmm(kept, value[at], out=output[at])
             if any(ctx.needs_input_grad):
@@ -101,7 +108,9 @@ class _Attention(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):
             grad = grad / ctx.keep
             for at, probabilities in zip(ctx.blocks, saved, strict=True):
+                # d value: the kept probabilities, as in the forward pass.
                 torch.bmm(probabilities.relu().mT, grad[at], out=grad_value[at])
+                # d probabilities, then through dropout and softmax to the scores.
                 slope = torch.bmm(grad[at], value[at].mT)
                 # The derivative of ReLU: 0 where the sign means dropped.
                 slope = torch.ops.aten.threshold_backward(slope, probabilities, 0)

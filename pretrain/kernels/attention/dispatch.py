@@ -35,6 +35,7 @@ def usable(device: torch.device, dtype: torch.dtype, head_width: int) -> list[Ba
         capability = torch.cuda.get_device_capability(device)
     else:
         return [masked]
+    # The kernels' own limits of dtype, head width and compute capability.
     found: list[Backend] = []
     if dtype in _HALF and capability >= (8, 0) and head_width % 8 == 0 and head_width <= 192:
         found.append(flash)
@@ -70,6 +71,7 @@ def memory_efficient(
 
 def masked(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
     """Attend with a mask: any device and dtype, and the reference for the other kernels."""
+    # [rows, 1, length, length]: the memory that the other kernels avoid.
     mask = block_diagonal_mask(cu, len(q), q.shape[2])
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return output.transpose(1, 2)

@@ -41,4 +41,6 @@ def block_diagonal_mask(cu_seqlens: Tensor, num_rows: int, row_length: int) -> T
 
 
 def _numbers(cu_seqlens: Tensor, index: Tensor) -> Tensor:
+    # Document of each position. `right` skips the empty documents at the end and puts a start into
+    # its own document.
     return torch.searchsorted(cu_seqlens.long(), index, right=True) - 1

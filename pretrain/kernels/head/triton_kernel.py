@@ -54,8 +54,12 @@ def losses_and_gradient(
     ce_m = student_nV.new_empty(m, dtype=torch.float32)
     kl_weights, ce_weights = (None if w is None else w.contiguous() for w in weights)
     assert student_nV.stride(1) == 1 and (teacher_nV is None or teacher_nV.stride(1) == 1)
+    # A warp has 32 threads. The tail is what is left of the vocabulary after whole blocks, as
+    # tokens per thread, rounded up to a power of two as Triton's ranges require.
     threads = 32 * NUM_WARPS
     tail = triton.cdiv(vocabulary % (threads * WORDS_PER_THREAD), threads)
+    # Two launches: rows with a label compute both terms, the others KL alone. So the kernel needs
+    # no branch per row.
     with torch.cuda.device_of(student_nV):
         for start, stop, labelled in ((0, m, True), (m, n, False)):
             if start == stop or not (labelled or kl_n is not None):
@@ -80,6 +84,7 @@ def losses_and_gradient(
                 TAIL=triton.next_power_of_2(tail) if tail else 0,
                 num_warps=NUM_WARPS,
             )
+    # Rows without a label have no term then, and the caller multiplies the whole chunk.
     if with_gradient and kl_n is None:
         student_nV[m:] = 0
     return Values(kl_n, None if weights.cross_entropy_m is None else ce_m)
@@ -111,11 +116,9 @@ def _row(
 ) -> None:
     """With s and t the logits, q = softmax(s / T), p = softmax(t / T) and r = softmax(s):
     z_q = sum exp((s - s_max) / T), z_r = sum exp(s - s_max), z_p = sum exp((t - t_max) / T),
-    gap = sum exp((t - t_max) / T) ((t - s) - (t_max - s_max)).
-
-    Each thread has these sums for its own tokens; they are combined after the last token.
+    gap = sum exp((t - t_max) / T) ((t - s) - (t_max - s_max)), by thread, then combined.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # row times stride may pass 2^31
     s_row = student + row * student_stride
     t_row = s_row
     label = -1
@@ -126,9 +129,9 @@ def _row(
         label = tl.load(labels + row).to(tl.int32)
         s_label = tl.load(s_row + tl.maximum(label, 0)).to(tl.float32)
     inverse_t = 1.0 / temperature
-    # Whole blocks need no mask, which would split the 16-byte loads.
-    WHOLE: tl.constexpr = V // (W * E) * (W * E)
+    WHOLE: tl.constexpr = V // (W * E) * (W * E)  # no mask here: it would split 16-byte loads
 
+    # First pass: running maxima and sums, rescaled whenever a maximum grows (online softmax).
     s_max_W = tl.full((W,), _LOW, tl.float32)
     t_max_W = tl.full((W,), _LOW, tl.float32)
     z_q_W = tl.zeros((W,), tl.float32)
@@ -146,6 +149,7 @@ def _row(
             V, KL, CE, W, TAIL, True,
         )  # fmt: skip
 
+    # Combine the threads: each has sums relative to its own maxima, and moves them to the row's.
     s_max = tl.max(s_max_W, 0)
     t_max = 0.0
     q_factor = 0.0
@@ -159,19 +163,21 @@ def _row(
         gap = tl.sum(moved_W * decay_W, 0)
         z_p = tl.sum(z_p_W * decay_W, 0)
         z_q = tl.sum(z_q_W * tl.exp((s_max_W - s_max) * inverse_t), 0)
-        # sum p (log p - log q); the logarithms' difference as one, for nearly equal p and q.
+        # `kl_divergence` of objectives/terms.py, with one logarithm for nearly equal p and q.
         value = gap / z_p * inverse_t + tl.log(z_q / z_p)
         tl.store(kl_values + row, value * temperature * temperature)
         weight = tl.load(kl_weights + row).to(tl.float32) * temperature
         q_factor = weight / z_q
         p_factor = weight / z_p
     if CE:
+        # `cross_entropy` of objectives/terms.py: log sum exp(s - s_max) - (s[label] - s_max).
         z_r = tl.sum(z_r_W * tl.exp(s_max_W - s_max), 0)
         known = label >= 0
         tl.store(ce_values + row, tl.where(known, tl.log(z_r) - (s_label - s_max), 0.0))
         label_factor = tl.where(known, tl.load(ce_weights + row).to(tl.float32), 0.0)
         r_factor = label_factor / z_r
 
+    # Second pass, over the logits: weight * (T (q - p) + r - onehot(label)), a weight per term.
     if GRADIENT:
         for start in range(0, WHOLE, W * E):
             _write(
@@ -252,10 +258,12 @@ def _write(
     s_WE = _logits(s_row, columns_WE, V, MASKED)
     gradient_WE = tl.zeros((W, E), tl.float32)
     if KL:
+        # T (q - p): exp((s - s_max) / T) / z_q is q, and the factors hold weight * T / z.
         t_WE = _logits(t_row, columns_WE, V, MASKED)
         gradient_WE = q_factor * tl.exp((s_WE - s_max) * inverse_t)
         gradient_WE -= p_factor * tl.exp((t_WE - t_max) * inverse_t)
     if CE:
+        # r - onehot(label).
         gradient_WE += r_factor * tl.exp(s_WE - s_max)
         gradient_WE -= tl.where(columns_WE == label, label_factor, 0.0)
     gradient_WE = gradient_WE.to(s_row.dtype.element_ty)
@@ -276,6 +284,7 @@ def _logits(
 ) -> tl.tensor:
     if MASKED:
         logits_WE = tl.load(row + columns_WE, mask=columns_WE < V).to(tl.float32)
+        # Beyond the vocabulary: below any logit, so the softmax gives 0 there.
         logits_WE = tl.where(columns_WE < V, logits_WE, _LOW)
     else:
         logits_WE = tl.load(row + columns_WE).to(tl.float32)

@@ -37,6 +37,8 @@ def use_triton(backend: str, hidden: Tensor) -> bool:
         major, minor = torch.cuda.get_device_capability(hidden.device)
         if major < 8:
             unfit = f"the GPU's compute capability is {major}.{minor}; use one of 8.0 or more"
+    # Asked for by name, the kernel must run: a silent replacement would make a test or a
+    # measurement about something else.
     if backend == "triton":
         if obstacle := unfit or _missing():
             raise RunError(f'the head\'s backend "triton" cannot run: {obstacle}, or take "auto"')

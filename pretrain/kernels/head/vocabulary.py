@@ -97,6 +97,8 @@ class _VocabularyLosses(torch.autograd.Function):
         backend: Backend,
         grad_enabled: bool,  # within forward, torch's own flag is always False
     ) -> tuple[Tensor, Tensor]:
+        # Precision: matrix products in autocast's dtype, sums in fp32 at least. Tensors are cast
+        # here, once for all chunks.
         device = hidden_ND.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else hidden_ND.dtype
@@ -104,8 +106,12 @@ class _VocabularyLosses(torch.autograd.Function):
         student = Projection(hidden_ND.to(dtype), weight_VD.to(dtype), bias_V.to(dtype))
         if teacher is not None:
             teacher = Projection(*(tensor.to(dtype) for tensor in teacher))
+        # Without a gradient (evaluation) only the sums are computed.
         with_grad = grad_enabled and any(ctx.needs_input_grad)
         factors_T = factors_T.to(wide)
+        # Choose the code for a chunk. A backend computes at most one KL and one cross-entropy, and
+        # overwrites the logits. So one term without a fused form, or two of one formula, sends all
+        # terms through autograd.
         formulas = [term.fused for term in terms]
         if None in formulas or len(set(formulas)) < len(formulas):
             chunk_losses = partial(_autograd_losses, terms)
@@ -117,11 +123,14 @@ class _VocabularyLosses(torch.autograd.Function):
             module = compiled if backend == "compiled" else closed_form
             chunk_losses = partial(_fused_losses, module.losses_and_gradient, terms)
 
+        # Positions of each term: positions with a label come first, so a mask is a comparison with
+        # their number and needs nothing from the device.
         N, V = hidden_ND.shape[0], weight_VD.shape[0]
         labelled = torch.arange(N, device=hidden_ND.device) < len(labels_M)
         masks_TN = torch.stack(
             [labelled if term.over == "masked" else torch.ones_like(labelled) for term in terms]
         ).to(wide)
+        # One tile of logits per model, reused by every chunk.
         chunk = CHUNK.get(device, CHUNK_GPU)
         tiles = [_tile(min(chunk, N), model) for model in (student, teacher) if model]
         sums_T = torch.zeros(len(terms), dtype=wide, device=hidden_ND.device)
@@ -131,8 +140,11 @@ class _VocabularyLosses(torch.autograd.Function):
             grad_hidden = torch.empty_like(hidden_ND)
             grad_bias = torch.zeros_like(bias_V, dtype=wide)
         with torch.autocast(device, enabled=False):
+            # Without autocast, because all operands have their dtype already.
             for start in range(0, N, chunk):
                 rows = slice(start, min(start + chunk, N))
+                # The chunk before this one. Its product waits until here so that the last one is
+                # left over for the backward pass.
                 if with_grad and start:
                     grad_weight = _add_product(grad_weight, logits, hidden, wide)
                 del logits  # without a tile, two chunks would be in memory
@@ -148,6 +160,8 @@ class _VocabularyLosses(torch.autograd.Function):
                 )
                 sums_T += chunk_T
                 if with_grad:
+                    # The tile now holds d loss / d logits [n, V]: the chain rule for logits =
+                    # hidden W^T + b.
                     grad_hidden[rows] = logits @ student.weight_VD
                     grad_bias += logits.sum(0, dtype=wide)
 
@@ -157,11 +171,15 @@ class _VocabularyLosses(torch.autograd.Function):
             ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, logits, hidden)
             ctx.dtypes = weight_VD.dtype, bias_V.dtype
         ctx.mark_non_differentiable(sums_T)
+        # Not `sums @ factors`: autocast would round a matrix product to bf16, and in fp16 it
+        # overflows above 65,504 (docs/LOG.md).
         return (sums_T * factors_T).sum(), sums_T
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias, grad_logits, hidden = ctx.saved_tensors
+        # The forward pass computed the gradient of an unscaled loss. The incoming gradient is a
+        # scalar: one over the token count, times fp16's loss scale.
         scale = grads[0]
         # In place, because a copy is as large as the embedding. Autograd notices the change and
         # refuses a second backward pass through the same graph.
@@ -189,6 +207,7 @@ def _add_product(
     total_VD: Tensor | None, grad_logits_nV: Tensor, hidden_nD: Tensor, wide: torch.dtype
 ) -> Tensor:
     """Return total + grad_logits^T hidden, in place, in fp32 also for half-precision factors."""
+    # fp32 and fp64: the product adds to the total itself.
     if hidden_nD.dtype == wide:
         if total_VD is None:
             return grad_logits_nV.t() @ hidden_nD
@@ -219,6 +238,8 @@ def _fused_losses(
 ) -> Tensor:
     """Return a chunk's sums [T]; with `with_grad`, put their gradient in place of the logits."""
     m = len(labels_m)
+    # A term's weight at each position: its factor, or 0 where its mean does not count the position.
+    # The cross-entropy exists at the m labelled positions only.
     index = {term.fused: i for i, term in enumerate(terms)}
     kl, ce = index.get("kl"), index.get("cross_entropy")
     values = compute(
@@ -232,6 +253,7 @@ def _fused_losses(
         temperature=1.0 if kl is None else terms[kl].temperature,
         with_gradient=with_grad,
     )
+    # Back to the order of `terms`. The values are unweighted: these sums are what is logged.
     by_formula = {"kl": values.kl_n, "cross_entropy": values.cross_entropy_m}
     sums = []
     for term, mask_n in zip(terms, masks_Tn, strict=True):
@@ -251,12 +273,15 @@ def _autograd_losses(
     with_grad: bool,
 ) -> Tensor:
     """Compute `_fused_losses` for terms of any form, by their own formulas and autograd."""
+    # These formulas take a label for each position: -100 where there is none.
     labels_n = F.pad(labels_m, (0, len(student_nV) - len(labels_m)), value=-100)
     logits_nV = student_nV.detach().requires_grad_(with_grad)
     with torch.set_grad_enabled(with_grad):
         values = (term.values(logits_nV, teacher_nV, labels_n) for term in terms)
         sums_T = torch.stack([(v * mask).sum() for v, mask in zip(values, masks_Tn, strict=True)])
         if with_grad:
+            # The same contract as the backends: d (factors . sums) / d logits, in place of the
+            # logits.
             (gradient_nV,) = torch.autograd.grad(sums_T @ factors_T, logits_nV)
     if with_grad:
         student_nV.copy_(gradient_nV)
