@@ -39,8 +39,6 @@ class Inputs:
     teacher: Teacher | None
     saved: Saved | None
     state: TrainState
-
-    # A checkpoint wins over `student.init`, so that the same command starts and resumes a run.
     student: MaskedLM
     optimizer: dict[str, Tensor]
     dataset: StepDataset

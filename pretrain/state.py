@@ -32,9 +32,9 @@ class TrainState:
         return cls(**{**known, "skip_rows": tuple(Skip(*skip) for skip in values["skip_rows"])})
 
     def write(self) -> dict[str, Any]:
-        """Return the values for state.json, which `read` takes."""
-        skips = [[skip.first, skip.last, skip.step] for skip in self.skip_rows]
+        """Return the values for state.json, which `from_checkpoint` takes."""
         # JSON has no dataclasses: each skip is a list of three numbers.
+        skips = [[skip.first, skip.last, skip.step] for skip in self.skip_rows]
         return {**asdict(self), "skip_rows": skips}
 
 

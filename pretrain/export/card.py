@@ -85,7 +85,7 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
         "## Use",
         "```python\nfrom transformers import pipeline\n\n"
         'fill = pipeline("fill-mask", model="PATH_OR_NAME")\n```',
-        "## Held-out figures",
+        "## Validation figures",
         *figures,
         "## Data",
         _table(
