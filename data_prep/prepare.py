@@ -17,7 +17,7 @@ from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import Lock, lock
 from data_prep.pipeline.engines import Engine, Run, WorkerDiedError, started
-from data_prep.pipeline.finished import check_inputs_apart, find_finished, open_work
+from data_prep.pipeline.finished import find_finished, open_work
 from data_prep.pipeline.plan import PART_BYTES, PIECE_BYTES, STAGES, Plan
 from data_prep.pipeline.stage import Reads
 from data_prep.pipeline.stages.finish import READS, finish
@@ -48,7 +48,6 @@ def prepare(
     """
     plan = Plan(config, part_bytes, piece_bytes)
     _ = plan.tokenizer  # one that does not load is found before hours of reading
-    check_inputs_apart(plan)
     if finished := find_finished(plan, warn, accept_code):
         shutil.rmtree(plan.work, ignore_errors=True)  # killed between the manifest and its removal
         return finished[0]
@@ -80,7 +79,6 @@ def prepare_stage(
     """
     assert 1 <= task <= tasks
     plan = Plan(config, part_bytes, piece_bytes)
-    check_inputs_apart(plan)
     if find_finished(plan, warn):
         return 0
     open_work(plan)
@@ -103,7 +101,6 @@ def finalise(
 ) -> Manifest:
     """Put together what the stages made; CorpusError if one is not complete."""
     plan = Plan(config, part_bytes, piece_bytes)
-    check_inputs_apart(plan)
     if finished := find_finished(plan, warn):
         return finished[0]
     open_work(plan)
@@ -119,7 +116,7 @@ def _finish(plan: Plan) -> Manifest:
         finished = find_finished(plan, lambda text: None)
         if not finished:
             _check_what_is_read(plan, READS, [])
-            finished = finish(plan)
+            finished = [finish(plan, length) for length in plan.config.row_lengths]
         shutil.rmtree(plan.work)
     return finished[0]
 

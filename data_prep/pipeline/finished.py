@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from data_prep import CorpusError
 from data_prep.config import TrainTokenizer, VocabularyTokenizer
 from data_prep.disk.json_files import read_regular, write_json
+from data_prep.messages import one_line
 from data_prep.pipeline.code import Code, installed
 from data_prep.pipeline.plan import Plan
 from data_prep.pipeline.stages.examples import evaluation_files
@@ -58,7 +59,8 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
     new, old = config.content(row_length), manifest.content
     for key in sorted(new.keys() | old.keys()):
         if new.get(key) != old.get(key):
-            yield f"{key}: {_short(old.get(key))} there, {_short(new.get(key))} here"
+            shown = [one_line(json.dumps(values.get(key)), 80) for values in (old, new)]
+            yield f"{key}: {shown[0]} there, {shown[1]} here"
     if plan.tokenizer is not None and plan.tokenizer != manifest.tokenizer:
         yield "the tokenizer differs"
     labels = [(source.label, source.licence) for source in config.sources]
@@ -118,35 +120,19 @@ def _compare_code(here: Code, folder: Path, manifest: Manifest, accept: bool) ->
     )
 
 
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def check_inputs_apart(plan: Plan) -> None:
-    """Refuse an output that holds what is read: it would be overwritten, or read as its own input.
-
-    Raises:
-        CorpusError: naming the input.
-    """
-    output = os.path.realpath(plan.config.output)
-    tokenizer = plan.config.tokenizer
-    vocabulary = tokenizer.vocab if isinstance(tokenizer, VocabularyTokenizer) else tokenizer
-    read = {piece.path for _, _, piece in evaluation_files(plan.config)}
-    found = chain.from_iterable(plan.pieces)
-    read |= {piece.path for _, _, piece in found if piece.is_path}
-    if not isinstance(vocabulary, TrainTokenizer):
-        read.add(str(vocabulary))
-    for file in sorted(read):
-        if os.path.exists(file) and Path(os.path.realpath(file)).is_relative_to(output):
-            raise CorpusError(
-                f"{plan.config.output}: holds {file}, which is read: use another `output`"
-            )
-
-
 def open_work(plan: Plan) -> None:
-    """Make the work folder; CorpusError if the output holds what is not ours."""
+    """Make the work folder; CorpusError if the output holds what is read, or what is not ours."""
     config, output = plan.config, plan.config.output
+    # An input in the output would be overwritten, or read as its own input.
+    pieces = [*evaluation_files(config), *chain.from_iterable(plan.pieces)]
+    read = {piece.path for _, _, piece in pieces if piece.is_path}
+    tokenizer = config.tokenizer
+    if not isinstance(tokenizer, TrainTokenizer):
+        read.add(str(tokenizer.vocab if isinstance(tokenizer, VocabularyTokenizer) else tokenizer))
+    inside = os.path.realpath(output)
+    for file in sorted(read):
+        if os.path.exists(file) and Path(os.path.realpath(file)).is_relative_to(inside):
+            raise CorpusError(f"{output}: holds {file}, which is read: use another `output`")
     folders = [output, *(config.folder(length) for length in config.row_lengths)]
     lengths = {folder.name for folder in folders if folder != output}
     if lengths and (output / MANIFEST).exists():

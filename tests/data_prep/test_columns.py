@@ -34,7 +34,7 @@ VALUES = {
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_columns_equal_those_of_pyarrow(rows: int) -> None:
     values = {name: column[:rows] for name, column in VALUES.items()}
-    found = batch(values, SCHEMA)
+    found = batch(values.values(), SCHEMA)
     found.validate(full=True)
     assert found.equals(pa.record_batch(list(map(list, values.values())), schema=SCHEMA))
     for name in "cdef":

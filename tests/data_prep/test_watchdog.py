@@ -3,12 +3,13 @@
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from data_prep.pipeline.engines import WorkerDiedError, started
-from data_prep.pipeline.watchdog import FILE, Watchdog, last_seen
+from data_prep.pipeline.watchdog import FILE, last_seen, watchdog
 
 ENDLESS = re.compile("(a+)+$")
 
@@ -16,9 +17,9 @@ ENDLESS = re.compile("(a+)+$")
 def hang(folder: Path) -> None:
     """A catastrophic regular expression: no Python code runs until it returns."""
     folder.mkdir(exist_ok=True)
-    with Watchdog(folder, seconds=2.0) as watchdog:
-        watchdog._armed = 0.0  # as if armed a second ago
-        watchdog.passed("page 12")
+    with watchdog(folder, seconds=2.0) as passed:
+        time.sleep(0.6)  # it is armed again after half a second
+        passed("page 12")
         if folder.name == ".bad":
             ENDLESS.match("a" * 60 + "b")
 
@@ -42,7 +43,7 @@ def test_the_process_ends_with_a_traceback(tmp_path: Path) -> None:
 
 def test_a_pool_says_that_a_worker_died(tmp_path: Path) -> None:
     with pytest.raises(WorkerDiedError, match="took too long"), started(2) as run:
-        run(hang, [tmp_path / "good", tmp_path / ".bad"])
+        run(hang, [tmp_path / "good", tmp_path / ".bad"], lambda done, total: None)
     assert last_seen(tmp_path) == ["page 12"]
     assert not (tmp_path / "good" / FILE).exists()
 

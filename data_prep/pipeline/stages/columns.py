@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 
-def batch(columns: Mapping[str, Sequence[Any]], schema: pa.Schema) -> pa.RecordBatch:
-    """Return a record batch without nulls; `columns` are as `schema` has them."""
-    arrays = [column(columns[field.name], field.type) for field in schema]
+def batch(columns: Iterable[Sequence[Any]], schema: pa.Schema) -> pa.RecordBatch:
+    """Return a record batch without nulls; `columns` are in the order of `schema`."""
+    arrays = [column(values, field.type) for values, field in zip(columns, schema, strict=True)]
     return pa.record_batch(arrays, schema=schema)
 
 

@@ -68,7 +68,13 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
     The result has the bytes of each split by unit and part, and the number of documents by fate.
     """
     items, cluster_of, near = _clusters(task.documents)
-    keys = _smallest_keys(task, items, cluster_of)
+    keys: dict[int, bytes] = {}  # the smallest text hash of each cluster
+    for unit, (start, end) in zip(task.extracted, pairwise(task.bounds), strict=True):
+        mine = slice(*np.searchsorted(items, [start, end]))
+        if mine.start < mine.stop:  # an index is read only where it is needed
+            hashes = read_index(unit)["key"][items[mine] - start]
+            for cluster, key in zip(cluster_of[mine].tolist(), hashes, strict=True):
+                keys[cluster] = min(key.tobytes(), keys.get(cluster, key.tobytes()))
     is_duplicate = items != cluster_of
     kept = held_out = 0
     extremes: list[tuple[float, int, int]] = []  # draw, unit, document: smallest and largest
@@ -90,10 +96,11 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
         extremes = [min(extremes), max(extremes)] if extremes else []
         np.save(fates_file(folder, number), fates)
     # As if `validation` were just large, or small, enough for one document on the other side.
-    if held_out == 0 and kept > 1 and task.validation > 0:
-        _move(folder, extremes[0], VALIDATION)
-    elif held_out == kept and extremes:
-        _move(folder, extremes[-1], TRAIN)
+    if (held_out == 0 and kept > 1 and task.validation > 0) or (held_out == kept and extremes):
+        _, number, document = extremes[0 if held_out == 0 else -1]
+        fates = np.load(fates_file(folder, number))
+        fates[document] = VALIDATION if held_out == 0 else TRAIN
+        np.save(fates_file(folder, number), fates)
     accounts = []
     repeated = _paragraphs(task, folder)
     for number, (unit, taken_out) in enumerate(zip(task.extracted, repeated, strict=True)):
@@ -113,13 +120,6 @@ def deduplicate(task: DeduplicateTask, folder: Path) -> dict[str, Any]:
     return {"units": accounts}
 
 
-def _move(folder: Path, place: tuple[float, int, int], fate: int) -> None:
-    _, unit, document = place
-    fates = np.load(fates_file(folder, unit))
-    fates[document] = fate
-    np.save(fates_file(folder, unit), fates)
-
-
 def fates_file(folder: Path, unit: int) -> Path:
     """Return the file of the fates of a unit's documents."""
     return folder / f"{unit:06d}-fates.npy"
@@ -134,21 +134,6 @@ def _clusters(
     near = np.concatenate([none, *(np.load(folder / "near.npy") for folder in folders)])
     items, cluster_of = clusters(np.concatenate([exact, near]))
     return items, cluster_of, ~np.isin(items, exact[:, 1])
-
-
-def _smallest_keys(
-    task: DeduplicateTask, items: npt.NDArray[np.int64], cluster_of: npt.NDArray[np.int64]
-) -> dict[int, bytes]:
-    """Return the smallest text hash of each cluster."""
-    smallest: dict[int, bytes] = {}
-    for unit, (start, end) in zip(task.extracted, pairwise(task.bounds), strict=True):
-        mine = slice(*np.searchsorted(items, [start, end]))
-        if mine.start == mine.stop:
-            continue
-        keys = read_index(unit)["key"][items[mine] - start]
-        for cluster, key in zip(cluster_of[mine].tolist(), keys, strict=True):
-            smallest[cluster] = min(key.tobytes(), smallest.get(cluster, key.tobytes()))
-    return smallest
 
 
 def _paragraphs(task: DeduplicateTask, folder: Path) -> list[npt.NDArray[np.uint32]]:

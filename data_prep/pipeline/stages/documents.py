@@ -91,8 +91,8 @@ class DocumentWriter:
     def _flush(self) -> None:
         if self._lines:
             assert self._stream is not None
-            self._stream.write_batch(_batch(self._documents, DOCUMENTS))
-            self._index.write_batch(_batch(self._lines, INDEX))
+            self._stream.write_batch(batch(zip(*self._documents, strict=True), DOCUMENTS))
+            self._index.write_batch(batch(zip(*self._lines, strict=True), INDEX))
         self._documents, self._lines, self._size = [], [], 0
 
     def _end_part(self) -> None:
@@ -106,10 +106,6 @@ class DocumentWriter:
         self._index.close()
         for items in self._levels.values():
             items.save()
-
-
-def _batch(lines: list[Any], schema: pa.Schema) -> pa.RecordBatch:
-    return batch(dict(zip(schema.names, zip(*lines, strict=True), strict=True)), schema)
 
 
 def valid(text: str) -> str:

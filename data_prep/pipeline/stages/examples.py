@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +17,6 @@ if TYPE_CHECKING:
     from data_prep.pipeline.units import NamedPiece
 
 FILE = "ngrams.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class ExamplesTask:
-    """Hold the evaluation files."""
-
-    files: tuple[Path, ...]
 
 
 def evaluation_files(config: CorpusConfig) -> list[NamedPiece]:
@@ -45,13 +37,13 @@ def evaluation_files(config: CorpusConfig) -> list[NamedPiece]:
 def _plan(plan: Plan) -> Iterator[Planned]:
     """Yield one unit for all files, none without `decontaminate`."""
     if plan.config.decontaminate is not None:
-        task = ExamplesTask(plan.config.decontaminate.files)
-        yield Planned(task, {}, pieces=tuple(evaluation_files(plan.config)))
+        files = plan.config.decontaminate.files
+        yield Planned(files, {}, pieces=tuple(evaluation_files(plan.config)))
 
 
-def examples(task: ExamplesTask, folder: Path) -> dict[str, Any]:
+def examples(files: tuple[Path, ...], folder: Path) -> dict[str, Any]:
     """Write the n-grams of all files."""
-    contamination = decontamination.build(task.files)
+    contamination = decontamination.build(files)
     decontamination.save(contamination, folder / FILE)
     return {
         "ngrams": len(contamination.hashes),

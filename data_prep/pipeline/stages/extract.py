@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 from data_prep.config import Deduplicate, source_keys
 from data_prep.duplicates import decontamination
-from data_prep.duplicates.decontamination import Contamination
 from data_prep.duplicates.dedup import draw, text_hash
 from data_prep.duplicates.minhash import word_hashes
 from data_prep.pipeline.stage import Planned, Stage, group
 from data_prep.pipeline.stages import examples
 from data_prep.pipeline.stages.documents import DocumentWriter, valid
-from data_prep.pipeline.watchdog import Watchdog
-from data_prep.sources import Document, Piece, Rejected, Source
+from data_prep.pipeline.watchdog import watchdog
+from data_prep.sources import Piece, Rejected, Source
 from data_prep.text import language
 from data_prep.text.cleaning import clean
 from data_prep.text.wikipedia import leftovers
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 DETAIL_CHARACTERS = 200
 EXAMPLES = 20  # of leftovers, by class
+COUNTS = ("dropped", "noted", "leftovers", "contaminated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +97,24 @@ def _plan(plan: Plan) -> Iterator[Planned]:
 
 def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
     """Read, clean and filter the documents of a unit."""
-    counts = _Counts()
+    documents_in = 0
+    counts = {name: Counter[str]() for name in COUNTS}
     ngrams = None if task.contamination is None else decontamination.load(task.contamination)
     with ExitStack() as stack:
         logs = {
             name: stack.enter_context((folder / f"{name}.jsonl").open("w", encoding="ascii"))
             for name in ("quarantine", "leftovers", "contaminated")
         }
-        watchdog = stack.enter_context(Watchdog(folder))
+        passed = stack.enter_context(watchdog(folder))
         documents = stack.enter_context(
             closing(DocumentWriter(folder, task.part_bytes, task.deduplicate, task.seed))
         )
         for piece in task.pieces:
             for item in task.source.documents(piece):
-                watchdog.passed(item.where if isinstance(item, Rejected) else item.id)
-                counts.documents_in += 1
+                passed(item.where if isinstance(item, Rejected) else item.id)
+                documents_in += 1
                 if isinstance(item, Rejected):
-                    counts.dropped[item.reason] += 1
+                    counts["dropped"][item.reason] += 1
                     _write(
                         logs["quarantine"],
                         source=task.source.label,
@@ -126,14 +127,26 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
                 key = text_hash(text)
                 reason = _unwanted(text, key, task)
                 if not reason and ngrams is not None:
-                    reason = _contaminated(item, text, ngrams, task, counts, logs)
+                    overlap, names = ngrams.overlap(word_hashes(text))
+                    if overlap:
+                        counts["contaminated"].update(names)
+                        _write(
+                            logs["contaminated"],
+                            source=task.source.label,
+                            document=valid(item.id),
+                            title=valid(item.title),
+                            ngrams=overlap,
+                            files=list(names),
+                            removed=task.remove_contaminated,
+                        )
+                        reason = "contaminated" if task.remove_contaminated else ""
                 if reason:
-                    counts.dropped[reason] += 1
+                    counts["dropped"][reason] += 1
                     continue
-                counts.noted.update(item.notes)
+                counts["noted"].update(item.notes)
                 if task.source.is_wikipedia:
                     for name, start, end in leftovers.find(text):
-                        if counts.leftovers[name] < EXAMPLES:
+                        if counts["leftovers"][name] < EXAMPLES:
                             around = text[max(0, start - 40) : end + 40].replace("\n", "\\n")
                             _write(
                                 logs["leftovers"],
@@ -142,26 +155,10 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
                                 kind=name,
                                 text=around,
                             )
-                        counts.leftovers[name] += 1
+                        counts["leftovers"][name] += 1
                 documents.add(item, text, key)
-    return {"source": task.source_number, **documents.summary, **counts.as_json()}
-
-
-class _Counts:
-    """Hold the counts of a unit."""
-
-    def __init__(self) -> None:
-        self.documents_in = 0
-        self.dropped: Counter[str] = Counter()
-        self.noted: Counter[str] = Counter()
-        self.leftovers: Counter[str] = Counter()
-        self.contaminated: Counter[str] = Counter()
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            name: value if isinstance(value, int) else dict(sorted(value.items()))
-            for name, value in vars(self).items()
-        }
+    result = {"source": task.source_number, **documents.summary, "documents_in": documents_in}
+    return result | {name: dict(sorted(of_kind.items())) for name, of_kind in counts.items()}
 
 
 def _unwanted(text: str, key: bytes, task: ExtractTask) -> str:
@@ -178,31 +175,6 @@ def _unwanted(text: str, key: bytes, task: ExtractTask) -> str:
     if task.source.fraction < 1 and draw(key, task.seed, "fraction") >= task.source.fraction:
         return "fraction"
     return ""
-
-
-def _contaminated(
-    item: Document,
-    text: str,
-    ngrams: Contamination,
-    task: ExtractTask,
-    counts: _Counts,
-    logs: Mapping[str, IO[str]],
-) -> str:
-    """Return the reason to drop a document that overlaps an evaluation file ("" to keep it)."""
-    overlap, names = ngrams.overlap(word_hashes(text))
-    if not overlap:
-        return ""
-    counts.contaminated.update(names)
-    _write(
-        logs["contaminated"],
-        source=task.source.label,
-        document=valid(item.id),
-        title=valid(item.title),
-        ngrams=overlap,
-        files=list(names),
-        removed=task.remove_contaminated,
-    )
-    return "contaminated" if task.remove_contaminated else ""
 
 
 def _write(log: IO[str], **entry: Any) -> None:

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,12 +45,8 @@ LOGS = ("quarantine.jsonl", "leftovers.jsonl", "contaminated.jsonl")
 _LIBRARIES = ("mwparserfromhell", "numpy", "pyarrow", "rensa", "tokenizers")
 
 
-def finish(plan: Plan) -> list[Manifest]:
-    """Put the finished files in their places, for each row length; the manifests come last."""
-    return [_finish(plan, row_length) for row_length in plan.config.row_lengths]
-
-
-def _finish(plan: Plan, row_length: int) -> Manifest:
+def finish(plan: Plan, row_length: int) -> Manifest:
+    """Put the finished files of one row length in their places; the manifest comes last."""
     config = plan.config
     final = plan.work / "final" / str(row_length)
     if final.exists():
@@ -68,7 +63,18 @@ def _finish(plan: Plan, row_length: int) -> Manifest:
         final / TOKEN_COUNTS,
         {"counts": counts.tolist(), "smoothing": smoothing(counts, record.special_ids)},
     )
-    _write_lines(plan, final)
+    lines = []
+    for stage in STAGES.values():
+        for unit in plan.records(stage.name):
+            result = dict(unit.result) if stage.result_is_provenance else {}
+            result.pop("slow", None)  # of this machine, not of the corpus
+            line = unit.model_copy(update={"result": result})
+            lines.append(line.model_dump_json().encode() + b"\n")
+    write_file(final / PROVENANCE, lambda file: file.writelines(lines))
+    for log in LOGS:
+        # One unit's log at a time is in memory.
+        texts = ((folder / log).read_bytes() for folder in plan.folders("extract"))
+        write_file(final / log, lambda file, texts=texts: file.writelines(texts))  # type: ignore[misc]
     write_json(final / CODE, plan.code["finish"].model_dump())
     shards = [shard.file for split in splits.values() for shard in split.shards]
     # By name: a listing may lack a file, and the manifest would then lack it, too.
@@ -119,8 +125,12 @@ def _shards(
         split = record.result["split"]
         name = f"{split}-{len(shards[split]):05d}"
         place = folder / str(row_length)
-        _link(place / "shard.arrow", final / f"{name}.arrow")
-        _link(place / "segments.parquet", final / "segments" / f"{name}.parquet")
+        table = final / "segments" / f"{name}.parquet"
+        for file, target in (("shard.arrow", final / f"{name}.arrow"), ("segments.parquet", table)):
+            try:  # a second name: the unit stays whole for another attempt
+                os.link(place / file, target)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(place / file, target)
         shard = ShardRecord.model_validate(written["shard"] | {"file": f"{name}.arrow"})
         shards[split].append(shard)
         segments[split] += written["segments"]
@@ -137,36 +147,6 @@ def _shards(
         if found
     }
     return splits, counts
-
-
-def _link(written: Path, place: Path) -> None:
-    """Link a file under a second name, so that its unit stays whole for another attempt."""
-    try:
-        os.link(written, place)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(written, place)
-
-
-def _write_lines(plan: Plan, final: Path) -> None:
-    """Write provenance.jsonl, a unit a line, and join the logs of the units."""
-
-    def provenance(file: Any) -> None:
-        for stage in STAGES.values():
-            for record in plan.records(stage.name):
-                result = dict(record.result) if stage.result_is_provenance else {}
-                result.pop("slow", None)  # of this machine, not of the corpus
-                line = record.model_copy(update={"result": result})
-                file.write(line.model_dump_json().encode() + b"\n")
-
-    write_file(final / PROVENANCE, provenance)
-    for log in LOGS:
-        paths = [folder / log for folder in plan.folders("extract")]
-        write_file(
-            final / log,
-            lambda file, paths=paths: file.writelines(  # type: ignore[misc]
-                path.read_bytes() for path in paths
-            ),
-        )
 
 
 def source_records(plan: Plan) -> list[SourceRecord]:
@@ -200,6 +180,10 @@ def source_records(plan: Plan) -> list[SourceRecord]:
         dropped["no tokens"] = lost["train"] + lost["validation"]
         if paragraphs := sum(after["paragraphs"] for _, after in mine):
             sums["noted"]["repeated paragraphs taken out"] = paragraphs
+        counts = {
+            name: {reason: count for reason, count in sorted(total.items()) if count}
+            for name, total in sums.items()
+        }
         record = SourceRecord(
             name=source.label,
             kind=source.kind,
@@ -208,15 +192,11 @@ def source_records(plan: Plan) -> list[SourceRecord]:
             documents_kept=int(fates[TRAIN] + fates[VALIDATION]) - dropped["no tokens"],
             documents_validation=int(fates[VALIDATION]) - lost["validation"],
             characters=sum(result["characters"].get(str(number), 0) for result in packed),
-            dropped=_counted(dropped),
-            noted=_counted(sums["noted"]),
-            leftovers=_counted(sums["leftovers"]),
-            contaminated=_counted(sums["contaminated"]),
+            dropped=counts["dropped"],
+            noted=counts["noted"],
+            leftovers=counts["leftovers"],
+            contaminated=counts["contaminated"],
         )
         assert record.documents_in == record.documents_kept + sum(record.dropped.values())
         records.append(record)
     return records
-
-
-def _counted(counts: Counter[str]) -> dict[str, int]:
-    return {reason: count for reason, count in sorted(counts.items()) if count}

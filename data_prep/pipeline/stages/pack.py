@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -135,12 +135,20 @@ def _plan(plan: Plan) -> Iterator[Planned]:
 def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
     """Write `LENGTH/shard.arrow`, segments.parquet and counts.npy for each row length."""
     tokens = load(task.tokenizer)
-    slow = tokens.accelerate(_sample(task))
+    sample: list[str] = []
+    size = 0
+    for document in chain.from_iterable(_kept(part, task.split) for part in task.slices):
+        sample.append(document.text[: SAMPLE_CHARACTERS - size])
+        size += len(sample[-1])
+        if size >= SAMPLE_CHARACTERS:
+            break
+    slow = tokens.accelerate(sample)
     without_tokens: Counter[int] = Counter()
     characters: Counter[int] = Counter()
     rows = [_Rows(length, tokens) for length in task.row_lengths]
     found = _documents(task, tokens, without_tokens, characters)
-    for window in _until(found, _num_tokens, WINDOW_TOKENS):
+    sized = ((sum(map(len, item.lines)) + 2, item) for item in found)
+    for window in _until(sized, WINDOW_TOKENS):
         for length in rows:
             length.add(window)
     shards = {}
@@ -216,33 +224,25 @@ class _Rows:
             counts += np.bincount(ids[start : start + 1024].reshape(-1), minlength=size)
         np.save(folder / "counts.npy", counts)
         shard = write_shard(folder / "shard.arrow", ids, pad=special.pad)
-        table = pa.Table.from_batches([batch(self._columns, SEGMENTS)])
+        table = pa.Table.from_batches([batch(self._columns.values(), SEGMENTS)])
         pq.write_table(
             table, folder / "segments.parquet", compression="zstd", write_page_checksum=True
         )
         return {"shard": shard.model_dump(mode="json"), "segments": len(table)}
 
 
-def _until(items: Iterator[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Yield lists of consecutive items; each ends with the item that brings its size to `limit`."""
+def _until(items: Iterable[tuple[int, Item]], limit: int) -> Iterator[list[Item]]:
+    """Yield lists of consecutive items of (size, item); the last one brings the sum to `limit`."""
     held: list[Item] = []
     total = 0
-    for item in items:
+    for size, item in items:
         held.append(item)
-        total += size(item)
+        total += size
         if total >= limit:
             yield held
             held, total = [], 0
     if held:
         yield held
-
-
-def _num_tokens(document: _Tokenised) -> int:
-    return sum(map(len, document.lines)) + 2
-
-
-def _num_characters(document: Document) -> int:
-    return len(document.text)
 
 
 def _documents(
@@ -251,7 +251,8 @@ def _documents(
     """Yield the documents as ids; those without any and the characters of the others are
     counted."""
     for part in task.slices:
-        for documents in _until(_kept(part, task.split), _num_characters, BATCH_CHARACTERS):
+        kept = ((len(document.text), document) for document in _kept(part, task.split))
+        for documents in _until(kept, BATCH_CHARACTERS):
             texts = [doc.text.split("\n") if part.by_line else [doc.text] for doc in documents]
             encoded = iter(tokens.encode_batch(list(chain.from_iterable(texts))))
             for document, lines in zip(documents, texts, strict=True):
@@ -278,18 +279,6 @@ def _kept(part: PartSlice, split: str) -> Iterator[Document]:
             text = "\n".join(line for place, line in lines if place not in repeated)
             document = Document(text, document.id, document.title, document.url)
         yield document
-
-
-def _sample(task: PackTask) -> list[str]:
-    sample: list[str] = []
-    size = 0
-    for part in task.slices:
-        for document in _kept(part, task.split):
-            sample.append(document.text[: SAMPLE_CHARACTERS - size])
-            size += len(sample[-1])
-            if size >= SAMPLE_CHARACTERS:
-                return sample
-    return sample
 
 
 STAGE = Stage(
