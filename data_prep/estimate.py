@@ -138,7 +138,7 @@ def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _
             sampled += piece.size
         jobs.append(_Timed(replace(extract_task(plan, number, (piece,)), source=of), path))
     with started(config.workers) as run:
-        found = run(_timed, jobs)
+        found = run(_timed, jobs, lambda done, total: None)
     return _Sample(
         source,
         total,

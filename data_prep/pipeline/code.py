@@ -99,7 +99,16 @@ def source_of(module: str, root: Path = _ROOT) -> str:
 @cache
 def _meaning(path: Path) -> tuple[str, tuple[str, ...]]:
     """Return the hash of a file's executed code, and the modules that it imports."""
-    tree = _Meaning().visit(ast.parse(path.read_bytes()))
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        # Docstrings and imports for type checkers are not executed.
+        for statements in (value for _, value in ast.iter_fields(node) if isinstance(value, list)):
+            for statement in statements[:]:
+                match statement:
+                    case ast.Expr(value=ast.Constant(value=str())):
+                        statements.remove(statement)
+                    case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=[]):
+                        statements.remove(statement)
     imported: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -108,18 +117,6 @@ def _meaning(path: Path) -> tuple[str, tuple[str, ...]]:
             imported += [f"{node.module}.{alias.name}" for alias in node.names]
             imported.append(str(node.module))
     return hashlib.sha256(repr(_shape(tree)).encode()).hexdigest(), tuple(imported)
-
-
-class _Meaning(ast.NodeTransformer):
-    """Remove docstrings and imports for type checkers: they are not executed."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        constant = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        return None if constant else self.generic_visit(node)
-
-    def visit_If(self, node: ast.If) -> ast.AST | None:
-        typing = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        return None if typing and not node.orelse else self.generic_visit(node)
 
 
 def _shape(node: Any) -> Any:

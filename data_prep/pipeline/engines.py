@@ -10,16 +10,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 from data_prep import CorpusError
 from data_prep.messages import error_line, extra
 from data_prep.pipeline.memory import return_large_blocks
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 Engine = Literal["processes", "ray"]
 Report = Callable[[int, int], None]  # (done, total), after each item
 
@@ -28,41 +26,20 @@ class WorkerDiedError(CorpusError):
     """Report a worker process that died without an error message."""
 
 
-class Run(Protocol):
-    """Apply a module-level function to every item; return results in the order of the items.
-
-    The first failure ends the others and is raised; a worker that dies raises WorkerDiedError.
-    `report` is called in this process and may raise to end the run.
-    """
-
-    def __call__(
-        self, function: Callable[[Item], Result], items: Sequence[Item], report: Report = ...
-    ) -> list[Result]: ...
+# Applies a module-level function to every item, and returns results in the order of the items. The
+# first failure ends the others and is raised; a worker that dies raises WorkerDiedError. The report
+# is called in this process and may raise to end the run.
+Run = Callable[[Callable[[Any], Any], Sequence[Any], Report], list[Any]]
 
 
-@contextmanager
-def started(workers: int, engine: Engine = "processes") -> Iterator[Run]:
-    """Yield a function that runs units; its processes start once and end with the block."""
+def started(workers: int, engine: Engine = "processes") -> AbstractContextManager[Run]:
+    """Return a context with a function that runs units; its processes live as long as that."""
     if engine == "ray":
-        with _ray(workers) as run:
-            yield run
-    elif workers == 1:
-        yield _here
-    else:
-        pool = _Pool(workers)
-        try:
-            yield pool.run
-        finally:
-            pool.end()
+        return _ray(workers)
+    return nullcontext(_here) if workers == 1 else _processes(workers)
 
 
-def _nothing(done: int, total: int) -> None:
-    """Report nothing."""
-
-
-def _here(
-    function: Callable[[Item], Result], items: Sequence[Item], report: Report = _nothing
-) -> list[Result]:
+def _here(function: Callable[[Any], Any], items: Sequence[Any], report: Report) -> list[Any]:
     report(0, len(items))
     results = []
     for item in items:
@@ -71,22 +48,19 @@ def _here(
     return results
 
 
-class _Pool:
-    """Hold processes that start when there is more than one item."""
+@contextmanager
+def _processes(workers: int) -> Iterator[Run]:
+    """Yield a function that runs units in processes, which start with more than one item."""
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")  # fork would copy threads' locks
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
 
-    def __init__(self, workers: int) -> None:
-        self._others = set(multiprocessing.active_children())
-        context = multiprocessing.get_context("spawn")  # fork would copy threads' locks
-        self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
-
-    def run(
-        self, function: Callable[[Item], Result], items: Sequence[Item], report: Report = _nothing
-    ) -> list[Result]:
+    def run(function: Callable[[Any], Any], items: Sequence[Any], report: Report) -> list[Any]:
         if len(items) < 2:
             return _here(function, items, report)
         report(0, len(items))
         try:
-            futures = [self._pool.submit(function, item) for item in items]
+            futures = [pool.submit(function, item) for item in items]
             for done, future in enumerate(as_completed(futures), start=1):
                 future.result()
                 report(done, len(items))
@@ -98,13 +72,15 @@ class _Pool:
             ) from None
         except BaseException:
             # A unit may have hours to go, and its work is thrown away: do not wait for it.
-            for worker in set(multiprocessing.active_children()) - self._others:
+            for worker in set(multiprocessing.active_children()) - others:
                 worker.terminate()
             raise
         return [future.result() for future in futures]
 
-    def end(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    try:
+        yield run
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _begin_worker() -> None:
@@ -157,9 +133,7 @@ def _ray(workers: int) -> Iterator[Run]:
     # A task whose worker or node dies runs again: a unit is identical wherever it is made.
     task: Any = ray.remote(max_retries=3, num_cpus=1)(_call)
 
-    def run(
-        function: Callable[[Item], Result], items: Sequence[Item], report: Report = _nothing
-    ) -> list[Result]:
+    def run(function: Callable[[Any], Any], items: Sequence[Any], report: Report) -> list[Any]:
         report(0, len(items))
         waiting = {task.remote(function, item): number for number, item in enumerate(items)}
         results: list[Any] = [None] * len(items)
@@ -184,6 +158,6 @@ def _ray(workers: int) -> Iterator[Run]:
             ray.shutdown()
 
 
-def _call(function: Callable[[Item], Result], item: Item) -> Result:
+def _call(function: Callable[[Any], Any], item: Any) -> Any:
     _set_up()
     return function(item)

@@ -61,12 +61,15 @@ class Plan:
             for number, (task, keys, upstream, pieces) in enumerate(STAGES[stage].plan(self)):
                 read = [(source, name, p.start, p.end, p.size) for source, name, p in pieces]
                 identity = canonical_sha256([stage, keys, read, upstream])
-                code, home = code_of(stage), self.work / stage
-                units.append(Unit(stage, number, task, identity, code, upstream, home, pieces))
+                code, folder = code_of(stage), self.work / stage / f"{number:06d}"
+                units.append(Unit(stage, number, task, identity, code, upstream, folder, pieces))
         return self._units[stage]
 
     def finished(self, stage: str, records: Sequence[Record]) -> None:
-        """Take the records of a stage that was just run, instead of reading them."""
+        """Take the records of a stage that was just run, instead of reading them.
+
+        A shared file system may not show yet what another machine has written.
+        """
         self._records[stage] = list(records)
 
     def records(self, stage: str) -> list[Record]:

@@ -79,41 +79,29 @@ class Unit:
     identity: str
     code: Code
     upstream: tuple[str, ...]
-    home: Path
+    folder: Path
     pieces: tuple[NamedPiece, ...]
 
-    @property
-    def folder(self) -> Path:
-        """Return where the outputs lie."""
-        return self.home / f"{self.number:06d}"
-
-    def record(self) -> Record | None:
-        """Return the valid record that this code left on disk of this very unit, else None."""
-        record = self._written()
-        return record if record is not None and record.code == self.code else None
+    def record(self, any_code: bool = False) -> Record | None:
+        """Return the valid record that this (or any) code left of this very unit, else None."""
+        try:
+            record = Record.model_validate_json(read_regular(self.folder.with_suffix(".json")))
+        except (OSError, ValidationError):
+            return None
+        whole = record.self_sha256 == self_sha256(record.model_dump(mode="json"))
+        ours = record.identity == self.identity and (any_code or record.code == self.code)
+        return record if whole and ours else None
 
     def other_code(self) -> str:
         """Return how the code differs that wrote this unit; "" if it does not, or none is there."""
-        if record := self._written():
+        if record := self.record(any_code=True):
             return record.code.differences(self.code)
         try:
-            values = parse_object(read_regular(self._record))
+            values = parse_object(read_regular(self.folder.with_suffix(".json")))
         except (OSError, ValueError):
             return ""
         old = "identity" in values and "code" not in values
         return "of a release that did not record it" if old else ""
-
-    def _written(self) -> Record | None:
-        try:
-            record = Record.model_validate_json(read_regular(self._record))
-        except (OSError, ValidationError):
-            return None
-        whole = record.self_sha256 == self_sha256(record.model_dump(mode="json"))
-        return record if record.identity == self.identity and whole else None
-
-    @property
-    def _record(self) -> Path:
-        return self.home / f"{self.number:06d}.json"
 
 
 def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Record:
@@ -129,7 +117,8 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
     if old := _finished(unit):
         return old
     read = [read_record(*piece) for piece in unit.pieces]
-    temporary = unit.home / f".{unit.number:06d}-{uuid.uuid4().hex[:8]}"
+    home, file = unit.folder.parent, unit.folder.with_suffix(".json")
+    temporary = home / f".{unit.folder.name}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir(parents=True)
     try:
         result = function(unit.task, temporary)
@@ -137,17 +126,17 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
             if not is_same(piece, before):
                 raise CorpusError(f"{name}: changed while it was read: run the same command again")
         names = sorted(path.relative_to(temporary).as_posix() for path in temporary.rglob("*.*"))
-        for file in names:
-            sync(temporary / file)
-        outputs = tuple(file_record(temporary, file) for file in names)
+        for written in names:
+            sync(temporary / written)
+        outputs = tuple(file_record(temporary, written) for written in names)
         if other := _finished(unit):  # tasks of another division make the same unit
             return other
-        remove(unit._record)
+        remove(file)
         remove(unit.folder)
         os.replace(temporary, unit.folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    sync(unit.home)
+    sync(home)
     record = Record(
         stage=unit.stage,
         unit=unit.number,
@@ -161,7 +150,7 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
     )
     sealed = record.model_copy(update={"self_sha256": self_sha256(record.model_dump(mode="json"))})
     data = sealed.model_dump_json().encode() + b"\n"
-    write_file(unit._record, lambda file: file.write(data))
+    write_file(file, lambda opened: opened.write(data))
     return sealed
 
 

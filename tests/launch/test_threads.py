@@ -53,7 +53,7 @@ from torch.utils.data import DataLoader
 
 if __name__ == "__main__":
     with started(2) as run:
-        print(*run(os.getenv, ["GOMP_SPINCOUNT"] * 2))
+        print(*run(os.getenv, ["GOMP_SPINCOUNT"] * 2, lambda done, total: None))
     print(*DataLoader(["GOMP_SPINCOUNT"], num_workers=1, collate_fn=lambda it: os.getenv(it[0])))
 """
 
