@@ -121,13 +121,6 @@ class Lock:
                 if not self._beat():
                     return
 
-    def _release(self) -> None:
-        self._stop.set()
-        with self._mutex:
-            if not self._over:
-                self._over = True
-                _end(self._path)
-
 
 @contextmanager
 def lock(
@@ -163,12 +156,23 @@ def lock(
         keeper.start()
         yield held
     finally:
-        held._release()
+        held._stop.set()
+        with held._mutex:
+            if not held._over:
+                held._over = True
+                _end(held._path)
 
 
 def refuse_if_held(folder: Path, name: str, *, who: str = "distil prepare") -> None:
     """Raise Busy at once if a living process of this machine holds the lock; take nothing."""
-    _Contender(folder, name, folder, 60.0, None, this_process(), who).refuse_if_held()
+    contender = _Contender(folder, name, folder, 60.0, None, this_process(), who)
+    newest = max(contender.generations(), default=0)
+    data = _read(contender.path(newest)) if newest else None
+    holder = parse_identity(data)
+    if data is None or holder is None or len(data) > RECORD:
+        return
+    if holder.machine == contender.owner.machine and is_alive(holder):
+        raise contender.busy(holder)
 
 
 def this_process() -> Identity:
@@ -248,16 +252,6 @@ class _Contender:
             held = Lock(self.path(newest + 1), self.path(newest + 2), self.owner, about, self.who)
             if held._beat():
                 return held
-
-    def refuse_if_held(self) -> None:
-        """Raise Busy if the newest generation is of a living process of this machine."""
-        newest = max(self.generations(), default=0)
-        data = _read(self.path(newest)) if newest else None
-        holder = parse_identity(data)
-        if data is None or holder is None or len(data) > RECORD:
-            return
-        if holder.machine == self.owner.machine and is_alive(holder):
-            raise self.busy(holder)
 
     def busy(self, holder: Identity | None) -> Busy:
         """Return the error that names who has the lock."""

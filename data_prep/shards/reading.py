@@ -10,7 +10,7 @@ import xxhash
 
 from data_prep import CorpusError
 from data_prep.messages import error_line
-from data_prep.shards.manifest import AGAIN, Manifest, ShardRecord, load_manifest
+from data_prep.shards.manifest import AGAIN, FileRecord, Manifest, ShardRecord, load_manifest
 
 Split = Literal["train", "validation"]
 
@@ -126,8 +126,8 @@ def open_shards(folder: Path | str, split: Split = "train") -> ShardSet:
     return ShardSet(folder, split, manifest)
 
 
-def check_size(folder: Path, record: ShardRecord) -> None:
-    """Raise CorpusError unless the shard exists with the manifest's size."""
+def check_size(folder: Path, record: ShardRecord | FileRecord) -> None:
+    """Raise CorpusError unless the file exists with the manifest's size."""
     path = folder / record.file
     if not path.is_file():
         raise CorpusError(f"{path}: missing: {AGAIN}")

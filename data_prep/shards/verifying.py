@@ -2,11 +2,10 @@
 
 import hashlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -40,11 +39,13 @@ def check(folder: Path | str) -> Manifest:
             read_listed(folder, manifest, file.file)
     for split in manifest.splits.values():
         for shard in split.shards:
-            for problem in _shard_bytes(folder, shard):
+            for problem in _damage(folder, shard):
                 raise CorpusError(problem)
             highest = MappedShard(folder, shard, manifest).view.max()
             if highest >= manifest.tokenizer.vocab_size:
-                raise CorpusError(f"{folder / shard.file}: {_outside(highest)}: {AGAIN}")
+                raise CorpusError(
+                    f"{folder / shard.file}: id {highest} is outside the vocabulary: {AGAIN}"
+                )
     return manifest
 
 
@@ -54,7 +55,7 @@ def check_file(folder: Path, manifest: Manifest, name: str) -> Path:
     record = next((file for file in manifest.files if file.file == name), None)
     if record is None:
         raise CorpusError(f"{path}: not in the manifest: {AGAIN}")
-    for problem in _file_bytes(folder, record, full=True):
+    for problem in _damage(folder, record):
         raise CorpusError(problem)
     return path
 
@@ -64,7 +65,7 @@ def read_listed(folder: Path, manifest: Manifest, name: str) -> bytes:
     record = next((file for file in manifest.files if file.file == name), None)
     if record is None:
         raise CorpusError(f"{folder / MANIFEST}: does not list {name}: {AGAIN}")
-    for problem in _file_bytes(folder, record, full=False):
+    for problem in _damage(folder, record, full=False):
         raise CorpusError(problem)
     try:
         data = read_regular(folder / name)
@@ -98,69 +99,70 @@ def verify(folder: Path | str, full: bool = True) -> list[str]:
             )
     if read_regular(folder / MANIFEST) != manifest_bytes(manifest):
         problems.append(f"{folder / MANIFEST}: not as it was written: {AGAIN}")
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            problems += _shard_bytes(folder, shard) if full else _size(folder, shard)
+    for shard in chain.from_iterable(split.shards for split in manifest.splits.values()):
+        problems += _damage(folder, shard, full)
     for file in manifest.files:
-        problems += _file_bytes(folder, file, full)
+        problems += _damage(folder, file, full)
     if full and not problems:  # rows of a damaged file would only repeat the finding
         problems += _contents(folder, manifest)
     return problems
 
 
-def _size(folder: Path, record: ShardRecord) -> Iterator[str]:
+def _damage(folder: Path, record: ShardRecord | FileRecord, full: bool = True) -> Iterator[str]:
+    """Yield how a file differs from its record: in size, or if `full` in bytes, by block."""
+    path = folder / record.file
     try:
         check_size(folder, record)
+        if not full or hash_file(path)[0] == record.sha256:
+            return
+        different = []
+        if isinstance(record, ShardRecord):  # its blocks say where
+            pairs = enumerate(
+                zip(hash_blocks(path, record.block_bytes), record.blocks, strict=False)
+            )
+            different = [
+                block_differs(path, record, n) for n, (one, other) in pairs if one != other
+            ]
     except CorpusError as error:
         yield str(error)
-
-
-def _shard_bytes(folder: Path, record: ShardRecord) -> Iterator[str]:
-    wrong_size = list(_size(folder, record))
-    yield from wrong_size
-    path = folder / record.file
-    if wrong_size:
         return
-    try:
-        if hash_file(path)[0] == record.sha256:
-            return
-        blocks = hash_blocks(path, record.block_bytes)
     except OSError as error:
         yield f"{path}: cannot be read ({error.strerror}): {AGAIN}"
         return
-    pairs = enumerate(zip(blocks, record.blocks, strict=False))
-    different = [number for number, (found, expected) in pairs if found != expected]
-    if not different:
-        yield f"{path}: differs from the manifest: {AGAIN}"
-    for number in different:
-        yield block_differs(path, record, number)
-
-
-def _file_bytes(folder: Path, record: FileRecord, full: bool) -> Iterator[str]:
-    path = folder / record.file
-    if not path.is_file():
-        yield f"{path}: missing: {AGAIN}"
-    elif path.stat().st_size != record.bytes:
-        yield f"{path}: {path.stat().st_size} bytes, the manifest says {record.bytes}: {AGAIN}"
-    elif full and hash_file(path)[0] != record.sha256:
-        yield f"{path}: differs from the manifest: {AGAIN}"
+    yield from different or [f"{path}: differs from the manifest: {AGAIN}"]
 
 
 def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Check the rows themselves; yield what is wrong."""
-    counts = np.zeros(manifest.tokenizer.vocab_size, dtype=np.int64)
+    size, special = manifest.tokenizer.vocab_size, manifest.tokenizer.special_ids
+    counts = np.zeros(size, dtype=np.int64)
     for name, split in manifest.splits.items():
         segments = 0
         for record in split.shards:
             try:
                 rows = MappedShard(folder, record, manifest).view
-                problem, starts = check_rows(rows, record, manifest)
             except CorpusError as error:
                 yield str(error)
                 continue
-            if problem:
+            begins, ends, padding = rows == special.cls, rows == special.sep, rows == special.pad
+            # A segment ends exactly where the next one begins, or the padding, or the row.
+            follows = np.ones_like(begins)
+            follows[:, :-1] = (begins | padding)[:, 1:]
+            highest, tokens = rows.max(), rows.size - int(padding.sum())
+            wrong = {
+                f"id {highest} is outside the vocabulary": highest >= size,
+                f"row {int(np.argmin(begins[:, 0]))} does not start with [CLS]": (
+                    not begins[:, 0].all()
+                ),
+                "padding inside a row": (padding[:, :-1] & ~padding[:, 1:]).any(),
+                "[MASK] in a row": (rows == special.mask).any(),
+                "a segment that is not [CLS] ... [SEP]": (ends != (follows & ~padding)).any(),
+                f"{tokens} tokens, the manifest says {record.tokens}": tokens != record.tokens,
+            }
+            if problem := next((text for text, found in wrong.items() if found), ""):
                 yield f"{folder / record.file}: {problem}: {AGAIN}"
                 continue
+            starts = np.argwhere(begins)
             segments += len(starts)
             if name == "train":
                 counts += np.bincount(rows.reshape(-1), minlength=len(counts))
@@ -181,32 +183,3 @@ def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
     saved = parse_object(read_regular(folder / TOKEN_COUNTS))["counts"]
     if saved != counts.tolist():
         yield f"{folder / TOKEN_COUNTS}: counts differ from the rows: {AGAIN}"
-
-
-def check_rows(
-    rows: npt.NDArray[Any], record: ShardRecord, manifest: Manifest
-) -> tuple[str, npt.NDArray[np.int64]]:
-    """Check rows [n, row_length]; return a problem ("" if none) and where segments begin [s, 2]."""
-    special = manifest.tokenizer.special_ids
-    none = np.empty((0, 2), dtype=np.int64)
-    if rows.max() >= manifest.tokenizer.vocab_size:
-        return _outside(rows.max()), none
-    begins, ends, padding = rows == special.cls, rows == special.sep, rows == special.pad
-    if not begins[:, 0].all():
-        return f"row {int(np.argmin(begins[:, 0]))} does not start with [CLS]", none
-    if (padding[:, :-1] & ~padding[:, 1:]).any():
-        return "padding inside a row", none
-    if (rows == special.mask).any():
-        return "[MASK] in a row", none
-    # A segment ends exactly where the next one begins, or the padding, or the row.
-    follows = begins | padding
-    follows = np.concatenate([follows[:, 1:], np.ones((len(rows), 1), dtype=bool)], axis=1)
-    if (ends != (follows & ~padding)).any():
-        return "a segment that is not [CLS] ... [SEP]", none
-    if rows.size - int(padding.sum()) != record.tokens:
-        return f"{rows.size - int(padding.sum())} tokens, the manifest says {record.tokens}", none
-    return "", np.argwhere(begins)
-
-
-def _outside(id: int) -> str:
-    return f"id {id} is outside the vocabulary"

@@ -1,6 +1,5 @@
 """Turn text into ids with a loaded or trained tokenizer; text never becomes a special id."""
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
@@ -15,8 +14,14 @@ from tokenizers.processors import TemplateProcessing
 from data_prep import CorpusError
 from data_prep.config import JsonTokenizer, VocabularyTokenizer
 from data_prep.disk import write_file
+from data_prep.disk.json_files import (
+    NotRegularError,
+    canonical_sha256,
+    parse_object,
+    read_regular,
+)
 from data_prep.messages import error_line
-from data_prep.shards import Manifest, canonical_json, read_listed, vocabulary_sha256
+from data_prep.shards import Manifest, read_listed, vocabulary_sha256
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord
 from data_prep.tokens.fast import PROBE, Encoder, fast_encoder
 from data_prep.tokens.long_texts import calls
@@ -124,7 +129,7 @@ class Tokens:
         """Return the tokenizer's entry in the manifest."""
         state = [json.loads(self.backend.to_str()), self.special_ids.model_dump()]
         return TokenizerRecord(
-            fingerprint=hashlib.sha256(canonical_json(state)).hexdigest(),
+            fingerprint=canonical_sha256(state),
             vocabulary_sha256=vocabulary_sha256(self.vocabulary),
             vocab_size=len(self.vocabulary),
             special_ids=self.special_ids,
@@ -276,9 +281,8 @@ def of_shards(folder: Path, manifest: Manifest) -> Tokens:
 
 def read_vocabulary(path: Path) -> list[str]:
     """Read one token a line, in id order; CorpusError if one is empty, repeated or unreadable."""
-    _refuse_no_file(path)
     try:
-        lines = path.read_bytes().decode().removesuffix("\n").split("\n")
+        lines = read_regular(path).decode().removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise CorpusError(f"{path}: cannot be read as a vocabulary: {reason}") from None
@@ -347,15 +351,9 @@ def _with_special_tokens(backend: Tokenizer, vocabulary: Sequence[str], origin: 
     return Tokens(backend, NAMES, origin)
 
 
-def _refuse_no_file(path: Path) -> None:
-    if path.exists() and not path.is_file():  # reading from a pipe would block
-        raise CorpusError(f"{path}: cannot be read: it is no regular file")
-
-
 def _from_json(path: Path, names: dict[str, str]) -> Tokens:
-    _refuse_no_file(path)
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read: {error.strerror}") from None
     return Tokens(_parse(path, data), names, str(path))
@@ -373,13 +371,11 @@ def _settings(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
-            if (folder / file).exists() and not (folder / file).is_file():
-                raise ValueError  # reading from a pipe would block
-            values = json.loads((folder / file).read_bytes())
+            values = parse_object(read_regular(folder / file))
             settings |= {key: value for key, value in values.items() if value is not None}
         except FileNotFoundError:
             continue
-        except (ValueError, AttributeError, RecursionError):
+        except (NotRegularError, ValueError):
             raise CorpusError(f"{folder / file}: not a JSON object: restore it") from None
     return settings
 

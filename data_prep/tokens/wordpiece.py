@@ -25,8 +25,15 @@ def train(texts: Callable[[], Iterator[str]], settings: TrainWordPiece) -> Token
     rules = {"lowercase": settings.lowercase, "strip_accents": settings.strip_accents}
     backend.normalizer = normalizers.BertNormalizer(**rules)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    counts = np.zeros(0x110000, dtype=np.int64)  # of each code point
+    for piece in (piece for text in texts() for piece in split_text(text)):
+        codes = np.frombuffer(backend.normalizer.normalize_str(piece).encode("utf-32-le"), "<u4")
+        found, times = np.unique(codes, return_counts=True)
+        counts[found] += times
+    # The most frequent characters, of equals the lower code point.
+    order = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
     limit = min(MAX_ALPHABET, (settings.vocab_size - len(NAMES)) // 3)
-    characters = _alphabet(backend, texts(), limit)
+    characters = sorted([chr(code) for code in order if not chr(code).isspace()][:limit])
     if not characters:
         raise CorpusError("tokenizer.train: no text to train on: check the sources and filters")
     # The trainer numbers characters in the order of a hash map, which changes at every run, and
@@ -62,18 +69,3 @@ def stripped_words(texts: Iterator[str]) -> dict[str, Any]:
                 counts["changed"] += 1
                 counts["example"] = counts["example"] or f"{word[:40]} -> {plain[:40]}"
     return counts
-
-
-def _alphabet(backend: Tokenizer, texts: Iterator[str], limit: int) -> list[str]:
-    """Return the `limit` most frequent characters (the lower code point of equals), sorted."""
-    counts = np.zeros(0x110000, dtype=np.int64)
-    for text in texts:
-        for piece in split_text(text):
-            normal = backend.normalizer.normalize_str(piece)
-            found, times = np.unique(
-                np.frombuffer(normal.encode("utf-32-le"), dtype=np.uint32), return_counts=True
-            )
-            counts[found] += times
-    order = np.argsort(-counts, kind="stable")
-    frequent = (chr(code) for code in order[: np.count_nonzero(counts)])
-    return sorted([character for character in frequent if not character.isspace()][:limit])
