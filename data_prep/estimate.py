@@ -111,12 +111,6 @@ class _Sample:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Timed:
-    task: ExtractTask
-    folder: Path
-
-
 def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _Sample:
     """Extract pieces spread evenly over a source."""
     source, pieces = config.sources[number], [piece for _, _, piece in plan.pieces[number]]
@@ -136,56 +130,41 @@ def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _
             of = source.model_copy(update={"path": str(head)})
         else:
             sampled += piece.size
-        jobs.append(_Timed(replace(extract_task(plan, number, (piece,)), source=of), path))
+        jobs.append((replace(extract_task(plan, number, (piece,)), source=of), path))
     with started(config.workers) as run:
         found = run(_timed, jobs, lambda done, total: None)
     return _Sample(
         source,
         total,
         sampled,
-        tuple(job.folder for job in jobs),
+        tuple(path for _, path in jobs),
         tuple(result for result, _ in found),
         sum(seconds for _, seconds in found),
     )
 
 
-def _timed(job: _Timed) -> tuple[dict[str, Any], float]:
+def _timed(job: tuple[ExtractTask, Path]) -> tuple[dict[str, Any], float]:
     start = time.perf_counter()
-    result = extract(job.task, job.folder)
-    return result, time.perf_counter() - start
+    return extract(*job), time.perf_counter() - start
 
 
 def _head(source: Source, piece: Piece, head: Path) -> int:
     """Write the beginning of a compressed file, to a document's end; its bytes as stored."""
-    raw = _Counted(opened(piece.path))
     held: list[bytes] = []
     size = stored = 0
-    for chunk in decompressed(raw, piece.path):
-        # What was read of the file has been decompressed when more of it is read.
-        if (size >= SAMPLE_BYTES and raw.read_bytes > stored) or size >= 16 * SAMPLE_BYTES:
-            break
-        stored = raw.read_bytes
-        held.append(chunk)
-        size += len(chunk)
+    with opened(piece.path) as file:
+        for chunk in decompressed(file, piece.path):
+            # What was read of the file has been decompressed when more of it is read.
+            if (size >= SAMPLE_BYTES and file.tell() > stored) or size >= 16 * SAMPLE_BYTES:
+                break
+            stored = file.tell()
+            held.append(chunk)
+            size += len(chunk)
     data = b"".join(held)
     marker, end = source.record_end
     cut_at = data.rfind(marker)
     head.write_bytes(data[: cut_at + len(marker)] + end if cut_at >= 0 else data)
     return stored
-
-
-class _Counted:
-    """Count the bytes that are read from a file."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.read_bytes = 0
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Return at most `size` bytes; none at the end."""
-        data: bytes = self._file.read(size)
-        self.read_bytes += len(data)
-        return data
 
 
 def _documents(sample: _Sample) -> Iterator[Document]:

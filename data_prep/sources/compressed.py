@@ -6,7 +6,7 @@ import bz2
 import gzip
 import zlib
 from collections.abc import Iterator
-from typing import Protocol
+from typing import IO
 
 import zstandard
 
@@ -15,26 +15,21 @@ DAMAGED = (EOFError, OSError, zlib.error, zstandard.ZstdError)
 _ZSTD_FEED = 512  # bytes fed at once: a zstd block of 4 bytes can hold 128 KiB
 
 
-class Reader(Protocol):
-    """Declare what the decompressors need of a file."""
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Return at most `size` bytes; none at the end."""
-
-
 def is_compressed(name: str) -> bool:
     """Return whether a file's name has the ending of a compressed file."""
     return name.endswith((".gz", ".bz2", ".zst"))
 
 
-def blocks(file: Reader, left: int | None = None, size: int = CHUNK) -> Iterator[bytes]:
+def blocks(
+    file: IO[bytes] | gzip.GzipFile, left: int | None = None, size: int = CHUNK
+) -> Iterator[bytes]:
     """Yield the next `left` bytes of a file (None: all) in blocks of at most `size`."""
     while block := file.read(size if left is None else min(size, left)):
         yield block
         left = None if left is None else left - len(block)
 
 
-def decompressed(file: Reader, name: str, left: int | None = None) -> Iterator[bytes]:
+def decompressed(file: IO[bytes], name: str, left: int | None = None) -> Iterator[bytes]:
     """Yield the content of a file of this name, in chunks; raises one of DAMAGED.
 
     `left` bounds the bytes as stored that are read (None: to the file's end).
@@ -70,6 +65,6 @@ def decompressed(file: Reader, name: str, left: int | None = None) -> Iterator[b
             feed = b""
     elif name.endswith(".gz"):
         assert left is None
-        yield from blocks(gzip.GzipFile(mode="rb", fileobj=file))  # type: ignore[call-overload]
+        yield from blocks(gzip.GzipFile(mode="rb", fileobj=file))
     else:
         yield from blocks(file, left)

@@ -106,11 +106,7 @@ class Mediawiki(FileSource):
 
     kind: Literal["mediawiki"] = "mediawiki"
     licence: str = "CC-BY-SA-4.0"
-
-    @property
-    def is_wikipedia(self) -> bool:
-        """Return True: what extraction leaves of the markup is counted."""
-        return True
+    is_wikipedia: ClassVar[bool] = True
 
     def inputs(self, limit: int) -> Sequence[Piece]:
         """Return the files, in ranges of bytes if plain, or of bz2 streams next to an index.
@@ -160,10 +156,16 @@ def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
         feed = _until_page(file_chunks(piece.path, piece.start, piece.end), 0, None, dump)
     elif piece.start == 0:
         feed = _until_page(file_chunks(piece.path), 0, piece.end, dump)
-    elif (first := _first_page(piece)) is not None:
-        feed = _until_page(file_chunks(piece.path, first), first, piece.end, dump)
     else:
-        return
+        first, ahead = piece.start, _Dump()  # where the first page of the piece begins
+        chunks = file_chunks(piece.path, first)
+        for at, skipped in _until_page(chunks, first, first, ahead):
+            first = at + len(skipped)
+            if piece.end is not None and first >= piece.end:
+                return  # it is another piece's
+        if ahead.ended:
+            return  # no page begins in the rest of the file
+        feed = _until_page(file_chunks(piece.path, first), first, piece.end, dump)
     if piece.start > 0:
         feed = chain(_head(piece.path), feed)
 
@@ -227,19 +229,3 @@ def _until_page(
         at, held = at + sure, data[sure:]
     yield at, held
     dump.ended = True
-
-
-def _first_page(piece: Piece) -> int | None:
-    """Return the offset of the first page that begins in a piece of a plain file, if any."""
-    at = piece.start
-    held = b""
-    for chunk in file_chunks(piece.path, piece.start):
-        data = held + chunk
-        found = data.find(_PAGE)
-        sure = found if found >= 0 else max(0, len(data) - len(_PAGE) + 1)
-        if piece.end is not None and at + sure >= piece.end:
-            return None
-        if found >= 0:
-            return at + found
-        at, held = at + sure, data[sure:]
-    return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from itertools import pairwise
 
 from data_prep import CorpusError
@@ -36,9 +35,22 @@ def stream_ranges(file: Piece, index: str, limit: int) -> list[Piece]:
         return [file]
     borders = [0]
     last = 0
-    for last in _offsets(index, file.size):
+    for at, line in lines(index):  # offset:page id:title
+        number = (line or b"").split(b":", 1)[0]
+        if not number.isdigit() or len(number) > 18:
+            raise CorpusError(f"{one_line(index)}: no index of a dump (at byte {at}): {FIX}")
+        offset = int(number)
+        if offset < last:
+            raise CorpusError(f"{one_line(index)}: {offset} comes after {last}: {FIX}")
+        if offset >= file.size:
+            raise CorpusError(
+                f"{one_line(index)}: byte {offset} lies beyond the dump's {file.size} bytes: {FIX}"
+            )
+        last = offset
         if last - borders[-1] >= limit:
             borders.append(last)
+    if last == 0:
+        raise CorpusError(f"{one_line(index)}: names no page: {FIX}")
     with opened(file.path, seekable=True) as stored:
         for offset in [*borders[1:], last]:
             stored.seek(offset)
@@ -48,23 +60,3 @@ def stream_ranges(file: Piece, index: str, limit: int) -> list[Piece]:
                 )
     pieces = [Piece(file.path, a, b, b - a) for a, b in pairwise(borders)]
     return [*pieces, Piece(file.path, borders[-1], None, file.size - borders[-1])]
-
-
-def _offsets(index: str, size: int) -> Iterator[int]:
-    """Yield the offsets of the lines `offset:page id:title`, in order."""
-    last = 0
-    for at, line in lines(index):
-        number = (line or b"").split(b":", 1)[0]
-        if not number.isdigit() or len(number) > 18:
-            raise CorpusError(f"{one_line(index)}: no index of a dump (at byte {at}): {FIX}")
-        offset = int(number)
-        if offset < last:
-            raise CorpusError(f"{one_line(index)}: {offset} comes after {last}: {FIX}")
-        if offset >= size:
-            raise CorpusError(
-                f"{one_line(index)}: byte {offset} lies beyond the dump's {size} bytes: {FIX}"
-            )
-        last = offset
-        yield offset
-    if last == 0:
-        raise CorpusError(f"{one_line(index)}: names no page: {FIX}")

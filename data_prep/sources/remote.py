@@ -47,8 +47,7 @@ def bare(url: str) -> str:
 
 def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
     """Return (URL, bytes; 0 if unknown) of a file, a folder's files by pattern, or a glob's."""
-    with _reaching(url):
-        files, root = _filesystem(url)
+    with _reached(url) as (files, root):
         if not url.endswith("/") and files.isfile(root):
             return [(url, files.info(root).get("size") or 0)]
         if files.isdir(root):
@@ -78,8 +77,7 @@ def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
 
 def opened(url: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
     """Return the bytes of a file from `start` on; `seekable` allows reads in any order."""
-    with _reaching(url):
-        files, path = _filesystem(url)
+    with _reached(url) as (files, path):
         if _is_http(url) and start == 0 and not seekable:
             file = files.open(path, "rb", block_size=0)  # one request, that any server answers
         else:
@@ -91,8 +89,7 @@ def opened(url: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
 
 def exists(url: str) -> bool:
     """Return whether the file exists."""
-    with _reaching(url):
-        files, path = _filesystem(url)
+    with _reached(url) as (files, path):
         return bool(files.exists(path))
 
 
@@ -100,15 +97,14 @@ def takes_ranges(url: str) -> bool:
     """Return whether parts of a file can be requested; some HTTP servers send whole files."""
     if not _is_http(url):
         return True
-    with _reaching(url):
-        files, path = _filesystem(url)
-        with files.open(path, "rb", block_size=1 << 10, cache_type="none") as file:
-            try:
-                file.seek(1)
-                file.read(1)
-            except ValueError:
-                return False
-            return True
+    small = {"block_size": 1 << 10, "cache_type": "none"}
+    with _reached(url) as (files, path), files.open(path, "rb", **small) as file:
+        try:
+            file.seek(1)
+            file.read(1)
+        except ValueError:
+            return False
+        return True
 
 
 def version(url: str) -> str:
@@ -116,8 +112,7 @@ def version(url: str) -> str:
 
     Returns "" if the store reports neither: equal sizes do not mean equal content.
     """
-    with _reaching(url):
-        files, path = _filesystem(url)
+    with _reached(url) as (files, path):
         files.invalidate_cache(path)
         info = files.info(path)
     state = sorted((k.lower(), str(v)) for k, v in info.items() if k.lower() in _STATES)
@@ -133,29 +128,28 @@ def failed(url: str, error: Exception) -> CorpusError:
     )
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
+@contextmanager
+def _reached(url: str) -> Iterator[tuple[Any, str]]:
+    """Yield the file system of a URL and the path in it; its errors are raised as CorpusError."""
     from fsspec.core import url_to_fs
 
     protocol = url.split("://", 1)[0]
+    options = {}
     try:
-        if not _is_http(url):
-            return url_to_fs(url)
-        import aiohttp
+        try:
+            if _is_http(url):
+                import aiohttp
 
-        # aiohttp gives up after five minutes in all, whatever the size of the file.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=_STALL)
-        return url_to_fs(url, client_kwargs={"timeout": timeout})
-    except ImportError as error:
-        missing = getattr(error.__cause__ or error, "name", None) or f"for {protocol}://"
-        package, name = _DRIVERS.get(protocol, (missing, ""))
-        how = extra(name) if name else "install it"
-        raise CorpusError(f"{one_line(url)}: needs the package {package}: {how}") from None
-
-
-@contextmanager
-def _reaching(url: str) -> Iterator[None]:
-    try:
-        yield
+                # aiohttp gives up after five minutes in all, whatever the size of the file.
+                timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=_STALL)
+                options = {"client_kwargs": {"timeout": timeout}}
+            found = url_to_fs(url, **options)
+        except ImportError as error:
+            missing = getattr(error.__cause__ or error, "name", None) or f"for {protocol}://"
+            package, name = _DRIVERS.get(protocol, (missing, ""))
+            how = extra(name) if name else "install it"
+            raise CorpusError(f"{one_line(url)}: needs the package {package}: {how}") from None
+        yield found
     except CorpusError:
         raise
     except Exception as error:  # each store has its own

@@ -20,7 +20,6 @@ from data_prep.sources.files import LINE_LIMIT, Piece, opened
 from data_prep.sources.records import Record, RecordSource
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
     from pyarrow.parquet import ParquetFile
 
 _GROUP_LIMIT = 1 << 27  # bytes; reading a page takes up to three times its size
@@ -123,6 +122,8 @@ class Parquet(RecordSource):
 
     def _records(self, file: ParquetFile, number: int) -> Iterator[Record]:
         """Yield the records of one row group, each as Rejected if the footer claims a bomb."""
+        import pyarrow
+
         group = file.metadata.row_group(number)
         largest = 1
         for column in map(group.column, range(group.num_columns)):
@@ -139,34 +140,29 @@ class Parquet(RecordSource):
             largest = max(largest, size)
         rows = min(256, max(1, _BATCH // largest))
         for batch in file.iter_batches(rows, [number], self.columns, use_threads=False):
-            yield from _rows(batch)
-
-
-def _rows(batch: RecordBatch) -> Iterator[Record]:
-    import pyarrow
-
-    # A slice of a dictionary's column counts the whole dictionary as its bytes.
-    columns = [
-        column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
-        for column in batch.columns
-    ]
-    batch = pyarrow.record_batch(columns, names=batch.schema.names)
-    if batch.nbytes <= LINE_LIMIT:
-        try:
-            records = batch.to_pylist()
-        except UnicodeDecodeError:
-            pass  # Arrow does not check what it reads
-        else:
-            yield from records
-            return
-    for number in range(len(batch)):
-        row = batch.slice(number, 1)
-        if row.nbytes > LINE_LIMIT:
-            yield Rejected("", "too long", f"a record of {row.nbytes} bytes")
-            continue
-        try:
-            record = row.to_pylist()[0]
-        except UnicodeDecodeError as error:
-            yield Rejected("", "not utf-8", f"{error.reason} at byte {error.start} of it")
-        else:
-            yield record
+            # A slice of a dictionary's column counts the whole dictionary as its bytes.
+            columns = [
+                column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+                for column in batch.columns
+            ]
+            batch = pyarrow.record_batch(columns, names=batch.schema.names)
+            if batch.nbytes <= LINE_LIMIT:
+                try:
+                    records = batch.to_pylist()
+                except UnicodeDecodeError:
+                    pass  # Arrow does not check what it reads
+                else:
+                    yield from records
+                    continue
+            for place in range(len(batch)):
+                row = batch.slice(place, 1)
+                if row.nbytes > LINE_LIMIT:
+                    yield Rejected("", "too long", f"a record of {row.nbytes} bytes")
+                    continue
+                try:
+                    record = row.to_pylist()[0]
+                except UnicodeDecodeError as error:
+                    detail = f"{error.reason} at byte {error.start} of it"
+                    yield Rejected("", "not utf-8", detail)
+                else:
+                    yield record

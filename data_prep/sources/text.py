@@ -12,7 +12,7 @@ from data_prep.sources.kind import FileSource
 
 _PATTERNS = ("*.txt", "*.txt.gz", "*.txt.bz2", "*.txt.zst")
 PART = 1 << 22  # bytes; a longer document goes on as the next one, so memory is bounded
-CELL = 1 << 20  # bytes; see `_with_borders`
+CELL = 1 << 20  # bytes; see `_runs`
 _SENTENCES = 1000  # lines after which a run of sentences is a document
 
 Run = list[tuple[int, bytes]]  # the lines of a document with their offsets
@@ -93,12 +93,24 @@ class Sentences(FileSource):
 def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run | int]:
     """Yield runs of lines that are not blank; a line that is too long is its offset alone.
 
-    A piece owns the runs from its first border up to the first border past its end.
+    A piece owns the runs from its first border up to the first border past its end. No run crosses
+    a border. Borders are the file's beginning and blank lines. To cut a file without blank lines,
+    too, the first line to begin at or after a multiple of CELL is a border if no blank line begins
+    in the CELL bytes before that. All of this depends on the file alone, not on pieces.
     """
     start, end = piece.start, piece.end
     mine = False
     run: Run = []
-    for border, offset, line in _with_borders(piece):
+    # The cell before the piece's first decides whether that begins with a border.
+    first = max(0, start // CELL * CELL - CELL)
+    last_cell, blank_cell = first // CELL - 1, -1
+    for offset, line in lines(piece.path, first, end, on=True):
+        cell = offset // CELL
+        blank = line is not None and not line.strip()
+        # A cell in which no line begins has no blank one.
+        unbroken = cell > last_cell and (blank_cell != last_cell or cell > last_cell + 1)
+        border = offset == 0 or blank or unbroken
+        last_cell, blank_cell = cell, cell if blank else blank_cell
         # Past its end, a piece reads on to complete its last run, which the next piece skips.
         behind = end is not None and offset >= end
         if behind and (border or not mine):
@@ -106,7 +118,6 @@ def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run | int]:
         mine = mine or (border and offset >= start)
         if not mine:
             continue
-        blank = line is not None and not line.strip()
         if run and (border or blank or line is None or len(run) == max_lines):
             yield run
             run = []
@@ -116,25 +127,6 @@ def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run | int]:
             run.append((offset, line))
     if run:
         yield run
-
-
-def _with_borders(piece: Piece) -> Iterator[tuple[bool, int, bytes | None]]:
-    """Yield (whether it is a border, offset, line) of the lines around a piece.
-
-    No run crosses a border. Borders are the file's beginning and blank lines. To cut a file without
-    blank lines, too, the first line to begin at or after a multiple of CELL is a border if no blank
-    line begins in the CELL bytes before that. All of this depends on the file alone, not on pieces.
-    """
-    # The cell before the piece's first decides whether that begins with a border.
-    first = max(0, piece.start // CELL * CELL - CELL)
-    last_cell, blank_cell = first // CELL - 1, -1
-    for offset, line in lines(piece.path, first, piece.end, on=True):
-        cell = offset // CELL
-        blank = line is not None and not line.strip()
-        # A cell in which no line begins has no blank one.
-        unbroken = cell > last_cell and (blank_cell != last_cell or cell > last_cell + 1)
-        yield offset == 0 or blank or unbroken, offset, line
-        last_cell, blank_cell = cell, cell if blank else blank_cell
 
 
 def _parts(path: str) -> Iterator[tuple[int, bytes]]:

@@ -32,11 +32,7 @@ class WikiExtractor(FileSource):
 
     kind: Literal["wikiextractor"] = "wikiextractor"
     licence: str = "CC-BY-SA-4.0"
-
-    @property
-    def is_wikipedia(self) -> bool:
-        """Return True: what extraction leaves of the markup is counted."""
-        return True
+    is_wikipedia: ClassVar[bool] = True
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
         """Yield the articles of one file; CorpusError if its last article has no end."""
