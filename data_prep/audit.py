@@ -145,36 +145,31 @@ def rows_of_document(folder: Path | str, value: str, source: str | None = None) 
     named = [pc.field(name) == value for name in _FIELDS]
     wanted = chosen & (named[0] | named[1] | named[2])
     places: dict[Field, list[Place]] = {name: [] for name in _FIELDS}
-    for place in _places(folder, manifest, wanted) if value else ():
-        first = next(name for name in _FIELDS if getattr(place, name) == value)
-        places[first].append(place)
-    for by in _FIELDS:
-        if places[by]:
-            others = {name: len(places[name]) for name in _FIELDS if name != by and places[name]}
-            return Found(by, tuple(places[by]), others)
-    raise CorpusError(_not_found(folder, manifest, value, sources, source))
-
-
-def _places(folder: Path, manifest: Manifest, wanted: pc.Expression) -> Iterator[Place]:
-    for split, record in manifest.splits.items():
-        first = 0
+    for split, record in manifest.splits.items() if value else ():
+        first = 0  # row of the shard, in the split
         for shard in record.shards:
             for batch in _batches(side_table(folder, manifest, shard.file), wanted):
                 for entry in batch.to_pylist():
-                    source = manifest.sources[entry["source"]]
-                    yield Place(
+                    origin = manifest.sources[entry["source"]]
+                    place = Place(
                         split=split,
                         row=first + entry["row"],
                         shard=shard.file,
                         row_in_shard=entry["row"],
                         start=entry["start"],
-                        source=source.name,
-                        licence=source.licence,
+                        source=origin.name,
+                        licence=origin.licence,
                         document=entry["document"],
                         title=entry["title"],
                         url=entry["url"],
                     )
+                    places[next(name for name in _FIELDS if entry[name] == value)].append(place)
             first += shard.rows
+    for by in _FIELDS:
+        if places[by]:
+            others = {name: len(places[name]) for name in _FIELDS if name != by and places[name]}
+            return Found(by, tuple(places[by]), others)
+    raise CorpusError(_not_found(folder, manifest, value, sources, source))
 
 
 def side_table(folder: Path, manifest: Manifest, shard: str) -> Path:

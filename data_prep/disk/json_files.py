@@ -21,14 +21,10 @@ class TooLargeError(OSError):
     """Report a file with more bytes than its reader accepts."""
 
 
-def canonical_json(value: object) -> bytes:
-    """Return the one JSON spelling that hashes are taken of."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
 def canonical_sha256(value: object) -> str:
-    """Return the sha256 of a value's canonical JSON."""
-    return hashlib.sha256(canonical_json(value)).hexdigest()
+    """Return the sha256 of a value's one JSON spelling, with sorted keys and without spaces."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def self_sha256(values: dict[str, Any]) -> str:

@@ -65,7 +65,7 @@ class Contamination:
             hashes = ngrams(words[start : start + _SLICE + NGRAM - 1], NGRAM)
             # The bitmap is False for most that are not there: a search costs 100 times as much.
             near = marks[(hashes >> shift).view(np.int64)]
-            suspects = hashes[(near >> _lowest_3_bits(hashes) & 1).view(bool)]
+            suspects = hashes[(near >> (hashes.astype(np.uint8) & np.uint8(7)) & 1).view(bool)]
             if len(suspects):
                 places = np.searchsorted(self.hashes, suspects)
                 places = np.minimum(places, len(self.hashes) - 1)
@@ -83,13 +83,10 @@ class Contamination:
         """
         shift = np.uint64(64 - min(26, len(self.hashes).bit_length() + 2))
         marks = np.zeros(1 << 64 - int(shift), dtype=np.uint8)
-        bits = np.left_shift(1, _lowest_3_bits(self.hashes), dtype=np.uint8)
+        lowest = self.hashes.astype(np.uint8) & np.uint8(7)
+        bits = np.left_shift(1, lowest, dtype=np.uint8)
         np.bitwise_or.at(marks, (self.hashes >> shift).view(np.int64), bits)
         return marks, shift
-
-
-def _lowest_3_bits(hashes: Words) -> npt.NDArray[np.uint8]:
-    return hashes.astype(np.uint8) & np.uint8(7)
 
 
 def build(files: Sequence[Path]) -> Contamination:

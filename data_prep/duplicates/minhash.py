@@ -61,14 +61,14 @@ def word_hashes(text: str) -> Words:
     each character is one where words are written without spaces (Han, kana, Thai, Lao, Khmer,
     Burmese). Text is expected as `cleaning.clean` returns it. Words of up to 8 bytes never collide.
     """
-    hashes = []
+    hashes: list[Words] = []
     start = 0
-    while len(text) - start > _PIECE:
+    while start < len(text) or not hashes:
         end = start + _PIECE
-        end = max(text.rfind(" ", start, end), text.rfind("\n", start, end)) + 1 or end
-        hashes.append(_hash(_folded(text[start:end])))
+        if end < len(text):
+            end = max(text.rfind(" ", start, end), text.rfind("\n", start, end)) + 1 or end
+        hashes.append(_hash(text[start:end]))
         start = end
-    hashes.append(_hash(_folded(text[start:])))
     return hashes[0] if len(hashes) == 1 else np.concatenate(hashes)
 
 
@@ -141,22 +141,6 @@ def _sketched(shingles: Sequence[Words]) -> npt.NDArray[np.uint32]:
     return np.array(matrix.to_rows(), dtype=np.uint32)
 
 
-def _folded(text: str) -> bytes:
-    """Return the text's words in UTF-8, separated by NUL bytes."""
-    if text.isascii():
-        return text.encode().translate(_tables()[1])
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    folded = _tables()[0].take(codes, mode="clip")
-    if folded.max() >= _ALONE:
-        alone = folded >= _ALONE
-        folded &= np.uint32(_ALONE - 1)
-        widths = np.where(alone, 3, 1)
-        spaced = np.zeros(widths.sum(), dtype="<u4")
-        spaced[np.cumsum(widths) - np.where(alone, 2, 1)] = folded
-        folded = spaced
-    return folded.tobytes().decode("utf-32-le").encode()
-
-
 @cache
 def _tables() -> tuple[npt.NDArray[np.uint32], bytes]:
     """Build the table of what stands for each code point in a word, 0 for none; ASCII as bytes.
@@ -177,9 +161,23 @@ def _tables() -> tuple[npt.NDArray[np.uint32], bytes]:
     return table, table[:256].astype(np.uint8).tobytes()
 
 
-def _hash(folded: bytes) -> Words:
-    """Hash every word, reading eight bytes of each at a time."""
-    padded = b"\0" + folded + bytes(9)
+def _hash(text: str) -> Words:
+    """Hash every word of a text, reading eight bytes of each at a time."""
+    # The words in UTF-8, separated by NUL bytes.
+    if text.isascii():
+        words = text.encode().translate(_tables()[1])
+    else:
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+        folded = _tables()[0].take(codes, mode="clip")
+        if folded.max() >= _ALONE:
+            alone = folded >= _ALONE
+            folded &= np.uint32(_ALONE - 1)
+            widths = np.where(alone, 3, 1)
+            spaced = np.zeros(widths.sum(), dtype="<u4")
+            spaced[np.cumsum(widths) - np.where(alone, 2, 1)] = folded
+            folded = spaced
+        words = folded.tobytes().decode("utf-32-le").encode()
+    padded = b"\0" + words + bytes(9)
     is_letter = np.frombuffer(padded, dtype=np.uint8) != 0
     edges = np.flatnonzero(is_letter[1:] != is_letter[:-1]) + 1
     starts, lengths = edges[0::2], edges[1::2] - edges[0::2]

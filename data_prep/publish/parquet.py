@@ -20,7 +20,6 @@ from data_prep.pipeline.stage import group
 from data_prep.publish.card import dataset_card
 from data_prep.shards import (
     Manifest,
-    ShardSet,
     check_file,
     load_manifest,
     open_shards,
@@ -119,6 +118,17 @@ def _write(
     kind = pa.list_(pa.from_numpy_dtype(dtype), manifest.row_length)
     row_bytes = manifest.row_length * dtype.itemsize
     step = max(1, GROUP_BYTES // row_bytes)
+    # The side tables of shards as one: rows are counted over the split, and sources have names.
+    schema = pa.schema(
+        {
+            "row": pa.int64(),
+            "start": pa.int32(),
+            **dict.fromkeys(("source", "licence", "document", "title", "url"), pa.string()),
+        }
+    )
+    names = pa.array([source.name for source in manifest.sources])
+    licences = pa.array([source.licence for source in manifest.sources])
+    options = {"compression": "zstd", "write_page_checksum": True, "write_page_index": True}
     groups = {
         name: group([shard.rows * row_bytes for shard in split.shards], file_bytes)
         for name, split in manifest.splits.items()
@@ -129,14 +139,28 @@ def _write(
         shards = open_shards(folder, split)
         for place, chosen in enumerate(members):
             file = f"{split}-{place:05d}-of-{len(members):05d}.parquet"
-            lengths = [shard.rows for shard in shards.manifest.splits[shards.split].shards]
-            first, end = sum(lengths[: chosen.start]), sum(lengths[: chosen.stop])
-            with _writer(target / "data" / file, pa.schema({"input_ids": kind})) as writer:
+            records = manifest.splits[split].shards
+            first = sum(record.rows for record in records[: chosen.start])
+            end = sum(record.rows for record in records[: chosen.stop])
+            ids = pa.schema({"input_ids": kind})
+            with pq.ParquetWriter(target / "data" / file, ids, **options) as writer:
                 for start in range(first, end, step):
                     rows = shards.rows(np.arange(start, min(start + step, end))).reshape(-1)
                     column = pa.FixedSizeListArray.from_arrays(pa.array(rows), type=kind)
                     writer.write_batch(pa.record_batch([column], schema=writer.schema))
-            _write_segments(shards, chosen, target / "segments" / file)
+            with pq.ParquetWriter(target / "segments" / file, schema, **options) as writer:
+                for record in records[chosen.start : chosen.stop]:
+                    side = side_table(folder, manifest, record.file)
+                    table = pq.read_table(side, page_checksum_verification=True)
+                    columns = {
+                        "row": pa.array(table["row"].to_numpy().astype(np.int64) + first),
+                        "start": table["start"].cast(pa.int32()),
+                        "source": names.take(table["source"].combine_chunks()),
+                        "licence": licences.take(table["source"].combine_chunks()),
+                        **{name: table[name] for name in ("document", "title", "url")},
+                    }
+                    writer.write_table(pa.table(columns, schema=schema))
+                    first += record.rows
             done += 1
             report("write parquet", done, total)
     listed = [record.file for record in manifest.files]
@@ -150,43 +174,8 @@ def _write(
         shutil.copy(folder / provenance, target / PROVENANCE / provenance)
     dataset_card(name, manifest).save(target / "README.md")
     paths = sorted(path for path in target.rglob("*") if path.is_file())
-    names = [path.relative_to(target).as_posix() for path in paths]
-    records = {n: file_record(target, n).model_dump(exclude={"file"}) for n in names}
-    (target / FILES).write_bytes(indented_json(records))
+    written = [path.relative_to(target).as_posix() for path in paths]
+    entries = {n: file_record(target, n).model_dump(exclude={"file"}) for n in written}
+    (target / FILES).write_bytes(indented_json(entries))
     for path in [*target.rglob("*"), target]:
         sync(path)
-
-
-def _write_segments(shards: ShardSet, group: range, path: Path) -> None:
-    """Write side tables of shards as one, with rows counted over the split and sources named."""
-    manifest = shards.manifest
-    records = manifest.splits[shards.split].shards
-    names = pa.array([source.name for source in manifest.sources])
-    licences = pa.array([source.licence for source in manifest.sources])
-    schema = pa.schema(
-        {
-            "row": pa.int64(),
-            "start": pa.int32(),
-            **dict.fromkeys(("source", "licence", "document", "title", "url"), pa.string()),
-        }
-    )
-    first = sum(record.rows for record in records[: group.start])
-    with _writer(path, schema) as writer:
-        for number in group:
-            side = side_table(shards.folder, manifest, records[number].file)
-            table = pq.read_table(side, page_checksum_verification=True)
-            columns = {
-                "row": pa.array(table["row"].to_numpy().astype(np.int64) + first),
-                "start": table["start"].cast(pa.int32()),
-                "source": names.take(table["source"].combine_chunks()),
-                "licence": licences.take(table["source"].combine_chunks()),
-                **{name: table[name] for name in ("document", "title", "url")},
-            }
-            writer.write_table(pa.table(columns, schema=schema))
-            first += records[number].rows
-
-
-def _writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    return pq.ParquetWriter(
-        path, schema, compression="zstd", write_page_checksum=True, write_page_index=True
-    )

@@ -5,7 +5,6 @@ A shard is an Arrow IPC stream with one column, `input_ids`: rows of whole segme
 """
 
 from data_prep import CorpusError
-from data_prep.disk.json_files import canonical_json
 from data_prep.shards.manifest import Manifest, load_manifest, vocabulary_sha256
 from data_prep.shards.reading import ShardSet, open_shards
 from data_prep.shards.verifying import check, check_file, read_listed, verify
@@ -15,7 +14,6 @@ __all__ = [
     "CorpusError",
     "Manifest",
     "ShardSet",
-    "canonical_json",
     "check",
     "check_file",
     "load_manifest",

@@ -5,29 +5,18 @@ from __future__ import annotations
 import re
 import unicodedata
 
-
-def _table() -> dict[int, str | None]:
-    """Map code points to what replaces them (None: dropped), for str.translate."""
-    table: dict[int, str | None] = {}
-    for code in range(0x10000):
-        category = unicodedata.category(chr(code))
-        if category == "Zs":
-            table[code] = " "
-        elif category in ("Zl", "Zp"):
-            table[code] = "\n"
-        elif category in ("Cc", "Cs"):
-            table[code] = None
-    # Zero-width space, word joiner, soft hyphen, BOM and the marks of writing direction carry no
-    # text; joiners (U+200C, U+200D) do: Persian, Indic scripts and emoji are spelt with them.
-    for code in (0xAD, 0x180E, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF):
-        table[code] = None
-    table.update({code: None for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))})
-    table.update({ord("\t"): " ", ord("\n"): "\n", ord("\r"): "\n", 0x85: "\n"})
-    table.update({0x0B: "\n", 0x0C: "\n"})
-    return table
-
-
-_CHARACTERS = _table()
+_BY_CATEGORY = {"Zs": " ", "Zl": "\n", "Zp": "\n", "Cc": None, "Cs": None}
+# Zero-width space, word joiner, soft hyphen, BOM and the marks of writing direction carry no text;
+# joiners (U+200C, U+200D) do: Persian, Indic scripts and emoji are spelt with them.
+_NO_TEXT = (0xAD, 0x180E, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF)
+# Code points -> what replaces them (None: dropped), for str.translate.
+_CHARACTERS = {
+    code: _BY_CATEGORY[category]
+    for code in range(0x10000)
+    if (category := unicodedata.category(chr(code))) in _BY_CATEGORY
+}
+_CHARACTERS |= dict.fromkeys((*_NO_TEXT, *range(0x202A, 0x202F), *range(0x2066, 0x206A)))
+_CHARACTERS |= dict.fromkeys((0x0A, 0x0B, 0x0C, 0x0D, 0x85), "\n") | {0x09: " "}
 _REPLACED = [chr(code) for code, to in _CHARACTERS.items() if to != chr(code)]
 _TO_REPLACE = re.compile(f"[{re.escape(''.join(_REPLACED))}]+")
 # NFC takes quadratic time over a run of combining marks; Unicode's own limit (UAX 15) is 30. `re`

@@ -5,7 +5,6 @@ is meant, raise the stage's number in data_prep/pipeline/code.py and renew the f
 `python -m tests.data_prep.test_golden_corpora`.
 """
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -15,9 +14,9 @@ from typing import Any
 import pytest
 
 from data_prep.config import CorpusConfig
+from data_prep.disk.json_files import canonical_sha256
 from data_prep.pipeline.code import BEHAVIOUR, code_of
 from data_prep.prepare import prepare
-from data_prep.shards import canonical_json
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "corpora.json"
 RENEW = "python -m tests.data_prep.test_golden_corpora"
@@ -132,11 +131,7 @@ def digests(name: str, folder: Path) -> dict[str, str]:
             written["finish"].append([file.file, file.sha256])
     for split, record in sorted(manifest.splits.items()):
         written["finish"] += [[split, shard.sha256] for shard in record.shards]
-    return {
-        stage: hashlib.sha256(canonical_json(files)).hexdigest()
-        for stage, files in written.items()
-        if files
-    }
+    return {stage: canonical_sha256(files) for stage, files in written.items() if files}
 
 
 def problem(golden: dict[str, Any], name: str, found: dict[str, str]) -> str:

@@ -18,7 +18,7 @@ from data_prep.sources import Document, Mediawiki, Rejected, Source
 from data_prep.text.cleaning import clean
 from data_prep.text.wikipedia import plain_text
 from data_prep.text.wikipedia.articles import prose
-from data_prep.text.wikipedia.leftovers import count
+from data_prep.text.wikipedia.leftovers import find
 from data_prep.text.wikipedia.wikitext import is_ordinary, parsed, substituted
 
 Read = Callable[[str, frozenset[str]], str]
@@ -277,7 +277,7 @@ def test_real_dump(tmp_path: Path) -> None:
     assert len(found) == 106 and not any(document.notes for document in documents)
     whole = clean("\n".join(found.values()))
     assert not re.findall(LEFTOVERS, whole)
-    assert not count(whole)
+    assert not list(find(whole))
     assert "At 1,300 miles, Alabama has one of the longest navigable inland waterways" in whole
     nested = same = 0
     for element in ElementTree.fromstring(bz2.decompress(file.read_bytes())).iterfind("{*}page"):

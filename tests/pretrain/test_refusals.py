@@ -23,7 +23,8 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 import pretrain.train
 from data_prep import CorpusError
-from data_prep.shards import canonical_json, load_manifest, open_shards, write_shard
+from data_prep.disk.json_files import canonical_sha256
+from data_prep.shards import load_manifest, open_shards, write_shard
 from data_prep.shards import manifest as shards_manifest
 from data_prep.shards.manifest import manifest_bytes, seal
 from pretrain import RunError
@@ -316,7 +317,7 @@ def forge(shards: Path, change: Callable[[Values], None]) -> None:
     change(values)
     values["digest"] = shards_manifest._digest(values)
     del values["self_sha256"]
-    values["self_sha256"] = hashlib.sha256(canonical_json(values)).hexdigest()
+    values["self_sha256"] = canonical_sha256(values)
     path.write_text(json.dumps(values), encoding="utf-8")
 
 

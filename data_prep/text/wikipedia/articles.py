@@ -66,7 +66,31 @@ def plain_text(wikitext: str, *, not_prose: frozenset[str] = _NOT_PROSE) -> Plai
 def prose(text: str) -> str:
     """Return wikitext whose templates, links and elements are resolved, as plain text."""
     text = _STRAY.sub("", _QUOTES.sub("", _SWITCH.sub("", text)))
-    return without_holes(_prose_lines(_plain_spaces(html.unescape(text))))
+    lines: list[str] = []
+    headings: list[tuple[int, str]] = []  # seen since the last prose, not written yet
+    skipped = 0  # the level of the heading whose section is being skipped, 0: none
+    for raw in _plain_spaces(html.unescape(text)).split("\n"):
+        line = raw.strip()
+        if line.startswith("=") and (heading := _HEADING.fullmatch(line)):
+            level, title = len(heading[1]), heading[2].strip()
+            if skipped and level > skipped:
+                continue
+            skipped = level if title.lower().rstrip(":") in _TAIL_SECTIONS else 0
+            headings = [item for item in headings if item[0] < level]
+            if not skipped:
+                headings.append((level, title))
+            continue
+        # Table debris, and the sections that list sources and links.
+        if skipped or line.startswith(("|", "!", "----", "{|")):
+            continue
+        line = line.lstrip("*#:; \t")
+        if not any(map(str.isalnum, line)):
+            continue
+        # A heading is written only once prose follows: tables and galleries leave none.
+        lines.extend(f"\n{title}" for _, title in headings)
+        headings.clear()
+        lines.append(line)
+    return without_holes("\n".join(lines))
 
 
 # What other extractors leave in their text: the "As of" that lost its word, tags cut short or over
@@ -228,31 +252,3 @@ def _plain_spaces(text: str) -> str:
         if character in text:
             text = text.replace(character, plain)
     return text
-
-
-def _prose_lines(text: str) -> str:
-    """Handle headings, list marks and table debris line by line; cut off last sections."""
-    lines: list[str] = []
-    headings: list[tuple[int, str]] = []  # seen since the last prose, not written yet
-    skipped = 0  # the level of the heading whose section is being skipped, 0: none
-    for raw in text.split("\n"):
-        line = raw.strip()
-        if line.startswith("=") and (heading := _HEADING.fullmatch(line)):
-            level, title = len(heading[1]), heading[2].strip()
-            if skipped and level > skipped:
-                continue
-            skipped = level if title.lower().rstrip(":") in _TAIL_SECTIONS else 0
-            headings = [item for item in headings if item[0] < level]
-            if not skipped:
-                headings.append((level, title))
-            continue
-        if skipped or line.startswith(("|", "!", "----", "{|")):
-            continue
-        line = line.lstrip("*#:; \t")
-        if not any(map(str.isalnum, line)):
-            continue
-        # A heading is written only once prose follows: tables and galleries leave none.
-        lines.extend(f"\n{title}" for _, title in headings)
-        headings.clear()
-        lines.append(line)
-    return "\n".join(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 _DASH = r"\( ?[\u2013\u2014-] ?\)(?![\w-])"  # not the (-) of a chemical name
@@ -67,15 +66,6 @@ def find(text: str) -> Iterator[tuple[str, int, int]]:
                 yield name, max(found.start() - 1, 0), found.end() - 1
 
 
-def count(text: str) -> Counter[str]:
-    """Count leftovers by class, without classes that have none.
-
-    The classes (table rows, tags, empty brackets, spaces before commas, braces ...)
-    are meant for encyclopedic prose: source code and old prints have their own use for some.
-    """
-    return Counter(name for name, _, _ in find(text))
-
-
 # The holes that a dropped template, formula or reference leaves in text whose only space is " ". A
 # pattern begins with a literal character, or looks behind itself: it would take quadratic time if
 # it started at every character of a long run. Holes are searched only where a sign of their group
@@ -136,12 +126,8 @@ def without_holes(text: str) -> str:
     The text's only space is " ".
     """
     for signs, holes in _HOLES:
-        if _any_found(signs, text):
+        if any(sign.search(text) for sign in signs):
             for own, pattern, replacement in holes:
-                if not own or _any_found(own, text):
+                if not own or any(sign.search(text) for sign in own):
                     text = pattern.sub(replacement, text)
     return text.strip("\n ,;")
-
-
-def _any_found(signs: tuple[re.Pattern[str], ...], text: str) -> bool:
-    return any(sign.search(text) for sign in signs)

@@ -5,19 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-_MONTHS = (
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
+_MONTHS = re.findall(
+    r"\w+",
+    "January February March April May June July August September October November December",
 )
 _LANGUAGES = dict(
     re.findall(
