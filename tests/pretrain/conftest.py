@@ -4,6 +4,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def run_config(corpus: Path) -> Callable[..., dict[str, Any]]:
         for section, change in changes.items():
             known = values.get(section)
             both = isinstance(known, dict) and isinstance(change, dict)
-            values[section] = {**known, **change} if both else change
+            values[section] = {**known, **change} if both else deepcopy(change)
         return values
 
     return make
@@ -173,6 +174,13 @@ def save_teacher(
         return model
 
     return save
+
+
+@pytest.fixture
+def teacher_folder(tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM]) -> Path:
+    """The folder `teacher` of a test, with a tiny BERT and its tokenizer files."""
+    save_teacher(tmp_path / "teacher")
+    return tmp_path / "teacher"
 
 
 @pytest.fixture(scope="session")

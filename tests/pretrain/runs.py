@@ -1,0 +1,71 @@
+"""Train from settings, check refusals, and read or forge what a run wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import CorpusError
+from data_prep.disk import hash_file
+from pretrain import RunError
+from pretrain.checkpoint.layout import manifest_bytes
+from pretrain.config import RunConfig
+from pretrain.monitor.metrics import read_metrics
+from pretrain.train import Outcome, train
+
+RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
+
+
+def start(values: dict[str, Any], **arguments: Any) -> Outcome:
+    """Train with these settings."""
+    return train(RunConfig.model_validate(values), **arguments)
+
+
+@contextmanager
+def refused(
+    *parts: str, kinds: tuple[type[Exception], ...] = (RunError, CorpusError)
+) -> Iterator[None]:
+    """Check for an error of one line with all the parts."""
+    with pytest.raises(kinds) as error:
+        yield
+    text = str(error.value)
+    assert "\n" not in text
+    assert [part for part in parts if part not in text] == [], text
+
+
+def case_name(case: tuple[Any, ...]) -> str:
+    """Name a parametrized case by its first item, a function or a partial of one."""
+    spoil = case[0]
+    if not isinstance(spoil, partial):
+        return spoil.__name__
+    values = ",".join(f"{key}={value}" for key, value in spoil.keywords.items())
+    return f"{spoil.func.__name__}({values})"
+
+
+def history(output: str | Path) -> list[dict[str, Any]]:
+    """Return a run's metrics, without those that time may change."""
+    entries = read_metrics(Path(output) / "metrics.jsonl")
+    return [{k: v for k, v in entry.items() if k not in RATES} for entry in entries]
+
+
+def step_folder(output: str | Path, step: int) -> Path:
+    """Return the folder of a run's checkpoint."""
+    return Path(output) / "checkpoints" / f"step-{step:08d}"
+
+
+def reseal_checkpoint(folder: Path, **changes: Any) -> None:
+    """Describe all files of a checkpoint correctly, as no accident would."""
+    values = json.loads((folder / "manifest.json").read_text(encoding="utf-8")) | changes
+    del values["sha256"]
+    values["files"] = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "manifest.json":
+            sha256, size = hash_file(path)
+            values["files"][str(path.relative_to(folder))] = {"bytes": size, "sha256": sha256}
+    (folder / "manifest.json").write_bytes(manifest_bytes(values))
