@@ -183,6 +183,13 @@ def teacher_folder(tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM])
     return tmp_path / "teacher"
 
 
+@pytest.fixture
+def canary(tmp_path: Path) -> Iterator[Path]:
+    """The folder that a trap makes when it springs; there is none after the test."""
+    yield tmp_path / "canary"
+    assert not (tmp_path / "canary").exists()
+
+
 @pytest.fixture(scope="session")
 def as_teacher() -> Callable[[BertForMaskedLM], Teacher]:
     """A function that makes a Teacher of a model that was never saved."""

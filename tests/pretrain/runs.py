@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from data_prep import CorpusError
 from data_prep.disk import hash_file
 from pretrain import RunError
 from pretrain.checkpoint.layout import manifest_bytes
@@ -29,11 +28,11 @@ def start(values: dict[str, Any], **arguments: Any) -> Outcome:
 
 @contextmanager
 def refused(
-    *parts: str, kinds: tuple[type[Exception], ...] = (RunError, CorpusError)
-) -> Iterator[None]:
+    *parts: str, kind: type[Exception] | tuple[type[Exception], ...] = RunError
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Check for an error of one line with all the parts."""
-    with pytest.raises(kinds) as error:
-        yield
+    with pytest.raises(kind) as error:
+        yield error
     text = str(error.value)
     assert "\n" not in text
     assert [part for part in parts if part not in text] == [], text

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import shutil
 import struct
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from runs import refused
 from safetensors.torch import load_file
-from transformers import AutoConfig, BertForMaskedLM, DistilBertForMaskedLM
+from transformers import AutoConfig, DistilBertForMaskedLM
 from traps import (
     array_of_objects,
     code,
@@ -33,7 +35,7 @@ from traps import (
 )
 
 from data_prep import CorpusError
-from data_prep.shards import load_manifest
+from data_prep.shards import Manifest
 from data_prep.tokens import load as load_tokenizer
 from pretrain import RunError
 from pretrain.model.loading import load_model
@@ -46,13 +48,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def sprung(tmp_path: Path) -> Path:
     """Where a trap leaves its trace."""
     return tmp_path / "canary"
-
-
-@pytest.fixture
-def canary(tmp_path: Path) -> Iterator[Path]:
-    """Where a trap leaves its trace; there is none after the test."""
-    yield tmp_path / "canary"
-    assert not (tmp_path / "canary").exists()
 
 
 # --- careless readers, to show that the fixtures are live -----------------------------------------
@@ -87,220 +82,177 @@ def test_a_careless_extraction_escapes(tmp_path: Path, sprung: Path) -> None:
 def test_careless_auto_classes_import_it(
     tmp_path: Path,
     sprung: Path,
-    save_teacher: Callable[..., BertForMaskedLM],
+    teacher_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    folder = tmp_path / "model"
-    save_teacher(folder)
-    (folder / "evil.py").write_text(code(sprung), encoding="utf-8")
-    edit(folder / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.EvilConfig"})
-    AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    (teacher_folder / "evil.py").write_text(code(sprung), encoding="utf-8")
+    edit(teacher_folder / "config.json", model_type="evil", auto_map=EVIL_CONFIG)
+    AutoConfig.from_pretrained(teacher_folder, trust_remote_code=True)
     assert sprung.exists()
 
 
 # --- teachers ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def teacher(tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM]) -> Path:
-    folder = tmp_path / "teacher"
-    save_teacher(folder)
-    return folder
+EVIL_CONFIG = {"AutoConfig": "evil.EvilConfig"}
 
 
-def only(teacher: Path, name: str, data: bytes) -> None:
-    """These weights in place of the true ones."""
+def only(teacher: Path, canary: Path, name: str, build: Callable[[Path], bytes]) -> None:
+    """Put these weights in place of the true ones."""
     (teacher / "model.safetensors").unlink()
-    (teacher / name).write_bytes(data)
+    (teacher / name).write_bytes(build(canary))
 
 
-def index(teacher: Path, name: str, part: str) -> None:
+def index(teacher: Path, canary: Path, name: str, part: str) -> None:
+    (teacher / part).write_bytes(torch_saved(canary))
     weights = load_file(teacher / "model.safetensors")
     (teacher / "model.safetensors").unlink()
     table = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, part)}
     (teacher / f"{name}.index.json").write_text(json.dumps(table), encoding="utf-8")
 
 
-def plain_pickle(teacher: Path, canary: Path) -> None:
-    only(teacher, "pytorch_model.bin", pickled(canary))
-
-
-def zipped_pickle(teacher: Path, canary: Path) -> None:
-    only(teacher, "pytorch_model.bin", torch_saved(canary))
-
-
-def pickle_in_parts(teacher: Path, canary: Path) -> None:
-    index(teacher, "pytorch_model.bin", "pytorch_model-00001-of-00001.bin")
-    (teacher / "pytorch_model-00001-of-00001.bin").write_bytes(torch_saved(canary))
-
-
-def pickle_outside_the_folder(teacher: Path, canary: Path) -> None:
-    index(teacher, "pytorch_model.bin", "../evil.bin")
-    (teacher.parent / "evil.bin").write_bytes(torch_saved(canary))
-
-
-def pickle_as_safetensors(teacher: Path, canary: Path) -> None:
-    only(teacher, "model.safetensors", pickled(canary))
-
-
-def pickle_in_a_safetensors_index(teacher: Path, canary: Path) -> None:
-    index(teacher, "model.safetensors", "evil.bin")
-    (teacher / "evil.bin").write_bytes(torch_saved(canary))
-
-
-def pickle_in_capital_letters(teacher: Path, canary: Path) -> None:
-    index(teacher, "model.safetensors", "model-00001-of-00001.SAFETENSORS")
-    (teacher / "model-00001-of-00001.SAFETENSORS").write_bytes(torch_saved(canary))
-
-
-def only_in_capital_letters(teacher: Path, canary: Path) -> None:
-    only(teacher, "model.SAFETENSORS", torch_saved(canary))
-
-
 def tensorflow_and_flax_names(teacher: Path, canary: Path) -> None:
-    only(teacher, "flax_model.msgpack", pickled(canary))
+    only(teacher, canary, "flax_model.msgpack", pickled)
     (teacher / "tf_model.h5").write_bytes(pickled(canary))
     (teacher / "model.pt").write_bytes(torch_saved(canary))
 
 
-def header_of_many_exabytes(teacher: Path, canary: Path) -> None:
-    only(teacher, "model.safetensors", struct.pack("<Q", 2**63) + b"{}")
+def header_of_many_exabytes(canary: Path) -> bytes:
+    return struct.pack("<Q", 2**63) + b"{}"
+
+
+def header_in_deep_brackets(canary: Path) -> bytes:
+    return struct.pack("<Q", 200_000) + b"[" * 200_000
 
 
 def header_of_a_gigabyte(teacher: Path, canary: Path) -> None:
     path = teacher / "model.safetensors"
-    only(teacher, path.name, struct.pack("<Q", 2**30) + b"{")
-    with path.open("r+b") as file:
-        file.truncate(8 + 2**30)  # sparse: takes no room
-
-
-def header_in_deep_brackets(teacher: Path, canary: Path) -> None:
-    only(teacher, "model.safetensors", struct.pack("<Q", 200_000) + b"[" * 200_000)
+    path.write_bytes(struct.pack("<Q", 2**30) + b"{")
+    os.truncate(path, 8 + 2**30)  # sparse: takes no room
 
 
 def config_in_deep_brackets(teacher: Path, canary: Path) -> None:
     (teacher / "config.json").write_text("[" * 200_000, encoding="utf-8")
 
 
-def code_for_the_model(teacher: Path, canary: Path) -> None:
-    (teacher / "evil.py").write_text(code(canary), encoding="utf-8")
-    edit(teacher / "config.json", auto_map={"AutoModelForMaskedLM": "evil.EvilModel"})
-
-
-def code_for_the_config(teacher: Path, canary: Path) -> None:
-    (teacher / "evil.py").write_text(code(canary), encoding="utf-8")
-    edit(teacher / "config.json", model_type="evil", auto_map={"AutoConfig": "evil.EvilConfig"})
-
-
-def code_one_level_down(teacher: Path, canary: Path) -> None:
-    (teacher / "evil.py").write_text(code(canary), encoding="utf-8")
-    edit(teacher / "config.json", text_config={"auto_map": {"AutoConfig": "evil.EvilConfig"}})
-
-
-def attention_from_a_hub(teacher: Path, canary: Path) -> None:
-    edit(teacher / "config.json", _attn_implementation_internal="someone/kernel")
-
-
-def attention_one_level_down(teacher: Path, canary: Path) -> None:
-    edit(teacher / "config.json", text_config={"_attn_implementation": "someone/kernel"})
-
-
-def attention_by_its_public_name(teacher: Path, canary: Path) -> None:
-    edit(teacher / "config.json", attn_implementation="someone/kernel")
-
-
-def quantised_by_another_package(teacher: Path, canary: Path) -> None:
-    edit(teacher / "config.json", quantization_config={"quant_method": "torchao"})
-
-
 def code_for_the_tokenizer(teacher: Path, canary: Path) -> None:
     (teacher / "evil.py").write_text(code(canary), encoding="utf-8")
-    names = ["evil.EvilTokenizer", None]
-    edit(
-        teacher / "tokenizer_config.json",
-        tokenizer_class="EvilTokenizer",
-        auto_map={"AutoTokenizer": names},
-    )
+    auto_map = {"AutoTokenizer": ["evil.EvilTokenizer", None]}
+    settings = teacher / "tokenizer_config.json"
+    edit(settings, tokenizer_class="EvilTokenizer", auto_map=auto_map)
 
 
+PART = "model-00001-of-00001"
+NOT_TENSORS = "cannot be read (damaged, or not only tensors)"
+NO_BIN = "which is no *.bin file of this folder"
+NO_TENSORS = "which is no *.safetensors file"
+UNREADABLE = "model.safetensors cannot be read"
 REFUSED = [
-    (plain_pickle, "pytorch_model.bin cannot be read (damaged, or not only tensors)"),
-    (zipped_pickle, "pytorch_model.bin cannot be read (damaged, or not only tensors)"),
-    (pickle_in_parts, "of-00001.bin cannot be read (damaged, or not only tensors)"),
-    (pickle_outside_the_folder, "lists '../evil.bin', which is no *.bin file of this folder"),
-    (pickle_as_safetensors, "model.safetensors cannot be read"),
-    (pickle_in_a_safetensors_index, "lists 'evil.bin', which is no *.safetensors file"),
-    (pickle_in_capital_letters, "SAFETENSORS', which is no *.safetensors file"),
-    (only_in_capital_letters, "there is no"),
-    (tensorflow_and_flax_names, "there is no"),
-    (header_of_many_exabytes, "model.safetensors cannot be read"),
-    (header_of_a_gigabyte, "model.safetensors cannot be read"),
-    (header_in_deep_brackets, "model.safetensors cannot be read"),
-    (config_in_deep_brackets, "config.json is not valid JSON"),
-    (code_for_the_model, "config.json holds 'auto_map', which could run code"),
-    (code_for_the_config, "config.json holds 'auto_map', which could run code"),
-    (code_one_level_down, "config.json holds 'auto_map', which could run code"),
-    (attention_from_a_hub, "config.json holds '_attn_implementation_internal'"),
-    (attention_one_level_down, "config.json holds '_attn_implementation'"),
-    (attention_by_its_public_name, "config.json holds 'attn_implementation'"),
-    (quantised_by_another_package, "config.json holds 'quantization_config'"),
-    (code_for_the_tokenizer, "tokenizer_config.json holds 'auto_map', which could run code"),
+    ("pickle", f"pytorch_model.bin {NOT_TENSORS}", only, "pytorch_model.bin", pickled),
+    ("zip", f"pytorch_model.bin {NOT_TENSORS}", only, "pytorch_model.bin", torch_saved),
+    ("part", f"of-00001.bin {NOT_TENSORS}", index, "pytorch_model.bin", f"pytorch_{PART}.bin"),
+    ("outside", f"lists '../evil.bin', {NO_BIN}", index, "pytorch_model.bin", "../evil.bin"),
+    ("as-safetensors", UNREADABLE, only, "model.safetensors", pickled),
+    ("other-part", f"lists 'evil.bin', {NO_TENSORS}", index, "model.safetensors", "evil.bin"),
+    (
+        "capital-part",
+        f"SAFETENSORS', {NO_TENSORS}",
+        index,
+        "model.safetensors",
+        f"{PART}.SAFETENSORS",
+    ),
+    ("capital", "there is no", only, "model.SAFETENSORS", torch_saved),
+    ("tensorflow-and-flax", "there is no", tensorflow_and_flax_names),
+    ("exabytes", UNREADABLE, only, "model.safetensors", header_of_many_exabytes),
+    ("gigabyte", UNREADABLE, header_of_a_gigabyte),
+    ("brackets", UNREADABLE, only, "model.safetensors", header_in_deep_brackets),
+    ("config-brackets", "config.json is not valid JSON", config_in_deep_brackets),
+    (
+        "tokenizer",
+        "tokenizer_config.json holds 'auto_map', which could run code",
+        code_for_the_tokenizer,
+    ),
 ]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0].__name__)
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
 def test_a_teacher_is_refused(
-    case: tuple[Callable[[Path, Path], None], str], teacher: Path, canary: Path, corpus: Path
+    case: tuple[Any, ...], teacher_folder: Path, canary: Path, manifest: Manifest
 ) -> None:
-    spoil, message = case
-    spoil(teacher, canary)
-    with pytest.raises(RunError) as error:
-        load_teacher(str(teacher), load_manifest(corpus))
-    text = str(error.value)
-    assert text.startswith(f"teacher {teacher}: ") and message in text and "\n" not in text
+    _, message, spoil, *arguments = case
+    spoil(teacher_folder, canary, *arguments)
+    with refused(message) as error:
+        load_teacher(str(teacher_folder), manifest)
+    assert str(error.value).startswith(f"teacher {teacher_folder}: ")
 
 
-def test_files_beside_the_weights_are_not_opened(teacher: Path, canary: Path, corpus: Path) -> None:
+KERNEL = "someone/kernel"
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("auto_map", {"auto_map": {"AutoModelForMaskedLM": "evil.EvilModel"}}),
+        ("auto_map", {"auto_map": EVIL_CONFIG, "model_type": "evil"}),
+        ("auto_map", {"text_config": {"auto_map": EVIL_CONFIG}}),
+        ("_attn_implementation", {"_attn_implementation": KERNEL}),
+        ("_attn_implementation", {"text_config": {"_attn_implementation": KERNEL}}),
+        ("_attn_implementation_internal", {"_attn_implementation_internal": KERNEL}),
+        ("attn_implementation", {"attn_implementation": KERNEL}),
+        ("quantization_config", {"quantization_config": {"quant_method": "torchao"}}),
+    ],
+)
+def test_a_teacher_whose_config_could_run_code_is_refused(
+    key: str, changes: dict[str, Any], teacher_folder: Path, canary: Path, manifest: Manifest
+) -> None:
+    (teacher_folder / "evil.py").write_text(code(canary), encoding="utf-8")
+    edit(teacher_folder / "config.json", **changes)
+    with refused(f"teacher {teacher_folder}: config.json holds '{key}', which could run code"):
+        load_teacher(str(teacher_folder), manifest)
+
+
+def test_files_beside_the_weights_are_not_opened(
+    teacher_folder: Path, canary: Path, manifest: Manifest
+) -> None:
     """What peft, torch's distributed checkpoints and the generation of text would look at."""
-    before = load_teacher(str(teacher), load_manifest(corpus)).sha256
-    (teacher / "adapter_config.json").write_text('{"base_model_name_or_path": "../other"}')
+    before = load_teacher(str(teacher_folder), manifest).sha256
+    (teacher_folder / "adapter_config.json").write_text('{"base_model_name_or_path": "../other"}')
     for name in ("adapter_model.bin", "pytorch_model.bin", ".metadata", "training_args.bin"):
-        (teacher / name).write_bytes(torch_saved(canary))
-    (teacher / "shard-00001-model-00001-of-00001.safetensors").write_bytes(pickled(canary))
-    (teacher / "custom_generate").mkdir()
-    (teacher / "custom_generate" / "generate.py").write_text(code(canary))
-    (teacher / "modeling_bert.py").write_text(code(canary))
-    assert load_teacher(str(teacher), load_manifest(corpus)).sha256 == before
+        (teacher_folder / name).write_bytes(torch_saved(canary))
+    (teacher_folder / "shard-00001-model-00001-of-00001.safetensors").write_bytes(pickled(canary))
+    (teacher_folder / "custom_generate").mkdir()
+    (teacher_folder / "custom_generate" / "generate.py").write_text(code(canary))
+    (teacher_folder / "modeling_bert.py").write_text(code(canary))
+    assert load_teacher(str(teacher_folder), manifest).sha256 == before
 
 
 def test_a_torch_that_unpickles_unsafely_is_not_used(
-    teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    teacher_folder: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = load_file(teacher / "model.safetensors")
-    (teacher / "model.safetensors").unlink()
-    torch.save(weights, teacher / "pytorch_model.bin")
-    load_teacher(str(teacher), load_manifest(corpus))  # plain tensors, and today's torch
+    weights = load_file(teacher_folder / "model.safetensors")
+    (teacher_folder / "model.safetensors").unlink()
+    torch.save(weights, teacher_folder / "pytorch_model.bin")
+    load_teacher(str(teacher_folder), manifest)  # plain tensors, and today's torch
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu126")
     with pytest.raises(RunError, match=r"torch 2\.9\.1\+cu126 .* \(CVE-2026-24747\)"):
-        load_teacher(str(teacher), load_manifest(corpus))
+        load_teacher(str(teacher_folder), manifest)
 
 
 @pytest.fixture
-def hub(tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path: Path, teacher_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The teacher as `some/bert`, as a hub's download would have left it."""
     repository = tmp_path / "cache" / "models--some--bert"
     snapshot = repository / "snapshots" / ("a" * 40)
-    shutil.copytree(teacher, snapshot)
+    shutil.copytree(teacher_folder, snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("a" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     return snapshot
 
 
-def test_names_of_a_hub_are_looked_at_alike(hub: Path, canary: Path, corpus: Path) -> None:
-    manifest = load_manifest(corpus)
+def test_names_of_a_hub_are_looked_at_alike(hub: Path, canary: Path, manifest: Manifest) -> None:
     found = load_teacher("some/bert", manifest)
     assert (found.name, found.local, found.revision) == ("some/bert", False, "a" * 40)
     assert len(load_tokenizer("some/bert").vocabulary) == 200

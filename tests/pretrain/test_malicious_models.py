@@ -7,21 +7,21 @@ import os
 import resource
 import signal
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from runs import refused
 from safetensors.torch import load_file
-from transformers import BertForMaskedLM, DistilBertForMaskedLM
+from transformers import DistilBertForMaskedLM
 from traps import edit
 
 from data_prep import CorpusError
-from data_prep.shards import load_manifest
+from data_prep.shards import Manifest, load_manifest
 from data_prep.tokens import load as load_tokenizer
-from launch.cli import main
 from pretrain import RunError, checkpoint
 from pretrain.model.loading import load_model
 from pretrain.model.teacher import load_teacher
@@ -50,60 +50,55 @@ def limits() -> Iterator[None]:
     signal.signal(signal.SIGALRM, handler)
 
 
-@pytest.fixture
-def teacher(tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM]) -> Path:
-    save_teacher(tmp_path / "teacher")
-    return tmp_path / "teacher"
+def configure(folder: Path, key: str, value: Any) -> None:
+    edit(folder / "config.json", **{key: value})
 
 
-def number(key: str, value: Any) -> Callable[[Path], None]:
-    return lambda folder: edit(folder / "config.json", **{key: value})
+def replace(folder: Path, name: str, make: Callable[[Path], object]) -> None:
+    """Put what `make` makes in the place of a file."""
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
 
 
-def fifo(name: str) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
-
-    return spoil
+def dangling(path: Path) -> None:
+    path.symlink_to(path.with_name("nothing"))
 
 
-def dangling(name: str) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(folder / "nothing")
-
-    return spoil
+def write(folder: Path, name: str, data: bytes) -> None:
+    (folder / name).write_bytes(data)
 
 
-def directory(name: str) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).mkdir()
-
-    return spoil
+def resize(folder: Path, name: str, size: int) -> None:
+    os.truncate(folder / name, size)  # what is added takes no disk space
 
 
-def index(*parts: Any, make: Callable[[Path], object] = Path.touch) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        weights = load_file(folder / "model.safetensors")
-        (folder / "model.safetensors").unlink()
-        table = {name: parts[i % len(parts)] for i, name in enumerate(weights)}
-        path = folder / "model.safetensors.index.json"
-        path.write_text(json.dumps({"weight_map": table}), encoding="utf-8")
-        for part in parts:
-            if isinstance(part, str):
-                make(folder / part)
-
-    return spoil
+def shorten(folder: Path, name: str, kept: float) -> None:
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: int(kept * len(data))])
 
 
-def sparse(name: str, size: int) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        with (folder / name).open("r+b") as file:
-            file.truncate(size)
+def shorten_pickle(folder: Path, kept: float) -> None:
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    shorten(folder, "pytorch_model.bin", kept)
 
-    return spoil
+
+def break_tokenizer_json(folder: Path) -> None:
+    (folder / "vocab.txt").unlink()
+    (folder / "tokenizer.json").write_bytes(b"{broken")
+
+
+def index(folder: Path, make: Callable[[Path], object], *parts: Any) -> None:
+    """Divide the weights into parts, which `make` makes."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    table = {name: parts[i % len(parts)] for i, name in enumerate(weights)}
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": table}), encoding="utf-8")
+    for part in parts:
+        if isinstance(part, str):
+            make(folder / part)
 
 
 def tensor_of_terabytes(folder: Path) -> None:
@@ -115,110 +110,123 @@ def tensor_of_terabytes(folder: Path) -> None:
         file.truncate(8 + len(header) + 2**43)
 
 
-HOSTILE: list[tuple[str, Callable[[Path], None], str]] = [
-    ("layers", number("num_hidden_layers", 10**9), "num_hidden_layers is 1000000000"),
-    ("some-layers", number("num_hidden_layers", 5), "do not fit its config.json"),
-    ("no-layers", number("num_hidden_layers", -1), "config.json"),
-    ("width", number("hidden_size", 2**29), "config.json describes"),
-    ("words", number("vocab_size", 2**40), "config.json describes"),
-    ("positions", number("max_position_embeddings", 2**40), "config.json describes"),
-    ("types", number("type_vocab_size", 2**40), "config.json describes"),
-    ("intermediate", number("intermediate_size", 2**40), "config.json describes"),
-    ("other-width", number("intermediate_size", 65), "[64] there, [65] by config.json"),
-    ("labels", number("num_labels", 10**10), ""),
-    ("heads", number("num_attention_heads", 2**40), "config.json"),
-    ("no-heads", number("num_attention_heads", 0), "config.json"),
-    ("float", number("hidden_size", 1e300), "config.json"),
-    ("text", number("hidden_size", "wide"), "config.json"),
-    ("null", number("hidden_size", None), "config.json"),
-    ("list", number("num_hidden_layers", [4]), "config.json"),
-    ("activation", number("hidden_act", "nonsense"), "'nonsense'"),
-    ("activation-list", number("hidden_act", ["gelu"]), "config.json"),
-    ("kind-list", number("model_type", ["bert"]), "cannot be a teacher here"),
-    ("config-fifo", fifo("config.json"), "there is no"),
-    ("config-link", dangling("config.json"), "there is no"),
-    ("config-folder", directory("config.json"), "there is no"),
-    ("config-sparse", sparse("config.json", 2**40), "config.json has 1,099,511,627,776 bytes"),
-    ("weights-fifo", fifo("model.safetensors"), "there is no"),
-    ("weights-link", dangling("model.safetensors"), "there is no"),
-    ("weights-folder", directory("model.safetensors"), "there is no"),
-    ("weights-huge", tensor_of_terabytes, "than the memory"),
-    ("part-fifo", index("part.safetensors", make=os.mkfifo), "is no file"),
-    ("part-missing", index("part.safetensors", make=lambda path: None), "is no file"),
-    ("part-folder", index("part.safetensors", make=Path.mkdir), "is no file"),
-    ("part-number", index(7), "lists 7"),
-    ("part-list", index(["a"]), "lists ['a']"),
-    ("words-fifo", fifo("vocab.txt"), "vocab.txt is no file"),
-    ("words-link", dangling("vocab.txt"), "vocab.txt is no file"),
-    ("words-folder", directory("vocab.txt"), "vocab.txt is no file"),
-    ("words-sparse", sparse("vocab.txt", 2**40), "vocab.txt has 1,099,511,627,776 bytes"),
-    ("settings-fifo", fifo("tokenizer_config.json"), "tokenizer_config.json is no file"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE]
-)
-def test_a_hostile_teacher_is_refused_in_a_line(
-    teacher: Path, corpus: Path, spoil: Callable[[Path], None], message: str
-) -> None:
-    spoil(teacher)
-    manifest = load_manifest(corpus)
-    if not message:  # of no concern to a language model
-        load_teacher(str(teacher), manifest)
-        return
-    with pytest.raises(RunError) as error:
-        load_teacher(str(teacher), manifest)
-    text = str(error.value)
-    assert message in text and "\n" not in text and "blocked" not in text, text
-    assert "report" not in text and len(text) < 600, text
-
-
-STUDENT = [
-    ("layers", number("n_layers", 10**9), "n_layers is 1000000000"),
-    ("width", number("dim", 2**29), "config.json describes"),
-    ("positions", number("max_position_embeddings", 2**40), "config.json describes"),
-    ("labels", number("num_labels", 10**10), ""),
-    ("activation", number("activation", "nonsense"), "nonsense"),
-    ("kind", number("model_type", ["distilbert"]), "model; only bert and distilbert"),
-    ("config-fifo", fifo("config.json"), "there is no"),
-    ("weights-fifo", fifo("model.safetensors"), "there is no"),
+HOSTILE = [
+    ("layers", "num_hidden_layers is 1000000000", configure, "num_hidden_layers", 10**9),
+    ("some-layers", "do not fit its config.json", configure, "num_hidden_layers", 5),
+    ("no-layers", "config.json", configure, "num_hidden_layers", -1),
+    ("width", "config.json describes", configure, "hidden_size", 2**29),
+    ("words", "config.json describes", configure, "vocab_size", 2**40),
+    ("positions", "config.json describes", configure, "max_position_embeddings", 2**40),
+    ("types", "config.json describes", configure, "type_vocab_size", 2**40),
+    ("intermediate", "config.json describes", configure, "intermediate_size", 2**40),
+    ("other-width", "[64] there, [65] by config.json", configure, "intermediate_size", 65),
+    ("labels", "", configure, "num_labels", 10**10),
+    ("heads", "config.json", configure, "num_attention_heads", 2**40),
+    ("no-heads", "config.json", configure, "num_attention_heads", 0),
+    ("odd-width", "config.json", configure, "hidden_size", 33),
+    ("float", "config.json", configure, "hidden_size", 1e300),
+    ("text", "config.json", configure, "hidden_size", "wide"),
+    ("null", "config.json", configure, "hidden_size", None),
+    ("list", "config.json", configure, "num_hidden_layers", [4]),
+    ("activation", "'nonsense'", configure, "hidden_act", "nonsense"),
+    ("activation-list", "config.json", configure, "hidden_act", ["gelu"]),
+    ("kind-list", "cannot be a teacher here", configure, "model_type", ["bert"]),
+    ("config-fifo", "there is no", replace, "config.json", os.mkfifo),
+    ("config-link", "there is no", replace, "config.json", dangling),
+    ("config-folder", "there is no", replace, "config.json", Path.mkdir),
+    ("config-sparse", "config.json has 1,099,511,627,776 bytes", resize, "config.json", 2**40),
+    ("config-half", "config.json", shorten, "config.json", 0.5),
+    ("config-empty", "config.json", write, "config.json", b""),
+    ("config-list", "config.json", write, "config.json", b"[1, 2]"),
+    ("config-null", "config.json", write, "config.json", b"null"),
+    ("weights-empty", "model.safetensors", shorten, "model.safetensors", 0.0),
+    ("weights-half", "model.safetensors", shorten, "model.safetensors", 0.5),
+    ("weights-most", "model.safetensors", shorten, "model.safetensors", 0.99),
+    ("pickle-empty", "pytorch_model.bin", shorten_pickle, 0.0),
+    ("pickle-half", "pytorch_model.bin", shorten_pickle, 0.5),
+    ("pickle-most", "pytorch_model.bin", shorten_pickle, 0.99),
+    ("weights-fifo", "there is no", replace, "model.safetensors", os.mkfifo),
+    ("weights-link", "there is no", replace, "model.safetensors", dangling),
+    ("weights-folder", "there is no", replace, "model.safetensors", Path.mkdir),
+    ("weights-huge", "than the memory", tensor_of_terabytes),
+    ("part-fifo", "is no file", index, os.mkfifo, "part.safetensors"),
+    ("part-missing", "is no file", index, lambda path: None, "part.safetensors"),
+    ("part-folder", "is no file", index, Path.mkdir, "part.safetensors"),
+    ("part-number", "lists 7", index, Path.touch, 7),
+    ("part-list", "lists ['a']", index, Path.touch, ["a"]),
+    ("words-fifo", "vocab.txt is no file", replace, "vocab.txt", os.mkfifo),
+    ("words-link", "vocab.txt is no file", replace, "vocab.txt", dangling),
+    ("words-folder", "vocab.txt is no file", replace, "vocab.txt", Path.mkdir),
+    ("words-sparse", "vocab.txt has 1,099,511,627,776 bytes", resize, "vocab.txt", 2**40),
+    ("words-bytes", "tokenizer cannot be read", write, "vocab.txt", b"\xff\xfe[PAD]"),
+    ("tokenizer-broken", "tokenizer cannot be read", break_tokenizer_json),
+    (
+        "settings-fifo",
+        "tokenizer_config.json is no file",
+        replace,
+        "tokenizer_config.json",
+        os.mkfifo,
+    ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"), [case[1:] for case in STUDENT], ids=[case[0] for case in STUDENT]
-)
+@pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case[0])
+def test_a_hostile_teacher_is_refused_in_a_line(
+    teacher_folder: Path, manifest: Manifest, case: tuple[Any, ...]
+) -> None:
+    _, message, spoil, *arguments = case
+    spoil(teacher_folder, *arguments)
+    if not message:  # of no concern to a language model
+        load_teacher(str(teacher_folder), manifest)
+        return
+    with refused(message) as error:
+        load_teacher(str(teacher_folder), manifest)
+    text = str(error.value)
+    assert text.startswith(f"teacher {teacher_folder}: "), text
+    assert "blocked" not in text and "report" not in text and len(text) < 600, text
+
+
+STUDENT = [
+    ("layers", "n_layers is 1000000000", configure, "n_layers", 10**9),
+    ("width", "config.json describes", configure, "dim", 2**29),
+    ("positions", "config.json describes", configure, "max_position_embeddings", 2**40),
+    ("labels", "", configure, "num_labels", 10**10),
+    ("activation", "nonsense", configure, "activation", "nonsense"),
+    ("kind", "model; only bert and distilbert", configure, "model_type", ["distilbert"]),
+    ("config-fifo", "there is no", replace, "config.json", os.mkfifo),
+    ("weights-fifo", "there is no", replace, "model.safetensors", os.mkfifo),
+]
+
+
+@pytest.mark.parametrize("case", STUDENT, ids=lambda case: case[0])
 def test_a_hostile_student_is_refused_in_a_line(
     tmp_path: Path,
     tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    spoil: Callable[[Path], None],
-    message: str,
+    case: tuple[Any, ...],
 ) -> None:
+    _, message, spoil, *arguments = case
     tiny_distilbert().save_pretrained(tmp_path / "student")
-    spoil(tmp_path / "student")
+    spoil(tmp_path / "student", *arguments)
     if not message:
         load_model(tmp_path / "student")
         return
-    with pytest.raises(RunError) as error:
+    with refused(message):
         load_model(tmp_path / "student")
-    assert message in str(error.value) and "\n" not in str(error.value), str(error.value)
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer_config.json", "special_tokens_map.json"])
-@pytest.mark.parametrize("spoil", [fifo, directory], ids=["fifo", "directory"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir], ids=["fifo", "directory"])
 def test_a_hostile_tokenizer_is_refused_in_a_line(
-    corpus: Path, tmp_path: Path, name: str, spoil: Callable[[str], Callable[[Path], None]]
+    corpus: Path, tmp_path: Path, name: str, make: Callable[[Path], object]
 ) -> None:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     source = "vocab.txt" if name == "vocab.txt" else "tokenizer.json"
     (folder / source).write_bytes((corpus / "tokenizer" / source).read_bytes())
-    spoil(name)(folder)
+    replace(folder, name, make)
     path = folder / name if name == "vocab.txt" else folder
-    with pytest.raises(CorpusError, match=name) as error:
+    with refused(name, kind=CorpusError):
         load_tokenizer(path)
-    assert "\n" not in str(error.value)
 
 
 def test_settings_that_are_no_object_are_refused_in_a_line(corpus: Path, tmp_path: Path) -> None:
@@ -241,14 +249,8 @@ def test_a_checkpoint_or_shards_of_pipes_do_not_block(tmp_path: Path) -> None:
 
 
 def test_evaluate_refuses_a_hostile_model_with_exit_code_2(
-    teacher: Path,
-    corpus: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    teacher_folder: Path, corpus: Path, distil: Callable[..., Any]
 ) -> None:
-    edit(teacher / "config.json", hidden_size=2**40)
-    monkeypatch.setattr(sys, "argv", ["distil", "evaluate", str(teacher), str(corpus)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and len(said) == 1 and said[0].startswith("error: ")
+    edit(teacher_folder / "config.json", hidden_size=2**40)
+    code, _, err = distil("evaluate", teacher_folder, corpus)
+    assert code == 2 and len(err.splitlines()) == 1 and err.startswith("error: ")

@@ -26,6 +26,7 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 from traps import edit
 
 import pretrain.train
+from data_prep import CorpusError
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.shards import load_manifest, open_shards, write_shard
 from data_prep.shards import manifest as shards_manifest
@@ -130,7 +131,7 @@ def stopped(
 def assert_refused(place: Place, *parts: str) -> None:
     """Check for one line with all the parts, and for an unchanged folder of the run."""
     before = place.files()
-    with refused(*parts):
+    with refused(*parts, kind=(RunError, CorpusError)):
         start(place.values)
     assert place.files() == before
 
@@ -582,7 +583,7 @@ def test_an_output_with_foreign_files_is_refused_and_unchanged(
     monkeypatch.chdir(place.folder)
     spoil(place)
     before = everything(place.folder)
-    with refused("output", part, "set another `output:`", kinds=(RunError,)):
+    with refused("output", part, "set another `output:`"):
         start(place.values)
     assert everything(place.folder) == before
 

@@ -5,10 +5,10 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from runs import refused
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -20,10 +20,10 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
 )
+from traps import edit
 
 from data_prep.shards import Manifest
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sha256
-from pretrain import RunError
 from pretrain.config import Model, Student
 from pretrain.kernels.attention import IMPLEMENTATION
 from pretrain.model.loading import load_model
@@ -125,20 +125,12 @@ def test_default_layers() -> None:
             assert layers[0] >= 0 and layers[-1] < teacher
 
 
-def one_line(error: pytest.ExceptionInfo[RunError]) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
-
-
 def test_layers_the_teacher_does_not_have(teacher: Teacher) -> None:
-    with pytest.raises(RunError, match=r"num_layers 5 is more than the teacher's 4") as error:
+    with refused("num_layers 5 is more than the teacher's 4"):
         build_student(Student(num_layers=5), teacher, seed=0)
-    one_line(error)
     for layer in (4, -1):
-        with pytest.raises(RunError, match=f"layers 0 to 3, not {layer}") as error:
+        with refused(f"layers 0 to 3, not {layer}"):
             build_student(Student(init=(0, layer)), teacher, seed=0)
-        one_line(error)
 
 
 def test_random_students(teacher: Teacher) -> None:
@@ -184,38 +176,20 @@ def test_continue_from_a_folder(teacher: Teacher, tmp_path: Path) -> None:
     assert found.training
     rates = {n: m.p for n, m in found.named_modules() if isinstance(m, torch.nn.Dropout)}
     assert set(rates.values()) == {0.25, 0.05}
-    with pytest.raises(RunError, match="has n_layers 3, but this run needs 2") as error:
+    with refused("has n_layers 3, but this run needs 2"):
         build_student(Student(init=str(tmp_path / "student"), num_layers=2), teacher, seed=9)
-    one_line(error)
 
 
-def test_folders_that_are_no_students(
-    teacher: Teacher,
-    tiny_bert: Callable[..., BertForMaskedLM],
-    as_teacher: Callable[[BertForMaskedLM], Teacher],
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(RunError, match=r"no folder with a config\.json") as error:
+def test_a_missing_folder_is_no_student(teacher: Teacher, tmp_path: Path) -> None:
+    with refused("no folder with a config.json"):
         build_student(Student(init=str(tmp_path / "nowhere")), teacher, seed=0)
-    one_line(error)
-    teacher.model.save_pretrained(tmp_path / "bert")
-    with pytest.raises(RunError, match="holds a bert, no DistilBERT") as error:
-        build_student(Student(init=str(tmp_path / "bert")), teacher, seed=0)
-    one_line(error)
-    wide = as_teacher(tiny_bert(2, width=48))
-    build_student(Student(), wide, seed=0).save_pretrained(tmp_path / "wide")
-    with pytest.raises(RunError, match="has dim 48, but this run needs 32") as error:
-        build_student(Student(init=str(tmp_path / "wide")), teacher, seed=0)
-    one_line(error)
 
 
 def test_a_teacher_with_another_epsilon(
     tiny_bert: Callable[..., BertForMaskedLM], as_teacher: Callable[[BertForMaskedLM], Teacher]
 ) -> None:
-    odd = as_teacher(tiny_bert(2, layer_norm_eps=1e-5))
-    with pytest.raises(RunError, match="layer_norm_eps is 1e-05") as error:
-        build_student(Student(), odd, seed=0)
-    one_line(error)
+    with refused("layer_norm_eps is 1e-05"):
+        build_student(Student(), as_teacher(tiny_bert(2, layer_norm_eps=1e-5)), seed=0)
 
 
 def test_build_bert(manifest: Manifest) -> None:
@@ -231,9 +205,8 @@ def test_build_bert(manifest: Manifest) -> None:
     # Embeddings 8,640 + 64, layers 2 x 8,544, head 1,056 + 64 + 200.
     assert sum(p.numel() for p in model.parameters()) == (232 + 2) * 32 + 64 + 2 * 8544 + 1320
     assert parameters_sha256(model) == parameters_sha256(build_bert(sizes, manifest, seed=3))
-    with pytest.raises(RunError, match="rows of 32 tokens need as many positions") as error:
+    with refused("rows of 32 tokens need as many positions"):
         build_bert(sizes.model_copy(update={"max_position_embeddings": 31}), manifest, seed=3)
-    one_line(error)
 
 
 def test_load_student_returns_what_was_saved(teacher: Teacher, tmp_path: Path) -> None:
@@ -252,25 +225,20 @@ def test_load_student_returns_what_was_saved(teacher: Teacher, tmp_path: Path) -
 # --- teachers --------------------------------------------------------------------------------
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    raw = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+Saved = Callable[..., BertForMaskedLM]
 
 
-def refused(name: str | Path, manifest: Manifest) -> str:
-    with pytest.raises(RunError) as error:
-        load_teacher(str(name), manifest)
-    text = one_line(error)
-    assert str(name) in text
-    return text
+@pytest.fixture
+def load(tmp_path: Path, manifest: Manifest) -> Callable[[], Teacher]:
+    """Return a function that loads the teacher of a test's folder."""
+    return lambda: load_teacher(str(tmp_path), manifest)
 
 
 def test_load_teacher(
-    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest, ids: Tensor
+    tmp_path: Path, save_teacher: Saved, load: Callable[[], Teacher], ids: Tensor
 ) -> None:
     saved = save_teacher(tmp_path)
-    teacher = load_teacher(str(tmp_path), manifest)
+    teacher = load()
     assert not teacher.model.training and teacher.model.dtype == torch.float32
     assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
     assert teacher.model.config._attn_implementation == IMPLEMENTATION
@@ -282,58 +250,52 @@ def test_load_teacher(
 def test_a_half_precision_teacher_is_widened(
     tmp_path: Path,
     tiny_bert: Callable[..., BertForMaskedLM],
-    save_teacher: Callable[..., BertForMaskedLM],
-    manifest: Manifest,
+    save_teacher: Saved,
+    load: Callable[[], Teacher],
 ) -> None:
     save_teacher(tmp_path, tiny_bert().to(torch.bfloat16))
-    model = load_teacher(str(tmp_path), manifest).model
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in load().model.parameters()} == {torch.float32}
 
 
 def test_the_digest_is_of_the_weights(
     tmp_path: Path,
     tiny_bert: Callable[..., BertForMaskedLM],
-    save_teacher: Callable[..., BertForMaskedLM],
-    manifest: Manifest,
+    save_teacher: Saved,
+    load: Callable[[], Teacher],
 ) -> None:
     digests = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        save_teacher(tmp_path / name, tiny_bert(seed=seed))
-        digests.append(load_teacher(str(tmp_path / name), manifest).sha256)
+    for seed in (0, 0, 1):
+        save_teacher(tmp_path, tiny_bert(seed=seed))
+        digests.append(load().sha256)
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_an_encoder_without_a_head(
-    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest
+def test_an_encoder_without_a_head_is_refused(
+    tmp_path: Path, save_teacher: Saved, load: Callable[[], Teacher]
 ) -> None:
     model = save_teacher(tmp_path)
     model.bert.save_pretrained(tmp_path)
     assert isinstance(model.bert, BertModel)
-    edit_config(tmp_path, architectures=["BertForMaskedLM"])
-    assert "no trained masked-language-model head" in refused(tmp_path, manifest)
+    edit(tmp_path / "config.json", architectures=["BertForMaskedLM"])
+    with refused(str(tmp_path), "no trained masked-language-model head"):
+        load()
 
 
 def test_a_pretraining_checkpoint_has_a_head(
-    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest, ids: Tensor
+    tmp_path: Path, save_teacher: Saved, load: Callable[[], Teacher], ids: Tensor
 ) -> None:
-    """With next-sentence head and pooler, as Google's BERT came."""
+    """Load next-sentence head and pooler too, as Google's BERT came."""
     save_teacher(tmp_path)
     torch.manual_seed(0)
     whole = BertForPreTraining(BertConfig.from_pretrained(tmp_path)).eval()
     whole.save_pretrained(tmp_path)
-    model = load_teacher(str(tmp_path), manifest).model
+    model = load().model
     with torch.no_grad():
         expected = whole(input_ids=ids).prediction_logits
         assert (model(input_ids=ids).logits - expected).abs().max() < 1e-5
 
 
-def test_other_architectures(
-    tmp_path: Path,
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    manifest: Manifest,
-) -> None:
-    tiny_distilbert().save_pretrained(tmp_path / "distilbert")
-    assert "a distilbert cannot be a teacher" in refused(tmp_path / "distilbert", manifest)
+def test_a_roberta_is_refused(tmp_path: Path, load: Callable[[], Teacher]) -> None:
     config = RobertaConfig(
         vocab_size=200,
         hidden_size=32,
@@ -341,166 +303,49 @@ def test_other_architectures(
         num_attention_heads=4,
         intermediate_size=64,
     )
-    RobertaForMaskedLM(config).save_pretrained(tmp_path / "roberta")
-    assert "a roberta cannot be a teacher" in refused(tmp_path / "roberta", manifest)
+    RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    with refused(str(tmp_path), "a roberta cannot be a teacher"):
+        load()
 
 
-@pytest.mark.parametrize("file", ["vocab.txt", "tokenizer.json"])
-def test_another_vocabulary_of_the_same_size(
-    file: str,
+def test_the_shards_own_tokenizer_and_just_enough_positions_are_accepted(
     tmp_path: Path,
     corpus: Path,
-    save_teacher: Callable[..., BertForMaskedLM],
-    vocabulary: list[str],
-    manifest: Manifest,
-) -> None:
-    """Swap two tokens, in either tokenizer file."""
-    words = [*vocabulary[:-2], vocabulary[-1], vocabulary[-2]]
-    save_teacher(tmp_path, words=words)
-    if file == "tokenizer.json":
-        (tmp_path / "vocab.txt").unlink()
-        text = (corpus / "tokenizer" / "tokenizer.json").read_text()
-        (tmp_path / file).write_text(text)
-        load_teacher(str(tmp_path), manifest)  # the shards' own passes
-        raw = json.loads(text)
-        raw["model"]["vocab"] = {word: i for i, word in enumerate(words)}
-        (tmp_path / file).write_text(json.dumps(raw))
-    assert "the shards' size but other words" in refused(tmp_path, manifest)
-
-
-def test_another_vocabulary_size(
-    tmp_path: Path,
     tiny_bert: Callable[..., BertForMaskedLM],
-    save_teacher: Callable[..., BertForMaskedLM],
-    vocabulary: list[str],
-    manifest: Manifest,
+    save_teacher: Saved,
+    load: Callable[[], Teacher],
 ) -> None:
-    save_teacher(tmp_path, tiny_bert(1, vocab_size=199), vocabulary[:199])
-    assert "it knows 199 words, the shards were made with 200" in refused(tmp_path, manifest)
-
-
-def test_rows_longer_than_the_positions(
-    tmp_path: Path,
-    tiny_bert: Callable[..., BertForMaskedLM],
-    save_teacher: Callable[..., BertForMaskedLM],
-    manifest: Manifest,
-) -> None:
-    save_teacher(tmp_path / "short", tiny_bert(1, max_position_embeddings=31))
-    text = refused(tmp_path / "short", manifest)
-    assert "max_position_embeddings is 31" in text and "row_length: 31" in text
-    save_teacher(tmp_path / "just", tiny_bert(1, max_position_embeddings=32))
-    load_teacher(str(tmp_path / "just"), manifest)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"auto_map": {"AutoModelForMaskedLM": "evil.Model"}},
-        {"_attn_implementation": "someone/kernel"},
-        {"_attn_implementation_internal": "someone/kernel"},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_configs_that_could_run_code(
-    changes: dict[str, Any],
-    tmp_path: Path,
-    save_teacher: Callable[..., BertForMaskedLM],
-    manifest: Manifest,
-) -> None:
-    save_teacher(tmp_path)
-    (tmp_path / "evil.py").write_text("raise SystemExit('ran')\n")
-    edit_config(tmp_path, **changes)
-    assert next(iter(changes)) in refused(tmp_path, manifest)
+    save_teacher(tmp_path, tiny_bert(1, max_position_embeddings=32))
+    load()
+    (tmp_path / "vocab.txt").unlink()
+    shutil.copy(corpus / "tokenizer" / "tokenizer.json", tmp_path)
+    load()
 
 
 @pytest.mark.parametrize("name", ["a missing folder", "no-such-owner/no-such-model", "a@b@c"])
 def test_a_missing_teacher(name: str, tmp_path: Path, manifest: Manifest) -> None:
     """Check the error at once and in one line, without a reachable hub."""
     path = str(tmp_path / name) if name == "a missing folder" else name
-    message = refused(path, manifest)
-    assert name.split("/")[-1] in message
-    assert "check the path" in message or "check the name" in message
+    with refused(path, "check the path" if name == "a missing folder" else "check the name"):
+        load_teacher(path, manifest)
 
 
-def test_damaged_configs(
-    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest
-) -> None:
-    save_teacher(tmp_path)
-    good = (tmp_path / "config.json").read_text()
-    for bad in (good[: len(good) // 2], "", "[1, 2]", "null"):
-        (tmp_path / "config.json").write_text(bad)
-        assert "config.json" in refused(tmp_path, manifest)
-    for changes in ({"hidden_size": "wide"}, {"hidden_size": 33}, {"hidden_act": "no_such"}):
-        (tmp_path / "config.json").write_text(good)
-        edit_config(tmp_path, **changes)
-        refused(tmp_path, manifest)
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_truncated_weights(
-    file: str,
-    kept: float,
-    tmp_path: Path,
-    save_teacher: Callable[..., BertForMaskedLM],
-    manifest: Manifest,
-) -> None:
-    model = save_teacher(tmp_path)
-    if file.endswith(".bin"):
-        (tmp_path / "model.safetensors").unlink()
-        torch.save(model.state_dict(), tmp_path / file)
-        load_teacher(str(tmp_path), manifest)
-    data = (tmp_path / file).read_bytes()
-    (tmp_path / file).write_bytes(data[: int(kept * len(data))])
-    refused(tmp_path, manifest)
-
-
-def test_weights_that_do_not_fit_the_config(
-    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest
-) -> None:
-    save_teacher(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "away")
-    refused(tmp_path, manifest)  # no weights at all
-    (tmp_path / "away").rename(tmp_path / "model.safetensors")
-    edit_config(tmp_path, num_hidden_layers=5)
-    assert "do not fit its config.json" in refused(tmp_path, manifest)
-    edit_config(tmp_path, num_hidden_layers=4, intermediate_size=96)
-    refused(tmp_path, manifest)
-
-
-def test_an_untied_output_embedding(
+def test_an_untied_output_embedding_is_refused(
     tmp_path: Path,
     tiny_bert: Callable[..., BertForMaskedLM],
-    save_teacher: Callable[..., BertForMaskedLM],
-    manifest: Manifest,
+    save_teacher: Saved,
+    load: Callable[[], Teacher],
 ) -> None:
     """A DistilBERT's is tied, so such a head cannot be copied: its logits would come out wrong."""
     save_teacher(tmp_path, tiny_bert(2, tie_word_embeddings=False))
-    assert "tie_word_embeddings" in refused(tmp_path, manifest)
-
-
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [("vocab.txt", b"\xff\xfe[PAD]"), ("tokenizer.json", b"{broken")],
-    ids=["vocab.txt", "tokenizer.json"],
-)
-def test_damaged_tokenizer_files(
-    file: str,
-    content: bytes,
-    tmp_path: Path,
-    save_teacher: Callable[..., BertForMaskedLM],
-    manifest: Manifest,
-) -> None:
-    save_teacher(tmp_path)
-    (tmp_path / "vocab.txt").unlink()
-    (tmp_path / file).write_bytes(content)
-    refused(tmp_path, manifest)
+    with refused(str(tmp_path), "tie_word_embeddings"):
+        load()
 
 
 def test_an_old_checkpoint(
-    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest, ids: Tensor
+    tmp_path: Path, save_teacher: Saved, load: Callable[[], Teacher], ids: Tensor
 ) -> None:
-    """`.bin`, gamma and beta, no model_type, no decoder.bias: the same model as today's file."""
+    """Load `.bin`, gamma and beta, no model_type, no decoder.bias: the same model as today's."""
     model = save_teacher(tmp_path)
     state = {}
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
@@ -511,36 +356,14 @@ def test_an_old_checkpoint(
     assert "cls.predictions.bias" in state and "cls.predictions.decoder.bias" not in state
     (tmp_path / "model.safetensors").unlink()
     torch.save(state, tmp_path / "pytorch_model.bin")
-    edit_config(tmp_path, model_type=None, architectures=None, transformers_version=None)
-    teacher = load_teacher(str(tmp_path), manifest)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["model_type"], config["architectures"], config["transformers_version"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    teacher = load()
     with torch.no_grad():
         assert (teacher.model(input_ids=ids).logits - model(input_ids=ids).logits).abs().max() == 0
     head = teacher.model.cls.predictions
     assert torch.equal(head.decoder.bias, head.bias) and head.bias.abs().max() > 0.1
-
-
-def test_a_pickle_that_runs_code(
-    tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: Manifest
-) -> None:
-    """Load a `.bin`, a pickle: no object but tensors may be built."""
-    save_teacher(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save({"bert.embeddings.word_embeddings.weight": Trap(tmp_path)}, tmp_path / "trap")
-    (tmp_path / "trap").rename(tmp_path / "pytorch_model.bin")
-    refused(tmp_path, manifest)
-    assert not (tmp_path / "sprung").exists()
-
-
-class Trap:
-    """Create a folder when unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        import os
-
-        return os.mkdir, (str(self.folder / "sprung"),)
 
 
 # --- a real one ------------------------------------------------------------------------------
@@ -605,12 +428,10 @@ def test_the_real_teacher(real_teacher: Path, manifest: Manifest, tmp_path: Path
         ours = student.distilbert.transformer.layer[place].attention.q_lin.weight
         assert torch.equal(ours, state[f"bert.encoder.layer.{layer}.attention.self.query.weight"])
 
-    assert "other words" in refused_copy(real_teacher, tmp_path, fitting, words[::-1])
     longer = fitting_manifest(manifest, words, 4096)
-    assert "rows of 4096 tokens" in refused(real_teacher, longer)
-
-
-def refused_copy(source: Path, target: Path, manifest: Manifest, words: list[str]) -> str:
-    shutil.copytree(source, target / "copy")
-    (target / "copy" / "vocab.txt").write_text("\n".join(words) + "\n")
-    return refused(target / "copy", manifest)
+    with refused(str(real_teacher), "rows of 4096 tokens"):
+        load_teacher(str(real_teacher), longer)
+    shutil.copytree(real_teacher, tmp_path / "copy")
+    (tmp_path / "copy" / "vocab.txt").write_text("\n".join(words[::-1]) + "\n")
+    with refused(str(tmp_path / "copy"), "other words"):
+        load_teacher(str(tmp_path / "copy"), fitting)
