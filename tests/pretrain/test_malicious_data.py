@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from runs import refused, reseal_checkpoint, start, step_folder
 from transformers import BertForMaskedLM
 from traps import (
     Trap,
@@ -39,21 +38,17 @@ from data_prep.shards import load_manifest, open_shards
 from data_prep.shards.manifest import manifest_bytes, seal
 from data_prep.shards.writing import hash_blocks
 from launch.cli import main
-from pretrain import RunError
-from pretrain.config import RunConfig
-from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[2]
 Values = dict[str, Any]
-
-
-@pytest.fixture
-def canary(tmp_path: Path) -> Iterator[Path]:
-    """Where a trap leaves its trace; there is none after the test."""
-    yield tmp_path / "canary"
-    assert not (tmp_path / "canary").exists()
+RECIPE: Values = {
+    "student": {"num_layers": 1},
+    "train": {"max_steps": 3, "global_batch_size": 4, "micro_batch_size": 4},
+    "evaluation": {"rows": 4},
+    "checkpoint": {"every": 1},
+}
 
 
 # --- checkpoints and shards ---------------------------------------------------------------------
@@ -62,58 +57,21 @@ def canary(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def begun(
     tmp_path_factory: pytest.TempPathFactory,
-    corpus: Path,
     save_teacher: Callable[..., BertForMaskedLM],
+    run_config: Callable[..., Values],
 ) -> Path:
-    """The output of a run that was stopped after two of three steps, beside its teacher."""
+    """Return the folder of a run that was stopped after two of three steps, and its teacher."""
     folder = tmp_path_factory.mktemp("begun")
     save_teacher(folder / "teacher")
-    start(run_values(folder, corpus), stop_after=2)
-    return folder / "run"
+    start(run_config(folder / "run", folder / "teacher", **RECIPE), stop_after=2)
+    return folder
 
 
 @pytest.fixture
-def values(tmp_path: Path, corpus: Path, begun: Path) -> Values:
-    """A copy of that run, which would go on; its config."""
-    shutil.copytree(begun.parent, tmp_path, dirs_exist_ok=True)
-    return run_values(tmp_path, corpus)
-
-
-def run_values(folder: Path, corpus: Path) -> Values:
-    return {
-        "output": str(folder / "run"),
-        "shards": str(corpus),
-        "teacher": str(folder / "teacher"),
-        "student": {"num_layers": 1},
-        "train": {
-            "max_steps": 3,
-            "global_batch_size": 4,
-            "precision": "fp32",
-            "micro_batch_size": 4,
-            "num_workers": 0,
-        },
-        "evaluation": {"every": 0, "rows": 4},
-        "checkpoint": {"every": 1},
-    }
-
-
-def start(values: Values, **arguments: Any) -> int:
-    return train(RunConfig.model_validate(values), **arguments).step
-
-
-def reseal_checkpoint(folder: Path) -> None:
-    """Describe all files of a checkpoint truly, as whoever forges one would."""
-    old = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != "manifest.json":
-            sha256, size = hash_file(path)
-            files[str(path.relative_to(folder))] = {"bytes": size, "sha256": sha256}
-    values = {**old, "files": files}
-    del values["sha256"]
-    sealed = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    text = json.dumps({**values, "sha256": sealed}, indent=1, sort_keys=True) + "\n"
-    (folder / "manifest.json").write_text(text, encoding="utf-8")
+def values(tmp_path: Path, begun: Path, run_config: Callable[..., Values]) -> Values:
+    """Copy that run, which would go on; return its config."""
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    return run_config(tmp_path / "run", tmp_path / "teacher", **RECIPE)
 
 
 @pytest.mark.parametrize(
@@ -128,28 +86,25 @@ def reseal_checkpoint(folder: Path) -> None:
 )
 @pytest.mark.parametrize("forged", [False, True], ids=["swapped", "forged"])
 def test_a_pickle_in_a_checkpoint(name: str, forged: bool, values: Values, canary: Path) -> None:
-    """Swapped, the checkpoint before it is taken; forged, hashes and all, the run is refused."""
-    folder = Path(values["output"]) / "checkpoints" / "step-00000002"
+    """Take the checkpoint before a swapped file; refuse a file forged with all its hashes."""
+    folder = step_folder(values["output"], 2)
     (folder / name).write_bytes(pickled(canary))
-    if not forged or name == "manifest.json":
-        assert start(values) == 3
+    if forged and name != "manifest.json":
+        reseal_checkpoint(folder)
+    if not forged or name in ("manifest.json", "state.json"):  # no state, no checkpoint
+        assert start(values).step == 3
         return
-    reseal_checkpoint(folder)
-    if name == "state.json":
-        assert start(values) == 3  # no state, no checkpoint
-        return
-    with pytest.raises(RunError) as error:
+    with refused("step-00000002"):
         start(values)
-    assert "\n" not in str(error.value) and "step-00000002" in str(error.value)
 
 
 @pytest.mark.parametrize("key", ["auto_map", "_attn_implementation_internal"])
 def test_a_forged_checkpoint_with_code(key: str, values: Values, canary: Path) -> None:
-    folder = Path(values["output"]) / "checkpoints" / "step-00000002"
+    folder = step_folder(values["output"], 2)
     (folder / "student" / "evil.py").write_text(code(canary), encoding="utf-8")
     edit(folder / "student" / "config.json", **{key: {"AutoModelForMaskedLM": "evil.EvilModel"}})
     reseal_checkpoint(folder)
-    with pytest.raises(RunError, match=f"config.json holds '{key}', which could run code"):
+    with refused(f"config.json holds '{key}', which could run code"):
         start(values)
 
 
@@ -188,42 +143,51 @@ def texts(tmp_path: Path, corpus: Path) -> Path:
     return folder
 
 
-def corpus_values(tmp_path: Path, corpus: Path, *sources: Values) -> Values:
-    return {
-        "output": str(tmp_path / "shards"),
-        "tokenizer": str(corpus.parent / "vocab.txt"),
-        "sources": list(sources),
-        "row_length": 32,
-        "workers": 1,
-    }
+@pytest.fixture
+def corpus_yaml(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
+    """Return a function that writes the config of a corpus of some sources."""
+
+    def write(*sources: Values) -> Path:
+        values = {
+            "output": str(tmp_path / "shards"),
+            "tokenizer": str(corpus.parent / "vocab.txt"),
+            "sources": list(sources),
+            "row_length": 32,
+            "workers": 1,
+        }
+        (tmp_path / "corpus.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+        return tmp_path / "corpus.yaml"
+
+    return write
 
 
-def distil(*arguments: object, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """(exit code, stderr) of the command line, in this process."""
-    before = sys.argv
-    sys.argv = ["distil", *map(str, arguments)]
-    capfd.readouterr()
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0), capfd.readouterr().err
-    finally:
-        sys.argv = before
-    return 0, capfd.readouterr().err
+Distil = Callable[..., tuple[int, str]]
 
 
-def one_line(err: str) -> str:
+@pytest.fixture
+def distil(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Distil:
+    """Return a function that runs `distil` here, to its exit code and all that went to stderr."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["distil", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capfd.readouterr().err
+
+    return run
+
+
+def refusal(ended: tuple[int, str]) -> str:
+    """Return the one line of a command that ended with exit code 2."""
+    code, err = ended
     lines = err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), err
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("error: "), err
     return lines[0]
 
 
 def test_archives_and_pickles_as_texts(
-    tmp_path: Path,
-    corpus: Path,
-    texts: Path,
-    canary: Path,
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path, texts: Path, canary: Path, corpus_yaml: Callable[..., Path], distil: Distil
 ) -> None:
     """Their bytes are a text like any other: refused as binary, and counted."""
     escaping_tar(texts / "a.txt")
@@ -231,77 +195,74 @@ def test_archives_and_pickles_as_texts(
     escaping_tar(texts / "c.txt.gz", "w:gz")
     (texts / "d.txt").write_bytes(pickled(canary))
     (texts / "e.txt").write_bytes(torch_saved(canary))
-    source = {"kind": "text", "path": str(texts)}
-    path = tmp_path / "corpus.yaml"
-    path.write_text(yaml.safe_dump(corpus_values(tmp_path, corpus, source)), encoding="utf-8")
-    assert distil("prepare", path, capfd=capfd)[0] == 0
+    assert distil("prepare", corpus_yaml({"kind": "text", "path": str(texts)}))[0] == 0
     (record,) = load_manifest(tmp_path / "shards").sources
     assert record.documents_in == 6 and record.documents_kept == 1
     assert sum(record.dropped.values()) == 5
     assert not list(tmp_path.rglob("canary"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("text", "a.tar"), ("text", "a.zip"), ("mediawiki", "a.tar")]
+)
 def test_archives_as_whole_sources(
-    tmp_path: Path, corpus: Path, canary: Path, capfd: pytest.CaptureFixture[str]
+    kind: str,
+    name: str,
+    tmp_path: Path,
+    canary: Path,
+    corpus_yaml: Callable[..., Path],
+    distil: Distil,
 ) -> None:
     escaping_tar(tmp_path / "a.tar")
     escaping_zip(tmp_path / "a.zip")
-    for kind, name in (("text", "a.tar"), ("text", "a.zip"), ("mediawiki", "a.tar")):
-        values = corpus_values(tmp_path, corpus, {"kind": kind, "path": str(tmp_path / name)})
-        path = tmp_path / "corpus.yaml"
-        path.write_text(yaml.safe_dump(values), encoding="utf-8")
-        exit_code, err = distil("prepare", path, capfd=capfd)
-        assert exit_code == 2
-        one_line(err)
+    refusal(distil("prepare", corpus_yaml({"kind": kind, "path": str(tmp_path / name)})))
     assert not list(tmp_path.rglob("canary"))
 
 
 def test_records_that_hold_pickles(
-    tmp_path: Path, corpus: Path, texts: Path, canary: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, texts: Path, canary: Path, corpus_yaml: Callable[..., Path], distil: Distil
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(pickled(canary) + b"\n" + b'{"text": "fine words"}\n')
     column = pa.array([pickled(canary), torch_saved(canary)], pa.binary())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     good = {"kind": "text", "path": str(texts), "document": "paragraph"}
     sources = [{"kind": kind, "path": str(tmp_path / f"a.{kind}")} for kind in ("jsonl", "parquet")]
-    path = tmp_path / "corpus.yaml"
-    path.write_text(yaml.safe_dump(corpus_values(tmp_path, corpus, good, *sources)))
-    assert distil("prepare", path, capfd=capfd)[0] == 0
+    assert distil("prepare", corpus_yaml(good, *sources))[0] == 0
     _, lines, rows = load_manifest(tmp_path / "shards").sources
     assert lines.documents_kept <= 1 and sum(lines.dropped.values()) >= 1
     assert rows.documents_kept == 0 and sum(rows.dropped.values()) == 2
 
 
-def test_a_pickle_as_parquet(
-    tmp_path: Path, corpus: Path, canary: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("kind", "source", "file", "build"),
+    [
+        ("parquet", "a.parquet", "a.parquet", pickled),
+        ("huggingface", "evil", "evil/evil.py", lambda canary: code(canary).encode()),
+        ("huggingface", "evil", "evil/data.pkl", pickled),
+    ],
+    ids=["parquet", "evil.py", "data.pkl"],
+)
+def test_a_source_that_is_a_pickle_or_code(
+    kind: str,
+    source: str,
+    file: str,
+    build: Callable[[Path], bytes],
+    tmp_path: Path,
+    canary: Path,
+    corpus_yaml: Callable[..., Path],
+    distil: Distil,
 ) -> None:
-    (tmp_path / "a.parquet").write_bytes(pickled(canary))
-    source = {"kind": "parquet", "path": str(tmp_path / "a.parquet")}
-    path = tmp_path / "corpus.yaml"
-    path.write_text(yaml.safe_dump(corpus_values(tmp_path, corpus, source)), encoding="utf-8")
-    exit_code, err = distil("prepare", path, capfd=capfd)
-    assert exit_code == 2 and "a.parquet" in one_line(err)
-
-
-@pytest.mark.parametrize("name", ["evil.py", "data.pkl"])
-def test_a_dataset_that_is_code(
-    name: str, tmp_path: Path, corpus: Path, canary: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "evil"
-    folder.mkdir()
-    (folder / name).write_bytes(code(canary).encode() if name == "evil.py" else pickled(canary))
-    source = {"kind": "huggingface", "path": str(folder)}
-    path = tmp_path / "corpus.yaml"
-    path.write_text(yaml.safe_dump(corpus_values(tmp_path, corpus, source)), encoding="utf-8")
-    exit_code, err = distil("prepare", path, capfd=capfd)
-    assert exit_code == 2 and str(folder) in one_line(err)
+    (tmp_path / "evil").mkdir()
+    (tmp_path / file).write_bytes(build(canary))
+    path = str(tmp_path / source)
+    assert path in refusal(distil("prepare", corpus_yaml({"kind": kind, "path": path})))
 
 
 def test_an_array_of_objects_in_the_work_folder(
-    tmp_path: Path, corpus: Path, texts: Path, canary: Path
+    tmp_path: Path, texts: Path, canary: Path, corpus_yaml: Callable[..., Path]
 ) -> None:
-    source = {"kind": "text", "path": str(texts), "document": "paragraph"}
-    config = CorpusConfig.model_validate(corpus_values(tmp_path, corpus, source))
+    path = corpus_yaml({"kind": "text", "path": str(texts), "document": "paragraph"})
+    config = CorpusConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     stages = [*STAGES]
     for stage in stages[: stages.index("pack")]:
         prepare_stage(config, stage)
@@ -318,42 +279,39 @@ def test_an_array_of_objects_in_the_work_folder(
 
 @pytest.mark.parametrize("command", ["pretrain", "prepare"])
 def test_yaml_that_applies_a_function(
-    command: str, tmp_path: Path, canary: Path, capfd: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, canary: Path, distil: Distil
 ) -> None:
     path = tmp_path / "evil.yaml"
     path.write_text(yaml_that_applies(canary), encoding="utf-8")
-    exit_code, err = distil(command, path, capfd=capfd)
-    assert exit_code == 2 and "evil.yaml: line 1" in one_line(err)
+    assert "evil.yaml: line 1" in refusal(distil(command, path))
     path.write_text("output: out\n", encoding="utf-8")
     override = f"output=!!python/object/apply:os.mkdir [{canary}]"
-    exit_code, err = distil(command, path, override, capfd=capfd)
-    assert exit_code == 2 and "could not determine a constructor" in one_line(err)
+    said = refusal(distil(command, path, override))
+    assert "could not determine a constructor" in said
+
+
+def run_yaml(folder: Path, values: Values) -> Path:
+    (folder / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return folder / "run.yaml"
 
 
 def test_evaluate_and_student_init_refuse_code(
-    values: Values, tmp_path: Path, corpus: Path, canary: Path, capfd: pytest.CaptureFixture[str]
+    values: Values, tmp_path: Path, corpus: Path, canary: Path, distil: Distil
 ) -> None:
-    folder = tmp_path / "run" / "checkpoints" / "step-00000002" / "student"
+    folder = step_folder(values["output"], 2) / "student"
     (folder / "evil.py").write_text(code(canary), encoding="utf-8")
     edit(folder / "config.json", auto_map={"AutoModelForMaskedLM": "evil.EvilModel"})
-    exit_code, err = distil("evaluate", folder, corpus, capfd=capfd)
-    assert exit_code == 2 and "config.json holds 'auto_map'" in one_line(err)
-    path = tmp_path / "run.yaml"
+    assert "config.json holds 'auto_map'" in refusal(distil("evaluate", folder, corpus))
     values |= {"output": str(tmp_path / "other"), "student": {"init": str(folder)}}
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    exit_code, err = distil("pretrain", path, capfd=capfd)
-    assert exit_code == 2 and "config.json holds 'auto_map'" in one_line(err)
+    said = refusal(distil("pretrain", run_yaml(tmp_path, values)))
+    assert "config.json holds 'auto_map'" in said
 
 
-def test_a_file_as_teacher(
-    tmp_path: Path, values: Values, canary: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_as_teacher(tmp_path: Path, values: Values, canary: Path, distil: Distil) -> None:
     (tmp_path / "model.pt").write_bytes(torch_saved(canary))
     values["teacher"] = str(tmp_path / "model.pt")
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    exit_code, err = distil("pretrain", path, capfd=capfd)
-    assert exit_code == 2 and "model.pt: a file; give the folder" in one_line(err)
+    said = refusal(distil("pretrain", run_yaml(tmp_path, values)))
+    assert "model.pt: a file; give the folder" in said
 
 
 def test_in_a_process_of_its_own(tmp_path: Path, values: Values, canary: Path) -> None:
@@ -362,16 +320,14 @@ def test_in_a_process_of_its_own(tmp_path: Path, values: Values, canary: Path) -
     (tmp_path / "teacher" / "evil.py").write_text(code(canary), encoding="utf-8")
     names = {"AutoTokenizer": ["evil.EvilTokenizer", None]}
     edit(settings, tokenizer_class="EvilTokenizer", auto_map=names)
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
     result = subprocess.run(
-        [sys.executable, "-m", "launch", "pretrain", str(path)],
+        [sys.executable, "-m", "launch", "pretrain", run_yaml(tmp_path, values)],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert result.returncode == 2
-    assert "tokenizer_config.json holds 'auto_map'" in one_line(result.stderr)
-    assert not (tmp_path / "run" / "checkpoints" / "step-00000003").exists()
+    said = refusal((result.returncode, result.stderr))
+    assert "tokenizer_config.json holds 'auto_map'" in said
+    assert not step_folder(values["output"], 3).exists()

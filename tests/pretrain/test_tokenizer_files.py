@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_malicious_data import reseal_checkpoint
+from runs import reseal_checkpoint
 from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
 from data_prep import CorpusError
