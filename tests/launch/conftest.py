@@ -1,7 +1,7 @@
 """Provide a corpus and a run so small that starting the processes takes longer than training."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -65,21 +65,22 @@ def run(tmp_path: Path, shards: Path) -> Path:
 
 
 @pytest.fixture
-def teacher_of_letters() -> Callable[[Path], None]:
-    """Return a function that writes a BERT of two layers over the vocabulary of `shards`."""
+def save_teacher() -> Callable[..., Path]:
+    """Return a function that writes a BERT of two layers, by default over WORDS."""
 
-    def write(folder: Path) -> None:
+    def write(folder: Path, words: Sequence[str] = WORDS, positions: int = 16) -> Path:
         from transformers import BertConfig, BertForMaskedLM
 
         config = BertConfig(
-            vocab_size=len(WORDS),
+            vocab_size=len(words),
             hidden_size=16,
             num_hidden_layers=2,
             num_attention_heads=2,
             intermediate_size=32,
-            max_position_embeddings=16,
+            max_position_embeddings=positions,
         )
         BertForMaskedLM(config).save_pretrained(folder)
-        (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+        (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+        return folder
 
     return write

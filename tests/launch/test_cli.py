@@ -9,46 +9,26 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from transformers import BertConfig, BertForMaskedLM
+from processes import ROOT, assert_refused, file_size_limit, in_a_process
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import load_manifest
 
-ROOT = Path(__file__).parents[2]
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
-WORDS += [f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
-
-
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *ascii_lowercase]
+WORDS += [f"##{letter}" for letter in ascii_lowercase]
+Config = dict[str, Any]
 Distil = Callable[..., Any]
 
 
-def in_a_process(*arguments: object, limit_kib: int | None = None) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of `distil` in a process of its own."""
-    command = [sys.executable, "-m", "launch", *map(str, arguments)]
-    if limit_kib:
-        command = ["bash", "-c", f'ulimit -f {limit_kib}; exec "$@"', "-", *command]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    return done.returncode, done.stdout, done.stderr
-
-
-def assert_refused(result: tuple[int, str, str], *parts: str) -> None:
-    """Assert exit code 2 and one line on stderr that holds all parts."""
-    code, out, err = result
-    assert code == 2, out + err
-    lines = err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), err
-    for part in parts:
-        assert part in lines[0], lines[0]
-
-
 @pytest.fixture
-def corpus(tmp_path: Path) -> dict[str, Any]:
+def corpus(tmp_path: Path) -> Config:
     """Return a corpus config over one text file."""
     (tmp_path / "text").mkdir()
     text = "\n\n".join(f"some words of a paragraph {chr(97 + i % 26) * 3}" for i in range(200))
@@ -65,44 +45,21 @@ def corpus(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def write(path: Path, values: dict[str, Any]) -> Path:
+def write(path: Path, values: Config) -> Path:
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path
 
 
-def prepared(tmp_path: Path, corpus: dict[str, Any]) -> Path:
+def prepared(tmp_path: Path, corpus: Config) -> Path:
     write(tmp_path / "corpus.yaml", corpus)
     prepare(CorpusConfig.model_validate(corpus))
     return Path(corpus["output"])
 
 
-def save_teacher(folder: Path, *, words: list[str] = WORDS, positions: int = 64) -> Path:
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=positions,
-    )
-    BertForMaskedLM(config).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
-    return folder
-
-
 def run_file(tmp_path: Path, shards: Path, teacher: object) -> Path:
-    values = {
-        "output": str(tmp_path / "run"),
-        "shards": str(shards),
-        "teacher": str(teacher),
-        "train": {
-            "max_steps": 2,
-            "global_batch_size": 4,
-            "precision": "fp32",
-            "micro_batch_size": 4,
-        },
-    }
-    return write(tmp_path / "run.yaml", values)
+    train = {"max_steps": 2, "global_batch_size": 4, "precision": "fp32", "micro_batch_size": 4}
+    values = {"output": f"{tmp_path}/run", "shards": str(shards), "teacher": str(teacher)}
+    return write(tmp_path / "run.yaml", {**values, "train": train})
 
 
 def test_help_shows_an_example_for_every_command(distil: Distil) -> None:
@@ -121,9 +78,8 @@ def test_debug_shows_the_traceback(distil: Distil, tmp_path: Path) -> None:
     assert "Traceback" in err and "no such file" in err.splitlines()[-1]
 
 
-def test_missing_files_are_named(distil: Distil, tmp_path: Path, corpus: dict[str, Any]) -> None:
-    missing = in_a_process("prepare", tmp_path / "none.yaml")
-    assert_refused(missing, "none.yaml: no such file")
+def test_missing_files_are_named(distil: Distil, tmp_path: Path, corpus: Config) -> None:
+    assert_refused(in_a_process("prepare", tmp_path / "none.yaml"), "none.yaml: no such file")
     assert_refused(distil("verify", tmp_path / "none"), "none")
     assert_refused(distil("inspect", tmp_path / "none"), "none")
     assert_refused(distil("export", tmp_path / "none", tmp_path / "out"), "none: no checkpoint")
@@ -131,13 +87,13 @@ def test_missing_files_are_named(distil: Distil, tmp_path: Path, corpus: dict[st
     assert_refused(distil("prepare", write(tmp_path / "c.yaml", corpus)), "nothing")
 
 
-def test_an_empty_corpus_is_refused(distil: Distil, tmp_path: Path, corpus: dict[str, Any]) -> None:
+def test_an_empty_corpus_is_refused(distil: Distil, tmp_path: Path, corpus: Config) -> None:
     (tmp_path / "text" / "good.txt").write_text("\n\n  \n", encoding="utf-8")
     assert_refused(distil("prepare", write(tmp_path / "c.yaml", corpus)), "no training row")
     assert not (Path(corpus["output"]) / "manifest.json").exists()
 
 
-def test_bad_documents_are_set_aside_and_counted(tmp_path: Path, corpus: dict[str, Any]) -> None:
+def test_bad_documents_are_set_aside_and_counted(tmp_path: Path, corpus: Config) -> None:
     (tmp_path / "text" / "binary.txt").write_bytes(b"\x7fELF\x00\x00\x01" * 50)
     (tmp_path / "text" / "latin.txt").write_bytes("caf\xe9 cr\xe8me".encode("latin-1"))
     folder = prepared(tmp_path, corpus)
@@ -149,9 +105,7 @@ def test_bad_documents_are_set_aside_and_counted(tmp_path: Path, corpus: dict[st
     assert "binary.txt" in where["binary"] and "latin.txt" in where["not utf-8"]
 
 
-def test_a_truncated_dump_is_refused(
-    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
-) -> None:
+def test_a_truncated_dump_is_refused(distil: Distil, tmp_path: Path, corpus: Config) -> None:
     page = "<page><title>T{0}</title><ns>0</ns><id>{0}</id><revision><text>word {0}</text>"
     pages = "".join(page.format(i) + "</revision></page>" for i in range(20000))
     whole = bz2.compress(f"<mediawiki>{pages}</mediawiki>".encode())
@@ -163,7 +117,7 @@ def test_a_truncated_dump_is_refused(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_document_of_one_50_mb_line_stays_within_a_gigabyte(
-    tmp_path: Path, corpus: dict[str, Any]
+    tmp_path: Path, corpus: Config
 ) -> None:
     # Random letters in words of 150: each becomes one [UNK], which keeps tokenising short.
     letters = bytes(97 + i % 26 for i in range(256))
@@ -186,7 +140,7 @@ def test_a_document_of_one_50_mb_line_stays_within_a_gigabyte(
 
 
 def test_a_flipped_bit_in_a_shard_is_found(
-    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
+    distil: Distil, tmp_path: Path, corpus: Config, save_teacher: Callable[..., Path]
 ) -> None:
     folder = prepared(tmp_path, corpus)
     shard = folder / load_manifest(folder).splits["train"].shards[0].file
@@ -194,45 +148,41 @@ def test_a_flipped_bit_in_a_shard_is_found(
     data[len(data) // 2] ^= 4
     shard.write_bytes(data)
     assert_refused(distil("verify", folder), shard.name, "again")
-    run = run_file(tmp_path, folder, save_teacher(tmp_path / "teacher"))
+    run = run_file(tmp_path, folder, save_teacher(tmp_path / "teacher", WORDS, positions=64))
     assert_refused(distil("pretrain", run), shard.name)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_teachers_that_do_not_fit_are_refused(
-    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
+    distil: Distil, tmp_path: Path, corpus: Config, save_teacher: Callable[..., Path]
 ) -> None:
     folder = prepared(tmp_path, corpus)
-    other = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
-    teacher = save_teacher(tmp_path / "other", words=other)
-    assert_refused(distil("pretrain", run_file(tmp_path, folder, teacher)), "vocabulary")
-    teacher = save_teacher(tmp_path / "short", positions=16)
-    assert_refused(
-        distil("pretrain", run_file(tmp_path, folder, teacher)), "row_length: 16", "max_position"
-    )
-    missing = tmp_path / "nobody" / "here"
-    assert_refused(distil("pretrain", run_file(tmp_path, folder, missing)), "nobody/here")
+    other = save_teacher(tmp_path / "other", [*WORDS[:-2], WORDS[-1], WORDS[-2]], positions=64)
+    short = save_teacher(tmp_path / "short", WORDS, positions=16)
+    for teacher, *parts in (
+        (other, "vocabulary"),
+        (short, "row_length: 16", "max_position"),
+        (tmp_path / "nobody" / "here", "nobody/here"),
+    ):
+        assert_refused(distil("pretrain", run_file(tmp_path, folder, teacher)), *parts)
 
 
 def test_a_full_disk_names_the_place_and_loses_nothing(
-    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
+    distil: Distil, tmp_path: Path, corpus: Config
 ) -> None:
     folder = prepared(tmp_path, corpus)
     before = {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     long = " ".join(f"{a}{b}{c}" for a in "abcdefgh" for b in "abcdefgh" for c in WORDS[5:31])
-    (tmp_path / "text" / "more.txt").write_text(
-        "\n\n".join(f"{long} {i}" for i in range(40)), encoding="utf-8"
-    )
+    (tmp_path / "text" / "more.txt").write_text("\n\n".join(f"{long} {i}" for i in range(40)))
     elsewhere = write(tmp_path / "c.yaml", {**corpus, "output": str(tmp_path / "elsewhere")})
-    assert_refused(in_a_process("prepare", elsewhere, limit_kib=64), "elsewhere", "file-size limit")
+    ended = in_a_process("prepare", elsewhere, prefix=file_size_limit(64))
+    assert_refused(ended, "elsewhere", "file-size limit")
     assert not (tmp_path / "elsewhere" / "manifest.json").exists()
     assert distil("prepare", elsewhere).code == 0  # the same command, with room
     assert before == {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_read_only_output_is_refused(
-    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
-) -> None:
+def test_a_read_only_output_is_refused(distil: Distil, tmp_path: Path, corpus: Config) -> None:
     # A file where the folder's parent should be: root may write anywhere modes forbid it.
     (tmp_path / "file").write_text("", encoding="utf-8")
     corpus["output"] = str(tmp_path / "file" / "shards")
@@ -240,7 +190,7 @@ def test_a_read_only_output_is_refused(
 
 
 def test_a_finished_corpus_is_up_to_date_and_never_overwritten(
-    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
+    distil: Distil, tmp_path: Path, corpus: Config
 ) -> None:
     folder = prepared(tmp_path, corpus)
     before = (folder / "manifest.json").read_bytes()
@@ -251,10 +201,10 @@ def test_a_finished_corpus_is_up_to_date_and_never_overwritten(
 
 
 def test_a_mistake_in_training_is_one_line(
-    distil: Distil, tmp_path: Path, corpus: dict[str, Any]
+    distil: Distil, tmp_path: Path, corpus: Config, save_teacher: Callable[..., Path]
 ) -> None:
     folder = prepared(tmp_path, corpus)
-    run = run_file(tmp_path, folder, save_teacher(tmp_path / "teacher"))
+    run = run_file(tmp_path, folder, save_teacher(tmp_path / "teacher", WORDS, positions=64))
     assert_refused(distil("pretrain", run, "train.micro_batch_size=3"), "take 3 or 6")
     assert_refused(distil("pretrain", run, "student.init=[0,5]"), "layers 0 to 1, not 5")
     assert_refused(distil("pretrain", run, "student.init=nowhere"), "nowhere")

@@ -7,28 +7,29 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
+from processes import ROOT, assert_refused
 
 from data_prep.disk import lock
-from launch.cli import main
 from launch.config import load_config
 from launch.torchrun import command
 from launch.torchrun.command import Head, Layout
-from launch.torchrun.hardware import PRESETS, hardware
+from launch.torchrun.hardware import PRESETS, Hardware, hardware
 from launch.torchrun.start import Launch, first_host, launch_id, layout_of
 from pretrain import RunError
 from pretrain.config import RunConfig
 
-ROOT = Path(__file__).parents[2]
 CPU = Layout(nodes=1, processes=2, device="cpu")
-ASKED = Launch(config=Path("run.yaml"), overrides=[])
 TORCHRUN = [sys.executable, command.ENTRY, "torch.distributed.run"]
+Distil = Callable[..., Any]
 SIGNALS = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
 
 
@@ -39,25 +40,18 @@ def _outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write the config of a run without shards, which no test here starts."""
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "run.yaml"
-    path.write_text(
-        "{output: o, shards: nowhere, teacher: t, train: {global_batch_size: 32}}\n",
-        encoding="utf-8",
-    )
+    path.write_text("{output: o, shards: nowhere, teacher: t, train: {global_batch_size: 32}}\n")
     return path
 
 
-def distil(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object
-) -> tuple[int, str, str]:
-    """Run a command in this process; return (exit code, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["distil", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    captured = capsys.readouterr()
-    return int(ended.value.code or 0), captured.out, captured.err
+def layout(options: dict[str, Any], visible_gpus: int) -> Layout:
+    asked = Launch(config=Path("run.yaml"), overrides=[], **options)
+    preset = hardware(asked.hardware) if asked.hardware else None
+    return layout_of(asked, preset, visible_gpus)
 
 
 def test_the_command_for_one_node() -> None:
@@ -143,11 +137,9 @@ def test_the_sbatch_command() -> None:
     ],
 )
 def test_the_layout_follows_options_preset_and_visible_gpus(
-    options: dict[str, object], gpus: int, expected: Layout
+    options: dict[str, Any], gpus: int, expected: Layout
 ) -> None:
-    asked = replace(ASKED, **options)  # type: ignore[arg-type]
-    preset = hardware(asked.hardware) if asked.hardware else None
-    assert layout_of(asked, preset, gpus) == expected
+    assert layout(options, gpus) == expected
 
 
 @pytest.mark.parametrize(
@@ -158,11 +150,9 @@ def test_the_layout_follows_options_preset_and_visible_gpus(
         ({"slurm": True}, 8, "--slurm: say what a node has: --gpus M, or --hardware NAME"),
     ],
 )
-def test_missing_gpus_are_refused(options: dict[str, object], gpus: int, message: str) -> None:
-    asked = replace(ASKED, **options)  # type: ignore[arg-type]
-    preset = hardware(asked.hardware) if asked.hardware else None
+def test_missing_gpus_are_refused(options: dict[str, Any], gpus: int, message: str) -> None:
     with pytest.raises(RunError, match=message):
-        layout_of(asked, preset, gpus)
+        layout(options, gpus)
 
 
 def test_a_users_override_beats_the_preset(run: Path) -> None:
@@ -175,28 +165,21 @@ def test_a_users_override_beats_the_preset(run: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
-def test_every_preset_fits_the_papers_config(
-    preset: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = preset.name  # type: ignore[attr-defined]
+def test_every_preset_fits_the_papers_config(distil: Distil, preset: Hardware) -> None:
     config = ROOT / "configs" / "distilbert-base-uncased.yaml"
-    code, out, _ = distil(
-        capsys, monkeypatch, "launch", config, "--hardware", name, "--nodes", 4, "--slurm",
-        "--dry-run",
-    )  # fmt: skip
-    assert code == 0 and f"# hardware {name}: " in out
+    options = ("--hardware", preset.name, "--nodes", 4, "--slurm", "--dry-run")
+    code, out, _ = distil("launch", config, *options)
+    assert code == 0 and f"# hardware {preset.name}: " in out
     line = shlex.split(out.splitlines()[-1])
     overrides = [word for word in line if word.startswith("train.")]
     loaded = load_config(RunConfig, config, overrides)
     assert loaded.train.global_batch_size == 4096
-    assert line[0] == "sbatch" and line[line.index("--hardware") + 1] == name
+    assert line[0] == "sbatch" and line[line.index("--hardware") + 1] == preset.name
 
 
-def test_a_dry_run_of_several_nodes_shows_each(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_of_several_nodes_shows_each(distil: Distil, run: Path) -> None:
     options = ("launch", run, "--hardware", "cpu", "--gpus", 2, "--nodes", 2, "--dry-run")
-    code, out, _ = distil(capsys, monkeypatch, *options, "--head", "[::1]:4711")
+    code, out, _ = distil(*options, "--head", "[::1]:4711")
     assert code == 0
     lines = [shlex.split(line, comments=True) for line in out.splitlines()]
     commands = [line[line.index(sys.executable) :] for line in lines if line]
@@ -212,38 +195,35 @@ def test_a_dry_run_of_several_nodes_shows_each(
         ]
         for rank in ("0", "1")
     ]
-    one = distil(capsys, monkeypatch, *options, "--head", "[::1]:4711", "--node-rank", 1)
+    one = distil(*options, "--head", "[::1]:4711", "--node-rank", 1)
     assert one[1].splitlines() == [*out.splitlines()[:-2], out.splitlines()[-1]]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "8 rows x 2 micro-batches x 2 process(es)"),
+        (["--slurm"], "16 rows (micro_batch_size auto) x 2 process(es)"),
+    ],
+    ids=["cpu", "gpu"],
+)
 def test_default_keys_are_shown_as_resolved_for_the_device(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    distil: Distil, run: Path, options: list[str], expected: str
 ) -> None:
-    def shown(*options: str) -> str:
-        code, out, err = distil(capsys, monkeypatch, "launch", run, *options, "--dry-run")
-        assert code == 0, err
-        (line,) = (line for line in out.splitlines() if "a step of" in line)
-        return line.partition("a step of ")[2]
-
-    cpu, gpu = shown("--gpus", "2"), shown("--gpus", "2", "--slurm")
-    assert cpu == "32 rows = 8 rows x 2 micro-batches x 2 process(es), precision auto"
-    assert gpu == "32 rows = 16 rows (micro_batch_size auto) x 2 process(es), precision auto"
+    code, out, err = distil("launch", run, "--gpus", "2", *options, "--dry-run")
+    assert code == 0, err
+    assert f"a step of 32 rows = {expected}, precision auto\n" in out
 
 
 def test_slurm_names_the_node_the_head_and_the_launch(
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    distil: Distil, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "scontrol").write_text('#!/bin/bash\n[[ $3 == "n[4-5]" ]] && echo "n4\nn5"\n')
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     for name, value in (("JOB_ID", 123456), ("JOB_NODELIST", "n[4-5]"), ("NODEID", 1)):
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    code, out, _ = distil(
-        capsys, monkeypatch, "launch", run, "--hardware", "cpu", "--nodes", 2, "--dry-run"
-    )
+    code, out, _ = distil("launch", run, "--hardware", "cpu", "--nodes", 2, "--dry-run")
     assert code == 0
     assert "--node-rank 1 --master-addr n4 --master-port 23456 " in out.splitlines()[-1]
     assert launch_id(Head("n4", 1)) == "123456.0.0"
@@ -262,55 +242,41 @@ def test_slurm_names_the_node_the_head_and_the_launch(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hardware", "dgx"], "--hardware dgx: not known: one of cpu, 1xv100-16gb, 8xv100-16gb"),
-        (["--zero", "3"], "--zero 3: there are 1 and 2"),
-        (["--skip-rows", "9"], "--skip-rows 9: no range: a:b leaves out rows a to b-1"),
-        (["--skip-rows", "1:2", "--skip-rows", "9:9"], "--skip-rows 9:9: no range"),
-        (["--gpus", "3"], "global_batch_size 32 is not a multiple of micro_batch_size 8 x 3"),
-        (["train.precision=fp16"], "train.precision fp16 needs a CUDA GPU, this is cpu"),
-        (["train.max_stepz=3"], "did you mean train.max_steps"),
-        (["--nodes", "2"], "--nodes 2: without Slurm it needs --head HOST"),
-        (["--nodes", "2", "--head", "h"], "--nodes 2: add --node-rank R, a number of its own"),
-        (["--nodes", "2", "--head", "h", "--node-rank", "2"], "of 2 nodes the last is 1"),
-        (["--nodes", "2", "--head", "h:x"], "--head h:x: is no HOST or HOST:PORT"),
-        (["--head", "h"], "--head: is for several nodes: add --nodes N"),
-        (["--node-rank", "0"], "--node-rank: is for several nodes: add --nodes N"),
-        (["--slurm", "--head", "h", "--nodes", "2"], "--head: Slurm knows it"),
+        ("--hardware dgx", "--hardware dgx: not known: one of cpu, 1xv100-16gb, 8xv100-16gb"),
+        ("--zero 3", "--zero 3: there are 1 and 2"),
+        ("--skip-rows 9", "--skip-rows 9: no range: a:b leaves out rows a to b-1"),
+        ("--skip-rows 1:2 --skip-rows 9:9", "--skip-rows 9:9: no range"),
+        ("--gpus 3", "global_batch_size 32 is not a multiple of micro_batch_size 8 x 3"),
+        ("train.precision=fp16", "train.precision fp16 needs a CUDA GPU, this is cpu"),
+        ("train.max_stepz=3", "did you mean train.max_steps"),
+        ("--nodes 2", "--nodes 2: without Slurm it needs --head HOST"),
+        ("--nodes 2 --head h", "--nodes 2: add --node-rank R, a number of its own"),
+        ("--nodes 2 --head h --node-rank 2", "of 2 nodes the last is 1"),
+        ("--nodes 2 --head h:x", "--head h:x: is no HOST or HOST:PORT"),
+        ("--head h", "--head: is for several nodes: add --nodes N"),
+        ("--node-rank 0", "--node-rank: is for several nodes: add --nodes N"),
+        ("--slurm --head h --nodes 2", "--head: Slurm knows it"),
         (
-            ["--nodes", "2", "--head", "8.8.8.8", "--node-rank", "1"],
+            "--nodes 2 --head 8.8.8.8 --node-rank 1",
             "--head 8.8.8.8: 8.8.8.8 is a public address, and anyone who reaches the port there",
         ),
         (
-            ["--nodes", "2", "--head", "[2001:4860:4860::8888]:29500", "--node-rank", "0"],
+            "--nodes 2 --head [2001:4860:4860::8888]:29500 --node-rank 0",
             "2001:4860:4860::8888 is a public address",
         ),
+        ("--nodes 2 --head 8.8.8.8 --node-rank 1 --public", "nowhere holds no finished shards"),
+        ("--nodes 2 --head 10.1.2.3 --node-rank 1", "nowhere holds no finished shards"),
         (
-            ["--nodes", "2", "--head", "8.8.8.8", "--node-rank", "1", "--public"],
-            "nowhere holds no finished shards",
-        ),
-        (
-            ["--nodes", "2", "--head", "10.1.2.3", "--node-rank", "1"],
-            "nowhere holds no finished shards",
-        ),
-        (
-            ["--nodes", "2", "--head", "no.such.host.invalid", "--node-rank", "1"],
+            "--nodes 2 --head no.such.host.invalid --node-rank 1",
             "--head no.such.host.invalid: no address of it is known",
         ),
-        ([], "nowhere holds no finished shards; run `distil prepare`"),
+        ("", "nowhere holds no finished shards; run `distil prepare`"),
     ],
 )
 def test_a_mistake_is_one_line_and_starts_nothing(
-    arguments: list[str],
-    message: str,
-    run: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    distil: Distil, run: Path, arguments: str, message: str
 ) -> None:
-    monkeypatch.chdir(run.parent)
-    hardware_too = [] if "--hardware" in arguments else ["--hardware", "cpu"]
-    code, _, err = distil(capsys, monkeypatch, "launch", run, *arguments, *hardware_too)
-    (line,) = err.splitlines()
-    assert code == 2 and line.startswith("error: ") and message in line
+    assert_refused(distil("launch", run, "--hardware", "cpu", *arguments.split()), message)
     assert not (run.parent / "o").exists()
 
 
@@ -327,73 +293,57 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     ids=["v4", "v6", "public", "another_node", "local_v6", "private"],
 )
 def test_a_first_node_with_a_public_interface_is_refused(
+    distil: Distil,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
     address: str,
     rank: str,
     more: list[str],
     message: str,
-    run: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(run.parent)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     here = [SimpleNamespace(family=family, address=address)]
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth9": here})
     arguments = ["--nodes", "2", "--head", "10.1.2.3", "--node-rank", rank, *more]
-    code, _, err = distil(
-        capsys, monkeypatch, "launch", run, *arguments, "--hardware", "cpu", "--gpus", "1"
-    )
-    (line,) = err.splitlines()
-    assert code == 2 and message in line
+    assert_refused(distil("launch", run, *arguments, "--hardware", "cpu", "--gpus", "1"), message)
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--slurm", "--gpus", "2"]], ids=len)
 def test_an_output_that_holds_something_else_is_refused_before_anything_starts(
-    more: list[str],
-    run: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    distil: Distil, run: Path, more: list[str]
 ) -> None:
-    monkeypatch.chdir(run.parent)
     (run.parent / "o").mkdir()
     (run.parent / "o" / "thesis.tex").write_text("mine", encoding="utf-8")
-    code, _, err = distil(capsys, monkeypatch, "launch", run, "--hardware", "cpu", *more)
-    (line,) = err.splitlines()
-    assert code == 2 and "thesis.tex" in line and "set another `output:`" in line
+    ended = distil("launch", run, "--hardware", "cpu", *more)
+    assert_refused(ended, "thesis.tex", "set another `output:`")
     assert [path.name for path in (run.parent / "o").iterdir()] == ["thesis.tex"]
 
 
 def test_a_launch_beside_a_living_run_is_refused_at_once(
-    run: Path, shards: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    distil: Distil, run: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "launch.torchrun.start.supervise", lambda *_, **__: pytest.fail("it was started")
     )
     output = run.parent / "out"
     with lock(output, "pretrain"):
-        code, _, err = distil(
-            capsys,
-            monkeypatch,
-            *("launch", run, f"output={output}", f"shards={shards}", "--hardware", "cpu"),
-        )
-        assert code == 2 and err.count("\n") == 1
-        assert f"pid {os.getpid()}) is at work on pretrain: wait for it" in err
+        ended = distil("launch", run, f"output={output}", f"shards={shards}", "--hardware", "cpu")
+        assert_refused(ended, f"pid {os.getpid()}) is at work on pretrain: wait for it")
         assert len(list(output.iterdir())) == 1
 
 
-def test_rows_that_are_no_range_are_refused_by_pretrain_too(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, _, err = distil(capsys, monkeypatch, "pretrain", run, "--skip-rows", "5:2")
-    assert code == 2 and err.startswith("error: --skip-rows 5:2: no range: ")
+def test_rows_that_are_no_range_are_refused_by_pretrain_too(distil: Distil, run: Path) -> None:
+    assert_refused(
+        distil("pretrain", run, "--skip-rows", "5:2"), "error: --skip-rows 5:2: no range: "
+    )
 
 
 def test_without_slurm_nothing_is_submitted(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    distil: Distil, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(run.parent))
-    code, _, err = distil(capsys, monkeypatch, "launch", run, "--hardware", "cpu", "--slurm")
-    assert code == 2 and err.startswith("error: --slurm: sbatch is not on PATH")
+    ended = distil("launch", run, "--hardware", "cpu", "--slurm")
+    assert_refused(ended, "error: --slurm: sbatch is not on PATH")
 
 
 @pytest.mark.parametrize(

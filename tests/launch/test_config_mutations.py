@@ -86,9 +86,9 @@ def test_what_is_accepted_runs_or_is_refused_in_a_line(
     shards: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    teacher_of_letters: Callable[[Path], None],
+    save_teacher: Callable[..., Path],
 ) -> None:
-    teacher_of_letters(tmp_path / "teacher")
+    save_teacher(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text("one text\n\nanother text\n" * 50, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     ended: dict[int, int] = {}

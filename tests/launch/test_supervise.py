@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,7 +34,7 @@ LIMIT = 60  # seconds for what is promised
 START = 240  # seconds for processes to start on a busy machine
 ENDLESS = (ENTRY, "worker", "1000000")
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-OWNER = "owner.json"
+UNDER_WAY = "rank 0 is under way"
 CANARY = "canary-b1946ac92492d234"
 
 # A supervisor is forked from a process that has imported torch.
@@ -94,12 +94,21 @@ class Supervised:
         (found,) = (p for p in self.started() if p.environ().get("RANK") == str(number))
         return found
 
+    def name(self, number: int) -> str:
+        """Return a pattern for what a rank is called on the screen."""
+        return re.escape(f"rank {number} ({socket.gethostname()}, pid {self.rank(number).pid})")
+
     def until(self, text: str) -> None:
         """Wait for something on the screen."""
         end = time.monotonic() + START
         while text not in self.screen:
             assert time.monotonic() < end and self.process.is_alive(), self.screen
             time.sleep(0.05)
+
+    def code_after(self, number: signal.Signals) -> int:
+        """Send the supervisor a signal; return its exit code."""
+        os.kill(self.pid, number)
+        return self.code()
 
     def code(self, limit: float = LIMIT) -> int:
         """Return the exit code; assert that no process is left."""
@@ -116,18 +125,25 @@ class Supervised:
                 process.kill()
 
 
+Start = Callable[..., Supervised]
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """Return a function that starts a number of ranks of a module under a supervisor."""
-    started: list[Supervised] = []
+    with ExitStack() as stack:
 
-    def begin(ranks: int, *command: str, **options: Any) -> Supervised:
-        started.append(Supervised(tmp_path / "out", ranks, *command, **options))
-        return started[-1]
+        def begin(ranks: int, *command: str, until: str = "", **options: Any) -> Supervised:
+            run = Supervised(tmp_path / "out", ranks, *(command or ENDLESS), **options)
+            stack.callback(run.stop)
+            run.until(until)
+            return run
 
-    yield begin
-    for supervised in started:
-        supervised.stop()
+        yield begin
+
+
+def pretrain(run: Path) -> tuple[str, ...]:
+    return (ENTRY, "launch", "pretrain", str(run))
 
 
 def listening(processes: list[psutil.Process]) -> list[str]:
@@ -136,16 +152,12 @@ def listening(processes: list[psutil.Process]) -> list[str]:
     return [str(c.laddr.ip) for c in connections if c.status == psutil.CONN_LISTEN]
 
 
-def test_a_run_stays_on_loopback_and_saves_when_told_to_stop(
-    start: Callable[..., Supervised],
-) -> None:
-    run = start(2, *ENDLESS)
-    run.until("rank 0 is under way")
+def test_a_run_stays_on_loopback_and_saves_when_told_to_stop(start: Start) -> None:
+    run = start(2, until=UNDER_WAY)
     heard = listening([psutil.Process(run.pid), *run.started()])
     assert len(heard) == 2  # gloo's socket of each rank
     assert set(heard) == {"127.0.0.1"}
-    os.kill(run.pid, signal.SIGTERM)
-    assert run.code() == 75
+    assert run.code_after(signal.SIGTERM) == 75
     status = read_status(run.output)
     assert status is not None
     assert (status["launch"], status["ended"]) == ("it", "interrupted")
@@ -159,35 +171,29 @@ def test_a_socket_on_all_interfaces_would_be_noticed() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_z_does_nothing_and_ctrl_c_saves(start: Callable[..., Supervised]) -> None:
-    run = start(2, *ENDLESS)
-    run.until("rank 0 is under way")
+def test_ctrl_z_does_nothing_and_ctrl_c_saves(start: Start) -> None:
+    run = start(2, until=UNDER_WAY)
     os.kill(run.pid, signal.SIGTSTP)
     time.sleep(1)
     assert psutil.Process(run.pid).status() != psutil.STATUS_STOPPED
     assert read_status(run.output) is None
-    os.kill(run.pid, signal.SIGINT)
-    assert run.code() == 75
+    assert run.code_after(signal.SIGINT) == 75
 
 
 @pytest.mark.slow
-def test_a_scheduler_may_signal_every_process_of_a_job(start: Callable[..., Supervised]) -> None:
-    run = start(2, *ENDLESS)
-    run.until("rank 0 is under way")
+def test_a_scheduler_may_signal_every_process_of_a_job(start: Start) -> None:
+    run = start(2, until=UNDER_WAY)
     for process in [psutil.Process(run.pid), *run.started()]:
         process.send_signal(signal.SIGUSR1)
     assert run.code() == 75
     assert "Traceback" not in run.screen
 
 
-def test_a_signal_before_the_first_step_ends_with_75(
-    start: Callable[..., Supervised],
-) -> None:
-    run = start(1, *ENDLESS)
+def test_a_signal_before_the_first_step_ends_with_75(start: Start) -> None:
+    run = start(1)
     while not run.started():
         assert run.process.is_alive()
-    os.kill(run.pid, signal.SIGTERM)
-    assert run.code() == 75
+    assert run.code_after(signal.SIGTERM) == 75
 
 
 @pytest.mark.parametrize(
@@ -200,7 +206,7 @@ def test_a_signal_before_the_first_step_ends_with_75(
     ],
 )
 def test_ranks_that_do_not_end_in_time_are_killed(
-    start: Callable[..., Supervised],
+    start: Start,
     tmp_path: Path,
     before: int | None,
     after: int | None,
@@ -211,34 +217,28 @@ def test_ranks_that_do_not_end_in_time_are_killed(
             (tmp_path / f"out/checkpoints/step-{step:08d}").mkdir(parents=True)
 
     save(before)
-    run = start(1, *ENDLESS, "hang", "0", "3", grace=1)
-    run.until("about to hang")
+    run = start(1, *ENDLESS, "hang", "0", "3", grace=1, until="about to hang")
     save(after)
-    os.kill(run.pid, signal.SIGTERM)
-    assert run.code() == code
+    assert run.code_after(signal.SIGTERM) == code
     assert f"goes on after step {after or before or 0}" in run.screen
     assert ("no checkpoint was written since the start" in run.screen) == (code == 1)
 
 
 @pytest.mark.slow
-def test_a_second_signal_kills_at_once(start: Callable[..., Supervised], tmp_path: Path) -> None:
-    run = start(1, *ENDLESS, "hang", "0", "3", grace=10 * LIMIT)
-    run.until("about to hang")
+def test_a_second_signal_kills_at_once(start: Start, tmp_path: Path) -> None:
+    run = start(1, *ENDLESS, "hang", "0", "3", grace=10 * LIMIT, until="about to hang")
     (tmp_path / "out/checkpoints/step-00000002").mkdir(parents=True)
     os.kill(run.pid, signal.SIGTERM)
     time.sleep(1.2)
     assert run.process.is_alive()
-    os.kill(run.pid, signal.SIGTERM)
-    assert run.code() == 75
+    assert run.code_after(signal.SIGTERM) == 75
 
 
-def test_a_killed_rank_ends_all_and_is_named(start: Callable[..., Supervised]) -> None:
-    run = start(3, *ENDLESS)
-    run.until("rank 0 is under way")
-    victim = run.rank(2)
-    victim.kill()
+def test_a_killed_rank_ends_all_and_is_named(start: Start) -> None:
+    run = start(3, until=UNDER_WAY)
+    name = run.name(2)
+    run.rank(2).kill()
     assert run.code() == 1
-    name = re.escape(f"rank 2 ({socket.gethostname()}, pid {victim.pid})")
     line = rf"^{name} ended without a word at step \d+ \(\w+\): killed by SIGKILL, perhaps out of"
     assert re.search(line, run.screen, re.M)
     assert "Traceback" not in run.screen  # the others' lost connections
@@ -246,52 +246,45 @@ def test_a_killed_rank_ends_all_and_is_named(start: Callable[..., Supervised]) -
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_ends_all_and_is_named(start: Callable[..., Supervised]) -> None:
-    run = start(3, *ENDLESS, timeout=15)
-    run.until("rank 0 is under way")
-    victim = run.rank(1)
-    victim.suspend()
+def test_a_stopped_rank_ends_all_and_is_named(start: Start) -> None:
+    run = start(3, until=UNDER_WAY, timeout=15)
+    name = run.name(1)
+    run.rank(1).suspend()
     assert run.code() == 1
-    name = re.escape(f"rank 1 ({socket.gethostname()}, pid {victim.pid})")
     line = rf"^{name} has been silent for \d+ s, last seen at step \d+ \(\w+\)$"
     assert re.search(line, run.screen, re.M)
     assert "Traceback" not in run.screen
 
 
 @pytest.mark.slow
-def test_a_rank_that_blocks_a_collective_is_named_with_its_stack(
-    start: Callable[..., Supervised],
+@pytest.mark.parametrize(
+    ("ranks", "fault", "timeout", "waits", "log"),
+    [
+        (2, "hang", 15, r", and rank 0 waited for it in vain at step 20 \(counts\)", "Timed out"),
+        (1, "hang", 6, r" for \d+ s", ""),
+        (2, "hang-nccl", LIMIT, ", and rank 0 .+", ""),  # whose watchdog aborts it
+    ],
+    ids=["blocks a collective", "waits for data", "has another aborted"],
+)
+def test_a_rank_that_hangs_is_named_with_its_stack(
+    start: Start, ranks: int, fault: str, timeout: int, waits: str, log: str
 ) -> None:
-    run = start(2, *ENDLESS, "hang", "1", "20", timeout=15)
+    run = start(ranks, *ENDLESS, fault, str(ranks - 1), "20", timeout=timeout)
     assert run.code(START) == 1
-    assert re.search(
-        r"^rank 1 \(.+\) stood at step 20 \(data\), and rank 0 waited for it in vain at step 20 "
-        r"\(counts\)$",
-        run.screen,
-        re.M,
-    )
+    has = "" if ranks > 1 else "has "
+    line = rf"^rank {ranks - 1} \(.+\) {has}stood at step 20 \(data\){waits}$"
+    assert re.search(line, run.screen, re.M), run.screen
     assert re.search(r"File .*worker.py.* in hang$", run.screen, re.M)
-    assert "Timed out" in run.log(0)
-
-
-@pytest.mark.slow
-def test_a_single_rank_that_waits_for_data_forever_is_named_with_its_stack(
-    start: Callable[..., Supervised],
-) -> None:
-    run = start(1, *ENDLESS, "hang", "0", "20", timeout=6)
-    assert run.code(START) == 1
-    assert re.search(r"^rank 0 \(.+\) has stood at step 20 \(data\) for \d+ s$", run.screen, re.M)
-    assert re.search(r"File .*worker.py.* in hang$", run.screen, re.M)
+    assert log in run.log(0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "stopped"), [(1, 0), (2, 0), (2, 1)])
 def test_a_stopped_loader_worker_ends_the_run_and_is_named(
-    start: Callable[..., Supervised], run: Path, ranks: int, stopped: int
+    start: Start, run: Path, ranks: int, stopped: int
 ) -> None:
-    command = (ENTRY, "launch", "pretrain", str(run), "train.max_steps=100000")
-    supervised = start(ranks, *command, "train.num_workers=1", timeout=15)
-    supervised.until("step 3/")
+    command = (*pretrain(run), "train.max_steps=100000", "train.num_workers=1")
+    supervised = start(ranks, *command, timeout=15, until="step 3/")
     processes = [p for p in supervised.started() if "RANK" in p.environ()]
     parents = [p.pid for p in processes]
     workers = {p.environ()["RANK"]: p for p in processes if p.ppid() in parents}
@@ -304,20 +297,18 @@ def test_a_stopped_loader_worker_ends_the_run_and_is_named(
 
 
 @pytest.mark.slow
-def test_a_long_evaluation_is_not_taken_for_a_hang(start: Callable[..., Supervised]) -> None:
+def test_a_long_evaluation_is_not_taken_for_a_hang(start: Start) -> None:
     run = start(1, ENTRY, "worker", "30", "evaluate", "0", "20", timeout=4)
     assert run.code(START) == 0
 
 
 @pytest.mark.slow
-def test_logs_that_are_removed_do_not_end_a_run(start: Callable[..., Supervised]) -> None:
-    run = start(2, *ENDLESS)
-    run.until("rank 0 is under way")
+def test_logs_that_are_removed_do_not_end_a_run(start: Start) -> None:
+    run = start(2, until=UNDER_WAY)
     shutil.rmtree(run.output / "logs")
     time.sleep(2)
     assert run.process.is_alive(), run.screen
-    os.kill(run.pid, signal.SIGTERM)
-    assert run.code() == 75
+    assert run.code_after(signal.SIGTERM) == 75
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc/self/mem")
@@ -328,18 +319,7 @@ def test_an_unreadable_log_is_not_shown_further(tmp_path: Path) -> None:
     assert watch.last_words(Beat(0, 1, "host", 1, "data", "", 1, False)) == ""
 
 
-@pytest.mark.slow
-def test_a_rank_that_its_watchdog_aborts_is_not_taken_for_the_cause(
-    start: Callable[..., Supervised],
-) -> None:
-    run = start(2, *ENDLESS, "hang-nccl", "1", "20")
-    assert run.code(START) == 1
-    assert re.search(r"^rank 1 \(.+\) stood at step 20 \(data\), and rank 0", run.screen, re.M)
-
-
-def test_a_crash_is_shown_once_and_the_next_attempt_finishes(
-    start: Callable[..., Supervised],
-) -> None:
+def test_a_crash_is_shown_once_and_the_next_attempt_finishes(start: Start) -> None:
     run = start(3, ENTRY, "worker", "40", "crash-once", "1", "20", max_restarts=2)
     assert run.code(START) == 0
     screen = run.screen
@@ -359,31 +339,26 @@ def test_a_crash_is_shown_once_and_the_next_attempt_finishes(
 
 
 @pytest.mark.slow
-def test_three_failures_at_one_step_stop_the_run(start: Callable[..., Supervised]) -> None:
+def test_three_failures_at_one_step_stop_the_run(start: Start) -> None:
     run = start(1, ENTRY, "worker", "40", "crash", "0", "5", max_restarts=10)
     assert run.code(START) == 1
     assert "the last 3 attempts all ended at step 5: it would happen again" in run.screen
-    assert sorted(p.name for p in (run.output / "logs/it").iterdir()) == [
-        f"attempt-{number}" for number in (1, 2, 3)
-    ]
+    logs = sorted(path.name for path in (run.output / "logs/it").iterdir())
+    assert logs == ["attempt-1", "attempt-2", "attempt-3"]
 
 
 @pytest.mark.slow
-def test_a_launch_leaves_nothing_among_temporary_files(
-    start: Callable[..., Supervised], tmp_path: Path
-) -> None:
-    with TemporaryDirectory(
-        prefix="t", dir="/tmp"
-    ) as folder:  # short: sockets have their names there
+def test_a_launch_leaves_nothing_among_temporary_files(start: Start) -> None:
+    # A short name, because sockets have their names there.
+    with TemporaryDirectory(prefix="t", dir="/tmp") as folder:
         run = start(2, ENTRY, "worker", "40", "litter", "0", "5", temporary=folder)
         assert run.code(START) == 0
         assert "litter in distil-" in run.screen
         assert os.listdir(folder) == []
 
 
-def test_no_process_outlives_the_supervisor(start: Callable[..., Supervised]) -> None:
-    run = start(2, *ENDLESS)
-    run.until("rank 0 is under way")
+def test_no_process_outlives_the_supervisor(start: Start) -> None:
+    run = start(2, until=UNDER_WAY)
     assert len(run.started()) == 3  # torchrun and its ranks
     os.kill(run.pid, signal.SIGKILL)
     end = time.monotonic() + LIMIT
@@ -393,7 +368,7 @@ def test_no_process_outlives_the_supervisor(start: Callable[..., Supervised]) ->
 
 
 def test_a_diverged_run_is_one_line_despite_an_older_status_file(
-    start: Callable[..., Supervised], tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
     write_status(tmp_path / "out", ended="interrupted", step=1, num_steps=2, exit_code=75)
@@ -402,12 +377,9 @@ def test_a_diverged_run_is_one_line_despite_an_older_status_file(
     assert run.screen == "error: step 3: the loss is nan\n"
 
 
-def test_a_mistake_of_all_ranks_is_one_line(
-    start: Callable[..., Supervised], tmp_path: Path, run: Path
-) -> None:
+def test_a_mistake_of_all_ranks_is_one_line(start: Start, tmp_path: Path, run: Path) -> None:
     missing = tmp_path / "missing"
-    command = (ENTRY, "launch", "pretrain", str(run), f"shards={missing}")
-    supervised = start(2, *command, max_restarts=5)
+    supervised = start(2, *pretrain(run), f"shards={missing}", max_restarts=5)
     assert supervised.code(START) == 2
     config, error = supervised.screen.splitlines()
     assert config.startswith("config: ")
@@ -415,14 +387,10 @@ def test_a_mistake_of_all_ranks_is_one_line(
 
 
 @pytest.mark.slow
-def test_a_signal_saves_a_real_run_and_the_same_command_continues(
-    start: Callable[..., Supervised], run: Path
-) -> None:
-    command = [ENTRY, "launch", "pretrain", str(run), "train.max_steps=100000"]
-    first = start(2, *command)
-    first.until("step 3/100000")
-    os.kill(first.pid, signal.SIGTERM)
-    assert first.code() == 75
+def test_a_signal_saves_a_real_run_and_the_same_command_continues(start: Start, run: Path) -> None:
+    command = (*pretrain(run), "train.max_steps=100000")
+    first = start(2, *command, until="step 3/100000")
+    assert first.code_after(signal.SIGTERM) == 75
     status = read_status(first.output)
     assert status is not None
     assert (status["ended"], status["exit_code"]) == ("interrupted", 75)
@@ -454,12 +422,12 @@ def test_only_folders_of_killed_supervisors_of_this_user_are_removed(
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.txt").write_text("mine")
         if owner is not None:
-            (tmp_path / name / OWNER).write_text(json.dumps(asdict(owner)))
+            (tmp_path / name / "owner.json").write_text(json.dumps(asdict(owner)))
         (tmp_path / name).chmod(mode)
-    (tmp_path / "distil-odd" / OWNER).write_text("{}")
+    (tmp_path / "distil-odd" / "owner.json").write_text("{}")
     (tmp_path / "distil-link").symlink_to(tmp_path / "distil-shared")
     (tmp_path / "distil-pipe").mkdir(mode=0o700)
-    os.mkfifo(tmp_path / "distil-pipe" / OWNER)  # to read it would block
+    os.mkfifo(tmp_path / "distil-pipe" / "owner.json")  # to read it would block
     _remove_abandoned()
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {*cases, "distil-link", "distil-pipe"} - {"distil-dead"}

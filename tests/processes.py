@@ -1,0 +1,47 @@
+"""Run commands in processes of their own, and check how commands end."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def finished(
+    *command: object, environment: dict[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with these changes to the environment."""
+    options = {"cwd": ROOT, "timeout": 240, "env": os.environ | (environment or {}), **options}
+    argv = [str(word) for word in command]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, **options)
+
+
+def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter to its end; see `finished`."""
+    return finished(sys.executable, *arguments, **options)
+
+
+def in_a_process(
+    *arguments: object, prefix: Sequence[str] = (), **options: Any
+) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr of `distil`, run by the command in `prefix`."""
+    done = finished(*prefix, sys.executable, "-m", "launch", *arguments, **options)
+    return done.returncode, done.stdout, done.stderr
+
+
+def file_size_limit(kib: int) -> list[str]:
+    """Return a prefix of a command which keeps its files below a size."""
+    return ["bash", "-c", f'ulimit -f {kib}; exec "$@"', "-"]
+
+
+def assert_refused(ended: tuple[int, str, str], *parts: str) -> None:
+    """Assert exit code 2 and one line of error that holds all parts."""
+    code, out, err = ended
+    assert code == 2, out + err
+    (line,) = err.strip().splitlines()
+    assert line.startswith("error: "), err
+    for part in parts:
+        assert part in line
