@@ -37,6 +37,20 @@ def file_size_limit(kib: int) -> list[str]:
     return ["bash", "-c", f'ulimit -f {kib}; exec "$@"', "-"]
 
 
+def outside_slurm() -> dict[str, str]:
+    """Return the environment without variables of Slurm."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+
+
+def programs(folder: Path, **scripts: str) -> str:
+    """Write scripts to a folder; return a PATH on which they come first."""
+    folder.mkdir(exist_ok=True)
+    for name, script in scripts.items():
+        (folder / name).write_text(script, encoding="utf-8")
+        (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
 def assert_refused(ended: tuple[int, str, str], *parts: str) -> None:
     """Assert exit code 2 and one line of error that holds all parts."""
     code, out, err = ended

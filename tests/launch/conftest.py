@@ -3,14 +3,14 @@
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
 
 import pytest
-import yaml
+from small_corpora import LETTERS, corpus_values, write
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
-
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
 
 
 @pytest.fixture(scope="session")
@@ -18,57 +18,41 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of shards: rows of 16 single letters, a tenth for validation."""
     folder = tmp_path_factory.mktemp("letters")
     draw = random.Random(6)
-    lines = [" ".join(draw.choices(WORDS[5:], k=draw.randint(4, 30))) for _ in range(200)]
+    lines = [" ".join(draw.choices(ascii_lowercase, k=draw.randint(4, 30))) for _ in range(200)]
     (folder / "letters.txt").write_text("\n\n".join(lines), encoding="utf-8")
-    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
     source = {"kind": "text", "path": str(folder / "letters.txt"), "document": "paragraph"}
-    values = {
-        "output": folder / "shards",
-        "tokenizer": str(folder / "vocab.txt"),
-        "row_length": 16,
-        "sources": [source],
-        "validation": 0.1,
-        "min_characters": 1,
-        "workers": 1,
-    }
+    values = corpus_values(folder, LETTERS, source, row_length=16, min_characters=1)
+    write(folder / "letters.yaml", values)
     prepare(CorpusConfig.model_validate(values))
     return folder / "shards"
 
 
-@pytest.fixture
-def run(tmp_path: Path, shards: Path) -> Path:
-    """Write the config of four steps of 8 rows for a BERT of one layer."""
-    values = {
-        "output": str(tmp_path / "out"),
+@pytest.fixture(scope="session")
+def run_values(shards: Path) -> dict[str, Any]:
+    """Return the config of four steps of 8 rows for a BERT of one layer."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    batches = {"global_batch_size": 8, "micro_batch_size": 2, "num_workers": 0}
+    return {
         "shards": str(shards),
         "objective": {"name": "mlm"},
-        "model": {
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "max_position_embeddings": 16,
-        },
-        "train": {
-            "max_steps": 4,
-            "global_batch_size": 8,
-            "precision": "fp32",
-            "micro_batch_size": 2,
-            "num_workers": 0,
-        },
+        "model": {**sizes, "intermediate_size": 32, "max_position_embeddings": 16},
+        "train": {"max_steps": 4, "precision": "fp32", **batches},
         "evaluation": {"every": 0, "rows": 4},
         "logging": {"every": 1},
     }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path, run_values: dict[str, Any]) -> Path:
+    """Write the config of the tiny run, whose output is `out`."""
+    return write(tmp_path / "run.yaml", {"output": str(tmp_path / "out"), **run_values})
 
 
 @pytest.fixture
 def save_teacher() -> Callable[..., Path]:
-    """Return a function that writes a BERT of two layers, by default over WORDS."""
+    """Return a function that writes a BERT of two layers, by default over LETTERS."""
 
-    def write(folder: Path, words: Sequence[str] = WORDS, positions: int = 16) -> Path:
+    def write(folder: Path, words: Sequence[str] = LETTERS, positions: int = 16) -> Path:
         from transformers import BertConfig, BertForMaskedLM
 
         config = BertConfig(

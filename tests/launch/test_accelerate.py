@@ -1,16 +1,14 @@
 """Start a run with `accelerate launch` and the files in launch/accelerate."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import ROOT, finished
 
-ROOT = Path(__file__).parents[2]
 CPU = ROOT / "launch" / "accelerate" / "cpu.yaml"
 
 
@@ -31,15 +29,8 @@ def test_the_command_in_the_file_trains_with_two_ranks(run: Path, tmp_path: Path
     for command, name in ((accelerate, "two"), (one_rank, "one")):
         # Dropout draws other numbers in another layout.
         overrides = ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0"]
-        done = subprocess.run(
-            [*command, str(run), f"output={tmp_path / name}", *overrides],
-            cwd=ROOT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        arguments = [*command, run, f"output={tmp_path / name}", *overrides]
+        done = finished(*arguments, environment={"CUDA_VISIBLE_DEVICES": ""})
         assert done.returncode == 0, done.stdout + done.stderr
     states = [
         json.loads((tmp_path / name / "checkpoints/step-00000004/state.json").read_bytes())

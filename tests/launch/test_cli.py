@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from processes import ROOT, assert_refused, file_size_limit, in_a_process
+from small_corpora import LETTERS, corpus_values, write
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import load_manifest
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *ascii_lowercase]
-WORDS += [f"##{letter}" for letter in ascii_lowercase]
+WORDS = [*LETTERS, *(f"##{letter}" for letter in ascii_lowercase)]
 Config = dict[str, Any]
 Distil = Callable[..., Any]
 
@@ -33,21 +32,8 @@ def corpus(tmp_path: Path) -> Config:
     (tmp_path / "text").mkdir()
     text = "\n\n".join(f"some words of a paragraph {chr(97 + i % 26) * 3}" for i in range(200))
     (tmp_path / "text" / "good.txt").write_text(text, encoding="utf-8")
-    (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
     source = {"kind": "text", "path": str(tmp_path / "text"), "document": "paragraph"}
-    return {
-        "output": str(tmp_path / "shards"),
-        "tokenizer": str(tmp_path / "vocab.txt"),
-        "row_length": 32,
-        "sources": [source],
-        "validation": 0.1,
-        "workers": 1,
-    }
-
-
-def write(path: Path, values: Config) -> Path:
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
+    return corpus_values(tmp_path, WORDS, source, row_length=32)
 
 
 def prepared(tmp_path: Path, corpus: Config) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
-from processes import ROOT, assert_refused
+from processes import ROOT, assert_refused, outside_slurm, programs
 
 from data_prep.disk import lock
 from launch.config import load_config
@@ -35,7 +35,7 @@ SIGNALS = ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
 
 @pytest.fixture(autouse=True)
 def _outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SLURM")]:
+    for name in os.environ.keys() - outside_slurm().keys():
         monkeypatch.delenv(name)
 
 
@@ -218,9 +218,8 @@ def test_default_keys_are_shown_as_resolved_for_the_device(
 def test_slurm_names_the_node_the_head_and_the_launch(
     distil: Distil, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "scontrol").write_text('#!/bin/bash\n[[ $3 == "n[4-5]" ]] && echo "n4\nn5"\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    scontrol = '#!/bin/bash\n[[ $3 == "n[4-5]" ]] && echo "n4\nn5"\n'
+    monkeypatch.setenv("PATH", programs(tmp_path, scontrol=scontrol))
     for name, value in (("JOB_ID", 123456), ("JOB_NODELIST", "n[4-5]"), ("NODEID", 1)):
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     code, out, _ = distil("launch", run, "--hardware", "cpu", "--nodes", 2, "--dry-run")

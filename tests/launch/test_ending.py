@@ -9,44 +9,36 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from processes import ROOT, file_size_limit
 
 from launch.console import keep_going
 from pretrain.monitor.status import read_status
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds from the failure to the end
 START = 240  # seconds for a process to start on a busy machine
 MANY = "train.max_steps=100000"
 
+# Start `distil` with something else to do before each micro-batch.
+PATCHED = """
+import time, torch, launch.cli, pretrain.distributed.parallel
+kind, calls = pretrain.distributed.parallel.DDP, iter(range(99))
+forward_backward = kind.forward_backward
+def patched(*args, **options):
+    {call}
+    return forward_backward(*args, **options)
+kind.forward_backward = patched
+launch.cli.main()
+"""
 # torch's own error, as it is raised where a step takes too much.
-NO_MEMORY = """
-import torch, launch.cli, pretrain.distributed.parallel
-kind, calls = pretrain.distributed.parallel.DDP, iter(range(99))
-forward_backward = kind.forward_backward
-def greedy(*args, **options):
-    torch.empty(2**50 if next(calls) == 9 else 1)
-    return forward_backward(*args, **options)
-kind.forward_backward = greedy
-launch.cli.main()
-"""
-
-LONG_STEP = """
-import time, launch.cli, pretrain.distributed.parallel
-kind, calls = pretrain.distributed.parallel.DDP, iter(range(99))
-forward_backward = kind.forward_backward
-def slow(*args, **options):
-    time.sleep(600 if next(calls) == 16 else 0)
-    return forward_backward(*args, **options)
-kind.forward_backward = slow
-launch.cli.main()
-"""
+NO_MEMORY = PATCHED.format(call="torch.empty(2**50 if next(calls) == 9 else 1)")
+LONG_STEP = PATCHED.format(call="time.sleep(600 if next(calls) == 16 else 0)")
 
 
 class Training:
@@ -58,24 +50,40 @@ class Training:
         *arguments: str,
         command: str = "pretrain",
         code: str = "",
-        file_size: int | None = None,
+        prefix: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        self.screen = run.parent / "screen"
+        self.screen, self.output = run.parent / "screen", run.parent / "out"
         python = [sys.executable, *(["-c", code] if code else ["-m", "launch"])]
-        argv = [*python, command, str(run), "train.num_workers=1", *arguments]
-        if file_size is not None:
-            argv = ["bash", "-c", f'ulimit -f {file_size}; exec "$@"', "-", *argv]
+        argv = [*prefix, *python, command, str(run), "train.num_workers=1", *arguments]
         with self.screen.open("wb") as file:
             options = {"stdout": file, "stderr": file, **options}
             self.process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, **options)
 
+    def wait_for(self, done: Callable[[], bool]) -> None:
+        """Wait until something is true; assert that the process is alive before."""
+        end = time.monotonic() + START
+        while not done():
+            assert time.monotonic() < end and self.process.poll() is None, self.said()
+            time.sleep(0.01)
+
     def until(self, text: str) -> None:
         """Wait for something on the screen."""
-        end = time.monotonic() + START
-        while text not in self.screen.read_text():
-            assert time.monotonic() < end and self.process.poll() is None, self.screen.read_text()
-            time.sleep(0.05)
+        self.wait_for(lambda: text in self.said())
+
+    def said(self) -> str:
+        return self.screen.read_text()
+
+    def status(self) -> tuple[str, int]:
+        """Return how the run ended, and its last step."""
+        status = read_status(self.output)
+        assert status is not None
+        return status["ended"], status["step"]
+
+    def code_after(self, number: signal.Signals) -> int:
+        """Send a signal; return the exit code."""
+        self.process.send_signal(number)
+        return self.code()
 
     def code(self) -> int:
         """Return the exit code; assert that no process is left."""
@@ -99,13 +107,17 @@ class Training:
         return found
 
 
+Start = Callable[..., Training]
+
+
 @pytest.fixture
-def start(run: Path) -> Iterator[Callable[..., Training]]:
+def start(run: Path) -> Iterator[Start]:
     """Return a function that starts a training process with one loader worker."""
     started: list[Training] = []
 
-    def begin(*arguments: str, **options: Any) -> Training:
+    def begin(*arguments: str, until: str = "", **options: Any) -> Training:
         started.append(Training(run, *arguments, **options))
+        started[-1].until(until)
         return started[-1]
 
     yield begin
@@ -116,42 +128,38 @@ def start(run: Path) -> Iterator[Callable[..., Training]]:
         training.process.wait()
 
 
-def test_a_full_disk_at_the_last_save_ends_the_process(start: Callable[..., Training]) -> None:
-    training = start(MANY, "--stop-after", "4", file_size=24)
-    training.until("error: ")
+def test_a_full_disk_at_the_last_save_ends_the_process(start: Start) -> None:
+    limit = file_size_limit(24)
+    training = start(MANY, "--stop-after", "4", prefix=limit, until="error: ")
     assert training.code() == 2
-    assert "step-00000004: File too large" in training.screen.read_text()
+    assert "step-00000004: File too large" in training.said()
 
 
 @pytest.mark.slow
-def test_out_of_memory_ends_the_process(start: Callable[..., Training]) -> None:
-    training = start(MANY, code=NO_MEMORY)
-    training.until("error: ")
+def test_out_of_memory_ends_the_process(start: Start) -> None:
+    training = start(MANY, code=NO_MEMORY, until="error: ")
     assert training.code() == 2
-    assert "out of memory with micro_batch_size 2" in training.screen.read_text()
+    assert "out of memory with micro_batch_size 2" in training.said()
 
 
 @pytest.mark.slow
-def test_sigterm_on_a_full_disk_ends_the_process(start: Callable[..., Training]) -> None:
-    training = start(MANY, file_size=24)
-    training.until("step 4/")
+def test_sigterm_on_a_full_disk_ends_the_process(start: Start) -> None:
+    training = start(MANY, prefix=file_size_limit(24), until="step 4/")
     training.process.send_signal(signal.SIGTERM)
     training.until("error: ")
     assert training.code() == 2
 
 
 @pytest.mark.slow
-def test_a_killed_worker_ends_the_process(start: Callable[..., Training]) -> None:
-    training = start(MANY)
-    training.until("step 4/")
+def test_a_killed_worker_ends_the_process(start: Start) -> None:
+    training = start(MANY, until="step 4/")
     training.worker().kill()
     assert training.code() == 1
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_a_process_in_a_long_step(start: Callable[..., Training]) -> None:
-    training = start(MANY, code=LONG_STEP)
-    training.until("step 4/")
+def test_a_second_ctrl_c_ends_a_process_in_a_long_step(start: Start) -> None:
+    training = start(MANY, code=LONG_STEP, until="step 4/")
     time.sleep(1)
     for _ in range(2):
         training.process.send_signal(signal.SIGINT)
@@ -166,44 +174,35 @@ def test_a_second_ctrl_c_ends_a_process_in_a_long_step(start: Callable[..., Trai
         pytest.param(signal.SIGINT, id="int", marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_saves_a_run_whose_worker_is_stopped(
-    start: Callable[..., Training], run: Path, number: signal.Signals
-) -> None:
-    training = start(MANY)
-    training.until("step 4/")
+def test_a_signal_saves_a_run_whose_worker_is_stopped(start: Start, number: signal.Signals) -> None:
+    training = start(MANY, until="step 4/")
     training.worker().suspend()
     time.sleep(2)  # the rows that were made ahead are used up
-    training.process.send_signal(number)
-    assert training.code() == 75
-    status = read_status(run.parent / "out")
-    assert status is not None and status["ended"] == "interrupted"
-    assert (run.parent / f"out/checkpoints/step-{status['step']:08d}").is_dir()
+    assert training.code_after(number) == 75
+    ended, step = training.status()
+    assert ended == "interrupted"
+    assert (training.output / f"checkpoints/step-{step:08d}").is_dir()
 
 
 @pytest.mark.slow
-def test_a_run_whose_worker_is_stopped_ends_and_names_it(start: Callable[..., Training]) -> None:
-    training = start(MANY, env={**os.environ, "DISTIL_TIMEOUT": "5"})
-    training.until("step 4/")
+def test_a_run_whose_worker_is_stopped_ends_and_names_it(start: Start) -> None:
+    environment = {**os.environ, "DISTIL_TIMEOUT": "5"}
+    training = start(MANY, env=environment, until="step 4/")
     worker = training.worker()
     worker.suspend()
     assert training.code() == 2
     said = f"no rows for 5 s (DISTIL_TIMEOUT): loader worker {worker.pid} is stopped"
-    assert said in training.screen.read_text().splitlines()[-1]
+    assert said in training.said().splitlines()[-1]
 
 
 @pytest.mark.slow
-def test_a_start_beside_a_run_that_has_not_saved_yet_names_that_run(
-    start: Callable[..., Training],
-) -> None:
-    first = start(MANY)
-    first.until("step 2/")
+def test_a_start_beside_a_run_that_has_not_saved_yet_names_that_run(start: Start) -> None:
+    first = start(MANY, until="step 2/")
     second = start(MANY, "train.seed=5")
-    said = second.screen  # the same file for both
     assert second.code() == 2
-    assert "another `distil pretrain` (" in said.read_text()
-    assert "checkpoints are gone" not in said.read_text()
-    first.process.send_signal(signal.SIGTERM)
-    assert first.code() == 75
+    assert "another `distil pretrain` (" in second.said()
+    assert "checkpoints are gone" not in second.said()
+    assert first.code_after(signal.SIGTERM) == 75
 
 
 def test_a_tmpdir_too_long_for_a_worker_s_sockets_is_refused(
@@ -220,14 +219,6 @@ def test_a_tmpdir_too_long_for_a_worker_s_sockets_is_refused(
     assert not (run.parent / "out" / "checkpoints").exists()
 
 
-def loads_torch(training: Training) -> None:
-    """Wait until a process has begun to import torch."""
-    end = time.monotonic() + START
-    while "libtorch" not in Path(f"/proc/{training.process.pid}/maps").read_text():
-        assert time.monotonic() < end and training.process.poll() is None
-        time.sleep(0.01)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
 @pytest.mark.parametrize(
     ("command", "number"),
@@ -239,79 +230,65 @@ def loads_torch(training: Training) -> None:
     ],
 )
 def test_a_signal_while_libraries_are_read_ends_with_75(
-    start: Callable[..., Training], run: Path, command: str, number: signal.Signals
+    start: Start, command: str, number: signal.Signals
 ) -> None:
     training = start(MANY, command=command)
-    loads_torch(training)
-    training.process.send_signal(number)
-    assert training.code() == 75
+    libraries = Path(f"/proc/{training.process.pid}/maps")
+    training.wait_for(lambda: "libtorch" in libraries.read_text())
+    assert training.code_after(number) == 75
     said = "stopped before training had begun; the same command starts it\n"
-    assert training.screen.read_text().endswith(said)
-    assert not (run.parent / "out").exists()
+    assert training.said().endswith(said)
+    assert not training.output.exists()
 
 
-def test_a_signal_while_inputs_are_read_ends_with_75(
-    start: Callable[..., Training], run: Path
-) -> None:
+def test_a_signal_while_inputs_are_read_ends_with_75(start: Start) -> None:
     training = start(MANY)
-    output = run.parent / "out"
-    end = time.monotonic() + START
-    while not output.exists():  # made for the lock
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    training.process.send_signal(signal.SIGTERM)
-    assert training.code() == 75
-    assert not (output / "checkpoints").exists()
-    assert "stopped before training had begun" in training.screen.read_text()
+    training.wait_for(training.output.exists)  # made for the lock
+    assert training.code_after(signal.SIGTERM) == 75
+    assert not (training.output / "checkpoints").exists()
+    assert "stopped before training had begun" in training.said()
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_does_not_end_a_run(start: Callable[..., Training], run: Path) -> None:
+def test_a_closed_pipe_does_not_end_a_run(start: Start) -> None:
     training = start("train.max_steps=40", stdout=subprocess.PIPE)
     assert training.process.stdout is not None
     training.process.stdout.readline()
     training.process.stdout.close()
     training.process.wait(START)
     assert training.code() == 0
-    status = read_status(run.parent / "out")
-    assert status is not None and (status["ended"], status["step"]) == ("finished", 40)
-    assert training.screen.read_text() == ""
+    assert training.status() == ("finished", 40)
+    assert training.said() == ""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_log_disk_does_not_end_a_run(start: Callable[..., Training], run: Path) -> None:
+def test_a_full_log_disk_does_not_end_a_run(start: Start) -> None:
     with open("/dev/full", "w") as full:
         training = start("train.max_steps=40", stdout=full, stderr=full)
     training.process.wait(START)
     assert training.code() == 0
-    status = read_status(run.parent / "out")
-    assert status is not None and (status["ended"], status["step"]) == ("finished", 40)
+    assert training.status() == ("finished", 40)
 
 
-def test_a_closed_terminal_saves_the_run(start: Callable[..., Training], run: Path) -> None:
+def test_a_closed_terminal_saves_the_run(start: Start) -> None:
     ours, theirs = pty.openpty()
 
     def controlled() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if these tests run under nohup
 
-    training = start(
-        MANY,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        preexec_fn=controlled,
-    )
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    training = start(MANY, preexec_fn=controlled, **streams)
     os.close(theirs)
     seen = b""
     while b"step 3/" not in seen:
         seen += os.read(ours, 65536)
     os.close(ours)  # the kernel sends SIGHUP to the session, the loader's worker included
     assert training.code() == 75
-    status = read_status(run.parent / "out")
-    assert status is not None and status["ended"] == "interrupted" and status["step"] >= 3
-    assert (run.parent / f"out/checkpoints/step-{status['step']:08d}").is_dir()
+    ended, step = training.status()
+    assert ended == "interrupted" and step >= 3
+    assert (training.output / f"checkpoints/step-{step:08d}").is_dir()
 
 
 def test_a_command_may_start_with_closed_streams(monkeypatch: pytest.MonkeyPatch) -> None:

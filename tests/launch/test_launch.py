@@ -5,17 +5,17 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
+from processes import ROOT, finished, in_a_process
 
 from data_prep.shards import load_manifest
-from launch.cli import main
 
-ROOT = Path(__file__).parents[2]
+Distil = Callable[..., Any]
 
 
 def steps(run: Path) -> list[int]:
@@ -24,39 +24,20 @@ def steps(run: Path) -> list[int]:
     return [record["step"] for record in records if "grad_norm" in record]
 
 
-def test_a_launch_stops_and_its_shown_command_continues(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_stops_and_its_shown_command_continues(distil: Distil, run: Path) -> None:
     asked = ["launch", str(run), "--hardware", "cpu", "--gpus", "2", "train.micro_batch_size=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *asked, "--stop-after", "2"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 rows x 2 micro-batches x 2 process(es), fp32" in done.stdout
+    code, out, err = in_a_process(*asked, "--stop-after", "2")
+    assert code == 0, out + err
+    assert "2 rows x 2 micro-batches x 2 process(es), fp32" in out
     assert steps(run) == [1, 2]
 
-    monkeypatch.setattr(sys, "argv", ["distil", *asked, "--dry-run"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code and steps(run) == [1, 2]
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
-    assert line in done.stdout.replace(" --stop-after 2", "")
+    dry = distil(*asked, "--dry-run")
+    assert dry.code == 0 and steps(run) == [1, 2]
+    (line,) = [line for line in dry.out.splitlines() if line[0] != "#"]
+    assert line in out.replace(" --stop-after 2", "")
     plain = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONPATH": str(ROOT)}
     plain["OMP_DISPLAY_ENV"] = "verbose"  # libgomp says what it was given, in agent and ranks
-    shell = subprocess.run(
-        ["bash", "-c", line],
-        cwd=run.parent,
-        env=plain,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    shell = finished("bash", "-c", line, cwd=run.parent, env=plain)
     assert shell.returncode == 0, shell.stdout + shell.stderr
     assert steps(run) == [1, 2, 3, 4]
     spins = [int(n) for n in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", shell.stderr)]
@@ -70,10 +51,8 @@ def trap(tmp_path: Path) -> Path:
     folder.mkdir()
     names = ("launch", "pretrain", "data_prep", "yaml", "torch", "socket", "signal", "selectors")
     for name in names:
-        path = folder / f"{name}.py"
-        if name == "pretrain":
-            path = folder / name / "__init__.py"
-            path.parent.mkdir()
+        path = folder / (f"{name}/__init__.py" if name == "pretrain" else f"{name}.py")
+        path.parent.mkdir(exist_ok=True)
         path.write_text(
             f"open({str(tmp_path / 'executed')!r}, 'a').write(__name__ + '\\n')\n"
             "raise ImportError('of the working directory')\n"
@@ -81,17 +60,10 @@ def trap(tmp_path: Path) -> Path:
     return folder
 
 
-def distil(trap: Path, *arguments: object, **environment: str) -> str:
-    """Run the installed command in the trap; returns what it said."""
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("distil")), *map(str, arguments)],
-        cwd=trap,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def in_trap(trap: Path, *arguments: object, **environment: str) -> str:
+    """Run the installed command in the trap; return its output."""
+    command = Path(sys.executable).with_name("distil")
+    done = finished(command, *arguments, cwd=trap, environment=environment)
     executed = trap.parent / "executed"
     assert not executed.exists(), executed.read_text()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -107,7 +79,7 @@ def test_a_launch_executes_nothing_of_its_working_directory(run: Path, trap: Pat
         "import os\n"
         f"open({str(trap.parent / 'seen')!r}, 'a').write(os.environ.get('RANK', '-') + ' ')\n"
     )
-    said = distil(
+    said = in_trap(
         trap,
         *("launch", run, "--hardware", "cpu", "--gpus", "2", "train.micro_batch_size=2"),
         *("train.num_workers=1", "--stop-after", "1"),
@@ -121,61 +93,39 @@ def test_a_launch_executes_nothing_of_its_working_directory(run: Path, trap: Pat
 def test_workers_of_prepare_execute_nothing_of_the_working_directory(
     shards: Path, trap: Path, tmp_path: Path
 ) -> None:
-    assert prepared(shards, trap, tmp_path) == shards_digest(shards)
+    assert_same_shards(shards, trap, tmp_path)
 
 
 @pytest.mark.slow
 def test_ray_workers_execute_nothing_of_the_working_directory(
     shards: Path, trap: Path, tmp_path: Path
 ) -> None:
-    assert prepared(shards, trap, tmp_path, "--engine", "ray") == shards_digest(shards)
+    assert_same_shards(shards, trap, tmp_path, "--engine", "ray")
 
 
-def prepared(shards: Path, trap: Path, output: Path, *options: str) -> str:
-    """Prepare the fixture's letters once more in the trap; returns the digest."""
-    letters = str(shards.parent / "letters.txt")
-    values = {
-        "output": str(output / "again"),
-        "tokenizer": str(shards.parent / "vocab.txt"),
-        "row_length": 16,
-        "sources": [{"kind": "text", "path": letters, "document": "paragraph"}],
-        "validation": 0.1,
-        "min_characters": 1,
-        "workers": 2,
-    }
-    (output / "corpus.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    distil(trap, "prepare", output / "corpus.yaml", *options)
-    return shards_digest(output / "again")
-
-
-def shards_digest(folder: Path) -> str:
-    return load_manifest(folder).digest
+def assert_same_shards(shards: Path, trap: Path, output: Path, *options: str) -> None:
+    """Prepare the fixture's letters once more in the trap, and compare the digests."""
+    again = output / "again"
+    config = shards.parent / "letters.yaml"
+    in_trap(trap, "prepare", config, f"output={again}", "workers=2", *options)
+    assert load_manifest(again).digest == load_manifest(shards).digest
 
 
 @pytest.mark.slow
 def test_a_missing_node_ends_the_wait_and_the_advice_leaves_it_out(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    distil: Distil, run: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         head = f"127.0.0.1:{free.getsockname()[1]}"
     asked = ["launch", str(run), "--hardware", "cpu", "--gpus", "1", "train.micro_batch_size=2"]
     asked += ["--nodes", "2", "--node-rank", "0", "--head", head]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *asked, "--timeout", "5", "--max-restarts", "0"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert f"waiting for all 2 nodes at {head}, at most 35 s" in done.stderr
-    assert "1 of 2 nodes came\n" in done.stderr
-    assert "Traceback" not in done.stderr
-    (offer,) = [line for line in done.stderr.splitlines() if "distil launch" in line]
+    code, _, err = in_a_process(*asked, "--timeout", "5", "--max-restarts", "0")
+    assert code == 1
+    assert f"waiting for all 2 nodes at {head}, at most 35 s" in err
+    assert "1 of 2 nodes came\n" in err
+    assert "Traceback" not in err
+    (offer,) = [line for line in err.splitlines() if "distil launch" in line]
     command = shlex.split(offer[offer.index("distil launch") :])
-    monkeypatch.setattr(sys, "argv", [*command, "--dry-run"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    assert "1 node(s) x 1 process(es) on cpu" in capsys.readouterr().out
+    dry = distil(*command[1:], "--dry-run")
+    assert dry.code == 0
+    assert "1 node(s) x 1 process(es) on cpu" in dry.out

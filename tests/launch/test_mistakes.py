@@ -1,17 +1,15 @@
 """Check that a mistake is answered before torch is imported, which takes seconds."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import python
 
 from data_prep.shards import load_manifest
 from pretrain.config import RunConfig
 
-ROOT = Path(__file__).parents[2]
 CODE = """
 import sys
 from launch.cli import main
@@ -24,14 +22,7 @@ except SystemExit as stop:
 
 def check_refused(message: str, *arguments: str | Path) -> None:
     """Run `distil` with arguments that it must refuse without importing torch."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = python("-c", CODE, *arguments)
     assert message in done.stderr
     assert done.stdout == "2 []\n"
 
@@ -45,7 +36,7 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trained(shards: Path, tmp_path: Path, seal: Callable[[Path, Mapping[str, Any]], Path]) -> Path:
-    """A run of 5 steps whose checkpoint holds its state.json alone."""
+    """Write a run of 5 steps whose checkpoint holds its state.json alone."""
     train = {"max_steps": 5, "global_batch_size": 8, "micro_batch_size": 4}
     values = {"output": tmp_path, "shards": shards, "teacher": "t", "train": train}
     config = RunConfig.model_validate(values).model_dump(mode="json")
@@ -78,9 +69,8 @@ def test_missing_shards_are_refused_without_torch(trained: Path, tmp_path: Path)
 
 
 def test_a_bad_step_is_refused_without_torch(trained: Path) -> None:
-    check_refused(
-        "has steps 1 to 5, as its log counts them, not 6", "replay", trained, "--step", "6"
-    )
+    message = "has steps 1 to 5, as its log counts them, not 6"
+    check_refused(message, "replay", trained, "--step", "6")
 
 
 def test_a_bad_target_or_repository_is_refused_without_torch(trained: Path) -> None:

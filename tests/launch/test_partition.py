@@ -22,9 +22,9 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-import yaml
+from processes import ROOT
+from small_corpora import write
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 10  # seconds, of collective operations
 LIMIT = TIMEOUT + 60  # seconds, from the end of a connection to the end of both sides
 LONG = 180  # seconds: only a deadlock reaches it
@@ -176,28 +176,12 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Return a config: steps of 8 rows for a BERT of one layer, with dropout."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    values = {
-        "output": "unused",
-        "shards": str(shards),
-        "objective": {"name": "mlm"},
-        "model": {**sizes, "intermediate_size": 32, "max_position_embeddings": 16},
-        "train": {
-            "max_steps": STEPS,
-            "global_batch_size": 8,
-            "precision": "fp32",
-            "micro_batch_size": 2,
-            "num_workers": 0,
-        },
-        "evaluation": {"every": 0, "rows": 4},
-        "checkpoint": {"every": SAVE, "keep": 3},
-        "logging": {"every": 1},
-    }
-    path = tmp_path_factory.mktemp("partition") / "run.yaml"
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
+def config(tmp_path_factory: pytest.TempPathFactory, run_values: dict[str, Any]) -> Path:
+    """Write the config of a longer run than the common one, with checkpoints."""
+    train = run_values["train"] | {"max_steps": STEPS}
+    values = {"output": "unused", **run_values, "train": train}
+    values["checkpoint"] = {"every": SAVE, "keep": 3}
+    return write(tmp_path_factory.mktemp("partition") / "run.yaml", values)
 
 
 @pytest.fixture(scope="module")

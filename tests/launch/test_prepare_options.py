@@ -1,39 +1,21 @@
 """Check the options of `distil prepare`, as typed at a terminal."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
-import yaml
+from processes import ROOT, assert_refused, in_a_process
+from small_corpora import corpus_values, write
 
 from data_prep.shards import load_manifest, open_shards
 
-ROOT = Path(__file__).parents[2]
-
-
 Distil = Callable[..., Any]
-
-
-def in_a_process(*arguments: object, root: Path) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of `distil` with the code in `root`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *map(str, arguments)],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture
@@ -46,17 +28,8 @@ def config(tmp_path: Path) -> Path:
     (tmp_path / "w.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     source = {"kind": "jsonl", "path": str(tmp_path / "w.jsonl"), "cleaning": "wikipedia"}
     source |= {"id_field": "id", "title_field": "title", "licence": "CC-BY-SA-4.0"}
-    values: dict[str, Any] = {
-        "output": str(tmp_path / "shards"),
-        "tokenizer": {"train": {"vocab_size": 300}},
-        "row_length": [32, 64],
-        "sources": [source],
-        "validation": 0.1,
-        "workers": 1,
-    }
-    path = tmp_path / "corpus.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
+    values = corpus_values(tmp_path, [], source, row_length=[32, 64])
+    return write(tmp_path / "corpus.yaml", values | {"tokenizer": {"train": {"vocab_size": 300}}})
 
 
 @pytest.mark.parametrize(
@@ -84,10 +57,7 @@ def config(tmp_path: Path) -> Path:
 def test_a_mistake_is_one_line(
     distil: Distil, config: Path, arguments: list[str], message: str
 ) -> None:
-    code, out, err = distil("prepare", config, *arguments)
-    assert code == 2, out + err
-    (line,) = err.strip().splitlines()
-    assert line.startswith("error: ") and message in line
+    assert_refused(distil("prepare", config, *arguments), message)
 
 
 def test_shards_of_other_code_are_kept_on_request(
@@ -100,13 +70,13 @@ def test_shards_of_other_code_are_kept_on_request(
         (root / package).symlink_to(ROOT / package)
     cleaning = root / "data_prep" / "text" / "cleaning.py"
     cleaning.write_text(cleaning.read_text() + "\nEDITED = True\n")
-    code, out, err = in_a_process("prepare", config, root=root)
-    assert code == 2, out + err
-    (line,) = err.strip().splitlines()
-    assert re.search(r"source: \w{12} there, \w{12} here.*--accept-code", line), line
-    code, out, _ = in_a_process("prepare", config, "--accept-code", root=root)
+    edited = partial(in_a_process, cwd=root, environment={"PYTHONPATH": str(root)})
+    ended = edited("prepare", config)
+    assert_refused(ended)
+    assert re.search(r"source: \w{12} there, \w{12} here.*--accept-code", ended[2])
+    code, out, _ = edited("prepare", config, "--accept-code")
     assert code == 0 and out.count("kept, this code is accepted") == 2
-    for again in (in_a_process("prepare", config, root=root), distil("prepare", config)):
+    for again in (edited("prepare", config), distil("prepare", config)):
         assert again[0] == 0 and again[1].count("up to date") == 2, again
 
 
@@ -124,9 +94,8 @@ def test_stages_parquet_upload_and_questions(distil: Distil, config: Path, tmp_p
     for length in ("32", "64"):
         folder = tmp_path / "shards" / length
         rows = open_shards(folder)
-        dataset = datasets.load_dataset(
-            "parquet", data_dir=str(hub / length / "data"), split="train"
-        )
+        parquet = str(hub / length / "data")
+        dataset = datasets.load_dataset("parquet", data_dir=parquet, split="train")
         assert dataset["input_ids"][:] == rows.rows(range(len(rows))).tolist()
         assert load_manifest(tmp_path / "bucket" / "mine" / length) == load_manifest(folder)
     again = distil("prepare", config, "--upload", url)

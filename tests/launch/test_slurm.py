@@ -1,16 +1,13 @@
 """Run prepare.sbatch: a chain of job arrays must give the bytes of a plain run."""
 
-import os
-import stat
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import ROOT, finished, in_a_process, outside_slurm, programs
 
 from data_prep.shards import load_manifest
 
-ROOT = Path(__file__).parents[2]
 # Runs a job at once, as Slurm would later; refuses one whose dependency did not end well.
 SBATCH = """#!/bin/bash
 set -e
@@ -46,60 +43,34 @@ def test_chained_array_jobs_give_the_digest_of_one_run(tmp_path: Path) -> None:
         f"output: {tmp_path}/shards\ntokenizer: {{train: {{vocab_size: 200}}}}\nrow_length: 32\n"
         f"sources: [{{kind: text, path: {texts}, document: paragraph}}]\nvalidation: 0.1\n"
     )
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, script in (
-        ("sbatch", SBATCH),
-        ("distil", f'#!/bin/bash\nexec {sys.executable} -m launch "$@"\n'),
-    ):
-        (programs / name).write_text(script)
-        (programs / name).chmod((programs / name).stat().st_mode | stat.S_IXUSR)
-    environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("SLURM")},
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "LOG": str(tmp_path / "log"),
-    }
+    distil = f'#!/bin/bash\nexec {sys.executable} -m launch "$@"\n'
+    path = programs(tmp_path / "bin", sbatch=SBATCH, distil=distil)
+    environment = outside_slurm() | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    environment["LOG"] = str(tmp_path / "log")
     script = ROOT / "launch" / "slurm" / "prepare.sbatch"
-    done = subprocess.run(
-        ["bash", script, config, "2", "--partition=cpu"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = finished("bash", script, config, "2", "--partition=cpu", env=environment)
     output = (tmp_path / "log.out").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + output
     submitted = (tmp_path / "log").read_text().splitlines()
     assert len(submitted) == 7 and all("--partition=cpu" in line for line in submitted)
-    command = [sys.executable, "-m", "launch", "prepare", config, f"output={tmp_path}/plain"]
-    subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
+    plain = in_a_process("prepare", config, f"output={tmp_path}/plain", env=environment)
+    assert plain[0] == 0, plain
     digests = {load_manifest(tmp_path / name).digest for name in ("shards", "plain")}
     assert len(digests) == 1
-    usage = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
+    usage = finished("bash", script)
     assert usage.returncode == 2 and usage.stderr.startswith("usage: ")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
 def test_one_index_of_an_array_can_be_submitted_alone(tmp_path: Path) -> None:
-    (tmp_path / "distil").write_text('#!/bin/bash\necho "$@"\n')
-    (tmp_path / "distil").chmod(0o755)
-    for stage, index, task in (("extract", 3, "3/16"), ("vocabulary", 1, "1/1")):
+    path = programs(tmp_path, distil='#!/bin/bash\necho "$@"\n')
+    for stage, index, task in (("extract", "3", "3/16"), ("vocabulary", "1", "1/1")):
         environment = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "7",
-            "SLURM_ARRAY_TASK_ID": str(index),
+            **{"PATH": path, "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": index},
             "SLURM_ARRAY_TASK_COUNT": "1",  # sbatch --array=3
-            "SLURM_ARRAY_TASK_MIN": str(index),
-            "SLURM_ARRAY_TASK_MAX": str(index),
+            **{"SLURM_ARRAY_TASK_MIN": index, "SLURM_ARRAY_TASK_MAX": index},
         }
-        done = subprocess.run(
-            ["bash", ROOT / "launch/slurm/prepare.sbatch", "c.yaml", "16", stage],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        script = ROOT / "launch" / "slurm" / "prepare.sbatch"
+        done = finished("bash", script, "c.yaml", "16", stage, env=environment)
+        assert done.returncode == 0, done.stderr
         assert done.stdout.endswith(f"--stage {stage} --task {task}\n")

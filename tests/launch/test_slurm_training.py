@@ -1,7 +1,6 @@
 """Run pretrain.sbatch: a signal before the time limit saves, and the requeued job continues."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,10 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import ROOT, outside_slurm, programs
 
 from pretrain.monitor.status import read_status
 
-ROOT = Path(__file__).parents[2]
 # Runs a job at once, as Slurm would later, and once more each time it was queued again.
 SBATCH = """#!/bin/bash
 echo "sbatch $*" >> "$LOG"
@@ -51,16 +50,10 @@ touch "$LOG.requeue"
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
 def test_a_signal_saves_and_the_requeued_job_continues(run: Path, tmp_path: Path) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
     distil = f'#!/bin/bash\nexec {sys.executable} -m launch "$@"\n'
     scripts = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "distil": distil}
-    for name, script in scripts.items():
-        (programs / name).write_text(script)
-        (programs / name).chmod(0o755)
-    log = tmp_path / "log"
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    kept |= {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "LOG": str(log)}
+    kept = outside_slurm() | {"PATH": programs(tmp_path / "bin", **scripts)}
+    kept |= {"PYTHONPATH": str(ROOT), "LOG": str(tmp_path / "log")}
     options = ["train.micro_batch_size=2", "train.num_workers=1", "train.max_steps=300"]
     options += ["--hardware", "cpu", "--gpus", "2", "--grace", "50", "--slurm"]
     command = [sys.executable, "-m", "launch", "launch", str(run), *options]
@@ -76,7 +69,7 @@ def test_a_signal_saves_and_the_requeued_job_continues(run: Path, tmp_path: Path
     output = "".join(path.read_text() for path in sorted(tmp_path.glob("log.[0-9]")))
     assert job.returncode == 0, shown + output
     assert shown.splitlines()[-1].startswith("sbatch --job-name=distil-run --nodes=1 ")
-    lines = log.read_text().splitlines()
+    lines = (tmp_path / "log").read_text().splitlines()
     begun = f"srun --kill-on-bad-exit=0 --cpus-per-task=2 distil launch {run} "
     assert [re.sub(r"^(sbatch|srun .* distil launch \S+ ).*", r"\1", line) for line in lines] == [
         "sbatch",

@@ -1,78 +1,47 @@
 """Check that control characters in titles, names, licences and paths are printed escaped."""
 
-import json
 import os
 import pty
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from small_corpora import three_texts, write
 
 from data_prep.publish.card import dataset_card
 from data_prep.shards import load_manifest
-from launch.cli import main
 from launch.torchrun.attempt import say
 from pretrain.export.card import model_card
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\u2028"
-WORDS = [f"{a}{b}" for a in "klmn" for b in "opqr"]
+Distil = Callable[..., Any]
 
 
 def is_harmless(text: str) -> bool:
     return all(c == "\n" or c.isprintable() for c in text)
 
 
-@pytest.fixture
-def distil(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Return a function from arguments to exit code and all output."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["distil", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), "".join(capsys.readouterr())
-
-    return run
+def assert_harmless(ended: tuple[int, str, str], code: int) -> None:
+    found, out, err = ended
+    assert (found, is_harmless(out + err)) == (code, True), out + err
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """Write a corpus config with a hostile name of a file, source, licence, id, title and URL."""
-    records = [
-        {"text": " ".join(WORDS[n:] + WORDS[:n]), "id": f"{EVIL}{n}", "title": EVIL, "url": EVIL}
-        for n in range(3)
-    ]
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    source = tmp_path / f"texts{EVIL}.jsonl"
-    source.write_text(lines, encoding="utf-8")
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    (tmp_path / "vocab.txt").write_text("\n".join([*special, *WORDS]) + "\n", encoding="utf-8")
-    fields = {"id_field": "id", "title_field": "title", "url_field": "url"}
-    values: dict[str, Any] = {
-        "output": str(tmp_path / f"shards{EVIL}"),
-        "tokenizer": str(tmp_path / "vocab.txt"),
-        "sources": [
-            {"kind": "jsonl", "path": str(source), "licence": EVIL, "name": EVIL, **fields}
-        ],
-        "row_length": 18,
-        "validation": 0,
-        "workers": 1,
-        "deduplicate": {"documents": "exact"},
-    }
-    (tmp_path / "corpus.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    return tmp_path / "corpus.yaml"
+    fields = [{"id": f"{EVIL}{n}", "title": EVIL, "url": EVIL} for n in range(3)]
+    source = {"path": str(tmp_path / f"texts{EVIL}.jsonl"), "licence": EVIL, "name": EVIL}
+    values = three_texts(tmp_path, fields, source, output=str(tmp_path / f"shards{EVIL}"))
+    return write(tmp_path / "corpus.yaml", values)
 
 
-def test_commands_of_a_corpus_print_no_control_characters(
-    distil: Callable[..., tuple[int, str]], corpus: Path
-) -> None:
+def test_commands_of_a_corpus_print_no_control_characters(distil: Distil, corpus: Path) -> None:
     shards = yaml.safe_load(corpus.read_text(encoding="utf-8"))["output"]
     commands: list[tuple[int, tuple[object, ...]]] = [
         (0, ("prepare", corpus, "--dry-run")),
@@ -90,22 +59,19 @@ def test_commands_of_a_corpus_print_no_control_characters(
         (0, ("verify", shards)),
     ]
     for code, arguments in commands:
-        ended, screen = distil(*arguments)
-        assert (ended, is_harmless(screen)) == (code, True), (arguments, screen)
+        assert_harmless(distil(*arguments), code)
     (Path(shards) / "train-00000.arrow").write_bytes(b"")
     for name in ("verify", "inspect"):
-        ended, screen = distil(name, shards)
-        assert (ended, is_harmless(screen)) == (2, True), screen
+        assert_harmless(distil(name, shards), 2)
     assert is_harmless(str(dataset_card(EVIL, load_manifest(shards))))
 
 
 def test_commands_of_a_run_print_no_control_characters(
-    distil: Callable[..., tuple[int, str]], run: Path, tmp_path: Path
+    distil: Distil, run: Path, tmp_path: Path
 ) -> None:
     config = yaml.safe_load(run.read_text(encoding="utf-8"))
     config["output"] = f"{tmp_path}/out{EVIL}"  # no override: YAML takes no such characters
-    hostile = tmp_path / f"run{EVIL}.yaml"
-    hostile.write_text(yaml.safe_dump(config), encoding="utf-8")
+    hostile = write(tmp_path / f"run{EVIL}.yaml", config)
     for code, arguments in (
         (0, ("launch", hostile, "--dry-run")),
         (0, ("pretrain", hostile, "train.max_steps=1")),
@@ -115,21 +81,20 @@ def test_commands_of_a_run_print_no_control_characters(
         (2, ("replay", tmp_path / EVIL, "--step", 1)),
         (2, ("export", tmp_path / EVIL, tmp_path / "exported")),
     ):
-        ended, screen = distil(*arguments)
-        assert (ended, is_harmless(screen)) == (code, True), (arguments, screen)
-    ended, screen = distil("export", config["output"], tmp_path / f"exported{EVIL}")
-    assert (ended, is_harmless(screen)) == (0, True)
+        assert_harmless(distil(*arguments), code)
+    assert_harmless(distil("export", config["output"], tmp_path / f"exported{EVIL}"), 0)
 
 
 def test_a_traceback_prints_no_control_characters(
-    distil: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+    distil: Distil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise KeyError(0) from LookupError(EVIL)
 
     monkeypatch.setattr("launch.cli.app", fail)
-    ended, screen = distil()
-    assert ended == 1 and "Traceback" in screen and is_harmless(screen)
+    ended = distil()
+    assert "Traceback" in ended.err
+    assert_harmless(ended, 1)
 
 
 def test_the_supervisor_prints_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,31 +123,26 @@ def test_cards_hold_no_control_characters() -> None:
     assert is_harmless(str(model_card(student, state)))
 
 
+PROGRAM = """
+import sys
+from launch.console import Training, print_table
+with Training() as progress:
+    progress.say(sys.argv[1])
+    progress.step(1, 2, {})
+print_table(["name"], [[sys.argv[1]]])
+"""
+
+
 def test_a_real_terminal_gets_no_control_characters(tmp_path: Path) -> None:
     """Let our own colours and bars pass, but no control character of a string from outside."""
-    program = (
-        "import sys\n"
-        "from launch.console import Training\n"
-        "from launch.console import print_table\n"
-        "with Training() as progress:\n"
-        "    progress.say(sys.argv[1])\n"
-        "    progress.step(1, 2, {})\n"
-        "print_table(['name'], [[sys.argv[1]]])\n"
-    )
     controller, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, EVIL], stdout=terminal, stderr=terminal, stdin=terminal
-    )
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, EVIL], **streams)
     os.close(terminal)
     seen = bytearray()
-    while True:
-        try:
-            data = os.read(controller, 4096)
-        except OSError:  # its end, on Linux
-            break
-        if not data:
-            break
-        seen += data
+    with suppress(OSError):  # its end, on Linux
+        while data := os.read(controller, 4096):
+            seen += data
     os.close(controller)
     assert process.wait(60) == 0
     text = seen.decode()

@@ -1,31 +1,25 @@
 """Check how long OpenMP's threads spin while they wait, in libgomp's own words."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import ROOT, python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch has libgomp only on Linux")
-ROOT = Path(__file__).parents[2]
-GIVEN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def spin_count(package: str, **given: str) -> int:
     """Return how often a thread spins if torch is imported after `package`."""
-    kept = {name: value for name, value in os.environ.items() if name not in GIVEN}
     code = f"import sys, {package}; assert 'torch' not in sys.modules; import torch"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=kept | {"OMP_DISPLAY_ENV": "verbose"} | given,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = python("-c", code, environment={"OMP_DISPLAY_ENV": "verbose"} | given)
     assert done.returncode == 0, done.stderr
     (count,) = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
     return int(count)
@@ -61,15 +55,7 @@ if __name__ == "__main__":
 def test_workers_of_the_corpus_and_of_the_loader_inherit_the_spin_limit(tmp_path: Path) -> None:
     script = tmp_path / "workers.py"
     script.write_text(WORKERS, encoding="utf-8")
-    kept = {name: value for name, value in os.environ.items() if name not in GIVEN}
-    done = subprocess.run(
-        [sys.executable, script],
-        env=kept | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = python(script, environment={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     counts = [int(word) for word in done.stdout.split()]
     assert len(counts) == 3 and max(counts) <= 10_000
