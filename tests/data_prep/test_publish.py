@@ -54,6 +54,12 @@ def make_shards(tmp_path: Path, make_config: Callable[..., Any]) -> Callable[...
     return make
 
 
+@pytest.fixture
+def folder(make_shards: Callable[..., Path]) -> Path:
+    """Return a finished folder."""
+    return make_shards()
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {
         p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
@@ -67,9 +73,9 @@ def all_rows(folder: Path, split: str) -> np.ndarray:
 
 @pytest.mark.parametrize("file_bytes", [1, 2_000, 2**29])
 def test_datasets_reads_the_rows_of_the_shards_in_their_order(
-    make_shards: Callable[..., Path], tmp_path: Path, file_bytes: int
+    folder: Path, tmp_path: Path, file_bytes: int
 ) -> None:
-    folder, hub = make_shards(), tmp_path / "hub"
+    hub = tmp_path / "hub"
     manifest = load_manifest(folder)
     assert len(manifest.splits["train"].shards) > 2
     assert to_parquet(folder, hub, file_bytes=file_bytes) == "done"
@@ -120,10 +126,8 @@ def test_uint32_ids_come_back_as_they_are(tmp_path: Path, make_config: Callable[
     assert rows.max() > 2**16 and np.array_equal(rows, all_rows(config.output, "train"))
 
 
-def test_tokenizer_and_provenance_are_published(
-    make_shards: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder, hub = make_shards(), tmp_path / "hub"
+def test_tokenizer_and_provenance_are_published(folder: Path, tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
     to_parquet(folder, hub)
     assert load_manifest(hub / "provenance") == load_manifest(folder)
     ids = AutoTokenizer.from_pretrained(hub / "tokenizer")("stay text")["input_ids"]
@@ -136,10 +140,7 @@ def test_tokenizer_and_provenance_are_published(
     }
 
 
-def test_a_folder_is_the_same_at_every_writing(
-    make_shards: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = make_shards()
+def test_a_folder_is_the_same_at_every_writing(folder: Path, tmp_path: Path) -> None:
     to_parquet(folder, tmp_path / "1" / "hub")
     to_parquet(folder, tmp_path / "2" / "hub")
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
@@ -170,8 +171,7 @@ def test_a_destination_that_is_taken_is_refused_and_the_same_corpus_is_up_to_dat
         to_parquet(folder, hub)
 
 
-def test_damaged_shards_are_not_published(make_shards: Callable[..., Path], tmp_path: Path) -> None:
-    folder = make_shards()
+def test_damaged_shards_are_not_published(folder: Path, tmp_path: Path) -> None:
     shard = folder / load_manifest(folder).splits["train"].shards[1].file
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
@@ -200,10 +200,8 @@ def test_the_card_says_what_the_manifest_says(
     assert "| texts | duplicate | 10 |" in loaded.text
 
 
-def test_the_card_names_languages_and_overlap_where_they_are_known(
-    make_shards: Callable[..., Path],
-) -> None:
-    manifest = load_manifest(make_shards())
+def test_the_card_names_languages_and_overlap_where_they_are_known(folder: Path) -> None:
+    manifest = load_manifest(folder)
     text = str(card.dataset_card("x", manifest))
     assert "Not looked for." in text and "language:" not in text
     sources = [{"languages": ["en", "de"]}, {"languages": ["fr"]}]
@@ -348,10 +346,7 @@ def sealed(folder: Path) -> set[str]:
     return {*shards, *(file.file for file in manifest.files), "manifest.json"}
 
 
-def test_an_upload_to_a_folder_is_a_whole_corpus(
-    make_shards: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = make_shards()
+def test_an_upload_to_a_folder_is_a_whole_corpus(folder: Path, tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("not of the corpus", encoding="utf-8")
     there = tmp_path / "far" / "away"
     assert upload(folder, f"file://{there}") == "done"
@@ -362,10 +357,7 @@ def test_an_upload_to_a_folder_is_a_whole_corpus(
     assert before == {p: p.stat().st_mtime_ns for p in there.rglob("*")}
 
 
-def test_the_manifest_arrives_last(
-    make_shards: Callable[..., Path], watched: type[Watched]
-) -> None:
-    folder = make_shards()
+def test_the_manifest_arrives_last(folder: Path, watched: type[Watched]) -> None:
     steps: list[tuple[int, int]] = []
     assert upload(folder, "watched://a/b", lambda _, done, of: steps.append((done, of))) == "done"
     names = sealed(folder)
@@ -378,9 +370,8 @@ def test_the_manifest_arrives_last(
 
 @pytest.mark.parametrize("hashes", [True, False])
 def test_an_upload_that_was_cut_off_has_no_manifest_and_continues(
-    make_shards: Callable[..., Path], watched: type[Watched], hashes: bool
+    folder: Path, watched: type[Watched], hashes: bool
 ) -> None:
-    folder = make_shards()
     watched.fails_after, watched.hashes = 3, hashes
     with pytest.raises(CorpusError, match=r"watched://a: upload stopped at .* run the same"):
         upload(folder, "watched://a")
@@ -399,8 +390,7 @@ def test_an_upload_that_was_cut_off_has_no_manifest_and_continues(
         assert watched.store[f"/a/{name}"].getvalue() == (folder / name).read_bytes()
 
 
-def test_a_failure_is_tried_again(make_shards: Callable[..., Path], watched: type[Watched]) -> None:
-    folder = make_shards()
+def test_a_failure_is_tried_again(folder: Path, watched: type[Watched]) -> None:
     watched.fails_once = [1, 2]
     assert upload(folder, "watched://a") == "done"
     assert {name.removeprefix("/a/") for name in watched.store} == sealed(folder)
@@ -412,10 +402,10 @@ def test_a_failure_is_tried_again(make_shards: Callable[..., Path], watched: typ
 
 
 def test_an_async_driver_gets_many_files_at_once(
-    make_shards: Callable[..., Path], watched: type[Watched], monkeypatch: pytest.MonkeyPatch
+    folder: Path, watched: type[Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrapper = pytest.importorskip("fsspec.implementations.asyn_wrapper")  # of fsspec 2024.12
-    folder, calls = make_shards(), list[list[str]]()
+    calls = list[list[str]]()
     driver = wrapper.AsyncFileSystemWrapper(watched(), asynchronous=False)
     put = driver.put
 
@@ -431,9 +421,9 @@ def test_an_async_driver_gets_many_files_at_once(
 
 
 def test_a_dataset_repository_gets_few_commits_and_the_manifest_last(
-    make_shards: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, there = make_shards(), dict[str, bytes]()
+    there = dict[str, bytes]()
     commits: list[set[str]] = []
 
     class Hub(HfFileSystem):
@@ -467,15 +457,13 @@ def test_a_dataset_repository_gets_few_commits_and_the_manifest_last(
     assert len(commits) == 2
 
 
-def test_a_file_cut_short_at_its_place_is_sent_again(
-    make_shards: Callable[..., Path], tmp_path: Path
-) -> None:
-    shards, place = make_shards(), tmp_path / "place"
-    assert upload(shards, f"file://{place}") == "done"
+def test_a_file_cut_short_at_its_place_is_sent_again(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    assert upload(folder, f"file://{place}") == "done"
     (place / "train-00000.arrow").write_bytes(b"short")
-    assert upload(shards, f"file://{place}") == "done"
+    assert upload(folder, f"file://{place}") == "done"
     assert verify(place) == []
-    assert upload(shards, f"file://{place}") == "up to date"
+    assert upload(folder, f"file://{place}") == "up to date"
 
 
 def test_a_place_that_holds_another_corpus_is_refused(
@@ -496,10 +484,7 @@ def test_a_place_that_holds_another_corpus_is_refused(
     assert contents(there) == before
 
 
-def test_damaged_shards_are_not_uploaded(
-    make_shards: Callable[..., Path], watched: type[Watched]
-) -> None:
-    folder = make_shards()
+def test_damaged_shards_are_not_uploaded(folder: Path, watched: type[Watched]) -> None:
     table = folder / "segments" / "train-00001.parquet"
     data = bytearray(table.read_bytes())
     data[len(data) // 2] ^= 1
@@ -512,16 +497,15 @@ def test_damaged_shards_are_not_uploaded(
         upload(folder, "watched://a")
 
 
-def test_no_secret_is_shown(make_shards: Callable[..., Path], watched: type[Watched]) -> None:
+def test_no_secret_is_shown(folder: Path, watched: type[Watched]) -> None:
     watched.fails_after = 0
     with pytest.raises(CorpusError) as caught:
-        upload(make_shards(), "watched://user:sesame@host/a?sig=open")
+        upload(folder, "watched://user:sesame@host/a?sig=open")
     assert "watched://host/a: upload stopped" in str(caught.value)
     assert "sesame" not in str(caught.value) and "open" not in str(caught.value)
 
 
-def test_a_missing_driver_names_its_package(make_shards: Callable[..., Path]) -> None:
-    folder = make_shards()
+def test_a_missing_driver_names_its_package(folder: Path) -> None:
     with pytest.raises(CorpusError, match=r"cannot be opened .*Protocol not known: nowhere"):
         upload(folder, "nowhere://a")
     fsspec.register_implementation(
@@ -537,10 +521,8 @@ def test_a_missing_driver_names_its_package(make_shards: Callable[..., Path]) ->
 @pytest.mark.parametrize(
     ("url", "module", "extra"), [("s3://a/b", "s3fs", "s3"), ("gs://a/b", "gcsfs", "gcs")]
 )
-def test_the_usual_drivers_are_extras(
-    make_shards: Callable[..., Path], url: str, module: str, extra: str
-) -> None:
+def test_the_usual_drivers_are_extras(folder: Path, url: str, module: str, extra: str) -> None:
     if find_spec(module):
         pytest.skip(f"{module} is installed: nothing is missing")
     with pytest.raises(CorpusError, match=rf"{url}: .*pip install -e '\.\[{extra}\]'"):
-        upload(make_shards(), url)
+        upload(folder, url)
