@@ -26,13 +26,6 @@ class Keys(BaseModel):
         if not isinstance(values, dict):
             return values
 
-        def spell(item: Any, is_text: bool) -> Any:
-            wrong = isinstance(item, bool)
-            if isinstance(item, str) and not is_text:
-                with suppress(ValueError):
-                    wrong = float(item) is not None  # a number in quotes
-            return repr(item) if wrong else item
-
         checked = {}
         for name, value in values.items():
             field = cls.model_fields.get(name)
@@ -42,7 +35,14 @@ class Keys(BaseModel):
             elif kinds & {int, float} and bool not in kinds:
                 is_text = any(kind is str or isinstance(kind, str) for kind in kinds)
                 several = isinstance(value, list | tuple)
-                value = [spell(v, is_text) for v in value] if several else spell(value, is_text)
+                items = list(value) if several else [value]
+                for place, item in enumerate(items):
+                    wrong = isinstance(item, bool)
+                    if isinstance(item, str) and not is_text:
+                        with suppress(ValueError):
+                            wrong = float(item) is not None  # a number in quotes
+                    items[place] = repr(item) if wrong else item
+                value = items if several else items[0]
             checked[name] = value
         return checked
 

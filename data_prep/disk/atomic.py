@@ -19,7 +19,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    sync(path.parent)  # a rename is a change of the folder
 
 
 def sync(path: Path) -> None:

@@ -24,7 +24,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
 
@@ -58,20 +58,20 @@ class Identity:
         return self.host, self.boot, self.namespace
 
 
+@dataclass(eq=False)
 class Lock:
     """Hold a lock of this process; call `check()` between units of work."""
 
-    def __init__(self, path: Path, following: Path, owner: Identity, about: str, who: str) -> None:
-        self._path = path
-        self._following = following
-        self._owner = owner
-        self._about = about
-        self._who = who
-        self._token = uuid.uuid4().hex
-        self._counter = 0
-        self._over = False
-        self._mutex = threading.Lock()
-        self._stop = threading.Event()
+    _path: Path
+    _following: Path
+    _owner: Identity
+    _about: str
+    _who: str
+    _token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _counter: int = 0
+    _over: bool = False
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
+    _stop: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
         """Raise Busy if another process took over while this one stood still."""

@@ -180,8 +180,22 @@ def read_examples(path: Path) -> Iterator[str]:
 
     try:
         if suffix in (".json", ".jsonl"):
-            for value in _json_values(text, by_line=suffix == ".jsonl"):
-                waiting = [value]
+            waiting: list[Any] = []
+            whole: ValueError | None = None
+            if suffix == ".json":
+                try:
+                    waiting.append(json.loads(text))
+                    text = ""
+                except ValueError as error:
+                    if "\n" not in text.strip():
+                        raise
+                    whole = error  # JSON lines are often named .json: raise this if they are none
+            for number, line in enumerate(text.split("\n"), start=1):
+                if line.strip():
+                    try:
+                        waiting.append(json.loads(line))
+                    except ValueError as error:
+                        raise whole or ValueError(f"line {number}: {error}") from None
                 while waiting:
                     value = waiting.pop()
                     if isinstance(value, str):
@@ -203,23 +217,3 @@ def read_examples(path: Path) -> Iterator[str]:
                 yield from [line] if suffix == ".txt" else line.split("\t")
     except (csv.Error, RecursionError, ValueError) as error:
         raise CorpusError(f"{path}: not a {suffix} file ({error}): fix or rename it") from error
-
-
-def _json_values(text: str, *, by_line: bool) -> Iterator[Any]:
-    """Yield the value of a JSON text, or of each line of JSON lines."""
-    whole: ValueError | None = None
-    if not by_line:
-        try:
-            yield json.loads(text)
-            return
-        except ValueError as error:
-            if "\n" not in text.strip():
-                raise
-            whole = error  # JSON lines are often named .json: report this error if they are none
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                value = json.loads(line)
-            except ValueError as error:
-                raise whole or ValueError(f"line {number}: {error}") from None
-            yield value

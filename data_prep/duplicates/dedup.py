@@ -51,7 +51,6 @@ class Items:
     def __init__(self, folder: Path, level: str, near: bool) -> None:
         self._stem = str(folder / level)
         self._near = near
-        self.count = 0
         self._chunk = 0
         self._keys: list[bytes] = []
         self._places: list[tuple[int, int]] = []
@@ -62,7 +61,6 @@ class Items:
 
     def add(self, key: bytes, text: str, place: tuple[int, int] | None = None) -> None:
         """Add an item: its text's hash, the text for its signature, and where it stands."""
-        self.count += 1
         self._keys.append(key)
         if place is not None:
             self._places.append(place)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePath
 from typing import BinaryIO, ClassVar
 
 from data_prep import CorpusError
@@ -112,30 +112,14 @@ def find_files(path: str, patterns: tuple[str, ...]) -> list[Piece]:
 
 def byte_ranges(piece: Piece, limit: int) -> list[Piece]:
     """Divide a whole file into ranges of `limit` bytes; a compressed one stays whole."""
-    if piece.size <= limit or is_compressed(_file_name(piece.path)):
+    is_remote = remote.is_remote(piece.path)
+    if piece.size <= limit or is_compressed(remote.bare(piece.path) if is_remote else piece.path):
         return [piece]
-    if remote.is_remote(piece.path) and not remote.takes_ranges(piece.path):
+    if is_remote and not remote.takes_ranges(piece.path):
         return [piece]
     borders = [*range(0, piece.size, limit), piece.size]
     ranges = [Piece(piece.path, a, b, b - a) for a, b in pairwise(borders)]
     return [*ranges[:-1], replace(ranges[-1], end=None)]
-
-
-def relative_name(path: str, input: str) -> str:
-    """Return the input's name within the source's path, with forward slashes: the stem of ids."""
-    if remote.is_remote(path):
-        root: PurePath = PurePosixPath(remote.bare(path))
-        file: PurePath = PurePosixPath(remote.bare(input))
-    else:
-        root, file = PurePath(path), PurePath(input)
-    if file == root:
-        root = file.parent
-    elif not file.is_relative_to(root):
-        # `a/*/b.txt` is relative to `a`.
-        wild = [i for i, part in enumerate(root.parts) if glob.has_magic(part)]
-        root = type(root)(*root.parts[: wild[0]]) if wild else root.parent
-    name = file.relative_to(root) if file.is_relative_to(root) else PurePath(file.name)
-    return name.as_posix().encode("utf-8", "backslashreplace").decode()  # names may be any bytes
 
 
 def opened(path: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
@@ -157,7 +141,8 @@ def file_chunks(
 
     Raises CorpusError if the file is unreadable, damaged or cut short.
     """
-    is_local, name = not remote.is_remote(path), _file_name(path)
+    is_local = not remote.is_remote(path)
+    name = path if is_local else remote.bare(path)
     with opened(path, start) as file:
         left = None if end is None else end - start
         try:
@@ -218,7 +203,3 @@ def _joined(held: list[bytes], size: int, offset: int) -> bytes | None:
         return None
     line = b"".join(held).removesuffix(b"\r")
     return line.removeprefix(b"\xef\xbb\xbf") if offset == 0 else line
-
-
-def _file_name(path: str) -> str:
-    return PurePath(remote.bare(path) if remote.is_remote(path) else path).name

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
+from pathlib import PurePath, PurePosixPath
 from typing import ClassVar
 
 from pydantic import Field, field_validator
 
 from data_prep.keys import Keys
 from data_prep.sources.document import Document, Rejected
-from data_prep.sources.files import Piece, byte_ranges, find_files, relative_name
+from data_prep.sources.files import Piece, byte_ranges, find_files
 from data_prep.sources.remote import bare, is_remote
 from data_prep.text.language import CODES
 
@@ -96,5 +97,19 @@ class FileSource(SourceKind):
         return [piece for file in files for piece in byte_ranges(file, limit)]
 
     def input_name(self, piece: Piece) -> str:
-        """Return the file's name within `path`."""
-        return relative_name(self.path, piece.path)
+        """Return the file's name within `path`, with forward slashes."""
+        root: PurePath
+        file: PurePath
+        if is_remote(self.path):
+            root, file = PurePosixPath(bare(self.path)), PurePosixPath(bare(piece.path))
+        else:
+            root, file = PurePath(self.path), PurePath(piece.path)
+        if file == root:
+            root = file.parent
+        elif not file.is_relative_to(root):
+            # `a/*/b.txt` is relative to `a`.
+            wild = [i for i, part in enumerate(root.parts) if glob.has_magic(part)]
+            root = type(root)(*root.parts[: wild[0]]) if wild else root.parent
+        name = file.relative_to(root) if file.is_relative_to(root) else PurePath(file.name)
+        # A file's name may be any bytes.
+        return name.as_posix().encode("utf-8", "backslashreplace").decode()

@@ -117,10 +117,7 @@ class Mediawiki(FileSource):
         for file in super().inputs(limit):
             if multistream.INDEX.fullmatch(file.path):
                 continue  # named by a glob
-            if (index := multistream.index_of(file.path)) is not None:
-                found += multistream.stream_ranges(file, index, limit)
-            else:
-                found += byte_ranges(file, limit)
+            found += multistream.stream_ranges(file, limit) or byte_ranges(file, limit)
         if not found:
             raise CorpusError(f"{one_line(self.path)}: indexes alone; the dump lies elsewhere")
         return found

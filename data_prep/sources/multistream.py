@@ -17,20 +17,16 @@ INDEX = re.compile(r".*-multistream-index\d*\.txt(-p\d+p\d+)?(\.bz2)?")
 _STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # a header and the magic of a block, the digits of pi
 
 
-def index_of(path: str) -> str | None:
-    """Return the path of the index next to a multistream dump, if there is one."""
-    if not (name := _DUMP.fullmatch(path)):
-        return None
-    index = f"{name[1]}-index{name[2]}.txt{name[3] or ''}.bz2"
-    found = remote.exists(index) if remote.is_remote(index) else os.path.isfile(index)
-    return index if found else None
-
-
-def stream_ranges(file: Piece, index: str, limit: int) -> list[Piece]:
+def stream_ranges(file: Piece, limit: int) -> list[Piece]:
     """Divide a dump into pieces of at least `limit` bytes, each beginning with a bz2 stream.
 
-    Raises CorpusError if the index does not fit the file.
+    Returns none if there is no index next to it. Raises CorpusError if the index does not fit it.
     """
+    if not (name := _DUMP.fullmatch(file.path)):
+        return []
+    index = f"{name[1]}-index{name[2]}.txt{name[3] or ''}.bz2"
+    if not (remote.exists(index) if remote.is_remote(index) else os.path.isfile(index)):
+        return []
     if file.size <= limit:
         return [file]
     borders = [0]

@@ -105,10 +105,29 @@ class PythonDocs(SourceKind):
             module = path.relative_to(folder).with_suffix("").as_posix()
             where = f"{package}/{module}"
             try:
-                text = _prose_of(path)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+                    tree = ast.parse(path.read_bytes())
             except (SyntaxError, ValueError, RecursionError) as error:
                 yield Rejected(where, "not parsed", error_line(error, 100))
                 continue
+            nodes = sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0))
+            if path.parent.name == "pydoc_data":  # help topics: a dictionary of long strings
+                constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+                strings = [value for value in constants if isinstance(value, str)]
+            else:
+                kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+                documented = [node for node in nodes if isinstance(node, kinds)]
+                strings = [ast.get_docstring(node, clean=False) or "" for node in documented]
+            blocks: dict[str, None] = {}  # each once, in order
+            for string in strings:
+                for block in re.split(r"\n\s*\n", inspect.cleandoc(string)):
+                    lines = [line.strip() for line in block.split("\n")]
+                    # Without the lines of interactive sessions.
+                    lines = [line for line in lines if not line.startswith((">>>", "..."))]
+                    if len(words := " ".join(lines).split()) >= _MIN_WORDS:
+                        blocks[" ".join(words)] = None
+            text = "\n\n".join(blocks)
             if len(text) < _MIN_PROSE:
                 continue
             budget -= len(text)
@@ -140,25 +159,3 @@ def _modules(folder: Path) -> Iterator[Path]:
             wanted = name.endswith(".py") and not name.startswith("test_")
             if wanted and not path.is_symlink() and path.stat().st_size <= _MAX_SOURCE:
                 yield path
-
-
-def _prose_of(path: Path) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-        tree = ast.parse(path.read_bytes())
-    nodes = sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0))
-    if path.parent.name == "pydoc_data":  # help topics: a dictionary of long strings
-        constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
-        strings = [value for value in constants if isinstance(value, str)]
-    else:
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        documented = [node for node in nodes if isinstance(node, kinds)]
-        strings = [ast.get_docstring(node, clean=False) or "" for node in documented]
-    seen: dict[str, None] = {}
-    for block in (b for text in strings for b in re.split(r"\n\s*\n", inspect.cleandoc(text))):
-        lines = [line.strip() for line in block.split("\n")]
-        # Without the lines of interactive sessions.
-        words = " ".join(line for line in lines if not line.startswith((">>>", "..."))).split()
-        if len(words) >= _MIN_WORDS:
-            seen[" ".join(words)] = None
-    return "\n\n".join(seen)

@@ -15,7 +15,8 @@ PART = 1 << 22  # bytes; a longer document goes on as the next one, so memory is
 CELL = 1 << 20  # bytes; see `_runs`
 _SENTENCES = 1000  # lines after which a run of sentences is a document
 
-Run = list[tuple[int, bytes]]  # the lines of a document with their offsets
+# The lines of a document with their offsets; a line that is too long is None, in a run of its own.
+Run = list[tuple[int, bytes | None]]
 
 
 class Text(FileSource):
@@ -38,10 +39,10 @@ class Text(FileSource):
         if self.document == "line":
             for offset, line in lines(piece.path, piece.start, piece.end):
                 if line is None or line.strip():
-                    yield _decoded(line, f"{name}@{offset}")
+                    yield _decoded([(offset, line)], name)
         elif self.document == "paragraph":
             for run in _runs(piece, max_lines=None):
-                yield _document(run, name)
+                yield _decoded(run, name)
         else:
             # Read twice: a bad byte at the end must reject the file before its start is out.
             check = codecs.getincrementaldecoder("utf-8")()
@@ -80,18 +81,18 @@ class Sentences(FileSource):
         """Yield runs of sentences, at most 1,000 lines each; a bad line is rejected alone."""
         name = self.input_name(piece)
         for run in _runs(piece, max_lines=_SENTENCES):
-            result = _document(run, name)
-            if isinstance(result, Document) or isinstance(run, int):
+            result = _decoded(run, name)
+            if isinstance(result, Document) or len(run) == 1:
                 yield result
                 continue
-            results = [_decoded(sentence, f"{name}@{offset}") for offset, sentence in run]
+            results = [_decoded([sentence], name) for sentence in run]
             yield from (bad for bad in results if isinstance(bad, Rejected))
             if good := [sentence for sentence in results if isinstance(sentence, Document)]:
                 yield Document("\n".join(sentence.text for sentence in good), good[0].id)
 
 
-def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run | int]:
-    """Yield runs of lines that are not blank; a line that is too long is its offset alone.
+def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run]:
+    """Yield runs of lines that are not blank.
 
     A piece owns the runs from its first border up to the first border past its end. No run crosses
     a border. Borders are the file's beginning and blank lines. To cut a file without blank lines,
@@ -122,7 +123,7 @@ def _runs(piece: Piece, *, max_lines: int | None) -> Iterator[Run | int]:
             yield run
             run = []
         if line is None:
-            yield offset
+            yield [(offset, None)]
         elif not blank:
             run.append((offset, line))
     if run:
@@ -149,15 +150,12 @@ def _parts(path: str) -> Iterator[tuple[int, bytes]]:
     yield offset, b"".join(held)
 
 
-def _document(run: Run | int, name: str) -> Document | Rejected:
-    if isinstance(run, int):
-        return _decoded(None, f"{name}@{run}")
-    return _decoded(b"\n".join(line for _, line in run), f"{name}@{run[0][0]}")
-
-
-def _decoded(raw: bytes | None, where: str) -> Document | Rejected:
-    if raw is None:
+def _decoded(run: Run, name: str) -> Document | Rejected:
+    """Return the lines of a run as one document."""
+    where = f"{name}@{run[0][0]}"
+    if run[0][1] is None:
         return Rejected(where, "too long", LONG_LINE)
+    raw = b"\n".join(line for _, line in run if line is not None)
     if b"\0" in raw:
         return Rejected(where, "binary", f"NUL byte at byte {raw.index(0)} of it")
     try:

@@ -44,7 +44,9 @@ def clean(text: str) -> str:
     # A pattern that finds what to replace is ten times as fast as translating everything.
     text = _TO_REPLACE.sub(lambda found: found[0].translate(_CHARACTERS), text)
     if not text.isascii():
-        text = unicodedata.normalize("NFC", _SUSPECT_RUN.sub(_shortened, text))
+        if _SUSPECT_RUN.search(text):
+            text = _LONG_RUN.sub(lambda run: run[0][:30], text)
+        text = unicodedata.normalize("NFC", text)
     if "  " in text:
         text = _SPACES.sub(" ", text)
     if " \n" in text or "\n " in text:
@@ -52,7 +54,3 @@ def clean(text: str) -> str:
     if "\n\n\n" in text:
         text = _BLANK_LINES.sub("\n\n", text)
     return text.strip("\n ")
-
-
-def _shortened(suspect: re.Match[str]) -> str:
-    return _LONG_RUN.sub(lambda run: run[0][:30], suspect[0])

@@ -363,7 +363,7 @@ def test_finished_shards_of_other_code_are_not_up_to_date(make_config: Any, copy
         pytest.param("publish/card.py", "import json", "import json as json", set(), id="card"),
         pytest.param(
             "sources/row_groups.py",
-            "    from pyarrow import RecordBatch",
+            "    from pyarrow.parquet import ParquetFile",
             "    import pandas",
             set(),
             id="type checking",

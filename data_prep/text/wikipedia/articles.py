@@ -153,53 +153,51 @@ def repaired(text: str) -> str:
     For the output of WikiExtractor and for the parquet files of wikimedia/wikipedia. Idempotent;
     linear time: should one repair lay open the next for ever, all brackets and marks go.
     """
-    for _ in range(2):
-        for number in range(_PASSES):
-            before = text
-            if "&" in text:
-                text = _ENTITY.sub("", html.unescape(html.unescape(text)))
-            if number == 0 or "&" in before or "\t" in before:
-                text = _plain_spaces(text)
-            text = _repaired_once(text)
-            if text == before:
-                return text
-        text = text.translate(_MARKS)
+    for number in range(2 * _PASSES):
+        before = text
+        if "&" in text:
+            text = _ENTITY.sub("", html.unescape(html.unescape(text)))
+        if number % _PASSES == 0 or "&" in before or "\t" in before:
+            text = _plain_spaces(text)
+        text = "\n" + text
+        if "]" in text and "update]" in text:
+            text = _AS_OF.sub(
+                lambda found: ("s" if found[1] is None else "As") + f" of {found[2]}", text
+            )
+            text = _UPDATE.sub("", text)
+        if "<" in text or _has(text, "[[", "{{", "-->"):
+            text = "\n" + substituted(text, _NOT_PROSE).text
+            if _has(text, "<", "-->"):
+                text = _TAG.sub("", _CUT_TAG.sub("", text))
+        if _has(text, "{", "}", "[[", "]]"):
+            text = _STRAY.sub("", text)
+        if "'" in text:
+            text = _QUOTES.sub("", text)
+        if "_" in text:
+            text = _SWITCH.sub("", text)
+        if _FILE_SIGN.search(text):
+            text = _FILE_LINK.sub("", text)
+        if "|" in text and _FILE_WORDS_SIGN.search(text):
+            text = _FILE_WORDS.sub("", text)
+        text = _DEBRIS.sub("", text)
+        if _STYLES_SIGN.search(text):
+            text = _STYLES.sub("", text)
+        if "=" in text:
+            if _ATTRIBUTE_SIGN.search(text):
+                text = _ATTRIBUTE.sub("", text)
+            text = re.sub(r"\n={2,6} *([^=\n]+?) *={2,6} *(?=\n|\Z)", r"\n\1", text)
+        if "#" in text:
+            text = _FUNCTION.sub("", text)
+        if "_" in text:
+            text = _PLACEHOLDER.sub("", text)
+        if "]" in text and _LONE_BRACKET.search(text):
+            text = _BRACKET.sub(lambda found: found[0] if found[0] != "]" else "", text)
+        text = _without_tail(without_holes(text))
+        if text == before:
+            return text
+        if (number + 1) % _PASSES == 0:
+            text = text.translate(_MARKS)
     return text
-
-
-def _repaired_once(text: str) -> str:
-    text = "\n" + text
-    if "]" in text and "update]" in text:
-        text = _AS_OF.sub(lambda as_of: f"{'s' if as_of[1] is None else 'As'} of {as_of[2]}", text)
-        text = _UPDATE.sub("", text)
-    if "<" in text or _has(text, "[[", "{{", "-->"):
-        text = "\n" + substituted(text, _NOT_PROSE).text
-        if _has(text, "<", "-->"):
-            text = _TAG.sub("", _CUT_TAG.sub("", text))
-    if _has(text, "{", "}", "[[", "]]"):
-        text = _STRAY.sub("", text)
-    if "'" in text:
-        text = _QUOTES.sub("", text)
-    if "_" in text:
-        text = _SWITCH.sub("", text)
-    if _FILE_SIGN.search(text):
-        text = _FILE_LINK.sub("", text)
-    if "|" in text and _FILE_WORDS_SIGN.search(text):
-        text = _FILE_WORDS.sub("", text)
-    text = _DEBRIS.sub("", text)
-    if _STYLES_SIGN.search(text):
-        text = _STYLES.sub("", text)
-    if "=" in text:
-        if _ATTRIBUTE_SIGN.search(text):
-            text = _ATTRIBUTE.sub("", text)
-        text = re.sub(r"\n={2,6} *([^=\n]+?) *={2,6} *(?=\n|\Z)", r"\n\1", text)
-    if "#" in text:
-        text = _FUNCTION.sub("", text)
-    if "_" in text:
-        text = _PLACEHOLDER.sub("", text)
-    if "]" in text and _LONE_BRACKET.search(text):
-        text = _BRACKET.sub(lambda found: found[0] if found[0] != "]" else "", text)
-    return _without_tail(without_holes(text))
 
 
 def _has(text: str, *marks: str) -> bool:

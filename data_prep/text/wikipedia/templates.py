@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable
 
 _MONTHS = re.findall(
-    r"\w+",
-    "January February March April May June July August September October November December",
+    r"\w+", "January February March April May June July August September October November December"
 )
 _LANGUAGES = dict(
     re.findall(
