@@ -111,9 +111,7 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
                     source=source.name,
                     kind=source.kind,
                     licence=source.licence,
-                    document=entry["document"],
-                    title=entry["title"],
-                    url=entry["url"],
+                    **{name: entry[name] for name in _FIELDS},
                     text=tokens.decode(ids[start + 1 : end - 1]),
                 )
             )
@@ -159,9 +157,7 @@ def rows_of_document(folder: Path | str, value: str, source: str | None = None) 
                         start=entry["start"],
                         source=origin.name,
                         licence=origin.licence,
-                        document=entry["document"],
-                        title=entry["title"],
-                        url=entry["url"],
+                        **{name: entry[name] for name in _FIELDS},
                     )
                     places[next(name for name in _FIELDS if entry[name] == value)].append(place)
             first += shard.rows
@@ -201,32 +197,27 @@ def _not_found(
                     return f"{text}: it was dropped when the corpus was read ({why})"
     except (OSError, ValueError, AttributeError, TypeError):
         pass  # a hint is not worth an error
-    if near := _nearest(folder, manifest, value, sources):
-        text += f"; near it: {', '.join(map(repr, near))}"
-    return (
-        f"{text}; it may have been dropped (filtered, unreadable or a duplicate): "
-        f"look into {folder / _QUARANTINE}"
-    )
-
-
-def _nearest(folder: Path, manifest: Manifest, value: str, sources: Sequence[int]) -> list[str]:
-    """Return up to three ids similar to `value`, among those that contain it and the first ones."""
-    numbers = pa.array(sources, pa.int64())
 
     def ids(containing: str | None) -> Iterator[str]:
         for record in manifest.splits.values():
             for shard in record.shards:
                 for batch in _batches(side_table(folder, manifest, shard.file)):
                     column = batch["document"]
-                    keep = pc.is_in(batch["source"].cast(pa.int64()), numbers)
+                    keep = pc.is_in(batch["source"].cast(pa.int64()), pa.array(sources, pa.int64()))
                     if containing is not None:
                         like = pc.match_substring(column, containing, ignore_case=True)
                         keep = pc.and_(keep, like)
                     yield from pc.unique(column.filter(keep)).to_pylist()
 
+    # Up to three similar ids, among those that contain the value and the first ones.
     holding = islice(ids(value), _CANDIDATES) if value else ()
     candidates = dict.fromkeys([*holding, *islice(ids(None), _CANDIDATES)])
     folded = {id.lower(): id for id in reversed(candidates)}
     close = difflib.get_close_matches(value.lower(), folded, n=3, cutoff=0.6)
     holding_it = [id for key, id in folded.items() if value and value.lower() in key]
-    return [folded[key] for key in close] or holding_it[:3]
+    if near := [folded[key] for key in close] or holding_it[:3]:
+        text += f"; near it: {', '.join(map(repr, near))}"
+    return (
+        f"{text}; it may have been dropped (filtered, unreadable or a duplicate): "
+        f"look into {folder / _QUARANTINE}"
+    )

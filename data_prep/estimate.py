@@ -21,7 +21,7 @@ from data_prep.pipeline.stages.extract import ExtractTask, extract, extract_task
 from data_prep.sources import Document, Piece, Source
 from data_prep.sources.compressed import decompressed, is_compressed
 from data_prep.sources.files import opened
-from data_prep.tokens import Tokens, load
+from data_prep.tokens import load
 from data_prep.tokens.wordpiece import train
 
 SAMPLE_BYTES = 2**22  # as stored, of each source
@@ -68,22 +68,61 @@ def estimate(config: CorpusConfig) -> Estimate:
     Duplicates show in the whole corpus only, so none are taken off.
     """
     plan = Plan(config, piece_bytes=PIECE_BYTES)
-    given = None if isinstance(config.tokenizer, TrainTokenizer) else load(config.tokenizer)
+    named = config.tokenizer
+    # One that does not load is found before anything is read.
+    tokens = None if isinstance(named, TrainTokenizer) else load(named)
     with tempfile.TemporaryDirectory(prefix="distil-") as name:
         folder = Path(name)
-        samples = [
-            _extracted(config, plan, number, folder) for number in range(len(config.sources))
-        ]
-        if given is None:
-            assert isinstance(config.tokenizer, TrainTokenizer)
+        numbers = range(len(config.sources))
+        samples = [_extracted(config, plan, number, folder) for number in numbers]
+        if isinstance(named, TrainTokenizer):
             tokens = train(
-                lambda: (doc.text for sample in samples for doc in _documents(sample)),
-                config.tokenizer.train,
+                lambda: (doc.text for sample in samples for doc in _documents(sample)), named.train
             )
-        else:
-            tokens = given
+        assert tokens is not None
         tokens.accelerate([document.text[:1000] for document in _documents(samples[0])][:100])
-        sources = tuple(_scaled(config, sample, tokens) for sample in samples)
+
+        # A sample's counts are scaled up by the share of the stored bytes that was read.
+        sources = []
+        for sample in samples:
+            start = time.perf_counter()
+            words = num_tokens = unknown = text_bytes = kept = 0
+            lengths: dict[int, list[int]] = {length: [] for length in config.row_lengths}
+            for document in _documents(sample):
+                ids = tokens.encode(document.text)
+                kept += 1
+                words += len(document.text.split())
+                text_bytes += len(document.text.encode())
+                num_tokens += len(ids)
+                unknown += int((ids == tokens.special_ids.unk).sum())
+                for row_length, of_row in lengths.items():
+                    of_row += [len(piece) + 2 for piece in split_tokens(ids, row_length - 2)]
+            packed = {length: len(pack(of_row, length)) for length, of_row in lengths.items()}
+            seconds = sample.seconds + time.perf_counter() - start
+            read, stored = sample.sampled_bytes, sample.stored_bytes
+            share = min(1.0, read / stored) if stored else 1.0
+            dropped = sum((Counter(result["dropped"]) for result in sample.results), Counter[str]())
+            sources.append(
+                SourceEstimate(
+                    name=sample.source.label,
+                    stored_bytes=stored,
+                    share=share,
+                    documents=round(sum(found["documents_in"] for found in sample.results) / share),
+                    kept=round(kept / share),
+                    dropped=dict(sorted(dropped.items())),
+                    words=round(words / share),
+                    tokens=round((num_tokens + 2 * kept) / share),
+                    unknown=unknown / max(num_tokens, 1),
+                    rows={length: round(count / share) for length, count in packed.items()},
+                    fill={
+                        length: sum(lengths[length]) / max(1, count * length)
+                        for length, count in packed.items()
+                    },
+                    text_bytes=round(text_bytes / share),
+                    seconds=seconds / share,
+                )
+            )
+
     width = 2 if len(tokens.vocabulary) <= 2**16 else 4
     rows = Counter[int]()
     for source in sources:
@@ -92,12 +131,12 @@ def estimate(config: CorpusConfig) -> Estimate:
     hashes = 1200 if config.deduplicate.documents == "near" else 60  # bytes a document
     text = sum(source.text_bytes + source.kept * hashes for source in sources)
     return Estimate(
-        sources=sources,
+        sources=tuple(sources),
         shard_bytes=shard_bytes,
         work_bytes=text + shard_bytes,
         seconds=sum(source.seconds for source in sources) / config.workers,
         vocab_size=len(tokens.vocabulary),
-        trained=given is None,
+        trained=isinstance(named, TrainTokenizer),
     )
 
 
@@ -124,8 +163,24 @@ def _extracted(config: CorpusConfig, plan: Plan, number: int, folder: Path) -> _
         path.mkdir()
         of = source
         if piece.size > SAMPLE_BYTES and is_compressed(piece.path):
+            # The beginning of the file, to a document's end.
             head = path / Path(piece.path).with_suffix("").name
-            sampled += _head(source, piece, head)
+            chunks: list[bytes] = []
+            size = stored = 0
+            with opened(piece.path) as file:
+                for chunk in decompressed(file, piece.path):
+                    # What was read of the file has been decompressed when more of it is read.
+                    enough = size >= SAMPLE_BYTES and file.tell() > stored
+                    if enough or size >= 16 * SAMPLE_BYTES:
+                        break
+                    stored = file.tell()
+                    chunks.append(chunk)
+                    size += len(chunk)
+            data = b"".join(chunks)
+            marker, end = source.record_end
+            cut_at = data.rfind(marker)
+            head.write_bytes(data[: cut_at + len(marker)] + end if cut_at >= 0 else data)
+            sampled += stored
             piece = Piece(str(head), 0, None, head.stat().st_size)
             of = source.model_copy(update={"path": str(head)})
         else:
@@ -148,63 +203,8 @@ def _timed(job: tuple[ExtractTask, Path]) -> tuple[dict[str, Any], float]:
     return extract(*job), time.perf_counter() - start
 
 
-def _head(source: Source, piece: Piece, head: Path) -> int:
-    """Write the beginning of a compressed file, to a document's end; its bytes as stored."""
-    held: list[bytes] = []
-    size = stored = 0
-    with opened(piece.path) as file:
-        for chunk in decompressed(file, piece.path):
-            # What was read of the file has been decompressed when more of it is read.
-            if (size >= SAMPLE_BYTES and file.tell() > stored) or size >= 16 * SAMPLE_BYTES:
-                break
-            stored = file.tell()
-            held.append(chunk)
-            size += len(chunk)
-    data = b"".join(held)
-    marker, end = source.record_end
-    cut_at = data.rfind(marker)
-    head.write_bytes(data[: cut_at + len(marker)] + end if cut_at >= 0 else data)
-    return stored
-
-
 def _documents(sample: _Sample) -> Iterator[Document]:
     for folder, result in zip(sample.folders, sample.results, strict=True):
         for part in result["parts"]:
             everything = np.ones(part["documents"], dtype=bool)
             yield from (document for _, document in read_part(folder / part["file"], everything))
-
-
-def _scaled(config: CorpusConfig, sample: _Sample, tokens: Tokens) -> SourceEstimate:
-    start = time.perf_counter()
-    words = num_tokens = unknown = text_bytes = kept = 0
-    lengths: dict[int, list[int]] = {length: [] for length in config.row_lengths}
-    for document in _documents(sample):
-        ids = tokens.encode(document.text)
-        kept += 1
-        words += len(document.text.split())
-        text_bytes += len(document.text.encode())
-        num_tokens += len(ids)
-        unknown += int((ids == tokens.special_ids.unk).sum())
-        for row_length, of_row in lengths.items():
-            of_row += [len(piece) + 2 for piece in split_tokens(ids, row_length - 2)]
-    rows = {length: len(pack(of_row, length)) for length, of_row in lengths.items()}
-    seconds = sample.seconds + time.perf_counter() - start
-    share = min(1.0, sample.sampled_bytes / sample.stored_bytes) if sample.stored_bytes else 1.0
-    dropped = sum((Counter(result["dropped"]) for result in sample.results), Counter[str]())
-    return SourceEstimate(
-        name=sample.source.label,
-        stored_bytes=sample.stored_bytes,
-        share=share,
-        documents=round(sum(result["documents_in"] for result in sample.results) / share),
-        kept=round(kept / share),
-        dropped=dict(sorted(dropped.items())),
-        words=round(words / share),
-        tokens=round((num_tokens + 2 * kept) / share),
-        unknown=unknown / max(num_tokens, 1),
-        rows={length: round(count / share) for length, count in rows.items()},
-        fill={
-            length: sum(lengths[length]) / max(1, count * length) for length, count in rows.items()
-        },
-        text_bytes=round(text_bytes / share),
-        seconds=seconds / share,
-    )

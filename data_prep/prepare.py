@@ -84,10 +84,7 @@ def prepare_stage(
     open_work(plan)
     units = plan.units(stage)[task - 1 :: tasks]
     _check_what_is_read(plan, STAGES[stage].reads, units)
-    with (
-        _held(plan, f"{stage}-{task}-of-{tasks}") as held,
-        started(config.workers, engine) as run,
-    ):
+    with _held(plan, f"{stage}-{task}-of-{tasks}") as held, started(config.workers, engine) as run:
         _run(plan, stage, units, held, progress, warn, run)
     return len(units)
 
@@ -160,13 +157,7 @@ def _held(plan: Plan, name: str) -> Iterator[Lock]:
 
 
 def _run(
-    plan: Plan,
-    stage: str,
-    units: list[Unit],
-    held: Lock,
-    progress: Progress,
-    warn: Warn,
-    run: Run,
+    plan: Plan, stage: str, units: list[Unit], held: Lock, progress: Progress, warn: Warn, run: Run
 ) -> None:
     if not units:
         return
@@ -199,7 +190,7 @@ def _run(
     if len(units) == len(plan.units(stage)):
         plan.finished(stage, records)
     warnings = (text for record in records for text in STAGES[stage].warnings(record.result))
-    for text in dict.fromkeys(warnings):
+    for text in dict.fromkeys(warnings):  # all units may give the same one
         warn(text)
 
 

@@ -118,6 +118,7 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
         return old
     read = [read_record(*piece) for piece in unit.pieces]
     home, file = unit.folder.parent, unit.folder.with_suffix(".json")
+    # Another task may make the same unit at the same time.
     temporary = home / f".{unit.folder.name}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir(parents=True)
     try:

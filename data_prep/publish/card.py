@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from huggingface_hub import DatasetCard, DatasetCardData
@@ -112,30 +113,19 @@ def _sections(manifest: Manifest) -> Iterator[str]:
 def _origin(manifest: Manifest) -> Iterator[str]:
     """Yield what the corpus was made of, and how."""
     yield "## Sources"
+    counted = "documents_in", "documents_kept", "documents_validation"
     yield _table(
         ("source", "kind", "licence", "documents", "kept", "of these validation", "characters"),
-        [
-            (
-                s.name,
-                s.kind,
-                s.licence,
-                s.documents_in,
-                s.documents_kept,
-                s.documents_validation,
-                s.characters,
-            )
-            for s in manifest.sources
-        ],
+        map(attrgetter("name", "kind", "licence", *counted, "characters"), manifest.sources),
     )
-    for what, counts in (
-        ("Documents that were dropped:", [source.dropped for source in manifest.sources]),
-        ("Peculiarities of what was kept:", [source.noted for source in manifest.sources]),
+    for what, field in (
+        ("Documents that were dropped:", "dropped"),
+        ("Peculiarities of what was kept:", "noted"),
     ):
-        names = [source.name for source in manifest.sources]
         if found := [
-            (name, reason, count)
-            for name, reasons in zip(names, counts, strict=True)
-            for reason, count in reasons.items()
+            (source.name, reason, count)
+            for source in manifest.sources
+            for reason, count in getattr(source, field).items()
             if count
         ]:
             yield what

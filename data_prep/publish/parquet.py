@@ -18,13 +18,7 @@ from data_prep.disk import sync
 from data_prep.disk.json_files import indented_json, parse_object, read_regular
 from data_prep.pipeline.stage import group
 from data_prep.publish.card import dataset_card
-from data_prep.shards import (
-    Manifest,
-    check_file,
-    load_manifest,
-    open_shards,
-    read_listed,
-)
+from data_prep.shards import Manifest, check_file, load_manifest, open_shards, read_listed
 from data_prep.shards.manifest import MANIFEST, TOKEN_COUNTS
 from data_prep.shards.writing import file_record
 
@@ -39,10 +33,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def to_parquet(
-    folder: Path,
-    destination: Path,
-    progress: Progress | None = None,
-    file_bytes: int = FILE_BYTES,
+    folder: Path, destination: Path, progress: Progress | None = None, file_bytes: int = FILE_BYTES
 ) -> Literal["done", "up to date"]:
     """Write finished shards as a folder that `datasets.load_dataset` and the Hub read.
 
@@ -61,7 +52,24 @@ def to_parquet(
     """
     destination = Path(os.path.abspath(destination))
     manifest = load_manifest(folder)
-    if _holds(destination, manifest):
+    if destination.exists() and not destination.is_dir():
+        raise CorpusError(f"{destination}: a file stands there: choose another folder")
+    if destination.exists() and any(destination.iterdir()):
+        if not (destination / PROVENANCE / MANIFEST).is_file():
+            raise CorpusError(f"{destination}: not empty: choose an empty or a new folder")
+        there = load_manifest(destination / PROVENANCE)
+        if (there.digest, there.sources) != (manifest.digest, manifest.sources):
+            raise CorpusError(f"{destination}: holds another corpus: choose another folder")
+        again = "restore it, or delete the folder and write it again"
+        try:
+            files: dict[str, Any] = parse_object(read_regular(destination / FILES))
+            for name, entry in files.items():
+                if file_record(destination, name).model_dump() != {"file": name, **entry}:
+                    raise CorpusError(f"{destination / name}: damaged: {again}")
+        except CorpusError:
+            raise
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise CorpusError(f"{destination}: damaged ({error}): {again}") from None
         return "up to date"
     temporary = destination.with_name(f".tmp-{destination.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -69,38 +77,12 @@ def to_parquet(
         temporary.mkdir(parents=True)
         _write(Path(folder), manifest, temporary, destination.name, progress, file_bytes)
         if destination.exists():
-            destination.rmdir()  # empty, as `_holds` saw
+            destination.rmdir()  # it is empty
         temporary.rename(destination)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     sync(destination.parent)
     return "done"
-
-
-def _holds(destination: Path, manifest: Manifest) -> bool:
-    """Return whether the destination is this corpus, whole; CorpusError if it is something else."""
-    if not destination.exists():
-        return False
-    if not destination.is_dir():
-        raise CorpusError(f"{destination}: a file stands there: choose another folder")
-    if not any(destination.iterdir()):
-        return False
-    if not (destination / PROVENANCE / MANIFEST).is_file():
-        raise CorpusError(f"{destination}: not empty: choose an empty or a new folder")
-    there = load_manifest(destination / PROVENANCE)
-    if (there.digest, there.sources) != (manifest.digest, manifest.sources):
-        raise CorpusError(f"{destination}: holds another corpus: choose another folder")
-    again = "restore it, or delete the folder and write it again"
-    try:
-        files: dict[str, Any] = parse_object(read_regular(destination / FILES))
-        for name, entry in files.items():
-            if file_record(destination, name).model_dump() != {"file": name, **entry}:
-                raise CorpusError(f"{destination / name}: damaged: {again}")
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        if isinstance(error, CorpusError):
-            raise
-        raise CorpusError(f"{destination}: damaged ({error}): {again}") from None
-    return True
 
 
 def _write(

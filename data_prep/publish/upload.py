@@ -7,6 +7,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -20,7 +21,7 @@ from data_prep.disk import hash_file
 from data_prep.disk.json_files import parse_object
 from data_prep.messages import extra
 from data_prep.shards import load_manifest
-from data_prep.shards.manifest import MANIFEST, FileRecord
+from data_prep.shards.manifest import MANIFEST, FileRecord, ShardRecord
 
 PAUSES = (1.0, 4.0, 16.0)  # seconds before each further attempt
 FILES_AT_ONCE = 8  # a driver may hold 50 MB of each
@@ -45,12 +46,8 @@ def upload(
     """
     folder, report = Path(folder), progress or (lambda stage, done, total: None)
     manifest = load_manifest(folder)
-    records = [
-        FileRecord(file=shard.file, bytes=shard.bytes, sha256=shard.sha256)
-        for split in manifest.splits.values()
-        for shard in split.shards
-    ]
-    records += manifest.files
+    shards = chain.from_iterable(split.shards for split in manifest.splits.values())
+    records: list[ShardRecord | FileRecord] = [*shards, *manifest.files]
     shown, secrets = _without_secrets(url)
     protocol = url.split("://", 1)[0].lower() if "://" in url else "file"
     if "::" in url:
@@ -59,7 +56,7 @@ def upload(
     try:
         fs, root = url_to_fs(url)
         root = root.rstrip("/")
-        fs.invalidate_cache()
+        fs.invalidate_cache()  # fsspec keeps listings for the life of a process
 
         what = "cannot be read"
         finished = _holds(fs, f"{root}/{MANIFEST}", folder / MANIFEST)
@@ -179,7 +176,7 @@ def _send(
             time.sleep(pause)
 
 
-def _same(info: dict[str, Any] | None, path: Path, record: FileRecord) -> bool:
+def _same(info: dict[str, Any] | None, path: Path, record: ShardRecord | FileRecord) -> bool:
     """Return whether a file at the place has this content, where the place tells an MD5 of it."""
     if info is None or info.get("size") != record.bytes:
         return False

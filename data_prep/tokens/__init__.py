@@ -14,12 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from data_prep import CorpusError
 from data_prep.config import JsonTokenizer, VocabularyTokenizer
 from data_prep.disk import write_file
-from data_prep.disk.json_files import (
-    NotRegularError,
-    canonical_sha256,
-    parse_object,
-    read_regular,
-)
+from data_prep.disk.json_files import NotRegularError, canonical_sha256, parse_object, read_regular
 from data_prep.messages import error_line
 from data_prep.shards import Manifest, read_listed, vocabulary_sha256
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord
@@ -39,7 +34,7 @@ class Tokens:
     """
 
     def __init__(self, backend: Tokenizer, names: Mapping[str, str], origin: str) -> None:
-        backend.no_truncation()
+        backend.no_truncation()  # a tokenizer.json may set both
         backend.no_padding()
         names = {**_found(backend, [role for role in NAMES if role not in names], origin), **names}
         ids = {role: backend.token_to_id(names[role]) for role in NAMES}
@@ -217,7 +212,20 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
         vocabulary = read_vocabulary(spec.vocab)
         if spec.pattern is None:
             return word_piece(vocabulary, lowercase=spec.lowercase, origin=str(spec.vocab))
-        return _word_level(vocabulary, spec.pattern, bool(spec.lowercase), origin=str(spec.vocab))
+        try:
+            if not spec.pattern:
+                raise ValueError("empty")
+            split = pre_tokenizers.Split(Regex(spec.pattern), "isolated")
+        except Exception as error:  # tokenizers raises bare Exception
+            raise CorpusError(
+                f"tokenizer.pattern {spec.pattern!r}: not a regex ({error})"
+            ) from None
+        numbered = {token: id for id, token in enumerate(vocabulary)}
+        backend = Tokenizer(models.WordLevel(numbered, unk_token=NAMES["unk"]))
+        if spec.lowercase:
+            backend.normalizer = normalizers.Lowercase()
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), split])
+        return _with_special_tokens(backend, vocabulary, str(spec.vocab))
     path = Path(spec)
     if path.is_dir() and (path / "tokenizer.json").is_file():
         return _from_json(path / "tokenizer.json", _names(path))
@@ -325,21 +333,6 @@ def word_piece(
     )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
-    return _with_special_tokens(backend, vocabulary, origin)
-
-
-def _word_level(vocabulary: Sequence[str], pattern: str, lowercase: bool, origin: str) -> Tokens:
-    try:
-        if not pattern:
-            raise ValueError("empty")
-        split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    except Exception as error:  # tokenizers raises bare Exception
-        raise CorpusError(f"tokenizer.pattern {pattern!r}: not a regex ({error})") from None
-    numbered = {token: id for id, token in enumerate(vocabulary)}
-    backend = Tokenizer(models.WordLevel(numbered, unk_token=NAMES["unk"]))
-    if lowercase:
-        backend.normalizer = normalizers.Lowercase()
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), split])
     return _with_special_tokens(backend, vocabulary, origin)
 
 

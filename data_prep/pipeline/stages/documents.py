@@ -42,7 +42,8 @@ class DocumentWriter:
         self._folder = folder
         self._part_bytes = part_bytes
         self._seed = seed
-        self._parts: list[dict[str, Any]] = []
+        # The parts, each with its file, documents and bytes; the number of paragraphs hashed.
+        self.summary: dict[str, Any] = {"parts": [], "paragraphs": 0}
         self._stream: pa.RecordBatchStreamWriter | None = None
         self._index = pa.ipc.new_stream(str(folder / "index.arrow"), INDEX)
         self._documents: list[tuple[str, str, str, str]] = []
@@ -56,26 +57,19 @@ class DocumentWriter:
             if how != "none"
         }
 
-    @property
-    def summary(self) -> dict[str, Any]:
-        """Return the parts, each with its file, documents and bytes; the number of paragraphs
-        hashed."""
-        paragraphs = self._levels.get("paragraphs")
-        return {"parts": self._parts, "paragraphs": paragraphs.count if paragraphs else 0}
-
     def add(self, item: Document, text: str, key: bytes) -> None:
         """Add a document with its cleaned text and that text's hash."""
         size = len(text.encode())
-        part = self._parts[-1] if self._parts else None
-        if part is None or part["bytes"] + size > self._part_bytes:
-            self._end_part()
-            part = {"file": f"part-{len(self._parts):05d}.arrow", "documents": 0, "bytes": 0}
-            self._parts.append(part)
-            self._stream = pa.ipc.new_stream(str(self._folder / part["file"]), DOCUMENTS)
-        part["documents"] += 1
-        part["bytes"] += size
+        parts = self.summary["parts"]
+        if not parts or parts[-1]["bytes"] + size > self._part_bytes:
+            self._flush(end_part=True)
+            file = f"part-{len(parts):05d}.arrow"
+            parts.append({"file": file, "documents": 0, "bytes": 0})
+            self._stream = pa.ipc.new_stream(str(self._folder / file), DOCUMENTS)
+        parts[-1]["documents"] += 1
+        parts[-1]["bytes"] += size
         chance = draw(key, self._seed, "validation")
-        self._lines.append((key, chance, len(self._parts) - 1, size))
+        self._lines.append((key, chance, len(parts) - 1, size))
         self._documents.append((valid(item.id), valid(item.title), valid(item.url), text))
         if items := self._levels.get("documents"):
             items.add(key, text)
@@ -83,26 +77,25 @@ class DocumentWriter:
             for line, paragraph in enumerate(text.split("\n")):
                 if len(paragraph) >= MIN_PARAGRAPH:
                     items.add(text_hash(paragraph), paragraph, (self._count, line))
+                    self.summary["paragraphs"] += 1
         self._count += 1
         self._size += size
+        # Short documents, too, fill the memory: each takes some hundred bytes as objects.
         if self._size >= BATCH_BYTES or len(self._lines) >= BATCH_DOCUMENTS:
             self._flush()
 
-    def _flush(self) -> None:
+    def _flush(self, end_part: bool = False) -> None:
         if self._lines:
             assert self._stream is not None
             self._stream.write_batch(batch(zip(*self._documents, strict=True), DOCUMENTS))
             self._index.write_batch(batch(zip(*self._lines, strict=True), INDEX))
         self._documents, self._lines, self._size = [], [], 0
-
-    def _end_part(self) -> None:
-        self._flush()
-        if self._stream is not None:
+        if end_part and self._stream is not None:
             self._stream.close()
 
     def close(self) -> None:
         """Write what is not written yet."""
-        self._end_part()
+        self._flush(end_part=True)
         self._index.close()
         for items in self._levels.values():
             items.save()

@@ -50,7 +50,7 @@ def finish(plan: Plan, row_length: int) -> Manifest:
     config = plan.config
     final = plan.work / "final" / str(row_length)
     if final.exists():
-        shutil.rmtree(final)
+        shutil.rmtree(final)  # an interrupted run's: links may be in place already
     (final / "segments").mkdir(parents=True)
     (tokenizer,) = plan.records("vocabulary")
     record = TokenizerRecord.model_validate(tokenizer.result["tokenizer"])
@@ -135,7 +135,7 @@ def _shards(
         shards[split].append(shard)
         segments[split] += written["segments"]
         if split == "train":
-            counts = counts + np.load(place / "counts.npy")
+            counts = counts + np.load(place / "counts.npy")  # the first gives the length
     splits = {
         split: SplitRecord(
             rows=sum(shard.rows for shard in found),
