@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
 import site
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,10 +18,10 @@ from typing import Any, Literal
 
 from data_prep import CorpusError
 from data_prep.messages import error_line, extra
-from data_prep.pipeline.memory import return_large_blocks
 
 Engine = Literal["processes", "ray"]
 Report = Callable[[int, int], None]  # (done, total), after each item
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class WorkerDiedError(CorpusError):
@@ -33,7 +35,7 @@ Run = Callable[[Callable[[Any], Any], Sequence[Any], Report], list[Any]]
 
 
 def started(workers: int, engine: Engine = "processes") -> AbstractContextManager[Run]:
-    """Return a context with a function that runs units; its processes live as long as that."""
+    """Return a context manager; it gives a function that runs units, and ends its processes."""
     if engine == "ray":
         return _ray(workers)
     return nullcontext(_here) if workers == 1 else _processes(workers)
@@ -101,6 +103,18 @@ def _set_up() -> None:
     # One worker a core is the user's choice; threads in each would multiply it.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     return_large_blocks()
+
+
+def return_large_blocks() -> None:
+    """Make malloc return every block of a mebibyte or more when it is freed.
+
+    glibc raises its threshold to 32 MiB over time, and long texts of different sizes then fragment
+    the heap: 550 MB after a gigabyte of text, compared with 130. Other systems are left alone.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 class _Fixed(list[str]):

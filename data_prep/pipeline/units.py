@@ -69,8 +69,8 @@ NamedPiece = tuple[int, str, Piece]  # (source number, name in records, piece)
 class Unit:
     """Hold one unit of a stage; its function takes `task` and writes into `folder`.
 
-    `identity` is the hash of all that decides the outputs, but `code` and the content of the
-    `pieces`; `upstream` are the digests of what it reads of earlier stages.
+    Its record is `folder`.json. `identity` is the hash of all that decides the outputs, but `code`
+    and the content of the `pieces`; `upstream` are the digests of what it reads of earlier stages.
     """
 
     stage: str

@@ -106,7 +106,7 @@ def prepare_and_show(
 ) -> None:
     """Run all stages, or find the corpus up to date, and print what it holds."""
     from data_prep.messages import warn
-    from data_prep.pipeline.memory import return_large_blocks
+    from data_prep.pipeline.engines import return_large_blocks
     from data_prep.prepare import prepare as run_all_stages
 
     keep_going()
@@ -130,7 +130,7 @@ def prepare_one_stage(config: CorpusConfig, stage: str, task: str | None, engine
     """Run the part `task` (i/N) of one stage."""
     from data_prep import CorpusError
     from data_prep.messages import warn
-    from data_prep.pipeline.memory import return_large_blocks
+    from data_prep.pipeline.engines import return_large_blocks
     from data_prep.pipeline.plan import STAGES
     from data_prep.prepare import prepare_stage
 

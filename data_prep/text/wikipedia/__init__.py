@@ -1,5 +1,5 @@
 """Turn Wikipedia's articles into plain text, from wikitext or from other extractors' output."""
 
-from data_prep.text.wikipedia.articles import PlainText, plain_text, repaired
+from data_prep.text.wikipedia.articles import plain_text, repaired
 
-__all__ = ["PlainText", "plain_text", "repaired"]
+__all__ = ["plain_text", "repaired"]
