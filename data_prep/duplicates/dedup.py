@@ -151,21 +151,18 @@ def similar(
     """Return the candidate pairs whose signatures estimate a Jaccard of at least `threshold`."""
     found = np.unique(found, axis=0)
     starts = np.asarray(bounds[:-1], dtype=np.int64)
-
-    def signatures(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-        rows = np.empty((len(numbers), minhash.NUM_PERMUTATIONS), dtype=np.uint32)
-        unit_of = np.searchsorted(starts, numbers, side="right") - 1
-        chunk_of, row_of = np.divmod(numbers - starts[unit_of], CHUNK)
-        for unit, chunk in set(zip(unit_of.tolist(), chunk_of.tolist(), strict=True)):
-            file = folders[unit] / f"{level}-signatures-{chunk:05d}.npy"
-            here = (unit_of == unit) & (chunk_of == chunk)
-            rows[here] = np.load(file, mmap_mode="r")[row_of[here]]
-        return rows
-
     kept = [np.empty((0, 2), dtype=np.int64)]
     for start in range(0, len(found), PAIRS_AT_ONCE):
         some = found[start : start + PAIRS_AT_ONCE]
-        estimates = minhash.similarity(signatures(some[:, 0]), signatures(some[:, 1]))
+        unit_of = np.searchsorted(starts, some, side="right") - 1
+        chunk_of, row_of = np.divmod(some - starts[unit_of], CHUNK)
+        signatures = np.empty((*some.shape, minhash.NUM_PERMUTATIONS), dtype=np.uint32)
+        # Each file is opened once, for both items of all pairs.
+        for unit, chunk in set(zip(unit_of.flat, chunk_of.flat, strict=True)):
+            file = folders[unit] / f"{level}-signatures-{chunk:05d}.npy"
+            here = (unit_of == unit) & (chunk_of == chunk)
+            signatures[here] = np.load(file, mmap_mode="r")[row_of[here]]
+        estimates = minhash.similarity(signatures[:, 0], signatures[:, 1])
         kept.append(some[estimates >= threshold])
     return np.concatenate(kept)
 
