@@ -22,11 +22,11 @@ from data_prep.disk.json_files import parse_object
 from data_prep.messages import extra
 from data_prep.shards import load_manifest
 from data_prep.shards.manifest import MANIFEST, FileRecord, ShardRecord
+from data_prep.sources.remote import DRIVERS
 
 PAUSES = (1.0, 4.0, 16.0)  # seconds before each further attempt
 FILES_AT_ONCE = 8  # a driver may hold 50 MB of each
 FILES_IN_A_COMMIT = 64  # hf:// allows some hundred commits an hour
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _NO_FOLDERS = {"hf", "adl", "oci", "oss"}  # to make one there would, at worst, make a bucket
 
 Progress = Callable[[str, int, int], None]
@@ -104,7 +104,7 @@ def upload(
         raise
     except ImportError as error:
         needed = known_implementations.get(protocol, {}).get("err") or error
-        needed = extra(_EXTRAS[protocol]) if protocol in _EXTRAS else needed
+        needed = extra(DRIVERS[protocol][1]) if protocol in DRIVERS else needed
         raise CorpusError(f"{shown}: needs a package: {needed}") from None
     except Exception as error:  # every driver has errors of its own
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -16,7 +16,7 @@ from data_prep.disk.credentials import masked
 from data_prep.messages import error_line, extra, one_line
 
 # Protocol -> (package, the extra that brings it); other protocols name their package themselves.
-_DRIVERS = {
+DRIVERS = {
     "s3": ("s3fs", "s3"),
     "s3a": ("s3fs", "s3"),
     "gs": ("gcsfs", "gcs"),
@@ -146,7 +146,7 @@ def _reached(url: str) -> Iterator[tuple[Any, str]]:
             found = url_to_fs(url, **options)
         except ImportError as error:
             missing = getattr(error.__cause__ or error, "name", None) or f"for {protocol}://"
-            package, name = _DRIVERS.get(protocol, (missing, ""))
+            package, name = DRIVERS.get(protocol, (missing, ""))
             how = extra(name) if name else "install it"
             raise CorpusError(f"{one_line(url)}: needs the package {package}: {how}") from None
         yield found
