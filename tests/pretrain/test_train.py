@@ -15,39 +15,36 @@ from typing import Any
 import pytest
 import rank_work
 import ranks
+import runs
 import torch
 import yaml
+from runs import start as run
+from runs import step_folder
 from safetensors.torch import load_file
-from transformers import BertForMaskedLM
+from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from launch.console import Training
 from pretrain import NonFiniteError, RunError, checkpoint
-from pretrain.config import RunConfig
+from pretrain.config import Optimizer, RunConfig
 from pretrain.monitor import metrics
 from pretrain.step import learning_rate
-from pretrain.train import Outcome, train
 
 ROOT = Path(__file__).parents[2]
-RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
+STILL = {"student": {"dropout": 0.0, "attention_dropout": 0.0}}
 
 Settings = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def teacher(tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM], manifest: object) -> Path:
-    folder = tmp_path / "teacher"
-    save_teacher(folder)
-    return folder
-
-
-@pytest.fixture
-def settings(tmp_path: Path, run_config: Callable[..., dict[str, Any]], teacher: Path) -> Settings:
+def settings(
+    tmp_path: Path, run_config: Callable[..., dict[str, Any]], teacher_folder: Path
+) -> Settings:
     """Return 10 steps of 8 rows with dropout, as YAML would give it; changes by section."""
 
     def make(name: str = "run", **changes: Any) -> dict[str, Any]:
         values = run_config(
             tmp_path / name,
-            teacher,
+            teacher_folder,
             student={"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
             optimizer={"learning_rate": 1e-3},
             train={"max_steps": 10, "global_batch_size": 8, "micro_batch_size": 4},
@@ -64,19 +61,14 @@ def settings(tmp_path: Path, run_config: Callable[..., dict[str, Any]], teacher:
     return make
 
 
-def run(values: dict[str, Any], **arguments: Any) -> Outcome:
-    return train(RunConfig.model_validate(values), **arguments)
-
-
 def weights(values: dict[str, Any], step: int = 10) -> dict[str, torch.Tensor]:
-    folder = Path(values["output"]) / "checkpoints" / f"step-{step:08d}"
+    folder = step_folder(values["output"], step)
     student = load_file(folder / "student" / "model.safetensors")
     return student | load_file(folder / "optimizer.safetensors")
 
 
 def history(values: dict[str, Any]) -> list[dict[str, Any]]:
-    entries = metrics.read_metrics(Path(values["output"]) / "metrics.jsonl")
-    return [{k: v for k, v in entry.items() if k not in RATES} for entry in entries]
+    return runs.history(values["output"])
 
 
 def assert_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -101,17 +93,26 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
-def command(path: Path) -> list[str]:
-    return [sys.executable, "-m", "launch", "pretrain", str(path)]
-
-
-def write(path: Path, values: dict[str, Any]) -> Path:
+def write(values: dict[str, Any]) -> Path:
+    path = Path(values["output"]).with_suffix(".yaml")
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path
 
 
-def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
+def command(values: dict[str, Any]) -> list[str]:
+    return [sys.executable, "-m", "launch", "pretrain", str(write(values))]
+
+
+def started(values: dict[str, Any], until: int) -> subprocess.Popen[bytes]:
+    """Start a run in a session of its own; return it when it has logged the step `until`."""
+    process = subprocess.Popen(command(values), cwd=ROOT, start_new_session=True)
+    log = Path(values["output"]) / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        if any(entry["step"] >= until for entry in metrics.read_metrics(log)):
+            break
+        time.sleep(0.005)
+    return process
 
 
 def test_a_run_resumed_half_way_is_bitwise_identical(settings: Settings) -> None:
@@ -128,9 +129,7 @@ def test_a_run_resumed_half_way_is_bitwise_identical(settings: Settings) -> None
 
 def test_dropout_is_really_on(settings: Settings) -> None:
     dropped = settings("dropped", train={"max_steps": 1})
-    kept = settings(
-        "kept", train={"max_steps": 1}, student={"dropout": 0.0, "attention_dropout": 0.0}
-    )
+    kept = settings("kept", train={"max_steps": 1}, **STILL)
     run(dropped), run(kept)
     assert history(dropped)[1]["kl"] != history(kept)[1]["kl"]
 
@@ -142,10 +141,9 @@ def test_loader_workers_do_not_change_the_run(settings: Settings) -> None:
 
 
 def test_micro_batches_and_processes_change_only_rounding(settings: Settings) -> None:
-    still = {"student": {"dropout": 0.0, "attention_dropout": 0.0}}
-    one = settings("8x1", train={"micro_batch_size": 8}, **still)
-    two = settings("2x4", train={"micro_batch_size": 2}, **still)
-    split = settings("2 ranks", train={"micro_batch_size": 2}, **still)
+    one = settings("8x1", train={"micro_batch_size": 8}, **STILL)
+    two = settings("2x4", train={"micro_batch_size": 2}, **STILL)
+    split = settings("2 ranks", train={"micro_batch_size": 2}, **STILL)
     run(one), run(two)
     ranks.run(2, rank_work.once, split)
     assert difference(two, one) < 1e-5
@@ -158,25 +156,18 @@ def test_micro_batches_and_processes_change_only_rounding(settings: Settings) ->
 
 
 def test_another_micro_batch_may_continue_a_run(settings: Settings) -> None:
-    still = {"student": {"dropout": 0.0, "attention_dropout": 0.0}}
-    whole, mixed = settings("whole", **still), settings("mixed", **still)
+    whole, mixed = settings("whole", **STILL), settings("mixed", **STILL)
     run(whole), run(mixed, stop_after=5)
-    run(settings("mixed", train={"micro_batch_size": 8}, **still))
+    run(settings("mixed", train={"micro_batch_size": 8}, **STILL))
     assert difference(mixed, whole) < 1e-5
 
 
-def test_sigterm_saves_and_the_same_command_continues(settings: Settings, tmp_path: Path) -> None:
-    undisturbed = settings("undisturbed", train={"max_steps": 60}, checkpoint={"every": 0})
+def test_sigterm_saves_and_the_same_command_continues(settings: Settings) -> None:
+    long = {"train": {"max_steps": 60}, "checkpoint": {"every": 0}}
+    undisturbed, disturbed = settings("undisturbed", **long), settings("disturbed", **long)
     # To the whole group, as torchrun and schedulers send it: the loader's worker gets it too.
-    disturbed = settings(
-        "disturbed", train={"max_steps": 60, "num_workers": 1}, checkpoint={"every": 0}
-    )
-    path = write(tmp_path / "disturbed.yaml", disturbed)
-    process = subprocess.Popen(command(path), cwd=ROOT, env=environment(), start_new_session=True)
-    log = Path(disturbed["output"]) / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while len(metrics.read_metrics(log)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    disturbed["train"] |= {"num_workers": 1}
+    process = started(disturbed, until=3)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(240) == 75
     saved = checkpoint.newest(Path(disturbed["output"]) / "checkpoints", pytest.fail)
@@ -187,18 +178,11 @@ def test_sigterm_saves_and_the_same_command_continues(settings: Settings, tmp_pa
     assert history(undisturbed) == history(disturbed)
 
 
-def test_a_killed_run_loses_only_steps_after_its_checkpoint(
-    settings: Settings, tmp_path: Path
-) -> None:
+def test_a_killed_run_loses_only_steps_after_its_checkpoint(settings: Settings) -> None:
     undisturbed, killed = settings("undisturbed"), settings("killed")
     run(undisturbed)
     run(killed, stop_after=5)
-    path = write(tmp_path / "killed.yaml", settings("killed", checkpoint={"every": 0}))
-    process = subprocess.Popen(command(path), cwd=ROOT, env=environment())
-    log = Path(killed["output"]) / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not any(e["step"] > 5 for e in metrics.read_metrics(log)) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    process = started(settings("killed", checkpoint={"every": 0}), until=6)
     process.kill()
     process.wait(240)
     run(killed)
@@ -230,9 +214,9 @@ def test_terms_are_logged_by_name_and_add_up(settings: Settings) -> None:
 def test_a_weight_of_zero_leaves_the_other_terms_as_they_were(
     settings: Settings, zero: str
 ) -> None:
-    still = {"student": {"dropout": 0.0, "attention_dropout": 0.0}, "train": {"max_steps": 1}}
-    full, ablated = settings("full", **still), settings("ablated", objective={zero: 0.0}, **still)
-    ablated["objective"]["name"] = "distilbert"
+    short = {"train": {"max_steps": 1}, **STILL}
+    full = settings("full", **short)
+    ablated = settings("ablated", objective={"name": "distilbert", zero: 0.0}, **short)
     run(full), run(ablated)
     before, after = history(full)[1], history(ablated)[1]
     assert zero not in after
@@ -265,14 +249,14 @@ def test_mlm_trains_a_bert_and_learns(settings: Settings) -> None:
     start = history(values)[0]["loss"]
     assert start == pytest.approx(math.log(200), rel=0.05)  # nothing is known of 200 words
     assert outcome.evaluation["loss"] < start - 0.5
-    folder = Path(values["output"]) / "checkpoints" / "step-00000040" / "student"
+    folder = step_folder(values["output"], 40) / "student"
     assert type(BertForMaskedLM.from_pretrained(folder)) is BertForMaskedLM
 
 
 def test_random_initialisation_and_continuing_from_a_folder(settings: Settings) -> None:
     random = settings("random", student={"init": "random"}, train={"max_steps": 2})
     run(random)
-    folder = Path(random["output"]) / "checkpoints" / "step-00000002" / "student"
+    folder = step_folder(random["output"], 2) / "student"
     again = settings("again", student={"init": str(folder)}, train={"max_steps": 2})
     run(again)
     # Evaluation at step 0 of the second is that at the end of the first.
@@ -284,9 +268,7 @@ def test_a_non_finite_loss_stops_before_the_update(
 ) -> None:
     first = settings("first", train={"max_steps": 2})
     run(first)
-    folder = Path(first["output"]) / "checkpoints" / "step-00000002" / "student"
-    from transformers import DistilBertForMaskedLM
-
+    folder = step_folder(first["output"], 2) / "student"
     model = DistilBertForMaskedLM.from_pretrained(folder)
     with torch.no_grad():
         model.vocab_transform.bias[0] = float("nan")
@@ -296,39 +278,10 @@ def test_a_non_finite_loss_stops_before_the_update(
     values = settings("second", student={"init": str(poisoned)})
     with pytest.raises(NonFiniteError, match=r"step 1: the loss is nan over rows \d+, .* not made"):
         run(values)
-    code, _, err = distil("pretrain", write(tmp_path / "run.yaml", values))
+    code, _, err = distil("pretrain", write(values))
     assert code == 3
     assert "Traceback" not in err
     assert not list((Path(values["output"]) / "checkpoints").glob("step-*"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train": {"seed": 1}}, r"train\.seed was 0 and is now 1"),
-        ({"optimizer": {"learning_rate": 2e-3}}, r"optimizer\.learning_rate was 0\.001"),
-        ({"train": {"max_steps": 11}}, r"train\.max_steps was 10 and is now 11"),
-        ({"masking": {"mode": "smoothed"}}, r"masking\.mode was uniform"),
-    ],
-)
-def test_another_recipe_may_not_continue_a_run(
-    settings: Settings, changes: dict[str, Any], message: str
-) -> None:
-    run(settings(), stop_after=1)
-    with pytest.raises(RunError, match=message):
-        run(settings(**changes))
-
-
-def test_another_teacher_may_not_continue_a_run(
-    settings: Settings,
-    teacher: Path,
-    save_teacher: Callable[..., BertForMaskedLM],
-    tiny_bert: Callable[..., BertForMaskedLM],
-) -> None:
-    run(settings(), stop_after=1)
-    save_teacher(teacher, tiny_bert(seed=9))
-    with pytest.raises(RunError, match="has other weights"):
-        run(settings())
 
 
 def test_an_mlm_run_is_not_continued_by_a_distillation(settings: Settings) -> None:
@@ -347,8 +300,7 @@ def test_fp16_is_refused_on_a_cpu(settings: Settings) -> None:
 
 
 def test_bf16_follows_fp32(settings: Settings) -> None:
-    still = {"student": {"dropout": 0.0, "attention_dropout": 0.0}}
-    full, half = settings("full", **still), settings("half", train={"precision": "bf16"}, **still)
+    full, half = settings("full", **STILL), settings("half", train={"precision": "bf16"}, **STILL)
     run(full), run(half)
     for one, other in zip(history(full), history(half), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=0.03)
@@ -394,15 +346,13 @@ def test_only_the_last_checkpoints_stay(settings: Settings) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_loses_no_checkpoint(settings: Settings, tmp_path: Path) -> None:
+def test_a_full_disk_loses_no_checkpoint(settings: Settings) -> None:
     values = settings()
     run(values, stop_after=5)
-    path = write(tmp_path / "run.yaml", values)
     # A file-size limit stands in for the full disk: the same error path, at the same write.
     result = subprocess.run(
-        ["bash", "-c", 'ulimit -f 40; exec "$@"', "-", *command(path)],
+        ["bash", "-c", 'ulimit -f 40; exec "$@"', "-", *command(values)],
         cwd=ROOT,
-        env=environment(),
         capture_output=True,
         text=True,
         timeout=240,
@@ -414,14 +364,7 @@ def test_a_full_disk_loses_no_checkpoint(settings: Settings, tmp_path: Path) -> 
 
 
 def test_learning_rate_warms_up_and_decays_linearly() -> None:
-    optimizer = RunConfig.model_validate(
-        {
-            "output": "o",
-            "shards": "s",
-            "teacher": "t",
-            "optimizer": {"learning_rate": 1.0, "warmup_ratio": 0.2},
-        }
-    ).optimizer
+    optimizer = Optimizer(learning_rate=1.0, warmup_ratio=0.2)
     rates = [learning_rate(optimizer, step, 10) for step in range(10)]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
 
