@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -13,52 +12,44 @@ from typing import Any
 
 import pytest
 import torch
-from runs import reseal_checkpoint
-from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
+from runs import refused, reseal_checkpoint, start, step_folder
+from transformers import AutoTokenizer, DistilBertForMaskedLM
+from traps import edit
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.inspect import summary
 from data_prep.prepare import prepare
 from data_prep.publish import to_parquet
-from pretrain.config import RunConfig
 from pretrain.export.export import export
 from pretrain.replay import replay
-from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Values = dict[str, Any]
+EVIL = {"AutoTokenizer": ["tokenizer.Evil", None]}
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"}
 
 
 @pytest.fixture
-def values(tmp_path: Path, corpus: Path, save_teacher: Callable[..., BertForMaskedLM]) -> Values:
+def values(
+    tmp_path: Path, corpus: Path, teacher_folder: Path, run_config: Callable[..., Values]
+) -> Values:
     """Return a run of two steps over shards of its own."""
     shutil.copytree(corpus, tmp_path / "shards")
-    save_teacher(tmp_path / "teacher")
-    return {
-        "output": str(tmp_path / "run"),
-        "shards": str(tmp_path / "shards"),
-        "teacher": str(tmp_path / "teacher"),
-        "student": {"num_layers": 1},
-        "train": {
-            "max_steps": 2,
-            "global_batch_size": 4,
-            "micro_batch_size": 4,
-            "num_workers": 0,
-        },
-        "evaluation": {"every": 0, "rows": 4},
-        "checkpoint": {"every": 1, "keep": 2},
-    }
-
-
-def start(values: Values, **arguments: Any) -> None:
-    train(RunConfig.model_validate(values), **arguments)
+    return run_config(
+        tmp_path / "run",
+        teacher_folder,
+        shards=str(tmp_path / "shards"),
+        student={"num_layers": 1},
+        train={"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4},
+        evaluation={"rows": 4},
+        checkpoint={"every": 1, "keep": 2},
+    )
 
 
 def student(folder: Path, step: int) -> Path:
-    return folder / "run" / "checkpoints" / f"step-{step:08d}" / "student"
+    return step_folder(folder / "run", step) / "student"
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -84,42 +75,40 @@ def test_an_export_of_an_older_checkpoint_has_these_settings(
 ) -> None:
     start(values)
     path = student(tmp_path, 2) / "tokenizer_config.json"
-    old = {"tokenizer_class": "BertTokenizer", "model_max_length": 32}
-    path.write_text(json.dumps(json.loads(path.read_text()) | old))
-    reseal_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002")
+    edit(path, tokenizer_class="BertTokenizer", model_max_length=32)
+    reseal_checkpoint(path.parents[1])
     export(tmp_path / "run", tmp_path / "exported", pytest.fail)
     settings = json.loads((tmp_path / "exported" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["model_max_length"] == 64
 
 
-def plant(folder: Path, secret: Path, other: Path) -> None:
-    """Write files that must not be copied with a tokenizer."""
-    shutil.copy(other / "model.safetensors", folder)
-    shutil.copy(other / "config.json", folder)
-    (folder / "tokenizer.py").write_text("raise SystemExit('executed')\n")
-    (folder / "link.txt").symlink_to(secret)
-    (folder / "special_tokens_map.json").write_text(json.dumps({"mask_token": "[SEP]"}))
-
-
 @pytest.fixture
 def planted(values: Values, tmp_path: Path, tiny_distilbert: Any) -> Path:
-    """Put such files, also another model's weights, next to the shards' tokenizer."""
-    (tmp_path / "secret").write_text("a secret")
-    tiny_distilbert(1, seed=9).save_pretrained(tmp_path / "other")
-    plant(tmp_path / "shards" / "tokenizer", tmp_path / "secret", tmp_path / "other")
+    """Put files that must not be copied, also another model's, next to the shards' tokenizer."""
+    folder = tmp_path / "shards" / "tokenizer"
+    tiny_distilbert(1, seed=9).save_pretrained(folder)
+    plant_code_and_link(folder)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"mask_token": "[SEP]"}))
     return tmp_path
+
+
+def plant_code_and_link(folder: Path) -> None:
+    secret = folder.parents[1] / "secret"
+    secret.write_text("a secret")
+    (folder / "tokenizer.py").write_text("raise SystemExit('executed')\n")
+    (folder / "link.txt").symlink_to(secret)
 
 
 def test_other_files_of_the_tokenizer_folder_are_not_copied(values: Values, planted: Path) -> None:
     values["output"] = str(planted / "clean")
     values["shards"], shards = str(planted / "whole"), values["shards"]
     shutil.copytree(shards, planted / "whole")
-    for name in ("model.safetensors", "config.json", "tokenizer.py", "link.txt"):
-        (planted / "whole" / "tokenizer" / name).unlink()
-    (planted / "whole" / "tokenizer" / "special_tokens_map.json").unlink()
+    for path in (planted / "whole" / "tokenizer").iterdir():
+        if path.name not in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+            path.unlink()
     start(values)
-    clean = weights(planted / "clean" / "checkpoints" / "step-00000002" / "student")
+    clean = weights(step_folder(planted / "clean", 2) / "student")
     values |= {"output": str(planted / "run"), "shards": shards}
     start(values, stop_after=1)
     start(values)  # resumed
@@ -134,86 +123,66 @@ def test_other_files_of_the_tokenizer_folder_are_not_copied(values: Values, plan
         assert all(torch.equal(tensor, found[name]) for name, tensor in clean.items())
 
 
-def test_files_in_a_checkpoint_are_not_exported(
-    values: Values, tmp_path: Path, tiny_distilbert: Any
-) -> None:
+def test_files_in_a_checkpoint_are_not_exported(values: Values, tmp_path: Path) -> None:
     start(values)
-    (tmp_path / "secret").write_text("a secret")
     folder = student(tmp_path, 2)
-    (folder / "tokenizer.py").write_text("raise SystemExit('executed')\n")
-    (folder / "link.txt").symlink_to(tmp_path / "secret")
-    path = folder / "tokenizer_config.json"
-    auto = {"auto_map": {"AutoTokenizer": ["tokenizer.Evil", None]}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | auto))
+    plant_code_and_link(folder)
+    edit(folder / "tokenizer_config.json", auto_map=EVIL)
     reseal_checkpoint(folder.parent)
     export(tmp_path / "run", tmp_path / "exported", pytest.fail)
     assert {path.name for path in (tmp_path / "exported").iterdir()} == FILES | {"README.md"}
     assert "auto_map" not in (tmp_path / "exported" / "tokenizer_config.json").read_text()
 
 
-def altered_vocabulary(shards: Path) -> Path:
+def altered_vocabulary(path: Path) -> None:
     """Swap two tokens of the vocabulary."""
-    path = shards / "tokenizer" / "tokenizer.json"
-    state = json.loads(path.read_text())
-    words = state["model"]["vocab"]
+    model = json.loads(path.read_text())["model"]
+    words = model["vocab"]
     first, second = list(words)[10:12]
     words[first], words[second] = words[second], words[first]
-    path.write_text(json.dumps(state))
-    return path
+    edit(path, model=model)
 
 
-def altered_settings(shards: Path) -> Path:
-    path = shards / "tokenizer" / "tokenizer_config.json"
-    auto = {"auto_map": {"AutoTokenizer": ["tokenizer.Evil", None]}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | auto))
-    return path
+def altered_settings(path: Path) -> None:
+    edit(path, auto_map=EVIL)
 
 
-def altered_counts(shards: Path) -> Path:
-    path = shards / "token_counts.json"
-    table = json.loads(path.read_text())
-    table["counts"][10] += 1
-    path.write_text(json.dumps(table))
-    return path
+def altered_counts(path: Path) -> None:
+    counts = json.loads(path.read_text())["counts"]
+    counts[10] += 1
+    edit(path, counts=counts)
 
 
-def missing_tokenizer(shards: Path) -> Path:
-    path = shards / "tokenizer" / "tokenizer.json"
-    path.unlink()
-    return path
-
-
-def link_to_another_tokenizer(shards: Path) -> Path:
-    path = shards / "tokenizer" / "tokenizer.json"
-    moved = path.rename(shards.parent / "elsewhere.json")
+def link_to_another_tokenizer(path: Path) -> None:
+    moved = path.rename(path.parents[2] / "elsewhere.json")
     moved.write_text(moved.read_text().replace("[MASK]", "[MUSK]"))
     path.symlink_to(moved)
-    return path
 
 
-ALTERATIONS = (
-    altered_vocabulary,
-    altered_settings,
-    altered_counts,
-    missing_tokenizer,
-    link_to_another_tokenizer,
+@pytest.mark.parametrize(
+    ("alter", "name"),
+    [
+        (altered_vocabulary, "tokenizer/tokenizer.json"),
+        (altered_settings, "tokenizer/tokenizer_config.json"),
+        (altered_counts, "token_counts.json"),
+        (Path.unlink, "tokenizer/tokenizer.json"),
+        (link_to_another_tokenizer, "tokenizer/tokenizer.json"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
 )
-
-
-@pytest.mark.parametrize("alter", ALTERATIONS, ids=lambda alter: alter.__name__)
 def test_altered_files_are_refused_before_training(
-    alter: Callable[[Path], Path], values: Values, tmp_path: Path
+    alter: Callable[[Path], None], name: str, values: Values, tmp_path: Path
 ) -> None:
-    path = alter(tmp_path / "shards")
-    with pytest.raises(CorpusError, match=re.escape(f"{path}: ")) as error:
+    path = tmp_path / "shards" / name
+    alter(path)
+    with refused(f"{path}: ", "distil prepare", kind=CorpusError):
         start(values)
-    assert "distil prepare" in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_replay_refuses_an_altered_tokenizer(values: Values, tmp_path: Path) -> None:
     start(values)
-    altered_vocabulary(tmp_path / "shards")
+    altered_vocabulary(tmp_path / "shards" / "tokenizer" / "tokenizer.json")
     with pytest.raises(CorpusError, match=r"tokenizer\.json: .* manifest"):
         replay(tmp_path / "run", 1).token(10)
     with pytest.raises(CorpusError, match=r"tokenizer\.json: .* manifest"):
