@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
+from runs import history, start, step_folder
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -20,51 +20,41 @@ from transformers import (
 
 import pretrain.export.export as export_module
 from pretrain import RunError, checkpoint
-from pretrain.config import RunConfig
 from pretrain.evaluate import evaluate_folder
 from pretrain.export.arguments import check_repository, hub_token
 from pretrain.export.card import model_card
 from pretrain.export.export import export
 from pretrain.model.encoder import MaskedLM
 from pretrain.model.loading import load_model
-from pretrain.monitor import metrics
-from pretrain.train import train
 
 
 @pytest.fixture(scope="module")
 def finished(
     tmp_path_factory: pytest.TempPathFactory,
-    corpus: Path,
     save_teacher: Callable[..., BertForMaskedLM],
+    run_config: Callable[..., dict[str, Any]],
 ) -> Path:
     """Return the folder of a run of three steps."""
     folder = tmp_path_factory.mktemp("finished")
     save_teacher(folder / "teacher")
-    run = {
-        "output": folder / "run",
-        "shards": corpus,
-        "teacher": str(folder / "teacher"),
-        "train": {
-            "max_steps": 3,
-            "global_batch_size": 4,
-            "precision": "fp32",
-            "micro_batch_size": 4,
-            "num_workers": 0,
-        },
-        "evaluation": {"rows": 8},
-        "checkpoint": {"every": 1, "keep": 2},
-    }
-    train(RunConfig.model_validate(run))
+    train = {"max_steps": 3, "global_batch_size": 4, "micro_batch_size": 4}
+    checkpoint = {"every": 1, "keep": 2}
+    start(run_config(folder / "run", folder / "teacher", train=train, checkpoint=checkpoint))
     return folder / "run"
+
+
+@pytest.fixture
+def exported(finished: Path, tmp_path: Path) -> Path:
+    """Return the folder of its export."""
+    export(finished, tmp_path / "exported", pytest.fail)
+    return tmp_path / "exported"
 
 
 def test_the_export_has_the_trained_weights(finished: Path, tmp_path: Path) -> None:
     done = export(finished, tmp_path / "exported", pytest.fail)
     assert (done.architecture, done.step) == ("DistilBertForMaskedLM", 3)
     assert done.difference <= 1e-5
-    trained = DistilBertForMaskedLM.from_pretrained(
-        finished / "checkpoints" / "step-00000003" / "student"
-    ).eval()
+    trained = DistilBertForMaskedLM.from_pretrained(step_folder(finished, 3) / "student").eval()
     exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "exported").eval()
     assert type(exported) is DistilBertForMaskedLM
     ids = torch.tensor([[2, 17, 4, 99, 3]])
@@ -72,24 +62,20 @@ def test_the_export_has_the_trained_weights(finished: Path, tmp_path: Path) -> N
         assert torch.equal(trained(ids).logits, exported(ids).logits)
 
 
-def test_the_tokenizer_is_exported(finished: Path, tmp_path: Path, vocabulary: list[str]) -> None:
-    export(finished, tmp_path / "exported", pytest.fail)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+def test_the_tokenizer_is_exported(exported: Path, vocabulary: list[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exported)
     ids = tokenizer(f"{vocabulary[7]} {vocabulary[150]}")["input_ids"]
     assert ids == [2, 7, 150, 3]
-    fill = pipeline("fill-mask", model=str(tmp_path / "exported"), device="cpu")
+    fill = pipeline("fill-mask", model=str(exported), device="cpu")
     answers = fill(f"{vocabulary[7]} [MASK] {vocabulary[9]}")
     assert answers[0]["token_str"] in vocabulary
 
 
-def test_the_card_has_measured_figures_and_no_path(finished: Path, tmp_path: Path) -> None:
-    export(finished, tmp_path / "exported", pytest.fail)
-    text = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
+def test_the_card_has_measured_figures_and_no_path(finished: Path, exported: Path) -> None:
+    text = (exported / "README.md").read_text(encoding="utf-8")
     card = ModelCard(text)
     assert card.data.pipeline_tag == "fill-mask" and card.data.library_name == "transformers"
-    last = [
-        e for e in metrics.read_metrics(finished / "metrics.jsonl") if e["kind"] == "evaluation"
-    ][-1]
+    last = [entry for entry in history(finished) if entry["kind"] == "evaluation"][-1]
     assert f"| masked-token accuracy | {last['accuracy']:.4f} |" in text
     assert f"| teacher's accuracy | {last['teacher_accuracy']:.4f} |" in text
     assert "| optimizer.learning\\_rate | 0.0005 |" in text
@@ -214,32 +200,24 @@ def test_a_push_without_a_network_is_one_line_and_can_be_repeated(
     finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    distil: Callable[..., Any],
 ) -> None:
-    from launch.cli import main
-
     monkeypatch.setenv("HF_TOKEN", "hf_canary")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     target = tmp_path / "exported"
-    command = ["distil", "export", str(finished), str(target), "--push", "me/mine"]
-    monkeypatch.setattr(sys, "argv", command)
     stamps = []
     for _ in range(2):
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        assert ended.value.code == 2
-        assert said.err.count("\n") == 1 and "hf_canary" not in said.err
-        assert f"error: {target} is written, but not uploaded to me/mine: " in said.err
-        assert "Connection refused" in said.err and "the same command" in said.err
+        code, _, err = distil("export", finished, target, "--push", "me/mine")
+        assert code == 2
+        assert err.count("\n") == 1 and "hf_canary" not in err
+        assert f"error: {target} is written, but not uploaded to me/mine: " in err
+        assert "Connection refused" in err and "the same command" in err
         stamps.append({path: path.stat().st_mtime_ns for path in target.iterdir()})
     assert stamps[0] == stamps[1]
     # What is pushed is what was exported: a folder that was changed is not taken for it.
     (target / "README.md").write_text("changed", encoding="utf-8")
-    with pytest.raises(SystemExit):
-        main()
-    assert "already there" in capsys.readouterr().err
+    assert "already there" in distil("export", finished, target, "--push", "me/mine").err
     assert (target / "README.md").read_text(encoding="utf-8") == "changed"
 
 

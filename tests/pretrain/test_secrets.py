@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -49,7 +50,7 @@ for config in sys.argv[1:]:
 
 
 def leaks(folder: Path) -> list[str]:
-    """Files below a folder that hold a secret."""
+    """Return the files below a folder that hold a secret."""
     values = [value.encode() for value in SECRETS.values()]
     return [
         str(path)
@@ -59,7 +60,7 @@ def leaks(folder: Path) -> list[str]:
 
 
 def listeners(pid: int) -> set[str]:
-    """The addresses on which a process or its children wait for connections."""
+    """Return the addresses on which a process or its children wait for connections."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
@@ -76,11 +77,11 @@ def listeners(pid: int) -> set[str]:
 @pytest.fixture(scope="module")
 def folder(
     tmp_path_factory: pytest.TempPathFactory,
-    corpus: Path,
+    run_config: Callable[..., dict[str, Any]],
     tiny_distilbert: Callable[..., DistilBertForMaskedLM],
     save_teacher: Callable[..., BertForMaskedLM],
 ) -> Path:
-    """All files of three runs: to the end and exported, to a loss that is nan, and to a bug.
+    """Return the files of three runs: to the end and exported, to a loss that is nan, and to a bug.
 
     `log` and `failing.log` are what they printed, `heard` is where the first one listened.
     """
@@ -101,21 +102,14 @@ def folder(
     }
 
     def config(name: str, **student: object) -> str:
-        values = {
-            "output": str(folder / name),
-            "shards": str(corpus),
-            "teacher": str(folder / "teacher"),
-            "student": {"num_layers": 2, **student},
-            "train": {
-                "max_steps": 2,
-                "global_batch_size": 4,
-                "precision": "fp32",
-                "micro_batch_size": 4,
-                "num_workers": 0,
-            },
-            "evaluation": {"rows": 4},
-            "logging": {"every": 1, "tensorboard": True},
-        }
+        values = run_config(
+            folder / name,
+            folder / "teacher",
+            student={"num_layers": 2, **student},
+            train={"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4},
+            evaluation={"rows": 4},
+            logging={"tensorboard": True},
+        )
         path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(values), encoding="utf-8")
         return str(path)
@@ -125,7 +119,7 @@ def folder(
             return subprocess.Popen(
                 [sys.executable, *arguments],
                 cwd=ROOT,
-                env={**os.environ, **environment},
+                env=os.environ | environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
@@ -180,7 +174,7 @@ def outside(addresses: Iterable[str]) -> set[str]:
 
 
 def test_a_run_listens_to_nobody_outside(folder: Path) -> None:
-    """TensorBoard's files are written, its server is not started."""
+    """Check that TensorBoard's files are written and its server is not started."""
     assert outside((folder / "heard").read_text(encoding="utf-8").split()) == set()
 
 

@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import yaml
 
 import pretrain.train
 from data_prep import CorpusError
-from launch.cli import main
 from launch.torchrun import failures
 from pretrain import NonFiniteError, RunError
 
@@ -34,43 +33,37 @@ ENDS: list[tuple[BaseException, int, str]] = [
 @pytest.mark.parametrize(("error", "code", "text"), ENDS, ids=lambda value: type(value).__name__)
 def test_the_status_file_agrees_with_the_exit_code(
     tmp_path: Path,
-    corpus: Path,
-    save_teacher: Callable[..., Any],
+    teacher_folder: Path,
+    run_config: Callable[..., dict[str, Any]],
+    distil: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     error: BaseException,
     code: int,
     text: str,
 ) -> None:
-    save_teacher(tmp_path / "teacher")
-    values = {
-        "output": str(tmp_path / "run"),
-        "shards": str(corpus),
-        "teacher": str(tmp_path / "teacher"),
-        "student": {"num_layers": 1},
-        "train": {"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4, "num_workers": 0},
-        "evaluation": {"rows": 4},
-    }
+    values = run_config(
+        tmp_path / "run",
+        teacher_folder,
+        student={"num_layers": 1},
+        train={"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4},
+        evaluation={"rows": 4},
+    )
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(pretrain.train, "train_step", fail)
-    monkeypatch.setattr(sys, "argv", ["distil", "pretrain", str(tmp_path / "run.yaml")])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    ended = distil("pretrain", tmp_path / "run.yaml")
     status = json.loads((tmp_path / "run" / "exit_status.json").read_text(encoding="utf-8"))
-    assert (ended.value.code, status["exit_code"]) == (code, code)
+    assert (ended.code, status["exit_code"]) == (code, code)
     assert text in status["error"] and status["ended"] == "failed"
-    said = capsys.readouterr().err
-    assert (
-        f"error: {status['error']}" in said or code not in (2, 3) or isinstance(error, SystemExit)
-    )
+    shown = f"error: {status['error']}" in ended.err
+    assert shown or code not in (2, 3) or isinstance(error, SystemExit)
 
 
 def test_a_bug_without_a_message_is_recorded_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distil: Callable[..., Any]
 ) -> None:
     """Such an error did not follow from another rank's, so its traceback is shown."""
     monkeypatch.setenv("DISTIL_HEARTBEATS", str(tmp_path))
@@ -80,23 +73,19 @@ def test_a_bug_without_a_message_is_recorded_by_its_name(
         raise AssertionError
 
     monkeypatch.setattr("launch.cli.app", fail)
-    monkeypatch.setattr(sys, "argv", ["distil"])
-    with pytest.raises(SystemExit):
-        main()
+    distil()
     failure = failures.read_failures(tmp_path)[0]
     assert failure.message == "AssertionError" and not failure.follows
 
 
 def test_a_hint_comes_from_the_error_alone() -> None:
-    """An earlier error that was handled gives no hint."""
+    """Check that an earlier error that was handled gives no hint."""
     try:
         try:
             os.stat("/there/is/no/such/file")
         except OSError:
             {}["key"]
     except KeyError as error:
-        import traceback
-
         text = "".join(traceback.format_exception(error))
     assert "No such file" in text
     values = {"rank": 0, "host": "here", "pid": 1, "time": 0.0, "exit_code": 1, "log_size": 0}
