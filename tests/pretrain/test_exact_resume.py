@@ -8,24 +8,21 @@ from typing import Any
 import pytest
 import rank_work
 import ranks
-
-from pretrain.monitor import metrics
+from runs import history
 
 FEW = [1, 10, 11]  # the first epoch ends in step 11
 ALL = list(range(1, 21))
 LONG = ALL if os.environ.get("DISTIL_TORTURE") else FEW  # `make torture` sets it
-RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
 
 
 @pytest.fixture
 def settings(
-    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
+    tmp_path: Path, run_config: Callable[..., dict[str, Any]], teacher_folder: Path
 ) -> dict[str, Any]:
     """Return 21 steps of 24 rows with dropout over more than one epoch, a checkpoint at each."""
-    save_teacher(tmp_path / "teacher")
     return run_config(
         tmp_path / "run",
-        tmp_path / "teacher",
+        teacher_folder,
         student={"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
         optimizer={"learning_rate": 1e-3},
         train={"max_steps": 21, "global_batch_size": 24},
@@ -39,24 +36,18 @@ def resumed(
     """Return the steps after which a resumed run differs from the undisturbed one."""
     ranks.run(world, rank_work.resumes, settings, steps, control, environment=ranks.zero(stage))
     whole = Path(settings["output"])
-    return [
-        step
-        for step in steps
-        if (one := whole.with_name(f"{whole.name}-from-{step}"))
-        and (
-            ranks.digests(one, step + 1) != ranks.digests(whole, step + 1)
-            or line(one, step + 1) != line(whole, step + 1)
-        )
-    ]
+    differing = []
+    for step in steps:
+        one = whole.with_name(f"{whole.name}-from-{step}")
+        if result(one, step + 1) != result(whole, step + 1):
+            differing.append(step)
+    return differing
 
 
-def line(output: Path, step: int) -> list[dict[str, Any]]:
-    """Return the metrics of a step, without those that time may change."""
-    return [
-        {key: value for key, value in entry.items() if key not in RATES}
-        for entry in metrics.read_metrics(output / "metrics.jsonl")
-        if entry["step"] == step
-    ]
+def result(output: Path, step: int) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Return the checksums and the metrics of a step."""
+    metrics = [entry for entry in history(output) if entry["step"] == step]
+    return ranks.digests(output, step), metrics
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import rank_work
 import ranks
+from runs import history
 
 from pretrain import checkpoint
-from pretrain.monitor import metrics
 
 KILLS = int(os.environ.get("DISTIL_KILLS", "5"))
 WORLD = 4
@@ -23,19 +23,16 @@ STEPS = max(16, 5 * KILLS // 2)
 SAVE, EVALUATE = 3, 4  # steps between
 PARTS = ("weights", "optimizer", "state", "manifest", "flush", "rename", "pointer", "rotate")
 SAVING = [f"save:{part}" for part in PARTS]
-RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
 
 
 @pytest.mark.slow
 def test_a_run_killed_repeatedly_equals_the_undisturbed_one(
-    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
+    tmp_path: Path, run_config: Callable[..., dict[str, Any]], teacher_folder: Path
 ) -> None:
-    save_teacher(tmp_path / "teacher")
-
     def settings(name: str) -> dict[str, Any]:
         return run_config(
             tmp_path / name,
-            tmp_path / "teacher",
+            teacher_folder,
             student={"num_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
             train={"max_steps": STEPS, "global_batch_size": 24, "micro_batch_size": 3},
             evaluation={"every": EVALUATE},
@@ -100,9 +97,3 @@ def state(output: Path) -> dict[str, Any]:
     saved = checkpoint.newest(output / "checkpoints", print)
     assert saved is not None and saved.step == STEPS
     return {**saved.state, "config": {**saved.state["config"], "output": ""}}
-
-
-def history(output: Path) -> list[dict[str, Any]]:
-    """Return the metrics, without those that time may change."""
-    entries = metrics.read_metrics(output / "metrics.jsonl")
-    return [{k: v for k, v in entry.items() if k not in RATES} for entry in entries]
