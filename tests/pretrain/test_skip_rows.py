@@ -15,7 +15,6 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 from data_prep.shards import ShardSet, open_shards
 from data_prep.shards.manifest import SpecialIds
 from pretrain import RunError
-from pretrain.config import RunConfig
 from pretrain.data.masking import IGNORE, MaskedRows, Masking
 from pretrain.data.order import Order
 from pretrain.data.rows import (
@@ -28,6 +27,7 @@ from pretrain.data.rows import (
     with_skip,
 )
 from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
+from pretrain.objectives.distilbert import DistilBert
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 PAD, CLS = SPECIAL.pad, SPECIAL.cls
@@ -48,6 +48,12 @@ def masking(shards: ShardSet) -> Masking:
 @pytest.fixture(scope="module")
 def order(shards: ShardSet) -> Order:
     return Order(len(shards), G, 3)
+
+
+@pytest.fixture
+def dataset(shards: ShardSet, order: Order, masking: Masking) -> StepDataset:
+    """Return all rows of each step, without those of `SKIPS`."""
+    return StepDataset(shards, order, masking, skips=SKIPS)
 
 
 def is_left_out(row: int, step: int) -> bool:
@@ -81,42 +87,36 @@ def test_other_rows_do_not_change(shards: ShardSet, order: Order, masking: Maski
     assert num_left_out > 60
 
 
-def test_masking_does_not_change_the_number_of_tokens(
-    shards: ShardSet, order: Order, masking: Masking
-) -> None:
-    step = StepDataset(shards, order, masking, skips=SKIPS)[7]
-    rows = order.at(7)[1]
-    ids = shards.rows(rows).astype(np.int64)
-    left_out = np.array([is_left_out(row, 7) for row in rows.tolist()])
+def test_masking_does_not_change_the_number_of_tokens(dataset: StepDataset) -> None:
+    step = dataset[7]
+    others, left_out = by_hand(dataset, 7, padded=False)
     assert left_out.any()
-    others, masked = by_hand(shards, order, masking, 7, padded=False)[0], step.labels != IGNORE
-    expected = int((ids[~left_out] != PAD).sum()), int((others.labels != IGNORE).sum())
-    assert counts(fed(step)) == expected and int(masked.sum()) == expected[1]
+    ids = dataset.shards.rows(dataset.order.at(7)[1])[~left_out]
+    expected = int((ids != PAD).sum()), int((others.labels != IGNORE).sum())
+    assert counts(fed(step)) == expected
+    assert int((step.labels != IGNORE).sum()) == expected[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_loader_workers_leave_out_the_same(
-    shards: ShardSet, order: Order, masking: Masking, num_workers: int
-) -> None:
-    dataset = StepDataset(shards, order, masking, skips=SKIPS)
+def test_loader_workers_leave_out_the_same(dataset: StepDataset, num_workers: int) -> None:
     with loader(dataset, 2, 8, num_workers) as batches:
         for step, loaded in enumerate(batches, start=2):
             assert all(map(torch.equal, loaded, dataset[step]))
 
 
 def by_hand(
-    shards: ShardSet, order: Order, masking: Masking, step: int, *, padded: bool
+    dataset: StepDataset, step: int, *, padded: bool
 ) -> tuple[MaskedRows, NDArray[np.bool_]]:
     """Return the step's rows, those of `SKIPS` padded or removed, and a mask of those."""
-    epochs, rows = order.at(step)
+    epochs, rows = dataset.order.at(step)
     left_out = np.array([is_left_out(row, step) for row in rows.tolist()])
-    ids = np.stack([shards.rows([row])[0] for row in rows]).astype(np.int64)
+    ids = np.stack([dataset.shards.rows([row])[0] for row in rows]).astype(np.int64)
     if padded:
         for i in np.flatnonzero(left_out):
             ids[i] = [PAD] * ids.shape[1]
     else:
         ids, epochs, rows = ids[~left_out], epochs[~left_out], rows[~left_out]
-    return masking(ids, epochs, rows), left_out
+    return dataset.masking(ids, epochs, rows), left_out
 
 
 @pytest.fixture
@@ -124,9 +124,8 @@ def module(
     tiny_distilbert: Callable[..., DistilBertForMaskedLM],
     tiny_bert: Callable[..., BertForMaskedLM],
 ) -> Distillation:
-    config = RunConfig.model_validate({"output": "o", "shards": "s", "teacher": "t"})
     teacher = tiny_bert().requires_grad_(False)
-    return Distillation(tiny_distilbert(), teacher, config.objective.terms(), pad_id=PAD)
+    return Distillation(tiny_distilbert(), teacher, DistilBert().terms(), pad_id=PAD)
 
 
 def accumulate(
@@ -164,11 +163,11 @@ STEP = 6
 
 
 def test_a_step_is_bitwise_the_step_over_rows_padded_by_hand(
-    shards: ShardSet, order: Order, masking: Masking, module: Distillation, one_thread: None
+    dataset: StepDataset, module: Distillation, one_thread: None
 ) -> None:
     module.student.train()  # with dropout
-    ours = StepDataset(shards, order, masking, skips=SKIPS)[STEP]
-    expected, left_out = by_hand(shards, order, masking, STEP, padded=True)
+    ours = dataset[STEP]
+    expected, left_out = by_hand(dataset, STEP, padded=True)
     assert 0 < left_out.sum() < G
     tokens = int((expected.input_ids != PAD).sum())
     masked = int((expected.labels != IGNORE).sum())
@@ -177,17 +176,17 @@ def test_a_step_is_bitwise_the_step_over_rows_padded_by_hand(
     wanted, wanted_gradients = accumulate(module, fed(expected), tokens, masked)
     assert torch.equal(outputs, wanted)
     assert all(map(torch.equal, gradients, wanted_gradients))
-    everything = fed(StepDataset(shards, order, masking)[STEP])
+    everything = fed(StepDataset(dataset.shards, dataset.order, dataset.masking)[STEP])
     other, _ = accumulate(module, everything, *counts(everything))
     assert not torch.equal(other, outputs)
 
 
 def test_a_step_equals_the_step_of_a_run_without_these_rows(
-    shards: ShardSet, order: Order, masking: Masking, module: Distillation, one_thread: None
+    dataset: StepDataset, module: Distillation, one_thread: None
 ) -> None:
     module.double(), module.teacher.double()  # type: ignore[union-attr]
-    ours = fed(StepDataset(shards, order, masking, skips=SKIPS)[STEP])
-    without, left_out = by_hand(shards, order, masking, STEP, padded=False)
+    ours = fed(dataset[STEP])
+    without, left_out = by_hand(dataset, STEP, padded=False)
     assert len(without.input_ids) == G - left_out.sum() < G
     outputs, gradients = accumulate(module, ours, *counts(ours))
     expected, expected_gradients = accumulate(module, fed(without), *counts(ours))
@@ -206,13 +205,8 @@ def test_a_micro_batch_of_padding_alone_gives_zero(
     dtype: torch.dtype,
     one_thread: None,
 ) -> None:
-    objective = {"name": "distilbert", "kl_positions": positions}
-    config = RunConfig.model_validate(
-        {"output": "o", "shards": "s", "teacher": "t", "objective": objective}
-    )
-    module = Distillation(
-        module.student.train(), module.teacher, config.objective.terms(), pad_id=PAD
-    )
+    terms = DistilBert(kl_positions=positions).terms()
+    module = Distillation(module.student.train(), module.teacher, terms, pad_id=PAD)
     rows = np.arange(MICRO)
     nothing = fed(corrupt(shards, masking, 0 * rows, rows, np.ones(MICRO, dtype=bool)))
     assert counts(nothing) == (0, 0)
