@@ -21,9 +21,6 @@ SOME = 7  # the distance between two lines of the sample; each phase of a save h
 TOGETHER = ("kills", "first kills", "errors", "large files", "flushes")
 Disasters = Callable[..., tuple[Path, list[dict[str, Any]]]]
 MANY = 1 if os.environ.get("DISTIL_TORTURE") else 2  # `make torture` sets it
-at_lines = pytest.mark.parametrize(
-    "every", [SOME, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "many"]
-)
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +63,33 @@ def disasters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disasters]:
         yield disasters
 
 
-def phases(told: list[dict[str, Any]]) -> set[str]:
-    return {entry["where"].split()[0] for entry in told}
-
-
 PHASES = {
     *("save:weights", "save:optimizer", "save:state", "save:manifest"),
     *("save:flush", "save:rename", "save:pointer", "save:rotate"),
 }
 
 
-@at_lines
-def test_killed_anywhere_in_a_save_the_old_or_the_new_checkpoint_is_whole(
-    disasters: Disasters, every: int
+@pytest.mark.parametrize(
+    "every", [SOME, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [("kills", [1, 2]), ("first kills", [None, 2]), ("errors", [1, 2])],
+    ids=["kills", "first kills", "errors"],
+)
+def test_a_save_that_ends_at_any_line_leaves_the_old_or_the_new_checkpoint_whole(
+    disasters: Disasters, kind: str, steps: list[int | None], every: int
 ) -> None:
-    _, told = disasters("kills", every)
-    assert len(told) >= 100 // every and phases(told) >= PHASES
-    # The old one until the rename, the new one after it, and never the old one again.
-    assert [entry["found"] for entry in told] == sorted(entry["found"] for entry in told)
-    assert {entry["found"] for entry in told} == {1, 2}
+    """Check that an error gives a warning, too, and that a first save needs no help afterwards."""
+    _, told = disasters(kind, every)
+    assert len(told) >= 100 // every
+    assert {entry["where"].split()[0] for entry in told} >= PHASES
+    found = [entry["found"] for entry in told]
+    assert set(found) == set(steps)
+    if kind == "errors":
+        assert sum(bool(entry["raised"]) for entry in told) >= 50 // every
+    else:  # the old one until the rename, the new one after it, and never the old one again
+        assert found == sorted(found, key=steps.index)
 
 
 def test_files_are_flushed_before_the_rename_and_removal_comes_after(
@@ -115,25 +120,6 @@ def test_files_are_flushed_before_the_rename_and_removal_comes_after(
         "rmtree .tmp-removed-step-00000001",
         f"flush {root}",
     ]
-
-
-@at_lines
-def test_killed_in_the_first_save_the_run_starts_without_help(
-    disasters: Disasters, every: int
-) -> None:
-    _, told = disasters("first kills", every)
-    assert len(told) >= 100 // every and phases(told) >= PHASES
-    assert {entry["found"] for entry in told} == {None, 2}
-
-
-@at_lines
-def test_io_errors_anywhere_give_a_warning_and_lose_no_checkpoint(
-    disasters: Disasters, every: int
-) -> None:
-    _, told = disasters("errors", every)
-    assert len(told) >= 100 // every and phases(told) >= PHASES
-    assert {entry["found"] for entry in told} == {1, 2}
-    assert sum(bool(entry["raised"]) for entry in told) >= 50 // every
 
 
 def test_a_file_size_limit_gives_a_warning_and_loses_no_checkpoint(disasters: Disasters) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
+from runs import reseal_checkpoint
 from torch import Tensor
 
 from pretrain import RunError, checkpoint
-from pretrain.checkpoint.layout import manifest_bytes
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (1, 2):
         tiny_run.save(to, step)
     return folder
+
+
+@pytest.fixture
+def copied(root: Path, tmp_path: Path) -> Path:
+    """Return a copy of them that a test may change."""
+    return shutil.copytree(root, tmp_path / "checkpoints")
 
 
 def files(folder: Path) -> list[Path]:
@@ -91,7 +97,7 @@ def mutate(path: Path, kind: str, draw: random.Random, other: Path) -> None:
         path.write_bytes(CONTENT[kind](data, draw))
 
 
-def test_a_thousand_damaged_checkpoints_are_all_passed_over(root: Path, tmp_path: Path) -> None:
+def test_a_thousand_damaged_checkpoints_are_all_passed_over(root: Path) -> None:
     draw = random.Random(8)
     before, whole = root / "step-00000001", root / "step-00000002"
     kept = {path: path.read_bytes() for path in files(whole)}
@@ -128,9 +134,8 @@ def test_a_thousand_damaged_checkpoints_are_all_passed_over(root: Path, tmp_path
     ],
 )
 def test_the_warning_has_the_reason(
-    root: Path, tmp_path: Path, damage: Callable[[Path], object], reason: str
+    copied: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
-    copied = shutil.copytree(root, tmp_path / "checkpoints")
     damage(copied / "step-00000002")
     step, (line,) = newest(copied)
     assert step == 1 and reason in line and "trying the one before it" in line
@@ -138,33 +143,16 @@ def test_the_warning_has_the_reason(
     assert checkpoint.verify(copied / "step-00000001") is None
 
 
-def test_a_whole_checkpoint_under_another_steps_name_is_passed_over(
-    root: Path, tmp_path: Path
-) -> None:
-    copied = shutil.copytree(root, tmp_path / "checkpoints")
-    shutil.copytree(copied / "step-00000001", copied / "step-00000003")
-    step, (line,) = newest(copied)
-    assert step == 2 and "step-00000003: the folder holds step 1" in line
-
-
-def test_a_manifest_sealed_again_over_another_state_is_passed_over(
-    root: Path, tmp_path: Path
-) -> None:
+def test_a_manifest_sealed_again_over_another_state_is_passed_over(copied: Path) -> None:
     """A state of step 1 sealed as part of step 2 still holds its own step."""
-    copied = shutil.copytree(root, tmp_path / "checkpoints")
     forged = copied / "step-00000002"
-    values = json.loads((forged / "manifest.json").read_bytes())
-    other = json.loads((copied / "step-00000001" / "manifest.json").read_bytes())
     shutil.copy(copied / "step-00000001" / "state.json", forged)
-    values["files"]["state.json"] = other["files"]["state.json"]
-    del values["sha256"]
-    (forged / "manifest.json").write_bytes(manifest_bytes(values))
+    reseal_checkpoint(forged)
     step, (line,) = newest(copied)
     assert step == 1 and "the folder holds step 1" in line
 
 
-def test_a_run_without_a_good_checkpoint_is_refused(root: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(root, tmp_path / "checkpoints")
+def test_a_run_without_a_good_checkpoint_is_refused(copied: Path, tmp_path: Path) -> None:
     for folder in copied.glob("step-*"):
         (folder / "state.json").write_bytes(b"")
     said: list[str] = []
@@ -175,20 +163,13 @@ def test_a_run_without_a_good_checkpoint_is_refused(root: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", [1, 3, "two"])
-def test_another_version_is_refused_and_not_passed_over(
-    root: Path, tmp_path: Path, number: object
-) -> None:
-    copied = shutil.copytree(root, tmp_path / "checkpoints")
-    path = copied / "step-00000002" / "manifest.json"
-    values = json.loads(path.read_bytes())
-    del values["sha256"]
-    path.write_bytes(manifest_bytes({**values, "format": number}))
+def test_another_version_is_refused_and_not_passed_over(copied: Path, number: object) -> None:
+    reseal_checkpoint(copied / "step-00000002", format=number)
     with pytest.raises(RunError, match=f"step-00000002: written in checkpoint format {number}, "):
         checkpoint.newest(copied, pytest.fail)
 
 
-def test_modification_times_and_foreign_names_are_ignored(root: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(root, tmp_path / "checkpoints")
+def test_modification_times_and_foreign_names_are_ignored(copied: Path) -> None:
     for name in ("step-00000009.old", "step-9", ".tmp-step-00000009", "step-0000000x"):
         (copied / name).mkdir()
     (copied / "step-00000010").touch()
