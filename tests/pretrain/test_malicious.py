@@ -44,12 +44,6 @@ from pretrain.model.teacher import load_teacher
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def sprung(tmp_path: Path) -> Path:
-    """Where a trap leaves its trace."""
-    return tmp_path / "canary"
-
-
 # --- careless readers, to show that the fixtures are live -----------------------------------------
 
 
@@ -64,33 +58,30 @@ def sprung(tmp_path: Path) -> Path:
     ids=["pickle", "torch", "npy", "yaml"],
 )
 def test_a_careless_reader_runs_it(
-    build: Callable[[Path], Any], read: Callable[[Any], object], sprung: Path
+    build: Callable[[Path], Any], read: Callable[[Any], object], tmp_path: Path
 ) -> None:
-    read(build(sprung))
-    assert sprung.exists()
+    read(build(tmp_path / "canary"))
+    assert (tmp_path / "canary").exists()
 
 
-def test_a_careless_extraction_escapes(tmp_path: Path, sprung: Path) -> None:
+def test_a_careless_extraction_escapes(tmp_path: Path) -> None:
     escaping_tar(tmp_path / "a.tar")
     (tmp_path / "inside").mkdir()
     with tarfile.open(tmp_path / "a.tar") as archive:
         archive.extraction_filter = lambda member, path: member  # 3.14 would refuse by itself
         archive.extractall(tmp_path / "inside")
-    assert sprung.exists()
+    assert (tmp_path / "canary").exists()
 
 
 def test_careless_auto_classes_import_it(
-    tmp_path: Path,
-    sprung: Path,
-    teacher_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, teacher_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (teacher_folder / "evil.py").write_text(code(sprung), encoding="utf-8")
+    (teacher_folder / "evil.py").write_text(code(tmp_path / "canary"), encoding="utf-8")
     edit(teacher_folder / "config.json", model_type="evil", auto_map=EVIL_CONFIG)
     AutoConfig.from_pretrained(teacher_folder, trust_remote_code=True)
-    assert sprung.exists()
+    assert (tmp_path / "canary").exists()
 
 
 # --- teachers ----------------------------------------------------------------------------------

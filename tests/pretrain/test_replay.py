@@ -25,6 +25,7 @@ from pretrain.data.rows import Skip, StepDataset
 from pretrain.model.distillation import Distillation
 from pretrain.replay import ReplayedRow, replay
 
+MakeRun = Callable[..., Path]
 ROWS, SEED, STEPS = 48, 7, 12  # more than two epochs of the tiny corpus
 
 
@@ -34,7 +35,7 @@ def make_run(
     corpus: Path,
     run_config: Callable[..., dict[str, Any]],
     seal: Callable[..., Path],
-) -> Callable[..., Path]:
+) -> MakeRun:
     """Return a function that writes a run's folder with a checkpoint of `step`, without training.
 
     `state` goes into the checkpoint, everything else into the config.
@@ -53,7 +54,7 @@ def make_run(
     return make
 
 
-def test_an_edited_config_is_not_used(make_run: Callable[..., Path]) -> None:
+def test_an_edited_config_is_not_used(make_run: MakeRun) -> None:
     run = make_run()
     before = list(replay(run, 5).rows())
     config = json.loads((step_folder(run, STEPS) / "state.json").read_bytes())["config"]
@@ -64,16 +65,14 @@ def test_an_edited_config_is_not_used(make_run: Callable[..., Path]) -> None:
     assert all(map(same, before, replay(run, 5).rows()))
 
 
-def test_an_edited_state_is_refused(make_run: Callable[..., Path]) -> None:
+def test_an_edited_state_is_refused(make_run: MakeRun) -> None:
     run = make_run()
     edit(step_folder(run, STEPS) / "state.json", skip_rows=[[0, 90, 0]])
     with pytest.raises(RunError, match="no checkpoint verifies"):
         replay(run, 5)
 
 
-def test_a_folder_without_a_checkpoint_is_refused(
-    tmp_path: Path, make_run: Callable[..., Path]
-) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, make_run: MakeRun) -> None:
     run = make_run()
     state = json.loads((step_folder(run, STEPS) / "state.json").read_bytes())
     shutil.rmtree(run / "checkpoints")
@@ -89,15 +88,13 @@ def test_a_folder_without_a_checkpoint_is_refused(
     ids=["config-keys", "no-config", "no-processes"],
 )
 def test_the_state_of_another_version_is_refused_in_a_line(
-    make_run: Callable[..., Path], state: Mapping[str, Any]
+    make_run: MakeRun, state: Mapping[str, Any]
 ) -> None:
     with refused("state.json is not as this version writes it"):
         replay(make_run(state=state), 1)
 
 
-def test_edited_token_counts_are_refused(
-    tmp_path: Path, corpus: Path, make_run: Callable[..., Path]
-) -> None:
+def test_edited_token_counts_are_refused(tmp_path: Path, corpus: Path, make_run: MakeRun) -> None:
     shards = tmp_path / "shards"
     shutil.copytree(corpus, shards)
     run = make_run(masking={"mode": "smoothed"})
@@ -108,9 +105,7 @@ def test_edited_token_counts_are_refused(
         replay(run, 5, shards=shards)
 
 
-def test_steps_after_the_newest_checkpoint_give_a_warning(
-    make_run: Callable[..., Path],
-) -> None:
+def test_steps_after_the_newest_checkpoint_give_a_warning(make_run: MakeRun) -> None:
     run = make_run(step=6)
     replay(run, 6, warn=pytest.fail)
     log_says(run, Skip(0, 90, 2))  # of a step that the checkpoint covers
@@ -125,7 +120,7 @@ def test_steps_after_the_newest_checkpoint_give_a_warning(
     ['{"kind": "skip_rows"}', "[]", '{"kind": "skip_rows", "step": "x"}'],
     ids=["keys", "list", "types"],
 )
-def test_a_log_that_no_run_wrote_is_refused(make_run: Callable[..., Path], line: str) -> None:
+def test_a_log_that_no_run_wrote_is_refused(make_run: MakeRun, line: str) -> None:
     run = make_run()
     (run / "metrics.jsonl").write_text(line + "\n", encoding="utf-8")
     with pytest.raises(RunError, match=r"metrics\.jsonl: not as a run writes it"):
@@ -187,15 +182,13 @@ def test_replay_equals_the_input_of_a_real_run(
     ]
 
 
-def test_a_run_without_a_teacher_is_replayed_too(make_run: Callable[..., Path]) -> None:
+def test_a_run_without_a_teacher_is_replayed_too(make_run: MakeRun) -> None:
     bert = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
     without = replay(make_run(teacher=None, objective={"name": "mlm"}, model=bert), 2)
     assert all(map(same, without.rows(), replay(make_run(), 2).rows()))
 
 
-def test_rows_and_epochs_follow_the_permutation(
-    make_run: Callable[..., Path], corpus: Path
-) -> None:
+def test_rows_and_epochs_follow_the_permutation(make_run: MakeRun, corpus: Path) -> None:
     num_rows = len(open_shards(corpus))
     straddling = num_rows // ROWS + 1
     assert num_rows % ROWS and 2 * num_rows < STEPS * ROWS
@@ -209,9 +202,7 @@ def test_rows_and_epochs_follow_the_permutation(
             assert (row.index, row.epoch, row.row) == (i, epoch, expected)
 
 
-def test_only_the_masked_positions_differ_from_the_shards(
-    make_run: Callable[..., Path], corpus: Path
-) -> None:
+def test_only_the_masked_positions_differ_from_the_shards(make_run: MakeRun, corpus: Path) -> None:
     shards = open_shards(corpus)
     for row in replay(make_run(), 2).rows():
         ids = shards.rows([row.row])[0]
@@ -225,9 +216,7 @@ def test_only_the_masked_positions_differ_from_the_shards(
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_the_world_size_changes_only_the_rank_of_a_row(
-    make_run: Callable[..., Path], world: int
-) -> None:
+def test_the_world_size_changes_only_the_rank_of_a_row(make_run: MakeRun, world: int) -> None:
     run = make_run()
     alone = list(replay(run, 5, world_size=1, micro_batch_size=ROWS).rows())
     found = replay(run, 5, world_size=world)
@@ -239,8 +228,8 @@ def test_the_world_size_changes_only_the_rank_of_a_row(
         assert (row.rank, row.micro_batch) == (i // share, i % share // 3)
 
 
-def test_a_micro_batch_that_does_not_fit_the_share_is_made_smaller_or_refused(
-    make_run: Callable[..., Path],
+def test_a_micro_batch_that_does_not_fit_is_made_smaller_or_refused(
+    make_run: MakeRun,
 ) -> None:
     run = make_run()
     assert replay(run, 1, world_size=12).micro_batch_size == 1  # a share of 4 has no 3
@@ -251,9 +240,7 @@ def test_a_micro_batch_that_does_not_fit_the_share_is_made_smaller_or_refused(
         replay(run, 1, world_size=5)
 
 
-def test_steps_of_the_run_alone_can_be_replayed(
-    make_run: Callable[..., Path], corpus: Path
-) -> None:
+def test_steps_of_the_run_alone_can_be_replayed(make_run: MakeRun, corpus: Path) -> None:
     run = make_run()
     for step in (-1, 0, STEPS + 1):
         with pytest.raises(RunError, match=f"steps 1 to {STEPS}, .* not {step}"):
@@ -265,19 +252,19 @@ def test_steps_of_the_run_alone_can_be_replayed(
         replay(epochs, last + 1)
 
 
-def test_a_rank_outside_the_layout_is_refused(make_run: Callable[..., Path]) -> None:
+def test_a_rank_outside_the_layout_is_refused(make_run: MakeRun) -> None:
     with pytest.raises(RunError, match="ranks of this layout are 0 to 1"):
         replay(make_run(), 1, world_size=2).rows(2)
 
 
-def test_shards_that_the_run_did_not_read_are_refused(make_run: Callable[..., Path]) -> None:
+def test_shards_that_the_run_did_not_read_are_refused(make_run: MakeRun) -> None:
     found = replay(make_run(state={"num_processes": 2}), 1, warn=pytest.fail)
     assert found.world_size == 2  # as many processes as the run had
     with pytest.raises(RunError, match=r"holds other shards .* \(0{16}\)"):
         replay(make_run(state={"shards": "0" * 64}), 1)
 
 
-def test_shards_may_have_moved(make_run: Callable[..., Path], corpus: Path, tmp_path: Path) -> None:
+def test_shards_may_have_moved(make_run: MakeRun, corpus: Path, tmp_path: Path) -> None:
     run = make_run(shards=str(tmp_path / "gone"))
     with pytest.raises(CorpusError, match="gone"):
         replay(run, 1)
@@ -285,7 +272,7 @@ def test_shards_may_have_moved(make_run: Callable[..., Path], corpus: Path, tmp_
 
 
 def test_json_and_tokens_say_the_same_as_the_arrays(
-    make_run: Callable[..., Path], vocabulary: list[str]
+    make_run: MakeRun, vocabulary: list[str]
 ) -> None:
     found = replay(make_run(), 4)
     for row in found.rows():
@@ -313,9 +300,7 @@ def left_out(run: Path, step: int) -> set[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_rows_left_out_are_shown_as_training_fed_them(
-    make_run: Callable[..., Path], world: int
-) -> None:
+def test_rows_left_out_are_shown_as_training_fed_them(make_run: MakeRun, world: int) -> None:
     skips = [Skip(20, 60, 4), Skip(100, 101, 0)]
     run = make_run()
     plain = {step: list(replay(run, step).rows()) for step in (4, 5)}
@@ -343,9 +328,7 @@ def test_rows_left_out_are_shown_as_training_fed_them(
     assert any(20 <= row.row < 60 for row in plain[4] + plain[5])
 
 
-def test_skipped_rows_come_from_the_checkpoint_and_the_log(
-    make_run: Callable[..., Path],
-) -> None:
+def test_skipped_rows_come_from_the_checkpoint_and_the_log(make_run: MakeRun) -> None:
     """Check ranges after the newest checkpoint, only in the log, and before it, in both."""
     run = make_run(step=2)
     rows = [{row.row for row in replay(run, step).rows()} for step in (3, 9)]

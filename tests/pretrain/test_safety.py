@@ -98,9 +98,8 @@ def test_threads_and_memory_layout_do_not_change_the_parameter_checksum(one_thre
     strided = [p.t().contiguous().t() if p.dim() == 2 else p for p in ours]
     assert not strided[0].is_contiguous()
     assert int(parameter_checksum(strided)) == alone
-    assert (
-        int(parameter_checksum(torch.nn.ParameterList(ours))) == alone
-    )  # gradients are not recorded
+    # Gradients are not recorded.
+    assert int(parameter_checksum(torch.nn.ParameterList(ours))) == alone
     assert int(parameter_checksum([])) == 0
 
 
@@ -175,14 +174,12 @@ def test_ten_thousand_noisy_steps_raise_no_alarm(seed: int) -> None:
 
 def test_a_spike_warning_has_its_numbers() -> None:
     """Half the values are 1 and half 3: mean 2, deviation 1."""
-    spikes = SpikeDetector()
+    close, spike = SpikeDetector(), SpikeDetector()
     for step in range(1, 129):
-        assert spikes.warnings(step, 1 + 2 * (step % 2), 2.0) == []
-    assert spikes.warnings(129, 7.9, 19.9) == []  # 5.9 deviations, 9.95 times
-    spikes = SpikeDetector()
-    for step in range(1, 129):
-        spikes.warnings(step, 1 + 2 * (step % 2), 2.0)
-    assert spikes.warnings(129, 8.5, 21.0) == [
+        for spikes in (close, spike):
+            assert spikes.warnings(step, 1 + 2 * (step % 2), 2.0) == []
+    assert close.warnings(129, 7.9, 19.9) == []  # 5.9 deviations, 9.95 times
+    assert spike.warnings(129, 8.5, 21.0) == [
         "step 129: the loss is 8.5, 6.5 deviations above 2, its mean over the last 128 steps",
         "step 129: the gradient norm is 21, 10.5 times 2, its median over the last 128 steps",
     ]
@@ -252,9 +249,8 @@ def test_values_that_are_not_finite_give_no_warning() -> None:
     values = curve(lambda _: 2.0, 0.02, 7)
     for step in range(128):
         value = next(values)
-        assert (
-            ours.warnings(step, math.nan, math.inf) == ours.warnings(step, math.inf, math.nan) == []
-        )
+        assert ours.warnings(step, math.nan, math.inf) == []
+        assert ours.warnings(step, math.inf, math.nan) == []
         assert ours.warnings(step, value, 1.0) == plain.warnings(step, value, 1.0) == []
     assert ours.warnings(500, 2.5, 11.0) == plain.warnings(500, 2.5, 11.0) != []
     idle = SpikeDetector()
@@ -322,9 +318,8 @@ def test_the_post_mortem_has_step_ranks_rows_and_remedies() -> None:
     assert report["micro_batches"][2]["terms"] == {"kl": 7.0, "mlm": "-inf"}
     assert (report["grad_norm"], report["learning_rate"]) == ("nan", 5e-4)
     assert report["loss_scale"] is None
-    assert report["last_metrics"] == {"kind": "train", "step": 810, "loss": 3.25} | {
-        "grad_norm": "inf"
-    }
+    last = {"kind": "train", "step": 810, "loss": 3.25, "grad_norm": "inf"}
+    assert report["last_metrics"] == last
     assert report["shards"] == "shards/books"
     assert report["file"] == "runs/one/post_mortem.json"
     assert len(report["remedies"]) == 4

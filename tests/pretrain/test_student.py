@@ -31,13 +31,13 @@ from pretrain.model.student import build_bert, build_student, default_layers
 from pretrain.model.teacher import Teacher, load_teacher, parameters_sha256
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+MakeBert = Callable[..., BertForMaskedLM]
+AsTeacher = Callable[[BertForMaskedLM], Teacher]
 REAL = Path(__file__).parents[3] / "shared" / "data" / "rxn-bert.tar.xz"
 
 
 @pytest.fixture(scope="module")
-def teacher(
-    tiny_bert: Callable[..., BertForMaskedLM], as_teacher: Callable[[BertForMaskedLM], Teacher]
-) -> Teacher:
+def teacher(tiny_bert: MakeBert, as_teacher: AsTeacher) -> Teacher:
     return as_teacher(tiny_bert(4))
 
 
@@ -98,8 +98,7 @@ def test_students_have_the_chosen_layers(
 
 
 def test_copies_share_no_memory_with_the_teacher(
-    tiny_bert: Callable[..., BertForMaskedLM],
-    as_teacher: Callable[[BertForMaskedLM], Teacher],
+    tiny_bert: MakeBert, as_teacher: AsTeacher
 ) -> None:
     teacher = as_teacher(tiny_bert(2))
     before = parameters_sha256(teacher.model)
@@ -185,9 +184,7 @@ def test_a_missing_folder_is_no_student(teacher: Teacher, tmp_path: Path) -> Non
         build_student(Student(init=str(tmp_path / "nowhere")), teacher, seed=0)
 
 
-def test_a_teacher_with_another_epsilon(
-    tiny_bert: Callable[..., BertForMaskedLM], as_teacher: Callable[[BertForMaskedLM], Teacher]
-) -> None:
+def test_a_teacher_with_another_epsilon(tiny_bert: MakeBert, as_teacher: AsTeacher) -> None:
     with refused("layer_norm_eps is 1e-05"):
         build_student(Student(), as_teacher(tiny_bert(2, layer_norm_eps=1e-5)), seed=0)
 
@@ -225,18 +222,16 @@ def test_load_student_returns_what_was_saved(teacher: Teacher, tmp_path: Path) -
 # --- teachers --------------------------------------------------------------------------------
 
 
-Saved = Callable[..., BertForMaskedLM]
+Load = Callable[[], Teacher]
 
 
 @pytest.fixture
-def load(tmp_path: Path, manifest: Manifest) -> Callable[[], Teacher]:
+def load(tmp_path: Path, manifest: Manifest) -> Load:
     """Return a function that loads the teacher of a test's folder."""
     return lambda: load_teacher(str(tmp_path), manifest)
 
 
-def test_load_teacher(
-    tmp_path: Path, save_teacher: Saved, load: Callable[[], Teacher], ids: Tensor
-) -> None:
+def test_load_teacher(tmp_path: Path, save_teacher: MakeBert, load: Load, ids: Tensor) -> None:
     saved = save_teacher(tmp_path)
     teacher = load()
     assert not teacher.model.training and teacher.model.dtype == torch.float32
@@ -248,20 +243,14 @@ def test_load_teacher(
 
 
 def test_a_half_precision_teacher_is_widened(
-    tmp_path: Path,
-    tiny_bert: Callable[..., BertForMaskedLM],
-    save_teacher: Saved,
-    load: Callable[[], Teacher],
+    tmp_path: Path, tiny_bert: MakeBert, save_teacher: MakeBert, load: Load
 ) -> None:
     save_teacher(tmp_path, tiny_bert().to(torch.bfloat16))
     assert {parameter.dtype for parameter in load().model.parameters()} == {torch.float32}
 
 
 def test_the_digest_is_of_the_weights(
-    tmp_path: Path,
-    tiny_bert: Callable[..., BertForMaskedLM],
-    save_teacher: Saved,
-    load: Callable[[], Teacher],
+    tmp_path: Path, tiny_bert: MakeBert, save_teacher: MakeBert, load: Load
 ) -> None:
     digests = []
     for seed in (0, 0, 1):
@@ -271,7 +260,7 @@ def test_the_digest_is_of_the_weights(
 
 
 def test_an_encoder_without_a_head_is_refused(
-    tmp_path: Path, save_teacher: Saved, load: Callable[[], Teacher]
+    tmp_path: Path, save_teacher: MakeBert, load: Load
 ) -> None:
     model = save_teacher(tmp_path)
     model.bert.save_pretrained(tmp_path)
@@ -282,7 +271,7 @@ def test_an_encoder_without_a_head_is_refused(
 
 
 def test_a_pretraining_checkpoint_has_a_head(
-    tmp_path: Path, save_teacher: Saved, load: Callable[[], Teacher], ids: Tensor
+    tmp_path: Path, save_teacher: MakeBert, load: Load, ids: Tensor
 ) -> None:
     """Load next-sentence head and pooler too, as Google's BERT came."""
     save_teacher(tmp_path)
@@ -295,7 +284,7 @@ def test_a_pretraining_checkpoint_has_a_head(
         assert (model(input_ids=ids).logits - expected).abs().max() < 1e-5
 
 
-def test_a_roberta_is_refused(tmp_path: Path, load: Callable[[], Teacher]) -> None:
+def test_a_roberta_is_refused(tmp_path: Path, load: Load) -> None:
     config = RobertaConfig(
         vocab_size=200,
         hidden_size=32,
@@ -309,11 +298,7 @@ def test_a_roberta_is_refused(tmp_path: Path, load: Callable[[], Teacher]) -> No
 
 
 def test_the_shards_own_tokenizer_and_just_enough_positions_are_accepted(
-    tmp_path: Path,
-    corpus: Path,
-    tiny_bert: Callable[..., BertForMaskedLM],
-    save_teacher: Saved,
-    load: Callable[[], Teacher],
+    tmp_path: Path, corpus: Path, tiny_bert: MakeBert, save_teacher: MakeBert, load: Load
 ) -> None:
     save_teacher(tmp_path, tiny_bert(1, max_position_embeddings=32))
     load()
@@ -331,10 +316,7 @@ def test_a_missing_teacher(name: str, tmp_path: Path, manifest: Manifest) -> Non
 
 
 def test_an_untied_output_embedding_is_refused(
-    tmp_path: Path,
-    tiny_bert: Callable[..., BertForMaskedLM],
-    save_teacher: Saved,
-    load: Callable[[], Teacher],
+    tmp_path: Path, tiny_bert: MakeBert, save_teacher: MakeBert, load: Load
 ) -> None:
     """A DistilBERT's is tied, so such a head cannot be copied: its logits would come out wrong."""
     save_teacher(tmp_path, tiny_bert(2, tie_word_embeddings=False))
@@ -342,9 +324,7 @@ def test_an_untied_output_embedding_is_refused(
         load()
 
 
-def test_an_old_checkpoint(
-    tmp_path: Path, save_teacher: Saved, load: Callable[[], Teacher], ids: Tensor
-) -> None:
+def test_an_old_checkpoint(tmp_path: Path, save_teacher: MakeBert, load: Load, ids: Tensor) -> None:
     """Load `.bin`, gamma and beta, no model_type, no decoder.bias: the same model as today's."""
     model = save_teacher(tmp_path)
     state = {}
