@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no tes
 
 import huggingface_hub
 import pytest
+import runs
 import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
@@ -181,6 +182,19 @@ def teacher_folder(tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM])
     """The folder `teacher` of a test, with a tiny BERT and its tokenizer files."""
     save_teacher(tmp_path / "teacher")
     return tmp_path / "teacher"
+
+
+@pytest.fixture(scope="session")
+def stopped(
+    tmp_path_factory: pytest.TempPathFactory,
+    save_teacher: Callable[..., BertForMaskedLM],
+    run_config: Callable[..., dict[str, Any]],
+) -> Path:
+    """A run with checkpoints of the steps 1 and 2 of `RECIPE`, next to its `teacher`."""
+    folder = tmp_path_factory.mktemp("stopped")
+    save_teacher(folder / "teacher")
+    runs.start(run_config(folder / "run", folder / "teacher", **runs.RECIPE), stop_after=2)
+    return folder / "run"
 
 
 @pytest.fixture

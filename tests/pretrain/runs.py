@@ -18,6 +18,14 @@ from pretrain.config import RunConfig
 from pretrain.monitor.metrics import read_metrics
 from pretrain.train import Outcome, train
 
+# Four steps of four rows, a checkpoint at each: changes of sections for `run_config`.
+RECIPE: dict[str, Any] = {
+    "student": {"num_layers": 2},
+    "optimizer": {"learning_rate": 1e-3},
+    "train": {"max_steps": 4, "global_batch_size": 4, "micro_batch_size": 4},
+    "evaluation": {"rows": 4},
+    "checkpoint": {"every": 1},
+}
 RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
 
 

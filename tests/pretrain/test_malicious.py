@@ -139,6 +139,7 @@ PART = "model-00001-of-00001"
 NOT_TENSORS = "cannot be read (damaged, or not only tensors)"
 NO_BIN = "which is no *.bin file of this folder"
 NO_TENSORS = "which is no *.safetensors file"
+RUNS_CODE = "holds 'auto_map', which could run code"
 UNREADABLE = "model.safetensors cannot be read"
 REFUSED = [
     ("pickle", f"pytorch_model.bin {NOT_TENSORS}", only, "pytorch_model.bin", pickled),
@@ -160,11 +161,7 @@ REFUSED = [
     ("gigabyte", UNREADABLE, header_of_a_gigabyte),
     ("brackets", UNREADABLE, only, "model.safetensors", header_in_deep_brackets),
     ("config-brackets", "config.json is not valid JSON", config_in_deep_brackets),
-    (
-        "tokenizer",
-        "tokenizer_config.json holds 'auto_map', which could run code",
-        code_for_the_tokenizer,
-    ),
+    ("tokenizer", f"tokenizer_config.json {RUNS_CODE}", code_for_the_tokenizer),
 ]
 
 

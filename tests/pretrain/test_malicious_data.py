@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from runs import refused, reseal_checkpoint, start, step_folder
-from transformers import BertForMaskedLM
+from runs import RECIPE, refused, reseal_checkpoint, start, step_folder
 from traps import (
     Trap,
     array_of_objects,
@@ -43,34 +42,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[2]
 Values = dict[str, Any]
-RECIPE: Values = {
-    "student": {"num_layers": 1},
-    "train": {"max_steps": 3, "global_batch_size": 4, "micro_batch_size": 4},
-    "evaluation": {"rows": 4},
-    "checkpoint": {"every": 1},
-}
 
 
 # --- checkpoints and shards ---------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def begun(
-    tmp_path_factory: pytest.TempPathFactory,
-    save_teacher: Callable[..., BertForMaskedLM],
-    run_config: Callable[..., Values],
-) -> Path:
-    """Return the folder of a run that was stopped after two of three steps, and its teacher."""
-    folder = tmp_path_factory.mktemp("begun")
-    save_teacher(folder / "teacher")
-    start(run_config(folder / "run", folder / "teacher", **RECIPE), stop_after=2)
-    return folder
-
-
 @pytest.fixture
-def values(tmp_path: Path, begun: Path, run_config: Callable[..., Values]) -> Values:
-    """Copy that run, which would go on; return its config."""
-    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+def values(tmp_path: Path, stopped: Path, run_config: Callable[..., Values]) -> Values:
+    """Copy a run that would go on, and its teacher; return its config."""
+    shutil.copytree(stopped.parent, tmp_path, dirs_exist_ok=True)
     return run_config(tmp_path / "run", tmp_path / "teacher", **RECIPE)
 
 
@@ -92,7 +72,7 @@ def test_a_pickle_in_a_checkpoint(name: str, forged: bool, values: Values, canar
     if forged and name != "manifest.json":
         reseal_checkpoint(folder)
     if not forged or name in ("manifest.json", "state.json"):  # no state, no checkpoint
-        assert start(values).step == 3
+        assert start(values).step == 4
         return
     with refused("step-00000002"):
         start(values)

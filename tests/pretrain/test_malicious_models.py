@@ -110,9 +110,9 @@ def tensor_of_terabytes(folder: Path) -> None:
         file.truncate(8 + len(header) + 2**43)
 
 
+SETTINGS = "tokenizer_config.json"
 HOSTILE = [
     ("layers", "num_hidden_layers is 1000000000", configure, "num_hidden_layers", 10**9),
-    ("some-layers", "do not fit its config.json", configure, "num_hidden_layers", 5),
     ("no-layers", "config.json", configure, "num_hidden_layers", -1),
     ("width", "config.json describes", configure, "hidden_size", 2**29),
     ("words", "config.json describes", configure, "vocab_size", 2**40),
@@ -160,13 +160,7 @@ HOSTILE = [
     ("words-sparse", "vocab.txt has 1,099,511,627,776 bytes", resize, "vocab.txt", 2**40),
     ("words-bytes", "tokenizer cannot be read", write, "vocab.txt", b"\xff\xfe[PAD]"),
     ("tokenizer-broken", "tokenizer cannot be read", break_tokenizer_json),
-    (
-        "settings-fifo",
-        "tokenizer_config.json is no file",
-        replace,
-        "tokenizer_config.json",
-        os.mkfifo,
-    ),
+    ("settings-fifo", f"{SETTINGS} is no file", replace, SETTINGS, os.mkfifo),
 ]
 
 

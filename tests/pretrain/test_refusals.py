@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import case_name, refused, reseal_checkpoint, start, step_folder
+from runs import RECIPE, case_name, refused, reseal_checkpoint, start, step_folder
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -38,13 +38,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 Values = dict[str, Any]
 LOCKS = (".lock", "lock")  # who is at work: of the start, not of the run
-RECIPE: Values = {
-    "student": {"num_layers": 2},
-    "optimizer": {"learning_rate": 1e-3},
-    "train": {"max_steps": 4, "global_batch_size": 4, "micro_batch_size": 4},
-    "evaluation": {"rows": 4},
-    "checkpoint": {"every": 1},
-}
 
 
 @dataclass
@@ -113,19 +106,6 @@ def place(
     save_teacher(tmp_path / "teacher")
     values = run_config(tmp_path / "run", tmp_path / "teacher", **RECIPE)
     return Place(tmp_path, corpus, vocabulary, tiny_bert, tiny_distilbert, save_teacher, values)
-
-
-@pytest.fixture(scope="module")
-def stopped(
-    tmp_path_factory: pytest.TempPathFactory,
-    save_teacher: Callable[..., BertForMaskedLM],
-    run_config: Callable[..., Values],
-) -> Path:
-    """Return the output of a run with checkpoints of steps 1 and 2 of 4, with the same teacher."""
-    folder = tmp_path_factory.mktemp("stopped")
-    save_teacher(folder / "teacher")
-    start(run_config(folder / "run", folder / "teacher", **RECIPE), stop_after=2)
-    return folder / "run"
 
 
 def assert_refused(place: Place, *parts: str) -> None:
@@ -433,7 +413,8 @@ def moments(place: Place, change: Callable[[dict[str, Tensor]], object]) -> None
     reseal_checkpoint(place.checkpoint())
 
 
-NORM = "vocab_layer_norm.weight/exp_avg"
+NORM, NOBODY = "vocab_layer_norm.weight/exp_avg", "nobody/exp_avg"
+ANOTHER = "another checkpoint"
 
 
 def moments_in_bf16(place: Place) -> None:
@@ -463,15 +444,10 @@ RESUMED = [
     (partial(another_teacher, layers=4, seed=9), "teacher", "has other weights", FIX),
     (partial(another_teacher, layers=2), "teacher", "has other weights", FIX),
     (a_checkpoint_of_another_run, "step-00000003", "train.seed was 7 and is now 0", FIX),
-    (moments_in_bf16, "optimizer.safetensors", "bfloat16", "another checkpoint"),
-    (a_moment_is_missing, NORM, "is missing", "another checkpoint"),
-    (partial(another_moment, name=NORM, size=31), NORM, "[31]", "another checkpoint"),
-    (
-        partial(another_moment, name="nobody/exp_avg", size=3),
-        "nobody/exp_avg",
-        "belongs to no parameter",
-        "another checkpoint",
-    ),
+    (moments_in_bf16, "optimizer.safetensors", "bfloat16", ANOTHER),
+    (a_moment_is_missing, NORM, "is missing", ANOTHER),
+    (partial(another_moment, name=NORM, size=31), NORM, "[31]", ANOTHER),
+    (partial(another_moment, name=NOBODY, size=3), NOBODY, "belongs to no parameter", ANOTHER),
     (a_checkpoint_of_a_later_format, "format 99", "continue with the version that wrote it"),
     (no_checkpoint_is_whole, "no checkpoint verifies", "restore one, or remove the folder"),
 ]

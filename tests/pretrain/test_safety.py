@@ -29,9 +29,10 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-def as_bytes(parameter: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the parameter's memory, to change it in place."""
-    return parameter.reshape(-1).view(torch.uint8).numpy()
+def flip(parameter: Tensor, bit: int) -> None:
+    """Change a bit of the parameter's memory."""
+    data = parameter.reshape(-1).view(torch.uint8).numpy()
+    data[bit // 8] ^= np.uint8(1 << bit % 8)
 
 
 def test_the_checksum_is_a_sum_of_bits_times_odd_weights() -> None:
@@ -55,11 +56,11 @@ def test_one_flipped_bit_changes_the_checksum_wherever_it_is(dtype: torch.dtype)
     before = int(parameter_checksum(ours))
     draw = random.Random(1)
     for trial in range(200):
-        data = as_bytes(ours[trial % len(ours)])
-        place, bit = draw.randrange(len(data)), np.uint8(1 << draw.randrange(8))
-        data[place] ^= bit
+        parameter = ours[trial % len(ours)]
+        bit = draw.randrange(8 * parameter.nbytes)
+        flip(parameter, bit)
         assert int(parameter_checksum(ours)) != before
-        data[place] ^= bit
+        flip(parameter, bit)
     assert int(parameter_checksum(ours)) == before
 
 
@@ -70,10 +71,9 @@ def test_each_bit_of_one_element_counts(dtype: torch.dtype) -> None:
     seen = {int(parameter_checksum(ours))}
     bits = 8 * ours[0].element_size()
     for bit in range(bits):
-        data = as_bytes(ours[0])
-        data[bit // 8] ^= np.uint8(1 << bit % 8)
+        flip(ours[0], bit)
         seen.add(int(parameter_checksum(ours)))
-        data[bit // 8] ^= np.uint8(1 << bit % 8)
+        flip(ours[0], bit)
     assert len(seen) == bits + 1
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from runs import RECIPE
 
 import pretrain.train
 from data_prep import CorpusError
@@ -41,13 +42,7 @@ def test_the_status_file_agrees_with_the_exit_code(
     code: int,
     text: str,
 ) -> None:
-    values = run_config(
-        tmp_path / "run",
-        teacher_folder,
-        student={"num_layers": 1},
-        train={"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4},
-        evaluation={"rows": 4},
-    )
+    values = run_config(tmp_path / "run", teacher_folder, **RECIPE)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
     def fail(*_: object, **__: object) -> None:

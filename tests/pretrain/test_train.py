@@ -264,18 +264,18 @@ def test_random_initialisation_and_continuing_from_a_folder(settings: Settings) 
 
 
 def test_a_non_finite_loss_stops_before_the_update(
-    settings: Settings, tmp_path: Path, distil: Callable[..., Any]
+    settings: Settings,
+    tmp_path: Path,
+    teacher_folder: Path,
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
+    distil: Callable[..., Any],
 ) -> None:
-    first = settings("first", train={"max_steps": 2})
-    run(first)
-    folder = step_folder(first["output"], 2) / "student"
-    model = DistilBertForMaskedLM.from_pretrained(folder)
+    poisoned = tiny_distilbert()
     with torch.no_grad():
-        model.vocab_transform.bias[0] = float("nan")
-    poisoned = tmp_path / "poisoned"
-    shutil.copytree(folder, poisoned)  # with its tokenizer
-    model.save_pretrained(poisoned)
-    values = settings("second", student={"init": str(poisoned)})
+        poisoned.vocab_transform.bias[0] = float("nan")
+    poisoned.save_pretrained(tmp_path / "poisoned")
+    shutil.copy(teacher_folder / "vocab.txt", tmp_path / "poisoned")
+    values = settings(student={"init": str(tmp_path / "poisoned")})
     with pytest.raises(NonFiniteError, match=r"step 1: the loss is nan over rows \d+, .* not made"):
         run(values)
     code, _, err = distil("pretrain", write(values))
@@ -323,21 +323,13 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(settings: Settings) -> Non
     assert_same_run(whole, damaged)
 
 
-class Listener(metrics.Silent):
-    """Record the lines of a run."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
 def test_only_the_last_checkpoints_stay(settings: Settings) -> None:
     values = settings(checkpoint={"every": 2, "keep": 2})
-    listener = Listener()
+    said: list[str] = []
+    listener = metrics.Silent()
+    listener.say = said.append
     run(values, progress=listener)
-    stalls = [line for line in listener.said if "training stood still for" in line]
+    stalls = [line for line in said if "training stood still for" in line]
     assert [line.split()[3] for line in stalls] == ["2:", "4:", "6:", "8:"]
     root = Path(values["output"]) / "checkpoints"
     names = ["best", "latest", "step-00000008", "step-00000010"]
