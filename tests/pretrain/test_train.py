@@ -36,9 +36,7 @@ Settings = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def settings(
-    tmp_path: Path, run_config: Callable[..., dict[str, Any]], teacher_folder: Path
-) -> Settings:
+def settings(tmp_path: Path, run_config: Settings, teacher_folder: Path) -> Settings:
     """Return 10 steps of 8 rows with dropout, as YAML would give it; changes by section."""
 
     def make(name: str = "run", **changes: Any) -> dict[str, Any]:

@@ -88,7 +88,6 @@ def errors(folder: Path, every: int) -> Iterator[Told]:
         if "where" not in told:
             return
         yield told
-        shutil.rmtree(root.parent)
 
 
 def large_files(folder: Path) -> Iterator[Told]:
@@ -106,7 +105,6 @@ def large_files(folder: Path) -> Iterator[Told]:
         if not told["raised"] and not told["warned"]:
             return
         yield told
-        shutil.rmtree(root.parent)
 
 
 def full_disks(folder: Path) -> Iterator[Told]:
@@ -132,7 +130,6 @@ def full_disks(folder: Path) -> Iterator[Told]:
         if not told["raised"] and not told["warned"]:
             return
         yield told
-        shutil.rmtree(root.parent)
 
 
 def flushes(folder: Path) -> Iterator[Told]:
@@ -203,6 +200,7 @@ def fails(
         assert told["cause"] in line and "\n" not in line, told
     else:
         assert told["found"] == 2, told
+    shutil.rmtree(root.parent)
     return told
 
 

@@ -14,8 +14,7 @@ from pretrain import checkpoint
 WEIGHTS = "student/model.safetensors"
 
 
-def test_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
+def test_leftovers_of_killed_saves_are_removed(root: Path) -> None:
     for name in (".tmp-step-00000001-0123abcd", ".tmp-removed-step-00000001"):
         (root / name / "student").mkdir(parents=True)
         (root / name / "student" / "model.safetensors").write_bytes(b"half")
@@ -24,9 +23,8 @@ def test_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_whole_checkpoint_of_the_step_stays_and_a_damaged_one_is_replaced(
-    tmp_path: Path,
+    root: Path,
 ) -> None:
-    root = tmp_path / "checkpoints"
     weights = root / "step-00000002" / WEIGHTS
     to = tiny_run.writer(root, keep=2)
     tiny_run.save(to, 2)
@@ -39,9 +37,8 @@ def test_a_whole_checkpoint_of_the_step_stays_and_a_damaged_one_is_replaced(
     assert tiny_run.names(root) == ["latest", "step-00000002"]
 
 
-def test_a_damaged_later_checkpoint_pushes_no_good_one_out(tmp_path: Path) -> None:
+def test_a_damaged_later_checkpoint_pushes_no_good_one_out(root: Path) -> None:
     """Step 20 is damaged, so the run continues from 10 and reaches 20 again."""
-    root = tmp_path / "checkpoints"
     to = tiny_run.writer(root, keep=2)
     tiny_run.save(to, 10)
     tiny_run.save(to, 20)
@@ -62,10 +59,9 @@ def test_a_damaged_later_checkpoint_pushes_no_good_one_out(tmp_path: Path) -> No
 @pytest.mark.parametrize("keep", [1, 2, 3])
 @pytest.mark.parametrize("skewed", [False, True])
 def test_the_newest_and_the_best_stay_with_any_modification_times(
-    keep: int, skewed: bool, tmp_path: Path
+    keep: int, skewed: bool, root: Path
 ) -> None:
     draw = random.Random(keep)
-    root = tmp_path / "checkpoints"
     history: dict[int, float] = {}
     for step in range(1, 16):
         # Few values, so that some are equal; some steps were not evaluated, one diverged.
@@ -89,9 +85,8 @@ def test_the_newest_and_the_best_stay_with_any_modification_times(
     assert "best" in pointers and len(expected) > keep + 2
 
 
-def test_a_loss_of_another_step_makes_no_best(tmp_path: Path) -> None:
+def test_a_loss_of_another_step_makes_no_best(root: Path) -> None:
     """Each checkpoint until the next evaluation has the figures of the last one."""
-    root = tmp_path / "checkpoints"
     to = tiny_run.writer(root)
     stale: dict[str, Any] = {"evaluation": {"loss": 0.1}, "evaluation_step": 1, "tokens": 200}
     tiny_run.save(to, 2, state=stale)
@@ -100,8 +95,7 @@ def test_a_loss_of_another_step_makes_no_best(tmp_path: Path) -> None:
     assert (root / "best").read_text() == "step-00000003\n"
 
 
-def test_a_damaged_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
+def test_a_damaged_checkpoint_is_neither_counted_nor_removed(root: Path) -> None:
     to = tiny_run.writer(root, keep=2)
     for step in (1, 2):
         tiny_run.save(to, step)

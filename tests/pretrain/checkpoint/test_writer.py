@@ -51,9 +51,8 @@ def test_the_student_is_byte_for_byte_what_save_pretrained_writes(
     folder = tmp_path / "checkpoints" / "step-00000005" / "student"
     student.save_pretrained(tmp_path / "expected")
     assert contents(folder) == contents(tmp_path / "expected")
-    assert json.loads((folder / "config.json").read_bytes())["architectures"] == [
-        type(student).__name__
-    ]
+    config = json.loads((folder / "config.json").read_bytes())
+    assert config["architectures"] == [type(student).__name__]
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         if kind == "distilbert":
@@ -81,14 +80,13 @@ def test_given_weights_are_written_and_not_the_students_own(tmp_path: Path) -> N
         tiny_run.save(to, 4, student=student, weights=exact)
 
 
-def test_optimizer_tensors_that_share_memory_are_written_separately(tmp_path: Path) -> None:
+def test_optimizer_tensors_that_share_memory_are_written_separately(root: Path) -> None:
     """DeepSpeed has one step counter for all parameters, and none before the first step."""
     step = torch.tensor(7.0)
     moments = {
         name: step if name.endswith("/step") else tensor
         for name, tensor in tiny_run.moments(1).items()
     }
-    root = tmp_path / "checkpoints"
     to = tiny_run.writer(root)
     for optimizer in (moments, {}):
         tiny_run.save(to, 1 + len(moments) - len(optimizer), optimizer=optimizer)
@@ -110,9 +108,8 @@ class Gate:
             assert self.open.wait(60)
 
 
-def test_what_changes_after_save_returned_is_not_written(tmp_path: Path) -> None:
+def test_what_changes_after_save_returned_is_not_written(root: Path) -> None:
     gate = Gate("save:weights")
-    root = tmp_path / "checkpoints"
     to = tiny_run.writer(root, phase=gate)
     student, moments = copy.deepcopy(tiny_run.student(1)), copy.deepcopy(tiny_run.moments(1))
     state = tiny_run.state(1, loss=0.5)
@@ -127,7 +124,7 @@ def test_what_changes_after_save_returned_is_not_written(tmp_path: Path) -> None
     assert saved.state["evaluation"] == {"loss": 0.5}
 
 
-def test_the_live_weights_would_have_let_the_change_through(tmp_path: Path) -> None:
+def test_the_live_weights_would_have_let_the_change_through(root: Path) -> None:
     """Without a copy the test above would fail."""
     student = copy.deepcopy(tiny_run.student(1))
     live = Contents(
@@ -139,7 +136,6 @@ def test_the_live_weights_would_have_let_the_change_through(tmp_path: Path) -> N
         tokenizer={},
     )
     gate = Gate("save:weights")
-    root = tmp_path / "checkpoints"
     thread = threading.Thread(target=lambda: commit(root, live, phase=gate, fence=tiny_run.nothing))
     thread.start()
     assert gate.reached.wait(60)
@@ -157,8 +153,7 @@ def _spoil(student: torch.nn.Module, moments: dict[str, torch.Tensor]) -> None:
         tensor.add_(1.0)
 
 
-def test_buffers_are_used_again_and_hold_each_steps_own(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
+def test_buffers_are_used_again_and_hold_each_steps_own(root: Path) -> None:
     to = tiny_run.writer(root, keep=9)
     for step in range(1, 6):
         tiny_run.save(to, step, wait=False)
@@ -177,9 +172,8 @@ def test_a_save_goes_through_its_phases_once_and_in_order(tmp_path: Path) -> Non
     assert gate.seen == [f"save:{name}" for name in names]
 
 
-def test_one_save_is_in_flight_and_the_next_waits_for_it(tmp_path: Path) -> None:
+def test_one_save_is_in_flight_and_the_next_waits_for_it(root: Path) -> None:
     gate = Gate("save:rename")
-    root = tmp_path / "checkpoints"
     to = tiny_run.writer(root, phase=gate, keep=2)
     tiny_run.save(to, 1, wait=False)
     assert gate.reached.wait(60)
@@ -199,15 +193,13 @@ def test_one_save_is_in_flight_and_the_next_waits_for_it(tmp_path: Path) -> None
     assert tiny_run.names(root) == ["best", "latest", "step-00000001", "step-00000002"]
 
 
-def test_with_wait_it_is_on_disk_when_save_returns(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
+def test_with_wait_it_is_on_disk_when_save_returns(root: Path) -> None:
     seconds = tiny_run.save(tiny_run.writer(root), 1)
     saved = checkpoint.newest(root, pytest.fail)
     assert saved is not None and saved.step == 1 and seconds > 0
 
 
-def test_a_failed_save_is_raised_with_wait_and_warned_of_without(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
+def test_a_failed_save_is_raised_with_wait_and_warned_of_without(root: Path) -> None:
     root.write_text("a file where the folder should be")
     said: list[str] = []
     to = tiny_run.writer(root, warn=said.append)
@@ -226,8 +218,7 @@ def test_a_failed_save_is_raised_with_wait_and_warned_of_without(tmp_path: Path)
     assert tiny_run.names(root) == ["latest", "step-00000004"]
 
 
-def test_a_run_that_was_taken_over_commits_nothing_and_raises(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
+def test_a_run_that_was_taken_over_commits_nothing_and_raises(root: Path) -> None:
     over: list[str] = []
 
     def fence() -> None:
