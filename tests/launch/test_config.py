@@ -1,14 +1,13 @@
 """Check that shipped configs load, and that a mistake is one line with file, key and fix."""
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from small_corpora import write
 
 from data_prep.config import CorpusConfig
-from launch.cli import main
 from launch.config import ConfigError, load_config
 from pretrain.config import RunConfig
 
@@ -17,13 +16,10 @@ RUN = {"output": "o", "shards": "s", "teacher": "t"}
 CORPUS = {"output": "o", "sources": [{"kind": "text", "path": "p"}]}
 
 
-def write(path: Path, values: Any) -> Path:
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
-
-
-def load_run(tmp_path: Path, values: dict[str, Any], *overrides: str) -> RunConfig:
-    return load_config(RunConfig, write(tmp_path / "run.yaml", values), overrides)
+def load(tmp_path: Path, values: dict[str, Any], *overrides: str) -> Any:
+    """Load a run or a corpus."""
+    model = CorpusConfig if "sources" in values else RunConfig
+    return load_config(model, write(tmp_path / "run.yaml", values), overrides)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -39,14 +35,9 @@ def test_the_paper_config_has_the_published_values() -> None:
     assert config.train.global_batch_size == 4096 and config.train.precision == "fp16"
     assert config.train.epochs == 3 and config.masking.mode == "smoothed"
     objective = config.objective.model_dump()
-    assert objective == {
-        "name": "distilbert",
-        "temperature": 2.0,
-        "kl": 5.0,
-        "mlm": 2.0,
-        "cosine": 1.0,
-        "kl_positions": "all",
-    }
+    weights = {"kl": 5.0, "mlm": 2.0, "cosine": 1.0}
+    settings = {"name": "distilbert", "temperature": 2.0, "kl_positions": "all"}
+    assert objective == settings | weights
     assert config.optimizer.model_dump() == {
         "learning_rate": 5e-4,
         "betas": (0.9, 0.98),
@@ -66,28 +57,20 @@ def test_a_run_has_fewer_than_ninety_keys() -> None:
 
 
 def test_overrides_reach_nested_keys_and_lists(tmp_path: Path) -> None:
-    config = load_run(tmp_path, RUN, "train.max_steps=7", "student.init=[0, 2]", "teacher=x@y")
+    config = load(tmp_path, RUN, "train.max_steps=7", "student.init=[0, 2]", "teacher=x@y")
     assert config.train.max_steps == 7
     assert config.student.init == (0, 2)
     assert config.teacher == "x@y"
-    corpus = load_config(
-        CorpusConfig, write(tmp_path / "c.yaml", CORPUS), ["sources.0.fraction=0.5", "workers=3"]
-    )
+    corpus = load(tmp_path, CORPUS, "sources.0.fraction=0.5", "workers=3")
     assert corpus.sources[0].fraction == 0.5 and corpus.workers == 3
 
 
 def test_an_objective_without_a_name_is_the_default_one(tmp_path: Path) -> None:
-    assert load_run(tmp_path, RUN, "objective.kl=0").objective.model_dump()["kl"] == 0
-
-
-def test_a_mistake_inside_a_union_is_named_where_it_is(tmp_path: Path) -> None:
-    path = write(tmp_path / "corpus.yaml", CORPUS | {"tokenizer": {"train": {"vocab_size": 3}}})
-    with pytest.raises(ConfigError, match=r"vocab_size: .*greater than or equal to 100"):
-        load_config(CorpusConfig, path)
+    assert load(tmp_path, RUN, "objective.kl=0").objective.model_dump()["kl"] == 0
 
 
 def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
-    assert load_run(tmp_path, RUN, "optimizer.eps=1e-6").optimizer.eps == 1e-6
+    assert load(tmp_path, RUN, "optimizer.eps=1e-6").optimizer.eps == 1e-6
 
 
 @pytest.mark.parametrize(
@@ -121,26 +104,25 @@ def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
             "objective mlm has no teacher.*teacher_vocabulary",
         ),
         ({"student": {"num_layers": 3, "init": [0, 1]}}, "num_layers is 3 but init lists 2"),
+        (
+            {**CORPUS, "tokenizer": {"train": {"vocab_size": 3}}},
+            r"vocab_size: .*greater than or equal to 100",
+        ),
+        (
+            {"sources": [{"kind": "text", "pth": "p"}]},
+            r"unknown key sources\.0\.pth; did you mean s",
+        ),
+        (
+            {"sources": [{"kind": "txt", "path": "p"}]},
+            r"sources\.0: kind 'txt' is not known; did you mean text",
+        ),
     ],
 )
-def test_mistakes_in_a_run_are_one_line(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    base = CORPUS if "sources" in changes else RUN
     with pytest.raises(ConfigError, match=message) as error:
-        load_run(tmp_path, RUN | changes)
+        load(tmp_path, base | changes)
     assert "\n" not in str(error.value) and "run.yaml: " in str(error.value)
-
-
-def test_a_mistake_in_a_source_names_its_place(tmp_path: Path) -> None:
-    values = CORPUS | {"sources": [{"kind": "text", "pth": "p"}]}
-    path = write(tmp_path / "corpus.yaml", values)
-    with pytest.raises(ConfigError, match=r"unknown key sources\.0\.pth; did you mean s"):
-        load_config(CorpusConfig, path)
-    values = CORPUS | {"sources": [{"kind": "txt", "path": "p"}]}
-    with pytest.raises(
-        ConfigError, match=r"sources\.0: kind 'txt' is not known; did you mean text"
-    ):
-        load_config(CorpusConfig, write(path, values))
 
 
 @pytest.mark.parametrize(
@@ -179,9 +161,8 @@ def test_a_shipped_config_has_a_name_of_its_own(
     by_name = load_config(RunConfig, Path("shipped:demo.yaml"), ["train.max_steps=7"])
     by_path = load_config(RunConfig, CONFIGS[0].with_name("demo.yaml"), ["train.max_steps=7"])
     assert by_name == by_path
-    with pytest.raises(
-        ConfigError, match=r"shipped:dmo\.yaml: not shipped; did you mean shipped:demo\.yaml\?"
-    ):
+    message = r"shipped:dmo\.yaml: not shipped; did you mean shipped:demo\.yaml\?"
+    with pytest.raises(ConfigError, match=message):
         load_config(RunConfig, Path("shipped:dmo.yaml"))
     for name in ("shipped:", "shipped:../setup.cfg", "shipped:/etc/passwd", "shipped:__init__.py"):
         with pytest.raises(ConfigError, match=r"not shipped; there are corpus-demo\.yaml, "):
@@ -199,10 +180,7 @@ def test_a_shipped_config_has_a_name_of_its_own(
     ids=lambda command: command[0],
 )
 def test_each_command_names_the_file_that_it_read(
-    command: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    distil: Callable[..., Any], command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     values = CORPUS if command[0] == "prepare" else RUN | {"train": {"global_batch_size": 8}}
@@ -213,10 +191,7 @@ def test_each_command_names_the_file_that_it_read(
         (f"shipped:{shipped}", f"config: shipped:{shipped}, {CONFIGS[0].with_name(shipped)}"),
     ):
         arguments = [name, "output=here"] if command[0] != "launch" else [name]
-        monkeypatch.setattr(sys, "argv", ["distil", command[0], *arguments, *command[1:]])
-        with pytest.raises(SystemExit):
-            main()  # nothing that it needs is there
-        out = capsys.readouterr().out
+        out = distil(command[0], *arguments, *command[1:]).out  # nothing that it needs is there
         assert said in [line.removeprefix("# ") for line in out.splitlines()], out
 
 
@@ -237,4 +212,4 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
 )
 def test_mistakes_in_overrides_are_one_line(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_run(tmp_path, RUN, override)
+        load(tmp_path, RUN, override)

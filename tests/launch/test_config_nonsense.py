@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel
+from small_corpora import write
 
 from data_prep.config import CorpusConfig
 from launch.config import ConfigError, load_config
@@ -62,15 +64,20 @@ REFUSED = [
 ]  # fmt: skip
 
 
+def assert_refused(
+    model: type[BaseModel], path: Path, text: str, message: str, *overrides: str
+) -> None:
+    path.write_text(text + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(model, path, overrides)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )
 def test_nonsense_in_a_run_is_one_line(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN + text + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=message) as error:
-        load_config(RunConfig, path)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+    assert_refused(RunConfig, tmp_path / "run.yaml", RUN + text, message)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +100,8 @@ def test_nonsense_in_a_run_is_one_line(tmp_path: Path, text: str, message: str) 
     ],
 )
 def test_nonsense_in_an_override_is_one_line(tmp_path: Path, override: str, message: str) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(RUN + "optimizer: {betas: [0.9, 0.9]}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=message) as error:
-        load_config(RunConfig, path, [override])
-    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+    text = RUN + "optimizer: {betas: [0.9, 0.9]}"
+    assert_refused(RunConfig, tmp_path / "run.yaml", text, message, override)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +118,7 @@ def test_nonsense_in_an_override_is_one_line(tmp_path: Path, override: str, mess
     ids=["workers", "true", "true-float", "true-length", "nan", "octal", "in-a-union"],
 )
 def test_nonsense_in_a_corpus_is_one_line(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "corpus.yaml"
-    path.write_text(CORPUS + text + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=message) as error:
-        load_config(CorpusConfig, path)
-    assert "\n" not in str(error.value)
+    assert_refused(CorpusConfig, tmp_path / "corpus.yaml", CORPUS + text, message)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,13 @@ def test_nonsense_in_a_corpus_is_one_line(tmp_path: Path, text: str, message: st
 def test_many_unknown_keys_take_seconds(tmp_path: Path, where: str, num: int) -> None:
     keys = {f"key{n}": n for n in range(num)}
     run = yaml.safe_load(RUN)
-    model: type[RunConfig] | type[CorpusConfig] = RunConfig
-    values = {"top": {**run, **keys}, "nested": {**run, "train": keys}}.get(where)
-    if values is None:
-        sources = [{"kind": "text", "path": "p", f"key{n}": 1} for n in range(num)]
-        model, values = CorpusConfig, {"output": "o", "sources": sources}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    sources = [{"kind": "text", "path": "p", f"key{n}": 1} for n in range(num)]
+    model, values = {
+        "top": (RunConfig, {**run, **keys}),
+        "nested": (RunConfig, {**run, "train": keys}),
+        "sources": (CorpusConfig, {"output": "o", "sources": sources}),
+    }[where]
+    path = write(tmp_path / "config.yaml", values)
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"unknown key .*and \d+ more"):
         load_config(model, path)
