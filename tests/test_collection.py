@@ -1,25 +1,14 @@
 """Collect the tests twice, as two workers do: at other times and with other hash seeds."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from processes import python
 
 
 def collected(hash_seed: str) -> list[str]:
     """Return the names of all tests, as a new process collects them."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-m", "", "-p", "no:cacheprovider"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONHASHSEED": hash_seed},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    options = ("--collect-only", "-m", "", "-p", "no:cacheprovider")
+    done = python("-m", "pytest", *options, environment={"PYTHONHASHSEED": hash_seed})
+    assert done.returncode == 0, done.stdout
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 

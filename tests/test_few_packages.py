@@ -2,13 +2,11 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import finished, python
 
-ROOT = Path(__file__).parents[1]
 # Hide the packages from importlib too, because accelerate asks it whether they are installed.
 HIDE = """
 import importlib.machinery
@@ -26,22 +24,16 @@ MODULES = "launch.cli pretrain.bench.comparison data_prep.prepare pretrain.train
 
 @pytest.fixture
 def hidden(tmp_path: Path) -> dict[str, str]:
-    """Return the environment of processes that find neither package."""
+    """Return the changes to the environment of processes that find neither package."""
     (tmp_path / "sitecustomize.py").write_text(HIDE, encoding="utf-8")
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def run(*command: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def test_modules_import_without_datasets_and_deepspeed(hidden: dict[str, str]) -> None:
     program = "import importlib.util, " + MODULES.replace(" ", ", ")
     program += "; print(*map(importlib.util.find_spec, ('datasets', 'deepspeed')))"
-    result = run(sys.executable, "-c", program, environment=hidden)
+    result = python("-c", program, environment=hidden)
     assert (result.returncode, result.stdout) == (0, "None None\n"), result.stderr
 
 
@@ -49,7 +41,7 @@ def test_modules_import_without_datasets_and_deepspeed(hidden: dict[str, str]) -
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_gpu_tests_start_without_datasets_and_deepspeed(hidden: dict[str, str]) -> None:
     environment = {**hidden, "PYTEST_ADDOPTS": "-p no:cacheprovider", "CUDA_VISIBLE_DEVICES": ""}
-    result = run("make", "test-gpu", environment=environment)
+    result = finished("make", "test-gpu", environment=environment, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "test_gpu.py::test_nccl_has_the_time_limit_and_trains SKIPPED" in result.stdout
     assert "needs a GPU that torch can use" in result.stdout

@@ -2,11 +2,10 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from processes import ROOT
 
-ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "data_prep", "launch", "pretrain")
 
 MODULES = {
@@ -56,7 +55,7 @@ def _imported(tree: ast.AST) -> dict[str, str]:
     return known
 
 
-def _dotted(node: ast.AST, known: dict[str, str]) -> str:
+def _dotted(node: ast.AST | None, known: dict[str, str]) -> str:
     """Return the dotted name after imports (`np.load` -> numpy.load), or "" if it has none."""
     if isinstance(node, ast.Name):
         return known.get(node.id, node.id)
@@ -66,18 +65,12 @@ def _dotted(node: ast.AST, known: dict[str, str]) -> str:
     return ""
 
 
-def _safe_loaders(tree: ast.AST, known: dict[str, str]) -> set[str]:
-    """Return yaml.SafeLoader and the classes of this file that derive from it."""
-    return {"yaml.SafeLoader"} | {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        and [_dotted(base, known) for base in node.bases] == ["yaml.SafeLoader"]
-    }
-
-
 def _findings(tree: ast.AST, known: dict[str, str]) -> Iterator[tuple[int, str]]:
-    safe = _safe_loaders(tree, known)
+    safe = {"yaml.SafeLoader"}  # and the classes of this file that derive from it
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            bases = [_dotted(base, known) for base in node.bases]
+            safe |= {node.name} if bases == ["yaml.SafeLoader"] else set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None)
@@ -120,10 +113,8 @@ def _calls(node: ast.Call, known: dict[str, str], safe: set[str]) -> Iterator[st
         yield name
     if "weights_only" in given and constant("weights_only") is not True:
         yield f"{name}(weights_only=...)"
-    if name == "yaml.load":
-        loader = given.get("Loader")
-        if loader is None or _dotted(loader, known) not in safe:
-            yield name
+    if name == "yaml.load" and _dotted(given.get("Loader"), known) not in safe:
+        yield name
     if last == "extractall" and constant("filter") != "data":
         yield name
     if last == "extract" and "tarfile" in known.values() and constant("filter") != "data":

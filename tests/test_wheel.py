@@ -1,14 +1,11 @@
 """Check that the wheel has only our packages and runs in any working directory."""
 
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from processes import python
 
-ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 
 
@@ -16,15 +13,9 @@ pytestmark = pytest.mark.slow
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel and return the folder it is unpacked to."""
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"),
-            *("--no-build-isolation", "--wheel-dir", folder, "."),
-        ],
-        cwd=ROOT,
-        check=True,
-        timeout=600,
-    )
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
+    built = python("-m", "pip", "wheel", *options, ".", timeout=600)
+    assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
@@ -70,15 +61,9 @@ def test_commands_ignore_working_directory_folders_named_like_our_packages(
     for name in ("launch", "pretrain", "configs", "data_prep", "benchmarks"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported from here')\n")
-    done = subprocess.run(
-        [sys.executable, installed / "launch" / "torchrun" / "entry.py", "launch", *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    entry = installed / "launch" / "torchrun" / "entry.py"
+    environment = {"PYTHONPATH": str(installed)}
+    done = python(entry, "launch", *arguments, cwd=tmp_path, environment=environment)
     screen = done.stdout + done.stderr
     assert done.returncode == code, screen
     assert said in screen.replace("\n", " ") and "Traceback" not in screen
