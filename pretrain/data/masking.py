@@ -1,8 +1,8 @@
 """Mask tokens dynamically, 80/10/10 (BERT, section 3.1; no next-sentence prediction), by hashing.
 
-The mask of a row is a pure function of (seed, epoch, row number, position): the same bits from
-numpy and torch, on CPU and GPU, for every batch size, rank and number of workers. Shapes are
-static: every row has `num_slots` slots, and an unused slot has the label IGNORE.
+The mask of a row is a pure function of (seed, epoch, row number, position): the same bits for every
+batch size, rank and number of workers. Shapes are static: every row has `num_slots` slots, and an
+unused slot has the label IGNORE.
 
 Shapes: B rows, L row length, K slots, V vocabulary.
 """
@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pretrain.data.hashing import MASK32, derive, root
@@ -31,7 +30,7 @@ _BLOCK_TOKENS = 1 << 15  # so that numpy's temporaries stay in the processor's c
 
 
 class MaskedRows(NamedTuple):
-    """Hold corrupted rows and their labels: all of an array type, numpy or torch."""
+    """Hold corrupted rows and their labels: numpy arrays, or tensors once they are a batch."""
 
     input_ids: Any  # [B, L] corrupted ids
     positions: Any  # [B, K] where the slots point
@@ -66,39 +65,38 @@ class Masking:
         """Return K, the most tokens that can be selected in a row of `row_length`."""
         return max(1, int(self._num_wanted(np.int64(row_length))))
 
-    def __call__(self, input_ids: Any, epochs: Any, rows: Any) -> MaskedRows:
+    def __call__(
+        self, input_ids: NDArray[Any], epochs: NDArray[Any], rows: NDArray[Any]
+    ) -> MaskedRows:
         """Corrupt rows `input_ids` [B, L], given each row's epoch [B] and number [B].
 
-        All three are numpy or all are torch, and so is the result. It is int64, except for numpy's
-        `input_ids`: they keep their type, which in the shards takes a quarter of the memory.
+        The result is int64, except for its `input_ids`: they keep their type, which in the shards
+        takes a quarter of the memory.
         """
         num_rows, length = input_ids.shape
         assert length <= 1 << _POSITION_BITS
-        xp, like = _library(input_ids)
-        word = torch.int64 if xp is torch else np.uint32  # the types in which `mix` is fast
         # `keys` [3, B, 1]: one 32-bit key for each purpose (selection, action, replacement) and
         # row. It is a bijection of the row number, so no two rows of an epoch share a mask.
-        base = derive(root(self.seed, _MASKING), xp.asarray(epochs, dtype=word))
-        purposes = xp.arange(3, dtype=word, **like)[:, None]
-        keys = derive(derive(base, purposes), xp.asarray(rows, dtype=word))[:, :, None]
+        words: list[Any] = [np.asarray(x, dtype=np.uint32) for x in (epochs, np.arange(3), rows)]
+        epoch, purpose, number = words  # uint32, in which `mix` is fast
+        base = derive(root(self.seed, _MASKING), epoch)
+        keys = derive(derive(base, purpose[:, None]), number)[:, :, None]
 
         slots = (num_rows, self.num_slots(length))
         # The result is allocated once, and each block of rows writes into its part.
-        narrow = xp.int64 if xp is torch else input_ids.dtype  # torch has few uint16 operations
         result = MaskedRows(
-            xp.empty(input_ids.shape, dtype=narrow, **like),
-            *(xp.empty(slots, dtype=xp.int64, **like) for _ in range(2)),
+            np.empty(input_ids.shape, dtype=input_ids.dtype),
+            *(np.empty(slots, dtype=np.int64) for _ in range(2)),
         )
-        # torch takes all rows in one block: the reason for blocks is numpy's temporaries.
-        size = max(1, num_rows if xp is torch else _BLOCK_TOKENS // length)
+        size = max(1, _BLOCK_TOKENS // length)
         for start in range(0, num_rows, size):
             block = slice(start, start + size)
             result.input_ids[block] = input_ids[block]
-            ids = xp.asarray(input_ids[block], dtype=xp.int64)  # the fastest index into tables
+            ids = np.asarray(input_ids[block], dtype=np.int64)  # the fastest index into tables
             self._corrupt(ids, MaskedRows(*(values[block] for values in result)), keys[:, block])
         return result
 
-    def _corrupt(self, ids: Any, rows: MaskedRows, keys: Any) -> None:
+    def _corrupt(self, ids: NDArray[np.int64], rows: MaskedRows, keys: NDArray[Any]) -> None:
         """Select tokens and replace them, 80/10/10; fill in positions and labels.
 
         Args:
@@ -106,52 +104,50 @@ class Masking:
             rows: the result, written in place; its `input_ids` begin as a copy of `ids`.
             keys: [3, B, 1], a key of each row for selection, action and random replacement.
         """
-        xp, like = _library(ids)
         num_rows, length = ids.shape
         num_slots = rows.positions.shape[1]
-        tables = (self._special, np.flatnonzero(~self._special), _EXPONENTIAL)
-        special, ordinary, race = (xp.asarray(table, **like) for table in tables)
 
         # Selection: one 32-bit draw per position [B, L]. The tokens with the smallest draws are
         # selected, which is sampling without replacement.
-        draw = derive(keys[_SELECT], xp.arange(length, dtype=keys.dtype, **like))
+        draw = derive(keys[_SELECT], np.arange(length, dtype=keys.dtype))
         if self.smoothing is not None:
             # Weighted sampling without replacement: the smallest E / w, with E exponential.
             # `chance` here is the upper 16 bits of the draw, an index into the table of exponential
             # variates. The table of weights holds 1 / w up to a factor, so the product is E / w.
-            chance = xp.asarray(draw >> 16, dtype=xp.int64)
-            draw = race[chance] * xp.asarray(self.smoothing, **like)[ids]  # int64
+            chance = np.asarray(draw >> 16, dtype=np.int64)
+            draw = _EXPONENTIAL[chance] * self.smoothing[ids]  # int64
         # Padding, [CLS], [SEP] and the like are special, so no slot points at them while ordinary
         # tokens are left.
-        selectable = ~special[ids]
+        selectable = ~self._special[ids]
         slots = first_slots(draw, selectable, num_slots)
         # A row with fewer ordinary tokens uses fewer slots. The shape stays the same.
-        used = xp.arange(num_slots, **like) < self._num_wanted(selectable.sum(1))[:, None]
+        used = np.arange(num_slots) < self._num_wanted(selectable.sum(1))[:, None]
 
-        # One flat index per slot, because numpy and torch gather along rows differently.
-        flat = slots + xp.arange(0, num_rows * length, length, **like)[:, None]
+        # One flat index per slot.
+        flat = slots + np.arange(0, num_rows * length, length)[:, None]
         original = ids.reshape(-1)[flat]
         # What stands at the selected positions, 80/10/10: [MASK], the original token, or a random
         # one.
         if self.replace == "mask":
-            replacement = xp.full_like(original, self.mask_id)
+            replacement = np.full_like(original, self.mask_id)
         else:
             # Two more 32-bit draws per slot [B, K], with keys of their own, so they are independent
             # of the selection: `action` chooses among the three cases, `number` the random token.
-            action, number = derive(keys[_ACTION:], xp.asarray(slots, dtype=keys.dtype))
+            action, number = derive(keys[_ACTION:], np.asarray(slots, dtype=keys.dtype))
             action %= 10  # 0 to 7: [MASK]; 8: the original token; 9: a random ordinary token
             # number * n / 2**32 without a division; special tokens are never drawn.
-            random_ids = ordinary[(xp.asarray(number, dtype=xp.int64) * len(ordinary)) >> 32]
-            kept = xp.where(action == 8, original, random_ids)
-            replacement = xp.where(action < 8, self.mask_id, kept)
+            ordinary = np.flatnonzero(~self._special)
+            random_ids = ordinary[(np.asarray(number, dtype=np.int64) * len(ordinary)) >> 32]
+            kept = np.where(action == 8, original, random_ids)
+            replacement = np.where(action < 8, self.mask_id, kept)
         # Unused slots write the original token back, so shapes stay static.
-        rows.input_ids.reshape(-1)[flat] = xp.where(used, replacement, original)
+        rows.input_ids.reshape(-1)[flat] = np.where(used, replacement, original)
         rows.positions[:] = slots
-        rows.labels[:] = xp.where(used, original, IGNORE)
+        rows.labels[:] = np.where(used, original, IGNORE)
 
     def _num_wanted(self, num_selectable: Any) -> Any:
         """Return round(probability * ordinary tokens) [B], but at least 1 where there is one."""
-        # Integer arithmetic, rounded to nearest, so that numpy and torch agree to the bit.
+        # Integer arithmetic, rounded to nearest, so that every machine agrees to the bit.
         share = int(self.probability * (1 << 16) + 0.5)
         wanted = (num_selectable * share + (1 << 15)) >> 16
         return wanted + ((wanted == 0) & (num_selectable > 0))
@@ -190,24 +186,19 @@ def _integer_exponential() -> NDArray[np.int32]:
 _EXPONENTIAL = _integer_exponential()
 
 
-def _library(array: Any) -> tuple[Any, dict[str, Any]]:
-    """Return numpy or torch, and the arguments that put a new array on the device of `array`."""
-    return (torch, {"device": array.device}) if isinstance(array, torch.Tensor) else (np, {})
-
-
-def first_slots(draw: Any, selectable: Any, count: int) -> Any:
+def first_slots(draw: NDArray[Any], selectable: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
     """Return the positions of the `count` smallest draws of each row [B, count], ascending.
 
     Of equal draws the first position wins. Positions that are not selectable come last.
     """
-    xp, like = _library(draw)
-    if xp is np and (slots := quick_slots(draw, selectable, count)) is not None:
+    if (slots := quick_slots(draw, selectable, count)) is not None:
         return slots
     # The position goes into the low bits: it breaks ties, and one sort gives both order and places.
     # A draw is below 2**51, so draw and 12 position bits fit into int64.
-    draw, position = xp.asarray(draw, dtype=xp.int64), xp.arange(draw.shape[1], **like)
-    keys = xp.where(selectable, (draw << _POSITION_BITS) | position, _UNSELECTABLE | position)
-    keys = keys.sort(dim=1).values if xp is torch else np.sort(keys, axis=1)
+    position = np.arange(draw.shape[1])
+    keys = (draw.astype(np.int64) << _POSITION_BITS) | position
+    keys = np.where(selectable, keys, _UNSELECTABLE | position)
+    keys.sort(axis=1)
     return keys[:, :count] & _POSITION
 
 

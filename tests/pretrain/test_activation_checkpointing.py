@@ -9,13 +9,13 @@ import pytest
 import rank_work
 import ranks
 import torch
+from batches import masked_batch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from pretrain.config import RunConfig
-from pretrain.data.masking import Masking
-from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
+from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.encoder import MaskedLM, recompute_activations
 from pretrain.monitor import metrics
 from pretrain.objectives.distilbert import DistilBert
@@ -28,9 +28,7 @@ RATES = ("tokens_per_second", "data_wait")  # the only figures that time may cha
 
 @pytest.fixture
 def batch(packed_ids: Tensor) -> MicroBatch:
-    masking = Masking(0.2, (0, 1, 2, 3, 4), mask_id=4, vocab_size=200, seed=3)
-    masked = masking(packed_ids, torch.zeros(3, dtype=torch.int64), torch.arange(3))
-    return micro_batch(*masked, cls_id=2, pad_id=0)
+    return masked_batch(packed_ids)
 
 
 def with_dropout(model: MaskedLM) -> MaskedLM:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from batches import masked_batch
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.data.masking import Masking
 from pretrain.kernels.head import vocabulary
 from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
@@ -31,13 +31,10 @@ class Expected(NamedTuple):
 
 @pytest.fixture(scope="module")
 def batch(packed_ids: Tensor) -> MicroBatch:
-    """Mask a fifth of `packed_ids`, so that even the fullest row has unused slots."""
-    masking = Masking(0.2, (0, 1, 2, 3, 4), mask_id=4, vocab_size=200, seed=3)
-    result = masking(packed_ids, torch.zeros(3, dtype=torch.int64), torch.arange(3))
-    assert (result.labels == -100).any() and (result.input_ids != packed_ids).any()
-    found = micro_batch(*result, cls_id=CLS, pad_id=PAD)
+    found = masked_batch(packed_ids)
+    assert (found.labels == -100).any() and (found.input_ids != packed_ids).any()
     assert found.num_tokens == int((packed_ids != PAD).sum())
-    assert found.num_masked == int((result.labels >= 0).sum())
+    assert found.num_masked == int((found.labels >= 0).sum())
     return found
 
 

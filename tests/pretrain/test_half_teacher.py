@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import masked_batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
@@ -14,8 +15,7 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 import pretrain.evaluate
 import pretrain.train
 from pretrain.config import RunConfig
-from pretrain.data.masking import Masking
-from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
+from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.teacher import parameters_sha256
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.run import Run, build
@@ -45,9 +45,7 @@ def settings(
 
 @pytest.fixture
 def batch(packed_ids: Tensor) -> MicroBatch:
-    masking = Masking(0.2, (0, 1, 2, 3, 4), mask_id=4, vocab_size=200, seed=3)
-    masked = masking(packed_ids, torch.zeros(3, dtype=torch.int64), torch.arange(3))
-    return micro_batch(*masked, cls_id=2, pad_id=0)
+    return masked_batch(packed_ids)
 
 
 @pytest.fixture

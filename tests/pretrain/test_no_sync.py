@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from batches import masked_batch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
-from pretrain.data.masking import Masking
 from pretrain.model.distillation import Distillation, MicroBatch, micro_batch, send
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.terms import SignalTerm, Term, VocabularyTerm
@@ -87,8 +87,7 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 @pytest.fixture
 def batch(packed_ids: Tensor) -> MicroBatch:
     """Return packed rows on the host, in a loader's types."""
-    masking = Masking(0.2, (0, 1, 2, 3, 4), mask_id=4, vocab_size=200, seed=3)
-    ids, slots, labels = masking(packed_ids, torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    ids, slots, labels, *_ = masked_batch(packed_ids)
     tensors = ids.to(torch.uint16), slots.short(), labels.int()
     return micro_batch(*tensors, cls_id=CLS, pad_id=PAD)
 
