@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from naive_head import draw
 from torch import Tensor
 
 from pretrain import RunError
@@ -63,10 +64,6 @@ def _narrow_programs() -> None:
     torch.set_num_threads(1)
     triton_kernel.NUM_WARPS = 1
     triton_kernel.WORDS_PER_THREAD = 2
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def tile(values: Tensor, dtype: torch.dtype, padding: int) -> Tensor:
