@@ -10,20 +10,19 @@ import rank_work
 import ranks
 import torch
 from batches import masked_batch
-from safetensors.torch import load_file
+from results import history, weights
 from torch import Tensor
-from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from pretrain.config import RunConfig
 from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.encoder import MaskedLM, recompute_activations
-from pretrain.monitor import metrics
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
+Make = Callable[..., Any]
+Settings = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
@@ -41,11 +40,7 @@ def with_dropout(model: MaskedLM) -> MaskedLM:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["distilbert", "bert"])
 def test_gradients_are_the_same_bits_and_layers_keep_little(
-    kind: str,
-    precision: str,
-    tiny_bert: Callable[..., BertForMaskedLM],
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    batch: MicroBatch,
+    kind: str, precision: str, tiny_bert: Make, tiny_distilbert: Make, batch: MicroBatch
 ) -> None:
     teacher = tiny_bert(seed=5).requires_grad_(False) if kind == "distilbert" else None
     terms = DistilBert().terms() if teacher else MaskedLanguageModel().terms()
@@ -82,9 +77,7 @@ def test_gradients_are_the_same_bits_and_layers_keep_little(
     assert less < 0.6 * kept
 
 
-def test_dropout_is_on(
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM], batch: MicroBatch
-) -> None:
+def test_dropout_is_on(tiny_distilbert: Make, batch: MicroBatch) -> None:
     """Check that dropout is drawn, which the test above needs."""
     student = with_dropout(tiny_distilbert())
     module = Distillation(student, None, MaskedLanguageModel().terms(), pad_id=0)
@@ -93,9 +86,7 @@ def test_dropout_is_on(
 
 
 @pytest.fixture
-def settings(
-    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
-) -> Callable[..., dict[str, Any]]:
+def settings(tmp_path: Path, run_config: Settings, save_teacher: Make) -> Settings:
     save_teacher(tmp_path / "teacher")
 
     def make(name: str, **train: Any) -> dict[str, Any]:
@@ -111,24 +102,13 @@ def settings(
     return make
 
 
-def outcome(values: dict[str, Any]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    folder = Path(values["output"])
-    history = [
-        {key: value for key, value in entry.items() if key not in RATES}
-        for entry in metrics.read_metrics(folder / "metrics.jsonl")
-    ]
-    return load_file(folder / "checkpoints/step-00000004/student/model.safetensors"), history
-
-
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    (ours, history), (theirs, their_history) = outcome(one), outcome(other)
-    assert ours.keys() == theirs.keys() and history == their_history
+    ours, theirs = weights(one, 4), weights(other, 4)
+    assert ours.keys() == theirs.keys() and history(one) == history(other)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_run_is_identical_and_may_switch_when_resumed(
-    settings: Callable[..., dict[str, Any]],
-) -> None:
+def test_a_run_is_identical_and_may_switch_when_resumed(settings: Settings) -> None:
     usual, changed = settings("usual"), settings("changed", activation_checkpointing=True)
     train(RunConfig.model_validate(usual))
     train(RunConfig.model_validate(changed), stop_after=2)
@@ -139,7 +119,7 @@ def test_a_run_is_identical_and_may_switch_when_resumed(
     assert_same(usual, changed)
 
 
-def test_two_processes_train_the_same_with_it(settings: Callable[..., dict[str, Any]]) -> None:
+def test_two_processes_train_the_same_with_it(settings: Settings) -> None:
     usual, less = settings("usual"), settings("less", activation_checkpointing=True)
     for values in (usual, less):
         ranks.run(2, rank_work.once, values)

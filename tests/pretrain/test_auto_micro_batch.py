@@ -13,6 +13,7 @@ import ranks
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from results import recorded
 
 from launch.config import ConfigError, load_config
 from pretrain import RunError
@@ -24,11 +25,11 @@ from pretrain.inputs import with_defaults
 from pretrain.replay import replay
 from pretrain.train import train
 
+Settings = Callable[..., dict[str, Any]]
+
 
 @pytest.fixture
-def settings(
-    tmp_path: Path, run_config: Callable[..., dict[str, Any]]
-) -> Callable[..., dict[str, Any]]:
+def settings(tmp_path: Path, run_config: Settings) -> Settings:
     """Return 4 steps of 24 rows of a BERT with dropout, with `auto`."""
 
     def make(name: str = "run", **train: Any) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def test_a_record_counts_only_on_the_same_device_kind(change: dict[str, Any], ke
 
 @pytest.mark.parametrize(("rows", "found"), [(24, 8), (6, 6), (26, 2), (22, 2), (7, 7)])
 def test_on_a_cpu_it_is_the_largest_divisor_up_to_eight(
-    rows: int, found: int, settings: Callable[..., dict[str, Any]], one_thread: None
+    rows: int, found: int, settings: Settings, one_thread: None
 ) -> None:
     values = settings(global_batch_size=rows, max_steps=1)
     config = with_defaults(RunConfig.model_validate(values), "cpu", 1)
@@ -173,19 +174,16 @@ def test_on_a_cpu_it_is_the_largest_divisor_up_to_eight(
 
 
 def test_auto_on_a_cpu_gives_the_same_bits_as_the_number(
-    settings: Callable[..., dict[str, Any]], one_thread: None
+    settings: Settings, one_thread: None
 ) -> None:
     run(settings("auto")), run(settings("number", micro_batch_size=8))
     outputs = [Path(settings(name)["output"]) for name in ("auto", "number")]
     assert ranks.digests(outputs[0], 4) == ranks.digests(outputs[1], 4)
     assert replay(outputs[0], 2).micro_batch_size == 8
-    config = json.loads((outputs[0] / "config.json").read_text(encoding="utf-8"))
-    assert config["train"]["micro_batch_size"] == 8
+    assert recorded(settings("auto"))["micro_batch_size"] == 8
 
 
-def test_out_of_memory_names_the_fix(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_out_of_memory_names_the_fix(settings: Settings, tmp_path: Path) -> None:
     values = settings(global_batch_size=96, micro_batch_size=96)
     values["model"] |= {"hidden_size": 512, "intermediate_size": 32768, "num_hidden_layers": 1}
     ranks.run(1, rank_work.within, values, [1100], tmp_path / "answer")
@@ -201,7 +199,7 @@ def test_out_of_memory_names_the_fix(
 
 @pytest.mark.parametrize("value", ["automatic", "0", "-8", "1.5", "[8]", "''"])
 def test_an_invalid_micro_batch_size_is_refused_in_one_line(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path, value: str
+    settings: Settings, tmp_path: Path, value: str
 ) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(settings()), encoding="utf-8")  # JSON is YAML

@@ -8,8 +8,8 @@ import pytest
 import rank_work
 import ranks
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from naive_head import draw, logit_terms, naive_sums
+from results import difference, history, weights
 from torch._dynamo.utils import counters
 
 from pretrain import RunError
@@ -19,11 +19,10 @@ from pretrain.kernels.head import Projection, compiled, vocabulary, vocabulary_l
 from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.monitor import metrics
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.objectives.terms import VocabularyTerm
 from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
+Settings = Callable[..., dict[str, Any]]
 N, D, V = 61, 16, 53
 
 
@@ -51,25 +50,6 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def draw(seed: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def naive(
-    student: Projection, teacher: Projection, labels: Tensor, terms: list[VocabularyTerm], n: int
-) -> list[Tensor]:
-    """Compute the sums from full logits by the formulas."""
-    s = student.hidden_ND[:n] @ student.weight_VD.T + student.bias_V
-    t = teacher.hidden_ND[:n] @ teacher.weight_VD.T + teacher.bias_V
-    p = (t / 2).softmax(-1)
-    kl = 4 * (p * (p.log() - (s / 2).log_softmax(-1))).sum(-1)
-    known = labels >= 0
-    mlm = -s[: len(labels)].log_softmax(-1)[known, labels[known]]
-    sums = {"tokens": kl.sum(), "masked": kl[: len(labels)].sum()}
-    return [sums[term.over] if term.name == "kl" else mlm.sum() for term in terms]
-
-
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
 )
@@ -90,8 +70,7 @@ def test_the_head_against_full_logits_in_fp64_with_few_compilations(
         (61, 0, {"mlm": 0}),
         (33, 33, {"kl": 0}),
     ]:
-        objective = DistilBert.model_validate(changes)
-        terms = [term for term in objective.terms() if isinstance(term, VocabularyTerm)]
+        terms = logit_terms(**changes)
         labels = torch.arange(m) * 7 % V
         labels[2:3] = -100
         exact = Projection(draw(0, N, D)[:n], draw(1, V, D), draw(2, V))
@@ -103,7 +82,7 @@ def test_the_head_against_full_logits_in_fp64_with_few_compilations(
         loss.backward()
         for tensor in exact:
             tensor.requires_grad_()
-        expected = torch.stack(naive(exact, teacher, labels, terms, n))
+        expected = naive_sums(exact, teacher, labels, terms)
         gradients = torch.autograd.grad(expected @ factors.double(), list(exact))
         pairs = [(sums, expected.detach()), *zip([x.grad for x in ours], gradients, strict=True)]
         for found, true in pairs:
@@ -117,10 +96,10 @@ def test_the_head_against_full_logits_in_fp64_with_few_compilations(
 @pytest.fixture
 def settings(
     tmp_path: Path,
-    run_config: Callable[..., dict[str, Any]],
+    run_config: Settings,
     save_teacher: Callable[..., Any],
     tiny_bert: Callable[..., Any],
-) -> Callable[..., dict[str, Any]]:
+) -> Settings:
     save_teacher(tmp_path / "teacher", tiny_bert(2))
 
     def make(name: str, dropout: float = 0.0, **train: Any) -> dict[str, Any]:
@@ -141,8 +120,7 @@ class Listener(metrics.Silent):
     """Record messages, and after each step the number of compiled graphs."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
-        self.graphs: list[int] = []
+        self.said, self.graphs = list[str](), list[int]()
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -157,48 +135,22 @@ def run(values: dict[str, Any], **arguments: Any) -> Listener:
     return listener
 
 
-def weights(values: dict[str, Any], step: int = 4) -> dict[str, Tensor]:
-    folder = Path(values["output"]) / "checkpoints" / f"step-{step:08d}"
-    student = load_file(folder / "student" / "model.safetensors")
-    return student | load_file(folder / "optimizer.safetensors")
-
-
-def history(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in entry.items() if key not in RATES}
-        for entry in metrics.read_metrics(Path(values["output"]) / "metrics.jsonl")
-    ]
-
-
-def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest of the students' weights; key biases have a true gradient of zero."""
-    ours, theirs = weights(one), weights(other)
-    assert ours.keys() == theirs.keys()
-    return max(
-        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-3))
-        for name in ours
-        if "/" not in name and "k_lin.bias" not in name
-    )
-
-
 @pytest.mark.slow
-def test_a_compiled_run_equals_the_uncompiled_one_and_compiles_once(
-    settings: Callable[..., dict[str, Any]],
-) -> None:
+def test_a_compiled_run_equals_the_uncompiled_one_and_compiles_once(settings: Settings) -> None:
     usual, fast = settings("usual"), settings("fast", compile=True)
     quiet = run(usual)
     assert graphs() == 0 and not any("train.compile" in line for line in quiet.said)
     listener = run(fast)
     assert any("train.compile: the first step compiles" in line for line in listener.said)
     assert listener.graphs[0] < listener.graphs[1] == listener.graphs[-1]
-    assert difference(usual, fast) < 1e-5
+    assert difference(usual, fast, 4) < 1e-5
     for one, other in zip(history(usual), history(fast), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_an_interrupted_compiled_run_is_identical_to_the_uninterrupted_one(
-    settings: Callable[..., dict[str, Any]],
+    settings: Settings,
 ) -> None:
     """With dropout, other rows at the first compilation, and evaluations in between."""
     whole, parts = (settings(name, 0.1, compile=True) for name in ("whole", "parts"))
@@ -208,7 +160,7 @@ def test_an_interrupted_compiled_run_is_identical_to_the_uninterrupted_one(
     run(parts, stop_after=3)
     torch._dynamo.reset()
     run(parts)
-    ours, theirs = weights(whole), weights(parts)
+    ours, theirs = weights(whole, 4), weights(parts, 4)
     assert ours.keys() == theirs.keys() and history(whole) == history(parts)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     plain = {**settings("parts", 0.1), "train": {**parts["train"], "max_steps": 4}}
@@ -242,19 +194,17 @@ def test_compiled_gradients_have_the_same_bits_every_time_with_several_threads(
 
 
 @pytest.mark.slow
-def test_two_processes_compile_and_agree(
-    settings: Callable[..., dict[str, Any]], cache: Path
-) -> None:
+def test_two_processes_compile_and_agree(settings: Settings, cache: Path) -> None:
     usual = settings("usual", micro_batch_size=2)
     fast = settings("fast", micro_batch_size=2, compile=True, activation_checkpointing=True)
     run(usual)
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     ranks.run(2, rank_work.once, fast, environment=variables)
-    assert difference(usual, fast) < 1e-5
+    assert difference(usual, fast, 4) < 1e-5
 
 
 def test_without_a_compiler_one_line_names_the_fix(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch._inductor.config as compiler
 

@@ -14,6 +14,7 @@ import rank_work
 import ranks
 import torch
 from accelerate.state import AcceleratorState
+from results import losses, recorded, state
 from torch import Tensor, nn
 
 from pretrain.checkpoint.snapshot import Snapshot
@@ -23,10 +24,10 @@ from pretrain.device.precision import allow_tf32, choose
 from pretrain.distributed.parallel import DDP
 from pretrain.distributed.processes import build_accelerator, start_ranks
 from pretrain.model.distillation import send
-from pretrain.monitor import metrics
 from pretrain.train import train
 
 pytestmark = pytest.mark.gpu
+Settings = Callable[..., dict[str, Any]]
 GPU = torch.device("cuda", 0)
 
 
@@ -44,51 +45,37 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def settings(
     tmp_path: Path,
-    corpus: Path,
+    run_config: Settings,
     save_teacher: Callable[..., Any],
     tiny_bert: Callable[..., Any],
-) -> Callable[..., dict[str, Any]]:
+) -> Settings:
     """Return 6 steps of 16 rows with the triple loss, without dropout; heads of width 16."""
     save_teacher(tmp_path / "teacher", tiny_bert(2, width=64))
 
     def make(name: str = "run", **train: Any) -> dict[str, Any]:
-        return {
-            "output": str(tmp_path / name),
-            "shards": str(corpus),
-            "teacher": str(tmp_path / "teacher"),
-            "student": {"num_layers": 1, "dropout": 0.0, "attention_dropout": 0.0},
-            "optimizer": {"learning_rate": 1e-4},
-            "train": {"max_steps": 6, "global_batch_size": 16, "num_workers": 0, **train},
-            "evaluation": {"every": 0, "rows": 8},
-            "checkpoint": {"every": 0},
-            "logging": {"every": 1},
-        }
+        values = run_config(
+            tmp_path / name,
+            tmp_path / "teacher",
+            student={"num_layers": 1, "dropout": 0.0, "attention_dropout": 0.0},
+            optimizer={"learning_rate": 1e-4},
+            checkpoint={"every": 0},
+        )
+        settings = {"max_steps": 6, "global_batch_size": 16, "num_workers": 0, **train}
+        return {**values, "train": settings}  # the precision is the default
 
     return make
 
 
-def losses(values: dict[str, Any], **arguments: Any) -> dict[int, float]:
+def made(values: dict[str, Any], **arguments: Any) -> dict[int, float]:
     """Return the losses by step of a run made, or continued, in this process."""
     train(RunConfig.model_validate(values), **arguments)
-    return written(values)
-
-
-def written(values: dict[str, Any]) -> dict[int, float]:
-    """Return the losses in a run's metrics; a step that fp16's scaler leaves out has none."""
-    entries = metrics.read_metrics(Path(values["output"]) / "metrics.jsonl")
-    return {entry["step"]: entry["loss"] for entry in entries if entry["kind"] == "train"}
-
-
-def recorded(values: dict[str, Any]) -> dict[str, Any]:
-    path = Path(values["output"]) / "config.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["train"]
-    return found
+    return losses(values)
 
 
 def on_cpu(values: dict[str, Any]) -> dict[int, float]:
-    """Return `losses` of a process that sees no GPU."""
+    """Return the losses of a process that sees no GPU."""
     ranks.run(1, rank_work.once, values, environment={"CUDA_VISIBLE_DEVICES": ""})
-    return written(values)
+    return losses(values)
 
 
 # Start
@@ -99,20 +86,19 @@ def test_this_torch_has_kernels_for_this_gpu() -> None:
     assert torch.ones(3, device=GPU).add(1).sum().item() == 6
 
 
-def test_an_unlaunched_process_names_its_gpu(settings: Callable[..., dict[str, Any]]) -> None:
+def test_an_unlaunched_process_names_its_gpu(settings: Settings) -> None:
     config = RunConfig.model_validate(settings())
     with start_ranks(config) as started:
         assert started.device == torch.device("cuda", torch.cuda.current_device())
 
 
-def test_defaults_are_chosen_and_recorded(settings: Callable[..., dict[str, Any]]) -> None:
+def test_defaults_are_chosen_and_recorded(settings: Settings) -> None:
     values = settings()
-    assert all(math.isfinite(loss) for loss in losses(values).values())
+    assert all(math.isfinite(loss) for loss in made(values).values())
     assert recorded(values)["precision"] == choose(GPU)[0]
     rows = recorded(values)["micro_batch_size"]
     assert rows == 16, "16 tiny rows fit every GPU"
-    path = Path(values["output"]) / "checkpoints" / "step-00000006" / "state.json"
-    record = json.loads(path.read_text(encoding="utf-8"))["micro_batch"]
+    record = state(values, 6)["micro_batch"]
     assert record["rows"] == rows and record["device"] == torch.cuda.get_device_name(GPU)
 
 
@@ -140,13 +126,11 @@ def drawn(seed: int) -> torch.Generator:
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 2e-2), ("fp16", 2e-2)]
 )
-def test_a_run_has_the_cpus_curve(
-    settings: Callable[..., dict[str, Any]], precision: str, tolerance: float
-) -> None:
+def test_a_run_has_the_cpus_curve(settings: Settings, precision: str, tolerance: float) -> None:
     if precision == "bf16" and torch.cuda.get_device_capability(GPU) < (8, 0):
         pytest.skip("bf16 needs compute capability 8.0")
     expected = on_cpu(settings("cpu", precision="fp32", micro_batch_size=4))
-    found = losses(settings("gpu", precision=precision, micro_batch_size=4))
+    found = made(settings("gpu", precision=precision, micro_batch_size=4))
     assert len(expected) == 6 and len(found) >= (3 if precision == "fp16" else 6)
     assert found == pytest.approx({step: expected[step] for step in found}, rel=tolerance)
     assert torch.get_float32_matmul_precision() == ("high" if precision == "fp32" else "highest")
@@ -154,28 +138,26 @@ def test_a_run_has_the_cpus_curve(
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_run_continues_with_its_moments_and_loss_scale(
-    settings: Callable[..., dict[str, Any]], precision: str
+    settings: Settings, precision: str
 ) -> None:
     whole, halves = (settings(name, precision=precision, micro_batch_size=8) for name in "ab")
-    expected = losses(whole)
-    losses(halves, stop_after=3)
-    assert losses(halves) == pytest.approx(expected, rel=1e-3)
-    path = Path(halves["output"]) / "checkpoints" / "step-00000006" / "state.json"
-    scaler = json.loads(path.read_text(encoding="utf-8"))["scaler"]
-    assert (scaler is None) == (precision == "fp32")
+    expected = made(whole)
+    made(halves, stop_after=3)
+    assert made(halves) == pytest.approx(expected, rel=1e-3)
+    assert (state(halves, 6)["scaler"] is None) == (precision == "fp32")
 
 
-def test_a_compiled_run_has_the_same_curve(settings: Callable[..., dict[str, Any]]) -> None:
+def test_a_compiled_run_has_the_same_curve(settings: Settings) -> None:
     train_keys = {"precision": "fp32", "micro_batch_size": 8}
-    expected = losses(settings("plain", **train_keys))
+    expected = made(settings("plain", **train_keys))
     options = {"compile": True, "activation_checkpointing": True}
-    assert losses(settings("fast", **train_keys, **options)) == pytest.approx(expected, rel=1e-3)
+    assert made(settings("fast", **train_keys, **options)) == pytest.approx(expected, rel=1e-3)
     torch._dynamo.reset()
 
 
-def test_loader_workers_start_beside_a_gpu(settings: Callable[..., dict[str, Any]]) -> None:
+def test_loader_workers_start_beside_a_gpu(settings: Settings) -> None:
     values = [settings(f"{n}", micro_batch_size=8, precision="fp32", num_workers=n) for n in (0, 2)]
-    assert losses(values[1]) == pytest.approx(losses(values[0]), rel=1e-4)
+    assert made(values[1]) == pytest.approx(made(values[0]), rel=1e-4)
 
 
 # fp16's loss scale, with the fused optimizer
@@ -193,9 +175,7 @@ class Linear(nn.Module):
         return loss, loss.detach().reshape(1)
 
 
-def test_an_overflow_leaves_the_step_out_and_halves_the_scale(
-    settings: Callable[..., dict[str, Any]],
-) -> None:
+def test_an_overflow_leaves_the_step_out_and_halves_the_scale(settings: Settings) -> None:
     config = RunConfig.model_validate(settings(precision="fp16"))
     with start_ranks(config):
         accelerator = build_accelerator(config)
@@ -223,8 +203,8 @@ def test_an_overflow_leaves_the_step_out_and_halves_the_scale(
     assert gradient_step(math.nan) != 0
     parallel.discard()
     assert parallel.loss_scale == 16384 and module.weight.grad is None
-    state = json.loads(json.dumps(parallel.save(module).scaler))
-    parallel.load(module, {}, {**state, "scale": 1024.0})
+    scaler = json.loads(json.dumps(parallel.save(module).scaler))
+    parallel.load(module, {}, {**scaler, "scale": 1024.0})
     assert parallel.loss_scale == 1024
 
 
@@ -266,13 +246,13 @@ def test_a_snapshot_is_of_the_moment_it_was_taken() -> None:
 
 
 def test_a_trial_leaves_nothing_behind_and_is_believed(
-    settings: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`auto` within a limit finds fewer rows than fit the GPU, and the run succeeds with them."""
     auto, number = settings("auto", precision="fp32"), settings("number", precision="fp32")
-    found = losses(auto)
+    found = made(auto)
     number["train"]["micro_batch_size"] = recorded(auto)["micro_batch_size"]
-    assert found == pytest.approx(losses(number), rel=1e-4)
+    assert found == pytest.approx(made(number), rel=1e-4)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(GPU).total_memory
     limit = torch.cuda.memory_reserved(GPU) + 600 * 2**20
@@ -282,7 +262,7 @@ def test_a_trial_leaves_nothing_behind_and_is_believed(
     del tight["teacher"], tight["student"]
     torch.cuda.set_per_process_memory_fraction(limit / total, GPU)
     try:
-        assert math.isfinite(losses(tight)[1])
+        assert math.isfinite(made(tight)[1])
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)
     assert 1 <= recorded(tight)["micro_batch_size"] < 4096
@@ -291,9 +271,7 @@ def test_a_trial_leaves_nothing_behind_and_is_believed(
 # Processes
 
 
-def test_nccl_has_the_time_limit_and_trains(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_nccl_has_the_time_limit_and_trains(settings: Settings, tmp_path: Path) -> None:
     """One rank is a world for NCCL; a second needs a GPU of its own."""
     world = min(2, torch.cuda.device_count())
     values = settings("nccl", precision="fp32", micro_batch_size=4)
@@ -303,17 +281,17 @@ def test_nccl_has_the_time_limit_and_trains(
     for rank in range(world):
         seen = json.loads(file.with_suffix(f".{rank}").read_text(encoding="utf-8"))
         assert seen == {"backend": "nccl", "timeout": 77.0, "device": f"cuda:{rank}"}
-    expected = losses(settings("alone", precision="fp32", micro_batch_size=4))
-    assert written(values) == pytest.approx(expected, rel=1e-4)
+    expected = made(settings("alone", precision="fp32", micro_batch_size=4))
+    assert losses(values) == pytest.approx(expected, rel=1e-4)
 
 
 @ranks.needs_deepspeed
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_zero_has_the_same_curve(settings: Callable[..., dict[str, Any]], precision: str) -> None:
+def test_zero_has_the_same_curve(settings: Settings, precision: str) -> None:
     values = settings("zero", precision=precision, micro_batch_size=4)
     environment = {**ranks.zero(1), "DS_ACCELERATOR": "cuda"}
     ranks.run(1, rank_work.once, values, environment=environment)
-    expected = losses(settings("alone", precision="fp32", micro_batch_size=4))
-    found = written(values)
+    expected = made(settings("alone", precision="fp32", micro_batch_size=4))
+    found = losses(values)
     assert len(found) >= 3
     assert found == pytest.approx({step: expected[step] for step in found}, rel=2e-2)

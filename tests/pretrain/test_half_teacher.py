@@ -1,6 +1,5 @@
 """Check that a half-precision run keeps its teacher in half precision, with equal results."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batches import masked_batch
+from results import state
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
@@ -22,12 +22,11 @@ from pretrain.run import Run, build
 from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+Make = Callable[..., Any]
 
 
 @pytest.fixture
-def settings(
-    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
-) -> dict[str, Any]:
+def settings(tmp_path: Path, run_config: Make, save_teacher: Make) -> dict[str, Any]:
     save_teacher(tmp_path / "teacher")
     return run_config(
         tmp_path / "run",
@@ -61,11 +60,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     return found
 
 
-def state(values: dict[str, Any], step: int) -> dict[str, Any]:
-    file = Path(values["output"]) / "checkpoints" / f"step-{step:08d}" / "state.json"
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
 )
@@ -95,9 +89,7 @@ def test_the_teacher_has_the_runs_dtype_and_the_digest_of_its_folder(
 
 
 def test_a_step_with_a_half_teacher_is_close_to_fp64(
-    tiny_bert: Callable[..., BertForMaskedLM],
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    batch: MicroBatch,
+    tiny_bert: Make, tiny_distilbert: Make, batch: MicroBatch
 ) -> None:
     """Compare with fp64 to 2e-2; most of the error is the student's autocast."""
     objective = DistilBert()
@@ -123,9 +115,7 @@ def test_a_step_with_a_half_teacher_is_close_to_fp64(
 
 
 def test_the_teacher_is_not_cast_during_a_step(
-    tiny_bert: Callable[..., BertForMaskedLM],
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    batch: MicroBatch,
+    tiny_bert: Make, tiny_distilbert: Make, batch: MicroBatch
 ) -> None:
     def casts(teacher: BertForMaskedLM | None) -> int:
         module = Distillation(tiny_distilbert(), teacher, DistilBert().terms(), pad_id=0)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import rank_work
 import ranks
-import torch
-from safetensors.torch import load_file
+from results import difference, history, losses
 
 from data_prep.shards import open_shards
 from pretrain import RunError
@@ -19,17 +18,15 @@ from pretrain.config import RunConfig
 from pretrain.data.order import Order
 from pretrain.data.rows import StepDataset, masking_over
 from pretrain.inputs import accumulation_steps
-from pretrain.monitor import metrics
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.train import train
 
+Settings = Callable[..., dict[str, Any]]
 SLOW = pytest.mark.slow
 
 
 @pytest.fixture
-def settings(
-    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
-) -> Callable[..., dict[str, Any]]:
+def settings(tmp_path: Path, run_config: Settings, save_teacher: Callable[..., Any]) -> Settings:
     """Return 20 steps of 24 rows without dropout, under a given name."""
     save_teacher(tmp_path / "teacher")
 
@@ -45,33 +42,6 @@ def settings(
         )
 
     return make
-
-
-def tensors(output: str) -> dict[str, torch.Tensor]:
-    folder = Path(output) / "checkpoints" / "step-00000020"
-    student = load_file(folder / "student" / "model.safetensors")
-    return student | load_file(folder / "optimizer.safetensors")
-
-
-def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Return the largest difference between the students' weights, relative to the weights' size.
-
-    The key biases have a true gradient of zero, so Adam turns their rounding noise into steps.
-    """
-    ours, theirs = tensors(one["output"]), tensors(other["output"])
-    assert ours.keys() == theirs.keys()
-    return max(
-        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-3))
-        for name in ours
-        if "/" not in name and "k_lin.bias" not in name
-    )
-
-
-def figures(settings: dict[str, Any]) -> list[dict[str, float]]:
-    """Return the numbers of each metrics entry, without those that time may change."""
-    entries = metrics.read_metrics(Path(settings["output"]) / "metrics.jsonl")
-    rates = ("kind", "tokens_per_second", "data_wait")
-    return [{k: v for k, v in entry.items() if k not in rates} for entry in entries]
 
 
 def seen(settings: dict[str, Any], world: int, arguments: Any = None, stage: int = 0) -> list[Any]:
@@ -103,7 +73,7 @@ def wanted(settings: dict[str, Any], first: int = 0, last: int = 20) -> list[Any
 
 
 @pytest.fixture
-def alone(settings: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def alone(settings: Settings) -> dict[str, Any]:
     """Return the reference: one process, one micro-batch a step."""
     values = settings("alone", 24)
     assert seen(values, 1) == wanted(values)
@@ -118,9 +88,7 @@ def alone(settings: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     ],
 )
 def test_processes_and_micro_batches_change_only_rounding(
-    settings: Callable[..., dict[str, Any]],
-    alone: dict[str, Any],
-    layouts: list[tuple[int, int, int]],
+    settings: Settings, alone: dict[str, Any], layouts: list[tuple[int, int, int]]
 ) -> None:
     for world, micro, workers in layouts:
         values = settings(f"{world} x {micro}", micro, num_workers=workers)
@@ -128,8 +96,9 @@ def test_processes_and_micro_batches_change_only_rounding(
             ranks.run(world, rank_work.once, values)
         else:
             assert seen(values, world) == wanted(values)
-        assert difference(values, alone) < 1e-5
-        for entry, expected in zip(figures(values), figures(alone), strict=True):
+        assert difference(values, alone, 20) < 1e-5
+        for entry, expected in zip(history(values), history(alone), strict=True):
+            assert entry.pop("kind") == expected.pop("kind")
             assert entry == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
@@ -137,20 +106,20 @@ def test_processes_and_micro_batches_change_only_rounding(
 @ranks.needs_deepspeed
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_agrees_with_one_process(
-    settings: Callable[..., dict[str, Any]], alone: dict[str, Any], stage: int
+    settings: Settings, alone: dict[str, Any], stage: int
 ) -> None:
     for world, micro in [(2, 6), (3, 8)]:
         values = settings(f"zero {world}", micro)
         assert seen(values, world, stage=stage) == wanted(values)
-        assert difference(values, alone) < 1e-5
+        assert difference(values, alone, 20) < 1e-5
 
 
 @ranks.needs_deepspeed
 def test_zero_computes_in_the_runs_precision_where_deepspeed_sees_autocast(
-    settings: Callable[..., dict[str, Any]],
+    settings: Settings,
 ) -> None:
     """On a GPU DeepSpeed's engine ends an autocast around its forward pass."""
-    losses = {}
+    found = {}
     for name, precision, work in (
         ("fp32", "fp32", rank_work.once),
         ("bf16", "bf16", rank_work.once),
@@ -158,16 +127,15 @@ def test_zero_computes_in_the_runs_precision_where_deepspeed_sees_autocast(
     ):
         values = settings(name, 12, max_steps=1, precision=precision)
         ranks.run(1, work, values, environment=ranks.zero(1 if name == "ZeRO" else 0))
-        entries = metrics.read_metrics(Path(values["output"]) / "metrics.jsonl")
-        losses[name] = next(e["loss"] for e in entries if e["kind"] == "train")
-    assert losses["ZeRO"] == pytest.approx(losses["bf16"], rel=1e-6)
-    assert losses["ZeRO"] != pytest.approx(losses["fp32"], rel=1e-6)
+        found[name] = losses(values)[1]
+    assert found["ZeRO"] == pytest.approx(found["bf16"], rel=1e-6)
+    assert found["ZeRO"] != pytest.approx(found["fp32"], rel=1e-6)
 
 
 @pytest.mark.slow
 @ranks.needs_deepspeed
 def test_a_run_changes_its_layout_four_times_and_sees_each_row_once(
-    settings: Callable[..., dict[str, Any]], alone: dict[str, Any]
+    settings: Settings, alone: dict[str, Any]
 ) -> None:
     parts = [(4, 4, 6, 0), (8, 3, 2, 1), (12, 2, 12, 2), (16, 3, 4, 0), (20, 1, 8, 0)]
     found = []
@@ -175,7 +143,7 @@ def test_a_run_changes_its_layout_four_times_and_sees_each_row_once(
         values = settings("mixed", micro)
         found += seen(values, world, {"stop_after": stop}, stage)
     assert found == wanted(values)
-    assert difference(values, alone) < 1e-5
+    assert difference(values, alone, 20) < 1e-5
 
 
 class Interrupted(Heartbeat):
@@ -189,9 +157,7 @@ class Interrupted(Heartbeat):
 
 @pytest.mark.slow
 @ranks.needs_deepspeed
-def test_zero_continues_from_a_checkpoint_of_step_0(
-    settings: Callable[..., dict[str, Any]],
-) -> None:
+def test_zero_continues_from_a_checkpoint_of_step_0(settings: Settings) -> None:
     values = settings("stopped", 6, max_steps=2)
     assert train(RunConfig.model_validate(values), heartbeat=Interrupted(0, None)).step == 0
     undisturbed = settings("undisturbed", 6, max_steps=2)
@@ -204,7 +170,7 @@ def test_zero_continues_from_a_checkpoint_of_step_0(
 @pytest.mark.slow
 @ranks.needs_deepspeed
 def test_only_the_last_micro_batch_of_a_step_communicates(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
+    settings: Settings, tmp_path: Path
 ) -> None:
     made = {}
     for stage in (0, 1, 2):
@@ -232,11 +198,7 @@ def test_only_the_last_micro_batch_of_a_step_communicates(
     ],
 )
 def test_batches_that_do_not_divide_are_refused_with_sizes_that_do(
-    settings: Callable[..., dict[str, Any]],
-    world: int,
-    micro: int | str,
-    product: str,
-    fits: str,
+    settings: Settings, world: int, micro: int | str, product: str, fits: str
 ) -> None:
     config = RunConfig.model_validate(settings("odd", micro_batch_size=micro))
     with pytest.raises(RunError, match=f"24 is not a multiple of {product}; take {fits}"):

@@ -9,12 +9,15 @@ import pytest
 import rank_work
 import ranks
 import torch
+from results import recorded
 
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.monitor.metrics import Silent
 from pretrain.train import train
 
+Settings = Callable[..., dict[str, Any]]
+Machine = Callable[[str | None], None]
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 AMX = "vendor_id : GenuineIntel\nflags : fpu avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile\n"
@@ -44,7 +47,7 @@ class Said(Silent):
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Return a function that makes this process read another /proc/cpuinfo, or none."""
 
     def set_cpuinfo(text: str | None) -> None:
@@ -58,7 +61,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | 
 
 
 @pytest.fixture
-def settings(tmp_path: Path, corpus: Path) -> Callable[..., dict[str, Any]]:
+def settings(tmp_path: Path, corpus: Path) -> Settings:
     """Return 4 steps of 8 rows, without the keys `precision` and `micro_batch_size`."""
 
     def make(name: str = "run", **train: Any) -> dict[str, Any]:
@@ -86,14 +89,9 @@ def run(values: dict[str, Any], **arguments: Any) -> Said:
     return said
 
 
-def recorded(output: str | Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((Path(output) / "config.json").read_text(encoding="utf-8"))
-    return values["train"]
-
-
 @pytest.mark.parametrize(("cpuinfo", "expected"), CPUS.values(), ids=CPUS)
 def test_auto_on_a_cpu_follows_its_flags(
-    cpuinfo: str | None, expected: str, machine: Callable[[str | None], None]
+    cpuinfo: str | None, expected: str, machine: Machine
 ) -> None:
     from pretrain.device.precision import choose
 
@@ -127,12 +125,12 @@ def test_auto_on_a_gpu_follows_its_compute_capability(
 
 
 def test_a_resume_keeps_the_recorded_precision_and_reports_it(
-    settings: Callable[..., dict[str, Any]], machine: Callable[[str | None], None], one_thread: None
+    settings: Settings, machine: Machine, one_thread: None
 ) -> None:
     whole, halves = settings("whole"), settings("halves")
     machine(AMX)
     assert run(whole).precision == ["precision auto: bf16 (CPU with AMX)"]
-    assert recorded(whole["output"])["precision"] == "bf16"
+    assert recorded(whole)["precision"] == "bf16"
     run(halves, stop_after=2)
     machine(OLD)
     said = run(halves)
@@ -141,12 +139,12 @@ def test_a_resume_keeps_the_recorded_precision_and_reports_it(
         "AMX or AMD's AVX512-BF16)"
     ]
     assert any("4 steps" in line and ", bf16 on cpu" in line for line in said.lines)
-    assert recorded(halves["output"])["precision"] == "bf16"
+    assert recorded(halves)["precision"] == "bf16"
     assert ranks.digests(Path(halves["output"]), 4) == ranks.digests(Path(whole["output"]), 4)
 
 
 def test_auto_continues_the_given_precision_and_another_is_refused(
-    settings: Callable[..., dict[str, Any]], machine: Callable[[str | None], None], one_thread: None
+    settings: Settings, machine: Machine, one_thread: None
 ) -> None:
     machine(AMX)
     run(settings(precision="fp32"), stop_after=2)
@@ -158,7 +156,7 @@ def test_auto_continues_the_given_precision_and_another_is_refused(
 
 
 def test_ranks_that_choose_different_precisions_are_refused(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
+    settings: Settings, tmp_path: Path
 ) -> None:
     for rank, text in enumerate((AMX, OLD)):
         (tmp_path / f"cpuinfo.{rank}").write_text(text, encoding="utf-8")
@@ -174,7 +172,7 @@ def test_ranks_that_choose_different_precisions_are_refused(
 
 
 def test_the_default_micro_batch_is_auto_on_a_gpu_and_eight_rows_elsewhere(
-    settings: Callable[..., dict[str, Any]], one_thread: None
+    settings: Settings, one_thread: None
 ) -> None:
     from pretrain.inputs import with_defaults
 
@@ -188,4 +186,4 @@ def test_the_default_micro_batch_is_auto_on_a_gpu_and_eight_rows_elsewhere(
     own = RunConfig.model_validate(settings(micro_batch_size=2))
     assert with_defaults(own, "cuda", 2).train.micro_batch_size == 2
     run(settings(), stop_after=1)
-    assert recorded(settings()["output"])["micro_batch_size"] == 8
+    assert recorded(settings())["micro_batch_size"] == 8

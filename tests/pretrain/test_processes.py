@@ -20,11 +20,11 @@ from pretrain.monitor import metrics
 from pretrain.replay import replay
 from pretrain.train import train
 
+Settings = Callable[..., dict[str, Any]]
+
 
 @pytest.fixture
-def settings(
-    tmp_path: Path, run_config: Callable[..., dict[str, Any]], save_teacher: Callable[..., Any]
-) -> Callable[..., dict[str, Any]]:
+def settings(tmp_path: Path, run_config: Settings, save_teacher: Callable[..., Any]) -> Settings:
     """Return 6 steps of 12 rows: one micro-batch a step for 3 ranks, a checkpoint at each step."""
     save_teacher(tmp_path / "teacher")
 
@@ -61,7 +61,7 @@ def steps(values: dict[str, Any]) -> list[int]:
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_the_update(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
+    settings: Settings, tmp_path: Path
 ) -> None:
     values = settings()
     found = answers([values], tmp_path, 3, "loss")
@@ -80,7 +80,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_the_update(
 
 @pytest.mark.parametrize("harm", ["loss", "gradient"])
 def test_a_skipped_step_is_counted_and_changes_no_weight(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path, harm: str
+    settings: Settings, tmp_path: Path, harm: str
 ) -> None:
     values = settings(skip_non_finite=1)
     assert answers([values], tmp_path, 3, harm) == [["finished", ""]] * 3
@@ -97,7 +97,7 @@ def test_a_skipped_step_is_counted_and_changes_no_weight(
 
 
 def test_a_flipped_bit_names_its_rank_and_no_checkpoint_holds_it(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
+    settings: Settings, tmp_path: Path
 ) -> None:
     values = settings()
     found = answers([values], tmp_path, 3, "bit")
@@ -106,9 +106,7 @@ def test_a_flipped_bit_names_its_rank_and_no_checkpoint_holds_it(
     assert steps(values) == [1, 2, 3] and status(values)["exit_code"] == 3
 
 
-def test_an_error_on_one_rank_ends_all_ranks(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_an_error_on_one_rank_ends_all_ranks(settings: Settings, tmp_path: Path) -> None:
     good = settings()
     found = answers([good, {**good, "teacher": str(tmp_path / "nowhere")}, good], tmp_path, 3)
     assert [kind for kind, _ in found] == ["SystemExit", "RunError", "SystemExit"]
@@ -116,7 +114,7 @@ def test_an_error_on_one_rank_ends_all_ranks(
 
 
 def test_ranks_with_different_files_are_refused(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path, save_teacher: Any, tiny_bert: Any
+    settings: Settings, tmp_path: Path, save_teacher: Any, tiny_bert: Any
 ) -> None:
     good = settings()
     save_teacher(tmp_path / "other", tiny_bert(seed=9))
@@ -125,9 +123,7 @@ def test_ranks_with_different_files_are_refused(
     assert found[0][1].startswith("process 1 has another teacher than process 0")
 
 
-def test_ranks_with_different_settings_are_refused(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_ranks_with_different_settings_are_refused(settings: Settings, tmp_path: Path) -> None:
     usual = settings(micro_batch_size=6)
     for change in ({"seed": 5}, {"micro_batch_size": 3}, {"skip_non_finite": 1}):
         other = {**usual, "train": {**usual["train"], **change}}
@@ -138,17 +134,13 @@ def test_ranks_with_different_settings_are_refused(
 
 
 @pytest.mark.slow
-def test_a_slow_start_may_take_longer_than_the_timeout(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_slow_start_may_take_longer_than_the_timeout(settings: Settings, tmp_path: Path) -> None:
     file = tmp_path / "found"
     ranks.run(3, rank_work.slow, settings(), 12.0, file, environment={"DISTIL_TIMEOUT": "6"})
     assert [file.with_suffix(f".{rank}").read_text() for rank in range(3)] == ["0", "11", "22"]
 
 
-def test_skipped_rows_are_recorded_and_stay_skipped(
-    settings: Callable[..., dict[str, Any]],
-) -> None:
+def test_skipped_rows_are_recorded_and_stay_skipped(settings: Settings) -> None:
     values = settings(micro_batch_size=12)
     config = RunConfig.model_validate(values)
     _, rows = Order(255, 12, 0).at(4)
@@ -167,9 +159,7 @@ def test_skipped_rows_are_recorded_and_stay_skipped(
         train(RunConfig.model_validate(settings("other")), skip_rows=[(250, 256)])
 
 
-def test_the_second_run_on_an_output_names_the_first(
-    settings: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_the_second_run_on_an_output_names_the_first(settings: Settings, tmp_path: Path) -> None:
     values = settings(micro_batch_size=12, max_steps=12)
     for attempt in range(3):
         one, other = tmp_path / f"one-{attempt}", tmp_path / f"other-{attempt}"
@@ -191,9 +181,7 @@ def test_the_second_run_on_an_output_names_the_first(
         pytest.fail("they never met")
 
 
-def test_the_lock_of_a_killed_run_is_taken_over(
-    settings: Callable[..., dict[str, Any]],
-) -> None:
+def test_the_lock_of_a_killed_run_is_taken_over(settings: Settings) -> None:
     values = settings(micro_batch_size=12, max_steps=400)
     (holder,) = ranks.start(1, rank_work.once, values)
     log = Path(values["output"]) / "metrics.jsonl"
