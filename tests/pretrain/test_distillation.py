@@ -21,6 +21,8 @@ from pretrain.objectives.distilbert import DistilBert
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLS, PAD = 2, 0
 Row = list[list[int]]
+Make = Callable[..., Any]
+Models = tuple[DistilBertForMaskedLM, BertForMaskedLM]
 
 
 class Expected(NamedTuple):
@@ -39,10 +41,7 @@ def batch(packed_ids: Tensor) -> MicroBatch:
 
 
 @pytest.fixture
-def models(
-    tiny_bert: Callable[..., BertForMaskedLM],
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-) -> tuple[DistilBertForMaskedLM, BertForMaskedLM]:
+def models(tiny_bert: Make, tiny_distilbert: Make) -> Models:
     teacher = tiny_bert().requires_grad_(False)
     return tiny_distilbert().double(), teacher.double()
 
@@ -141,7 +140,7 @@ OBJECTIVES = {
 @pytest.mark.parametrize("changes", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_loss_terms_and_gradients(
     changes: dict[str, Any],
-    models: tuple[DistilBertForMaskedLM, BertForMaskedLM],
+    models: Models,
     batch: MicroBatch,
     documents: list[Row],
     monkeypatch: pytest.MonkeyPatch,
@@ -170,7 +169,7 @@ def test_the_weights_of_the_paper() -> None:
 
 
 def test_the_tied_embedding_gets_both_gradients(
-    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: MicroBatch, documents: list[Row]
+    models: Models, batch: MicroBatch, documents: list[Row]
 ) -> None:
     """Words absent from the input are reached by the head alone, words in it by both ends."""
     student, _ = models
@@ -189,10 +188,7 @@ def test_the_tied_embedding_gets_both_gradients(
 
 
 def test_fp32_and_autocast_are_close_to_fp64(
-    tiny_bert: Callable[..., BertForMaskedLM],
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    batch: MicroBatch,
-    documents: list[Row],
+    tiny_bert: Make, tiny_distilbert: Make, batch: MicroBatch, documents: list[Row]
 ) -> None:
     """fp32 to 1e-4 of each gradient; bf16 autocast to 2e-2 of the loss and 10 % of the norm."""
     exact = (tiny_distilbert().double(), tiny_bert().requires_grad_(False).double())
@@ -215,9 +211,7 @@ def test_fp32_and_autocast_are_close_to_fp64(
     assert (found - true).norm() < 0.1 * true.norm()
 
 
-def test_no_gradient_under_no_grad(
-    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: MicroBatch
-) -> None:
+def test_no_gradient_under_no_grad(models: Models, batch: MicroBatch) -> None:
     distillation = module(models, DistilBert())
     factors = coefficients(distillation, batch)
     with torch.no_grad():
@@ -229,7 +223,7 @@ def test_no_gradient_under_no_grad(
 
 
 def test_micro_batches_sum_to_the_batch(
-    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: MicroBatch, documents: list[Row]
+    models: Models, batch: MicroBatch, documents: list[Row]
 ) -> None:
     """Run rows one by one with the whole step's counts: every token has the same weight."""
     reference = expected(models, batch, documents, DistilBert())
@@ -246,9 +240,7 @@ def test_micro_batches_sum_to_the_batch(
     check_gradients(models[0], reference.gradients, 1e-6)
 
 
-def test_the_teacher_is_no_part_of_the_module(
-    models: tuple[DistilBertForMaskedLM, BertForMaskedLM], batch: MicroBatch
-) -> None:
+def test_the_teacher_is_no_part_of_the_module(models: Models, batch: MicroBatch) -> None:
     student, teacher = models
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
     distillation = module(models, DistilBert())

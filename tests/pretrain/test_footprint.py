@@ -6,12 +6,14 @@ purpose run `python -m tests.pretrain.test_footprint`, and give the reason in do
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from allocator import allocated_peak
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
@@ -38,24 +40,15 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 def base(kl_positions: Any, precision: str) -> Distillation:
     """Return BERT-base and a student of half its layers as shapes, in the precision of a run."""
     with torch.device("meta"):
-        teacher = (
-            BertForMaskedLM(BertConfig(attn_implementation=IMPLEMENTATION))
-            .requires_grad_(False)
-            .eval()
-        )
-        teacher.to(DTYPES[precision] or torch.float32)
+        teacher = BertForMaskedLM(BertConfig(attn_implementation=IMPLEMENTATION))
+        teacher.requires_grad_(False).eval().to(DTYPES[precision] or torch.float32)
         student = DistilBertForMaskedLM(DistilBertConfig(attn_implementation=IMPLEMENTATION))
     terms = DistilBert(kl_positions=kl_positions).terms()
     return Distillation(student, teacher, terms, pad_id=0)
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Use a GPU's chunks, attention and layers, which are also far fewer operators to count."""
-    _as_on_a_gpu(monkeypatch)
-
-
-def _as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(vocabulary, "CHUNK", {})
     patch.setattr(closed_form, "_BLOCK", {})
     # In fp32, too, where a GPU's is memory-efficient attention: torch 2.13 has no backward pass of
@@ -187,9 +180,11 @@ def test_a_layer_of_bert_base_takes_24_d_squared_and_4_s_d() -> None:
 
 
 @pytest.mark.parametrize(("where", "precision"), CASES)
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_step_takes_what_the_cost_model_says(where: str, precision: str) -> None:
+def test_a_step_takes_what_the_cost_model_says(
+    where: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Expect 30 L + 4 k H a token; scores computed again in backward add up to 2 %."""
+    as_on_a_gpu(monkeypatch)
     layer, head = 24 * D**2 + 4 * L * D, 2 * D**2 + 2 * D * V
     share = 1 if where == "all" else K / L
     expected = 2 * L * (30 * layer + 4 * share * head)
@@ -203,9 +198,7 @@ def test_a_step_takes_what_the_cost_model_says(where: str, precision: str) -> No
 
 
 @pytest.fixture
-def small(
-    tiny_bert: Callable[..., BertForMaskedLM], tiny_distilbert: Callable[..., DistilBertForMaskedLM]
-) -> Distillation:
+def small(tiny_bert: Callable[..., Any], tiny_distilbert: Callable[..., Any]) -> Distillation:
     teacher = tiny_bert(width=64).requires_grad_(False)
     return Distillation(tiny_distilbert(width=64).train(), teacher, DistilBert().terms(), pad_id=0)
 
@@ -246,25 +239,15 @@ def test_shapes_take_no_memory_and_leave_values_from_outside_alone() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_peak_is_that_of_torchs_allocator(
-    small: Distillation, precision: str, tmp_path: Path
-) -> None:
-    """The counter misses the scratch memory of kernels, the smallest part."""
+def test_the_peak_is_that_of_torchs_allocator(small: Distillation, precision: str) -> None:
+    """Allow for the scratch memory of kernels, the smallest part, which the counter misses."""
     dtype = DTYPES[precision]
     really(small, dtype)  # what is allocated once
     small.zero_grad(set_to_none=True)
     with Counter() as counter:
         really(small, dtype)
     small.zero_grad(set_to_none=True)
-    with torch.profiler.profile(profile_memory=True) as profile:
-        really(small, dtype)
-    profile.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
-    alive = peak = 0
-    for _, change in changes:
-        alive += change
-        peak = max(peak, alive)
+    peak = allocated_peak(lambda: really(small, dtype))
     assert counter.peak == pytest.approx(peak, rel=0.1)
 
 
@@ -302,7 +285,7 @@ def test_the_head_takes_less_than_a_quarter_of_the_baselines_memory(
     dtype = DTYPES[precision]
     for batch_size in (2, B):  # with a processor's chunks, then a GPU's
         if batch_size == B:
-            _as_on_a_gpu(monkeypatch)
+            as_on_a_gpu(monkeypatch)
         ours = of_head(base(where, precision), batch_size, L, autocast=dtype)
         usual = baseline_head(batch_size * L, batch_size * K, dtype, masked=where == "masked")
         assert ours.peak < usual.peak / 4
@@ -323,7 +306,7 @@ class BaselinePair(nn.Module):
 
 
 def of_baseline_step(
-    pair: BaselinePair, batch_size: int, where: str, patch: pytest.MonkeyPatch
+    pair: BaselinePair, where: str, patch: pytest.MonkeyPatch, batch_size: int
 ) -> int:
     """Return the peak bytes; a selection by index replaces `masked_select`, as above."""
     slots = {"all": L, "masked": K}
@@ -345,8 +328,15 @@ def of_baseline_step(
     return counter.peak
 
 
-def rows_that_fit(peak: Callable[[int], int], weights: int, few: int) -> int:
-    """Return the rows that fit 16 GB, by the straight line through `few` rows and twice as many."""
+def rows_that_fit(
+    module: Distillation, frozen_bytes: int, peak: Callable[[int], int], few: int
+) -> int:
+    """Return the rows that fit 16 GB, by the straight line through `few` rows and twice as many.
+
+    AdamW's state is counted, and `frozen_bytes` for a parameter of the teacher.
+    """
+    weights = 12 * sum(p.numel() for p in module.student.parameters())
+    weights += frozen_bytes * sum(p.numel() for p in module.teacher.parameters())
     first, second = peak(few), peak(2 * few)
     slope = (second - first) / few
     return int((16e9 - weights - (first - few * slope)) / slope)
@@ -364,36 +354,26 @@ def rows_that_fit(peak: Callable[[int], int], weights: int, few: int) -> int:
 def test_rows_that_16_gb_take_by_shapes(
     where: str, checkpointing: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count in fp16 with AdamW's state; docs/performance.md has these numbers."""
-    _as_on_a_gpu(monkeypatch)
+    """Count in fp16; docs/performance.md has these numbers."""
+    as_on_a_gpu(monkeypatch)
     module = base(where, "bf16")  # of fp16's size
     if checkpointing:
         recompute_activations(module.student.train())
-    parameters = sum(p.numel() for p in module.student.parameters())
-    frozen = sum(p.numel() for p in module.teacher.parameters())
-    found = rows_that_fit(
-        lambda rows: of_micro_step(module, rows, L, autocast=torch.float16).peak,
-        12 * parameters + 2 * frozen,
-        32,
-    )
-    assert found == pytest.approx(rows, rel=0.05)
+
+    def peak(rows: int) -> int:
+        return of_micro_step(module, rows, L, autocast=torch.float16).peak
+
+    assert rows_that_fit(module, 2, peak, 32) == pytest.approx(rows, rel=0.05)
 
 
 @pytest.mark.parametrize(("where", "rows"), [("all", 16), ("masked", 24)])
 def test_rows_that_16_gb_take_in_the_baseline_step(
     where: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _as_on_a_gpu(monkeypatch)
+    as_on_a_gpu(monkeypatch)
     module = base(where, "fp32")
-    parameters = sum(p.numel() for p in module.student.parameters())
-    frozen = sum(p.numel() for p in module.teacher.parameters())
-    pair = BaselinePair(module)
-    found = rows_that_fit(
-        lambda rows: of_baseline_step(pair, rows, where, monkeypatch),
-        12 * parameters + 4 * frozen,
-        4,
-    )
-    assert found == pytest.approx(rows, rel=0.05)
+    peak = partial(of_baseline_step, BaselinePair(module), where, monkeypatch)
+    assert rows_that_fit(module, 4, peak, 4) == pytest.approx(rows, rel=0.05)
 
 
 # The regression
@@ -405,7 +385,7 @@ def counts(where: str, precision: str) -> Iterator[tuple[str, int]]:
     if (where, precision) in (("all", "fp32"), ("masked", "bf16")):  # it takes seconds
         found["1 x 512, CPU: step"] = of_micro_step(module, 1, L, autocast=dtype)
     with pytest.MonkeyPatch.context() as patch:
-        _as_on_a_gpu(patch)
+        as_on_a_gpu(patch)
         found["64 x 512: step"] = of_micro_step(module, B, L, autocast=dtype)
         found["64 x 512: head"] = of_head(module, B, L, autocast=dtype)
     for part, footprint in found.items():
