@@ -32,15 +32,9 @@ def once(values: dict[str, Any], arguments: dict[str, Any] | None = None) -> Non
 
 
 def on_machines(values: dict[str, Any], cpuinfo: Path, file: Path) -> None:
-    """Call `once` with a /proc/cpuinfo of its own for each rank; write the error that ends it."""
-    rank = os.environ["RANK"]
-    pretrain.device.precision.CPUINFO = cpuinfo.with_suffix(f".{rank}")
-    try:
-        once(values)
-        answer = ["", ""]
-    except Exception as error:
-        answer = [type(error).__name__, str(error)]
-    file.with_suffix(f".{rank}").write_text(json.dumps(answer), encoding="utf-8")
+    """Call `answered` with a /proc/cpuinfo of its own for each rank."""
+    pretrain.device.precision.CPUINFO = cpuinfo.with_suffix(f".{os.environ['RANK']}")
+    answered([values], file)
 
 
 def as_on_a_gpu(values: dict[str, Any]) -> None:
@@ -129,10 +123,7 @@ def collectives(values: dict[str, Any], file: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     made: list[list[Any]] = []
-    for kind in (
-        pretrain.distributed.parallel.DDP,
-        pretrain.distributed.parallel.ZeRO,
-    ):
+    for kind in (pretrain.distributed.parallel.DDP, pretrain.distributed.parallel.ZeRO):
         original = kind.forward_backward
 
         def counting(self: Any, *inputs: Any, last: bool, original: Any = original) -> Any:
@@ -166,10 +157,8 @@ class Doomed(Heartbeat):
         self.pass_by(step, phase)
 
     def pass_by(self, step: int, phase: str) -> None:
-        if self.rank != self.doom["rank"] or (step, phase) != (
-            self.doom["step"],
-            self.doom["phase"],
-        ):
+        here = {"rank": self.rank, "step": step, "phase": phase}
+        if any(self.doom[key] != value for key, value in here.items()):
             return
         self.left -= 1
         if self.left == 0:
@@ -185,10 +174,8 @@ def doomed(values: dict[str, Any], doom: dict[str, Any], folder: Path) -> None:
     """Train until the SIGKILL that `doom` describes."""
     while not (folder / "pids").exists():
         time.sleep(0.01)
-    train(
-        RunConfig.model_validate(values),
-        heartbeat=Doomed(int(os.environ["RANK"]), doom, folder),
-    )
+    heartbeat = Doomed(int(os.environ["RANK"]), doom, folder)
+    train(RunConfig.model_validate(values), heartbeat=heartbeat)
 
 
 def answered(settings: list[dict[str, Any]], file: Path, harm: str = "") -> None:

@@ -24,8 +24,16 @@ def inputs(*, heads: int = 3, width: int = 8, dtype: torch.dtype = torch.float64
     return [*(t.transpose(1, 2).requires_grad_() for t in (q, k, v)), grad]
 
 
-def bounds(device: str = "cpu") -> Tensor:
+def bounds(device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor(BOUNDS, dtype=torch.int32, device=device)
+
+
+def attended(
+    tensors: list[Tensor], dropout: float = 0.0, attend: Any = by_document
+) -> list[Tensor]:
+    """Return the output of a kernel and its gradients."""
+    output = attend(*tensors[:3], bounds(tensors[0].device), dropout, SCALE)
+    return with_gradients(output, tensors)
 
 
 def with_gradients(output: Tensor, tensors: list[Tensor]) -> list[Tensor]:
@@ -51,38 +59,41 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(
+def compare(found: list[Tensor], tensors: list[Tensor], bound: float, *dropped: Any) -> None:
+    """Compare an output and its gradients with `naive` in fp64."""
+    exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
+    for ours, theirs in zip(found, with_gradients(naive(exact, *dropped), exact), strict=True):
+        assert relative(ours.cpu(), theirs) < bound
+
+
+PRECISIONS = pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
+
+
+@PRECISIONS
 @pytest.mark.parametrize("attend", [by_document, masked])
 def test_output_and_gradients_are_those_of_the_formula(
     attend: Any, dtype: torch.dtype, bound: float
 ) -> None:
     tensors = inputs(dtype=dtype)
-    found = with_gradients(attend(*tensors[:3], bounds(), 0.0, SCALE), tensors)
+    found = attended(tensors, attend=attend)
     assert {t.dtype for t in found} == {dtype}
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    for ours, theirs in zip(found, with_gradients(naive(exact), exact), strict=True):
-        assert relative(ours, theirs) < bound
+    compare(found, tensors, bound)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
-)
+@PRECISIONS
 def test_dropout_matches_the_formula_with_the_same_numbers(
     dtype: torch.dtype, bound: float
 ) -> None:
     """Draw the same numbers again to know what was kept."""
     tensors, levels = inputs(dtype=dtype), drop_levels(0.3)
     torch.manual_seed(3)
-    found = with_gradients(by_document(*tensors[:3], bounds(), 0.3, SCALE), tensors)
+    found = attended(tensors, 0.3)
     torch.manual_seed(3)
     lengths = [b - a for a, b in pairwise(BOUNDS) if b > a]
     kept = [draw(3, n * n, levels).view(3, n, n) >= 0 for n in lengths]
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    expected = naive(exact, kept, 1 - levels / 2**15)
-    for ours, theirs in zip(found, with_gradients(expected, exact), strict=True):
-        assert relative(ours, theirs) < bound
+    compare(found, tensors, bound, kept, 1 - levels / 2**15)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -118,17 +129,17 @@ def test_the_same_state_of_the_generator_gives_the_same_bits(
     """Check it for several numbers of heads at a time, which depends on the threads."""
     tensors = inputs()
     torch.manual_seed(1)
-    found = with_gradients(by_document(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    found = attended(tensors, 0.1)
     after = torch.get_rng_state()
-    other = with_gradients(by_document(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    other = attended(tensors, 0.1)
     torch.manual_seed(1)
-    again = with_gradients(by_document(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    again = attended(tensors, 0.1)
     assert torch.equal(torch.get_rng_state(), after)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
     assert not torch.equal(found[0], other[0])
     monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1)
     torch.manual_seed(1)
-    apart = with_gradients(by_document(*tensors[:3], bounds(), 0.1, SCALE), tensors)
+    apart = attended(tensors, 0.1)
     assert torch.equal(torch.get_rng_state(), after)
     assert all(relative(a, b) < 1e-12 for a, b in zip(apart, found, strict=True))
 
@@ -152,11 +163,7 @@ def test_the_mean_over_dropout_is_the_output_without_dropout() -> None:
 
 @pytest.mark.parametrize("dropout", [1e-7, 0.9999999])
 def test_dropout_rates_near_0_and_1_stay_finite(dropout: float) -> None:
-    tensors = inputs()
-    assert all(
-        t.isfinite().all()
-        for t in with_gradients(by_document(*tensors[:3], bounds(), dropout, SCALE), tensors)
-    )
+    assert all(t.isfinite().all() for t in attended(inputs(), dropout))
 
 
 def test_nan_is_not_hidden() -> None:
@@ -165,7 +172,7 @@ def test_nan_is_not_hidden() -> None:
     with torch.no_grad():
         tensors[0][0, 1, 10] = float("nan")
     torch.manual_seed(0)
-    output, *grads = with_gradients(by_document(*tensors[:3], bounds(), 0.5, SCALE), tensors)
+    output, *grads = attended(tensors, 0.5)
     expected = torch.zeros(2, 24, 3, dtype=torch.bool)
     expected[0, 10, 1] = True
     assert (output.isnan().all(-1) == expected).all() and not output[~expected].isnan().any()
@@ -188,9 +195,7 @@ def test_autocast_computes_in_half_precision_as_sdpa_does() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         inside = with_gradients(dropped, tensors)  # backward in an autocast region, too
     assert all(t.isfinite().all() for t in inside)
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    for ours, theirs in zip(found, with_gradients(naive(exact), exact), strict=True):
-        assert relative(ours, theirs) < 2e-2
+    compare(found, tensors, 2e-2)
 
 
 def test_compiled_graphs_break_at_the_cpu_kernel() -> None:
@@ -256,8 +261,7 @@ def test_the_operators_take_these_arguments() -> None:
         output = attend(*tensors[:3], bounds("meta"), 0.1, SCALE)
         assert output.shape == (2, 24, 3, 8) and output.dtype == torch.bfloat16
         assert output.requires_grad
-    output = flash(*tensors[:3], bounds("meta"), 0.1, SCALE)
-    for grad in with_gradients(output, tensors)[1:]:
+    for grad in attended(tensors, 0.1, flash)[1:]:
         assert grad.shape == (2, 3, 24, 8) and grad.dtype == torch.bfloat16
 
 
@@ -274,14 +278,10 @@ def test_the_kernels_of_a_gpu(attend: Any, dtype: torch.dtype, width: int) -> No
         pytest.skip(f"{attend.__name__} has no kernel of {dtype} for this GPU")
     drawn = inputs(width=width, dtype=dtype)
     drawn[0] = (drawn[0] * (8 / width) ** 0.5).detach()  # else wide heads have one-hot softmaxes
-    exact = [t.detach().double().requires_grad_() for t in drawn]
-    tensors = [t.detach().to("cuda", dtype).requires_grad_() for t in exact]
-    found = with_gradients(attend(*tensors[:3], bounds("cuda"), 0.0, SCALE), tensors)
-    for ours, theirs in zip(found, with_gradients(naive(exact), exact), strict=True):
-        assert relative(ours.cpu(), theirs) < (1e-5 if dtype == torch.float32 else 2e-2)
-    output, _, _, grad_value = with_gradients(
-        attend(*tensors[:3], bounds("cuda"), 0.5, SCALE), tensors
-    )
+    tensors = [t.detach().to("cuda").requires_grad_() for t in drawn]
+    found = attended(tensors, attend=attend)
+    compare(found, tensors, 1e-5 if dtype == torch.float32 else 2e-2)
+    output, _, _, grad_value = attended(tensors, 0.5, attend)
     one = (grad_value.double() * tensors[2].double()).sum()
     other = (tensors[3].double() * output.double()).sum()
     size = (tensors[3].double() * output.double()).abs().sum()

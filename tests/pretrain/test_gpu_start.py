@@ -14,12 +14,14 @@ from pretrain.device.memory import Memory
 from pretrain.device.micro_batch import gpu_memory
 from pretrain.distributed.processes import build_accelerator, start_ranks
 
+Patch = pytest.MonkeyPatch
+Capability = tuple[int, int]
 GB = 2**30
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # of PyPI, torch 2.11 and later
 CUDA_126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stub one GPU of 80 GB, of which 79 are free, in a process without a launcher."""
 
@@ -32,11 +34,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    for name, answer in (
-        ("_cuda_getDevice", lambda: 0),
-        ("_cuda_getMemoryFraction", lambda index: 0.5),
-    ):
-        monkeypatch.setattr(torch._C, name, answer, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getMemoryFraction", lambda index: 0.5, raising=False)
     stub_kernels(monkeypatch, "NVIDIA A100-SXM4-80GB", (8, 0), WHEEL)
     reset()
     yield
@@ -48,9 +47,7 @@ def reset() -> None:
     PartialState._reset_state()
 
 
-def stub_kernels(
-    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], archs: list[str]
-) -> None:
+def stub_kernels(monkeypatch: Patch, name: str, capability: Capability, archs: list[str]) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -62,7 +59,7 @@ def config(tmp_path: Path, **train: Any) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def test_an_unlaunched_process_knows_which_gpu_it_has(gpu: None, tmp_path: Path) -> None:
+def test_an_unlaunched_process_knows_which_gpu_it_has(tmp_path: Path) -> None:
     with start_ranks(config(tmp_path)) as started:
         device = started.device
     assert device == torch.device("cuda", 0)
@@ -70,7 +67,7 @@ def test_an_unlaunched_process_knows_which_gpu_it_has(gpu: None, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", "high"), ("fp16", "highest")])
-def test_fp32_runs_in_tf32(gpu: None, tmp_path: Path, precision: str, expected: str) -> None:
+def test_fp32_runs_in_tf32(tmp_path: Path, precision: str, expected: str) -> None:
     assert torch.get_float32_matmul_precision() == "highest"
     try:
         with start_ranks(config(tmp_path, precision=precision)):
@@ -81,7 +78,7 @@ def test_fp32_runs_in_tf32(gpu: None, tmp_path: Path, precision: str, expected: 
 
 
 def test_accelerate_use_cpu_keeps_the_run_off_the_gpu(
-    gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with start_ranks(config(tmp_path)) as started:
@@ -100,12 +97,7 @@ def test_accelerate_use_cpu_keeps_the_run_off_the_gpu(
     ids=["V100", "P100", "A100", "B200", "GB10"],
 )
 def test_a_gpu_without_kernels_is_refused_at_the_start(
-    name: str,
-    capability: tuple[int, int],
-    archs: list[str],
-    gpu: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, capability: Capability, archs: list[str], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     stub_kernels(monkeypatch, name, capability, archs)
     with pytest.raises(RunError) as refused, start_ranks(config(tmp_path)):
@@ -133,11 +125,7 @@ def test_a_gpu_without_kernels_is_refused_at_the_start(
     ids=str,
 )
 def test_a_gpu_with_kernels_is_taken(
-    capability: tuple[int, int],
-    archs: list[str],
-    gpu: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    capability: Capability, archs: list[str], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     stub_kernels(monkeypatch, "a GPU", capability, archs)
     with start_ranks(config(tmp_path)):

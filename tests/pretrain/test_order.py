@@ -83,15 +83,9 @@ def test_any_permutation_is_a_bijection_and_the_same_in_parts(
 
 def test_permutation_of_single_indices() -> None:
     whole = permutation(np.arange(4097), 4097, 7)
-    assert (
-        permutation(np.array([4096, 3, 3, 0]), 4097, 7).tolist() == whole[[4096, 3, 3, 0]].tolist()
-    )
-
-
-def test_permutation_reads_its_argument_only() -> None:
-    index = np.arange(10)
-    permutation(index, 10, 3)
-    assert index.tolist() == list(range(10))
+    index = np.array([4096, 3, 3, 0])
+    assert permutation(index, 4097, 7).tolist() == whole[[4096, 3, 3, 0]].tolist()
+    assert index.tolist() == [4096, 3, 3, 0]  # it is read only
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(10, 4), (7, 7), (5, 12), (1, 3), (100, 1)])
