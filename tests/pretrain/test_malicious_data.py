@@ -123,8 +123,12 @@ def texts(tmp_path: Path, corpus: Path) -> Path:
     return folder
 
 
+CorpusYaml = Callable[..., Path]
+Distil = Callable[..., tuple[int, str]]
+
+
 @pytest.fixture
-def corpus_yaml(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
+def corpus_yaml(tmp_path: Path, corpus: Path) -> CorpusYaml:
     """Return a function that writes the config of a corpus of some sources."""
 
     def write(*sources: Values) -> Path:
@@ -139,9 +143,6 @@ def corpus_yaml(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
         return tmp_path / "corpus.yaml"
 
     return write
-
-
-Distil = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def refusal(ended: tuple[int, str]) -> str:
 
 
 def test_archives_and_pickles_as_texts(
-    tmp_path: Path, texts: Path, canary: Path, corpus_yaml: Callable[..., Path], distil: Distil
+    tmp_path: Path, texts: Path, canary: Path, corpus_yaml: CorpusYaml, distil: Distil
 ) -> None:
     """Their bytes are a text like any other: refused as binary, and counted."""
     escaping_tar(texts / "a.txt")
@@ -186,12 +187,7 @@ def test_archives_and_pickles_as_texts(
     ("kind", "name"), [("text", "a.tar"), ("text", "a.zip"), ("mediawiki", "a.tar")]
 )
 def test_archives_as_whole_sources(
-    kind: str,
-    name: str,
-    tmp_path: Path,
-    canary: Path,
-    corpus_yaml: Callable[..., Path],
-    distil: Distil,
+    kind: str, name: str, tmp_path: Path, canary: Path, corpus_yaml: CorpusYaml, distil: Distil
 ) -> None:
     escaping_tar(tmp_path / "a.tar")
     escaping_zip(tmp_path / "a.zip")
@@ -200,7 +196,7 @@ def test_archives_as_whole_sources(
 
 
 def test_records_that_hold_pickles(
-    tmp_path: Path, texts: Path, canary: Path, corpus_yaml: Callable[..., Path], distil: Distil
+    tmp_path: Path, texts: Path, canary: Path, corpus_yaml: CorpusYaml, distil: Distil
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(pickled(canary) + b"\n" + b'{"text": "fine words"}\n')
     column = pa.array([pickled(canary), torch_saved(canary)], pa.binary())
@@ -229,9 +225,10 @@ def test_a_source_that_is_a_pickle_or_code(
     build: Callable[[Path], bytes],
     tmp_path: Path,
     canary: Path,
-    corpus_yaml: Callable[..., Path],
+    corpus_yaml: CorpusYaml,
     distil: Distil,
 ) -> None:
+
     (tmp_path / "evil").mkdir()
     (tmp_path / file).write_bytes(build(canary))
     path = str(tmp_path / source)
@@ -239,7 +236,7 @@ def test_a_source_that_is_a_pickle_or_code(
 
 
 def test_an_array_of_objects_in_the_work_folder(
-    tmp_path: Path, texts: Path, canary: Path, corpus_yaml: Callable[..., Path]
+    tmp_path: Path, texts: Path, canary: Path, corpus_yaml: CorpusYaml
 ) -> None:
     path = corpus_yaml({"kind": "text", "path": str(texts), "document": "paragraph"})
     config = CorpusConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))

@@ -188,13 +188,11 @@ def student_words_swapped(place: Place) -> None:
 # --- shapes, heads and numbers ---------------------------------------------------------------
 
 
-def model_with_few_positions(place: Place) -> None:
+def mlm(place: Place, **sizes: int) -> None:
     del place.values["teacher"], place.values["student"]
     place.values["objective"] = {"name": "mlm"}
-    place.values["model"] = {"hidden_size": 16, "num_attention_heads": 2} | {
-        "num_hidden_layers": 1,
-        "max_position_embeddings": 16,
-    }
+    model = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    place.values["model"] = model | sizes
 
 
 def student_with_few_positions(place: Place) -> None:
@@ -306,7 +304,7 @@ MODELS = [
         "max_position_embeddings is 31",
         "row_length: 31",
     ),
-    (model_with_few_positions, "model", "positions", "row_length: 16"),
+    (partial(mlm, max_position_embeddings=16), "model", "positions", "row_length: 16"),
     (student_with_few_positions, "student.init", "positions", "row_length: 31"),
     (teacher_is_a_distilbert, "a distilbert cannot be a teacher", "takes a BERT"),
     (teacher_without_head, "no trained masked-language-model head", "BertForMaskedLM"),
@@ -384,12 +382,6 @@ def test_a_run_resumed_with_another_recipe_is_refused(
     assert_refused(place, message, FIX)
 
 
-def another_objective(place: Place) -> None:
-    del place.values["teacher"], place.values["student"]
-    place.values["objective"] = {"name": "mlm"}
-    place.values["model"] = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-
-
 def other_shards(place: Place) -> None:
     rewrite_rows(place, lambda rows: rows.__setitem__((0, 1), 10 + rows[0, 1] % 50))
 
@@ -439,7 +431,7 @@ def no_checkpoint_is_whole(place: Place) -> None:
 
 
 RESUMED = [
-    (another_objective, "objective.name was distilbert and is now mlm", FIX),
+    (mlm, "objective.name was distilbert and is now mlm", FIX),
     (other_shards, "shards are other ones", FIX),
     (partial(another_teacher, layers=4, seed=9), "teacher", "has other weights", FIX),
     (partial(another_teacher, layers=2), "teacher", "has other weights", FIX),

@@ -228,9 +228,7 @@ def test_the_world_size_changes_only_the_rank_of_a_row(make_run: MakeRun, world:
         assert (row.rank, row.micro_batch) == (i // share, i % share // 3)
 
 
-def test_a_micro_batch_that_does_not_fit_is_made_smaller_or_refused(
-    make_run: MakeRun,
-) -> None:
+def test_a_micro_batch_that_does_not_fit_is_made_smaller_or_refused(make_run: MakeRun) -> None:
     run = make_run()
     assert replay(run, 1, world_size=12).micro_batch_size == 1  # a share of 4 has no 3
     assert replay(run, 1, world_size=2, micro_batch_size=6).micro_batch_size == 6

@@ -29,6 +29,8 @@ from pretrain.data.rows import (
 from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 PAD, CLS = SPECIAL.pad, SPECIAL.cls
 G, MICRO = 12, 3  # rows of a step and of a micro-batch
@@ -121,8 +123,7 @@ def by_hand(
 
 @pytest.fixture
 def module(
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    tiny_bert: Callable[..., BertForMaskedLM],
+    tiny_distilbert: Callable[..., DistilBertForMaskedLM], tiny_bert: Callable[..., BertForMaskedLM]
 ) -> Distillation:
     teacher = tiny_bert().requires_grad_(False)
     return Distillation(tiny_distilbert(), teacher, DistilBert().terms(), pad_id=PAD)
@@ -163,7 +164,7 @@ STEP = 6
 
 
 def test_a_step_is_bitwise_the_step_over_rows_padded_by_hand(
-    dataset: StepDataset, module: Distillation, one_thread: None
+    dataset: StepDataset, module: Distillation
 ) -> None:
     module.student.train()  # with dropout
     ours = dataset[STEP]
@@ -182,7 +183,7 @@ def test_a_step_is_bitwise_the_step_over_rows_padded_by_hand(
 
 
 def test_a_step_equals_the_step_of_a_run_without_these_rows(
-    dataset: StepDataset, module: Distillation, one_thread: None
+    dataset: StepDataset, module: Distillation
 ) -> None:
     module.double(), module.teacher.double()  # type: ignore[union-attr]
     ours = fed(dataset[STEP])
@@ -198,17 +199,13 @@ def test_a_step_equals_the_step_of_a_run_without_these_rows(
 @pytest.mark.parametrize("positions", ["all", "masked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_micro_batch_of_padding_alone_gives_zero(
-    shards: ShardSet,
-    masking: Masking,
-    module: Distillation,
-    positions: str,
-    dtype: torch.dtype,
-    one_thread: None,
+    dataset: StepDataset, module: Distillation, positions: str, dtype: torch.dtype
 ) -> None:
     terms = DistilBert(kl_positions=positions).terms()
     module = Distillation(module.student.train(), module.teacher, terms, pad_id=PAD)
     rows = np.arange(MICRO)
-    nothing = fed(corrupt(shards, masking, 0 * rows, rows, np.ones(MICRO, dtype=bool)))
+    skipped = np.ones(MICRO, dtype=bool)
+    nothing = fed(corrupt(dataset.shards, dataset.masking, 0 * rows, rows, skipped))
     assert counts(nothing) == (0, 0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         outputs, gradients = accumulate(module, nothing, 100, 10)
@@ -217,7 +214,7 @@ def test_a_micro_batch_of_padding_alone_gives_zero(
 
 
 def test_a_whole_step_of_padding_counts_nothing_and_stays_finite(
-    shards: ShardSet, order: Order, masking: Masking, module: Distillation, one_thread: None
+    shards: ShardSet, order: Order, masking: Masking, module: Distillation
 ) -> None:
     everything = Skip(0, len(shards), 0)
     step = fed(StepDataset(shards, order, masking, skips=[everything])[0])
