@@ -41,9 +41,6 @@ from pretrain import RunError
 from pretrain.model.loading import load_model
 from pretrain.model.teacher import load_teacher
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- careless readers, to show that the fixtures are live -----------------------------------------
 
 

@@ -38,8 +38,6 @@ from data_prep.shards.manifest import manifest_bytes, seal
 from data_prep.shards.writing import hash_blocks
 from launch.cli import main
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROOT = Path(__file__).parents[2]
 Values = dict[str, Any]
 

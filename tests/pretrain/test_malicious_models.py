@@ -26,7 +26,7 @@ from pretrain import RunError, checkpoint
 from pretrain.model.loading import load_model
 from pretrain.model.teacher import load_teacher
 
-pytestmark = pytest.mark.usefixtures("one_thread", "limits")
+pytestmark = pytest.mark.usefixtures("limits")
 
 LIMIT = 60  # seconds, for what takes none
 ROOM = 4 * 2**30  # bytes beyond what this process has

@@ -34,8 +34,6 @@ from data_prep.shards.manifest import manifest_bytes, seal
 from pretrain import RunError
 from pretrain.model.loading import load_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Values = dict[str, Any]
 LOCKS = (".lock", "lock")  # who is at work: of the start, not of the run
 

@@ -29,8 +29,6 @@ from pretrain.data.rows import (
 from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 PAD, CLS = SPECIAL.pad, SPECIAL.cls
 G, MICRO = 12, 3  # rows of a step and of a micro-batch

@@ -31,7 +31,6 @@ from pretrain.model.loading import load_model
 from pretrain.model.student import build_bert, build_student, default_layers
 from pretrain.model.teacher import Teacher, load_teacher, parameters_sha256
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 MakeBert = Callable[..., BertForMaskedLM]
 AsTeacher = Callable[[BertForMaskedLM], Teacher]
 REAL = Path(__file__).parents[3] / "shared" / "data" / "rxn-bert.tar.xz"

@@ -24,8 +24,6 @@ from data_prep.publish import to_parquet
 from pretrain.export.export import export
 from pretrain.replay import replay
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Values = dict[str, Any]
 EVIL = {"AutoTokenizer": ["tokenizer.Evil", None]}
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"}

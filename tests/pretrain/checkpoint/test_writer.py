@@ -167,7 +167,7 @@ def test_buffers_are_used_again_and_hold_each_steps_own(root: Path) -> None:
 
 def test_a_save_goes_through_its_phases_once_and_in_order(tmp_path: Path) -> None:
     gate = Gate("")
-    tiny_run.save(tiny_run.writer(tmp_path / "checkpoints", phase=gate), 1)
+    assert tiny_run.save(tiny_run.writer(tmp_path / "checkpoints", phase=gate), 1) > 0  # seconds
     names = ("weights", "optimizer", "state", "manifest", "flush", "rename", "pointer", "rotate")
     assert gate.seen == [f"save:{name}" for name in names]
 
@@ -191,12 +191,6 @@ def test_one_save_is_in_flight_and_the_next_waits_for_it(root: Path) -> None:
     to.finish()
     assert stalls[0] >= 0.5
     assert tiny_run.names(root) == ["best", "latest", "step-00000001", "step-00000002"]
-
-
-def test_with_wait_it_is_on_disk_when_save_returns(root: Path) -> None:
-    seconds = tiny_run.save(tiny_run.writer(root), 1)
-    saved = checkpoint.newest(root, pytest.fail)
-    assert saved is not None and saved.step == 1 and seconds > 0
 
 
 def test_a_failed_save_is_raised_with_wait_and_warned_of_without(root: Path) -> None:
