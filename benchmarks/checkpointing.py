@@ -66,23 +66,15 @@ def measure(student: DistilBertForMaskedLM, folder: Path, repeats: int) -> dict[
         for key, value in optimizer.state[parameter].items()
     }
     tensors = [p.detach() for p in student.parameters()] + list(state.values())
-    buffers = [
-        torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda) for t in tensors
-    ]
+    buffers = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in tensors]
     written = threading.Event()
 
     def phase(name: str) -> None:
         if name == "save:rotate":
             written.set()
 
-    writer = Writer(
-        folder / "checkpoints",
-        tokenizer={},
-        keep=1,
-        phase=phase,
-        fence=lambda: None,
-        warn=print,
-    )
+    options: dict[str, Any] = {"phase": phase, "fence": lambda: None, "warn": print}
+    writer = Writer(folder / "checkpoints", tokenizer={}, keep=1, **options)
     copies, stalls, committed, pauses = [], [], [], []
     for step in range(repeats + 1):
         if step % 2:  # in turn, because the first of the two has colder caches
@@ -101,15 +93,14 @@ def measure(student: DistilBertForMaskedLM, folder: Path, repeats: int) -> dict[
         if not step % 2:
             copies.append(copy(tensors, buffers))
     size = sum(t.nbytes for t in tensors)
+    ratios = [a / b for a, b in zip(stalls[1:], copies[1:], strict=True)]
     return {
         "parameters": sum(p.numel() for p in student.parameters()),
         "megabytes": round(size / 1e6, 1),
         "copy": round(median(copies[1:]), 5),
         "stall": round(median(stalls[1:]), 5),
         "stall / copy": round(median(stalls[1:]) / median(copies[1:]), 2),
-        "stall / copy, each": [
-            round(a / b, 2) for a, b in zip(stalls[1:], copies[1:], strict=True)
-        ],
+        "stall / copy, each": [round(ratio, 2) for ratio in ratios],
         "first stall": round(stalls[0], 3),
         "committed": round(median(committed[1:]), 2),
         "pause": round(median(pauses[1:]), 4),

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -76,24 +78,18 @@ def main() -> None:
         sample = _sample(options.text, folder / "sample", options.megabytes)
         small = _sample(options.text, folder / "small", options.megabytes / 10)
         size = sum(path.stat().st_size for path in sample.iterdir()) / 1e6
-        seconds: dict[str, list[float]] = {"original": [], "one worker": [], "two workers": []}
+        kinds = {"original": (ORIGINAL, 1), "one worker": (OURS, 1), "two workers": (OURS, 2)}
+        best = dict.fromkeys(kinds, math.inf)
         peaks = {}
-        for repeat in range(options.repeats):
-            for kind, script, workers in (
-                ("original", ORIGINAL, 1),
-                ("one worker", OURS, 1),
-                ("two workers", OURS, 2),
-            ):
-                out = folder / f"{kind} {repeat}"
-                taken, peak = _timed(script, sample, options.vocab, out, workers)
-                seconds[kind].append(taken)
-                peaks[f"{kind}, {size:.0f} MB"] = peak
-        _, peaks[f"one worker, {size / 10:.0f} MB"] = _timed(
-            OURS, small, options.vocab, folder / "small out", 1
-        )
+        for repeat, (kind, (script, workers)) in product(range(options.repeats), kinds.items()):
+            out = folder / f"{kind} {repeat}"
+            taken, peak = _timed(script, sample, options.vocab, out, workers)
+            best[kind] = min(best[kind], taken)
+            peaks[f"{kind}, {size:.0f} MB"] = peak
+        _, peak = _timed(OURS, small, options.vocab, folder / "small out", 1)
+        peaks[f"one worker, {size / 10:.0f} MB"] = peak
         manifest = json.loads((folder / "one worker 0" / "manifest.json").read_bytes())
         train = manifest["splits"]["train"]
-        best = {kind: min(times) for kind, times in seconds.items()}
         result = {
             "megabytes": round(size, 1),
             "seconds": {kind: round(value, 2) for kind, value in best.items()},
@@ -124,9 +120,8 @@ def _timed(script: str, text: Path, vocab: Path, out: Path, workers: int) -> tup
     path = out.with_suffix(".py")
     path.write_text(script)
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, path, text, vocab, out, str(workers)], env=environment
-    )
+    command: list[str | Path] = [sys.executable, path, text, vocab, out, str(workers)]
+    process = subprocess.Popen(command, env=environment)
     peak = 0
     while process.poll() is None:
         with suppress(psutil.Error):  # any of them may end meanwhile

@@ -24,6 +24,8 @@ from pathlib import Path
 import psutil
 import yaml
 
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
 from pretrain.monitor.status import read_status
 
 TIMEOUT = 10
@@ -45,7 +47,7 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     seconds: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
-        config = prepare(Path(name), arguments.processes)
+        config = make_run(Path(name), arguments.processes)
         for repeat in range(arguments.repeats):
             for fault, (number, rank, codes) in FAULTS.items():
                 output = Path(name) / f"{repeat}-{number}"
@@ -59,41 +61,30 @@ def main() -> None:
         print(f"{what:36} {statistics.median(values):6.1f} s  ({spread}, {len(values)} runs)")
 
 
-def prepare(folder: Path, processes: int) -> Path:
+def make_run(folder: Path, processes: int) -> Path:
     """Write shards of single letters and a config; return the config."""
     draw = random.Random(0)
     lines = [" ".join(draw.choices(WORDS[5:], k=draw.randint(4, 30))) for _ in range(200)]
     (folder / "letters.txt").write_text("\n\n".join(lines), encoding="utf-8")
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    source = {"kind": "text", "path": str(folder / "letters.txt"), "document": "paragraph"}
     corpus = {
-        "output": str(folder / "shards"),
+        "output": folder / "shards",
         "tokenizer": str(folder / "vocab.txt"),
         "row_length": 16,
-        "sources": [{"kind": "text", "path": str(folder / "letters.txt"), "document": "paragraph"}],
+        "sources": [source],
         "min_characters": 1,
         "workers": 1,
     }
-    (folder / "corpus.yaml").write_text(yaml.safe_dump(corpus), encoding="utf-8")
-    command = [sys.executable, "-m", "launch", "prepare", str(folder / "corpus.yaml")]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    prepare(CorpusConfig.model_validate(corpus))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    batches = {"global_batch_size": 2 * processes, "micro_batch_size": 2, "num_workers": 0}
     training = {
         "output": "set for each run",
         "shards": str(folder / "shards"),
         "objective": {"name": "mlm"},
-        "model": {
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "max_position_embeddings": 16,
-        },
-        "train": {
-            "max_steps": 1_000_000,
-            "global_batch_size": 2 * processes,
-            "precision": "fp32",
-            "micro_batch_size": 2,
-            "num_workers": 0,
-        },
+        "model": {**sizes, "intermediate_size": 32, "max_position_embeddings": 16},
+        "train": {"max_steps": 1_000_000, "precision": "fp32", **batches},
         "logging": {"every": 1},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(training), encoding="utf-8")

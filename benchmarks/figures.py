@@ -13,18 +13,19 @@ import io
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("data_prep", "pretrain", "launch")
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 RIDDLES = ("what", "whether", "who", "how")
+BEGINNINGS = "docstrings that begin with What, Whether, Who, How, %"
 CEILINGS = {
     "functions per 100 lines": 4.2,
     "private functions, %": 26.5,
     "private functions called once, %": 41.1,
-    "docstrings that begin with What, Whether, Who, How, %": 0.0,
+    BEGINNINGS: 0.0,
     "longest file, lines": 400,
     "longest function, lines": 94,
     "files in the largest folder": 16,
@@ -37,35 +38,17 @@ class Source(NamedTuple):
     """One parsed file."""
 
     path: Path
-    lines: list[str]
-    tree: ast.Module
+    text: str
+    nodes: list[ast.AST]
 
-    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        """Yield every function and method."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node
+    @property
+    def num_lines(self) -> int:
+        return len(self.text.splitlines())
 
-    def docstrings(self) -> Iterator[str]:
-        """Yield every docstring."""
-        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        for node in ast.walk(self.tree):
-            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-                yield text
-
+    @property
     def num_comments(self) -> int:
-        """Count lines that hold a comment."""
-        text = "\n".join(self.lines) + "\n"
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
         return sum(token.type == tokenize.COMMENT for token in tokens)
-
-    def names(self) -> Iterator[str]:
-        """Yield every name that is read, called or not."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Name):
-                yield node.id
-            elif isinstance(node, ast.Attribute):
-                yield node.attr
 
 
 def read(root: Path) -> list[Source]:
@@ -73,23 +56,31 @@ def read(root: Path) -> list[Source]:
     found = []
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        found.append(Source(path.relative_to(root), text.splitlines(), ast.parse(text)))
+        found.append(Source(path.relative_to(root), text, [*ast.walk(ast.parse(text))]))
     return found
 
 
 def figures(sources: list[Source]) -> dict[str, float]:
     """Compute each figure."""
-    lines = sum(len(source.lines) for source in sources)
-    functions = [(source, node) for source in sources for node in source.functions()]
-    docstrings = [text for source in sources for text in source.docstrings()]
+    lines = sum(source.num_lines for source in sources)
+    functions, docstrings = [], []
+    uses: Counter[tuple[Path, str]] = Counter()  # of a name, called or not
+    for path, node in ((source.path, node) for source in sources for node in source.nodes):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append((path, node))
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
+            docstrings.append(text)
+        if isinstance(node, ast.Name):
+            uses[path, node.id] += 1
+        if isinstance(node, ast.Attribute):
+            uses[path, node.attr] += 1
     riddles = [text for text in docstrings if text.split()[0].lower().strip(",.") in RIDDLES]
     private = [
-        (source, node)
-        for source, node in functions
+        (path, node.name)
+        for path, node in functions
         if node.name.startswith("_") and not node.name.startswith("__")
     ]
-    uses = Counter((source.path, name) for source in sources for name in source.names())
-    once = [node for source, node in private if uses[source.path, node.name] == 1]
+    once = [name for name in private if uses[name] == 1]
     folders = Counter(source.path.parent for source in sources)
     names = Counter(
         (source.path.parts[0], source.path.name)
@@ -102,11 +93,9 @@ def figures(sources: list[Source]) -> dict[str, float]:
         "functions per 100 lines": 100 * len(functions) / lines,
         "private functions, %": 100 * len(private) / len(functions),
         "private functions called once, %": 100 * len(once) / len(private),
-        "comment lines, %": 100 * sum(source.num_comments() for source in sources) / lines,
-        "docstrings that begin with What, Whether, Who, How, %": 100
-        * len(riddles)
-        / len(docstrings),
-        "longest file, lines": max(len(source.lines) for source in sources),
+        "comment lines, %": 100 * sum(source.num_comments for source in sources) / lines,
+        BEGINNINGS: 100 * len(riddles) / len(docstrings),
+        "longest file, lines": max(source.num_lines for source in sources),
         "longest function, lines": max(
             (node.end_lineno or 0) - node.lineno + 1 for _, node in functions
         ),
@@ -121,13 +110,14 @@ def main() -> int:
     roots = [Path(argument) for argument in sys.argv[1:] if argument != "--check"]
     beyond = []
     for name, value in figures(read(roots[0] if roots else ROOT)).items():
-        ceiling, floor = CEILINGS.get(name), FLOORS.get(name)
-        limit = "" if ceiling is None else f"at most {ceiling:g}"
-        limit = limit if floor is None else f"at least {floor:g}"
+        limit, shown = "", round(value, 1)
+        if name in CEILINGS:
+            limit = f"at most {CEILINGS[name]:g}"
+            beyond += [name] if shown > CEILINGS[name] else []
+        elif name in FLOORS:
+            limit = f"at least {FLOORS[name]:g}"
+            beyond += [name] if shown < FLOORS[name] else []
         print(f"{name:<55}{value:>9.1f}   {limit}")
-        shown = round(value, 1)
-        if (ceiling is not None and shown > ceiling) or (floor is not None and shown < floor):
-            beyond.append(name)
     if check and beyond:
         print(f"error: beyond the limit: {', '.join(beyond)}", file=sys.stderr)
     return int(check and bool(beyond))

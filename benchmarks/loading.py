@@ -105,23 +105,14 @@ def make_shards(folder: Path, num_rows: int) -> None:
     sha256 = hashlib.sha256(data).hexdigest()
     listed = {"file": "token_counts.json", "bytes": len(data), "sha256": sha256}
     total = sum(record.rows for record in records)
+    shards = [record.model_dump() for record in records]
+    train = {"rows": total, "tokens": total * LENGTH, "segments": 3 * total, "shards": shards}
+    tokenizer = dict.fromkeys(("fingerprint", "vocabulary_sha256"), "0" * 64)
     fields: dict[str, Any] = {
-        "tokenizer": {
-            "fingerprint": "0" * 64,
-            "vocabulary_sha256": "0" * 64,
-            "vocab_size": V,
-            "special_ids": SPECIAL.model_dump(),
-        },
+        "tokenizer": {**tokenizer, "vocab_size": V, "special_ids": SPECIAL.model_dump()},
         "row_length": LENGTH,
         "dtype": "uint16",
-        "splits": {
-            "train": {
-                "rows": total,
-                "tokens": total * LENGTH,
-                "segments": 3 * total,
-                "shards": [record.model_dump() for record in records],
-            }
-        },
+        "splits": {"train": train},
         "files": [listed],
         "sources": [],
         "content": {},
@@ -131,14 +122,23 @@ def make_shards(folder: Path, num_rows: int) -> None:
     (folder / "manifest.json").write_bytes(manifest_bytes(seal(fields)))
 
 
-def loading(folder: Path, mode: str, num_rows: int, repeats: int) -> dict[str, Any]:
-    """Return M tokens/s, and the nanoseconds of each part."""
+def opened(
+    folder: Path, num_rows: int, mode: str = "uniform", rank: int = 0, world: int = 1
+) -> StepDataset:
+    """Open the shards for steps of so many rows."""
     shards = open_shards(folder)
-    shards.rows(np.arange(len(shards)))  # hashing each block once is no part of a step
-    order = Order(len(shards), num_rows, seed=0)
     config = MaskingConfig.model_validate({"mode": mode})
     masking = build_masking(config, folder, shards.manifest, 0)
-    dataset = StepDataset(shards, order, masking)
+    return StepDataset(
+        shards, Order(len(shards), num_rows, seed=0), masking, rank=rank, world=world
+    )
+
+
+def loading(folder: Path, mode: str, num_rows: int, repeats: int) -> dict[str, Any]:
+    """Return M tokens/s, and the nanoseconds of each part."""
+    dataset = opened(folder, num_rows, mode)
+    shards, order, masking = dataset.shards, dataset.order, dataset.masking
+    shards.rows(np.arange(len(shards)))  # hashing each block once is no part of a step
     steps = range(max(2, 8192 // num_rows))
     tokens = len(steps) * num_rows * LENGTH
     at = [order.at(step) for step in steps]
@@ -170,9 +170,7 @@ def loading(folder: Path, mode: str, num_rows: int, repeats: int) -> dict[str, A
 
 def receiving(folder: Path, repeats: int) -> dict[str, float]:
     """Return a step's megabytes, ms to receive them, us to make a micro-batch of 64 rows."""
-    shards = open_shards(folder)
-    masking = build_masking(MaskingConfig(), folder, shards.manifest, 0)
-    dataset = StepDataset(shards, Order(len(shards), 4096, 0), masking)
+    dataset = opened(folder, 4096)
     received, made = [], []
     start = time.process_time()
     with loader(dataset, 0, repeats + 2, 1) as batches:
@@ -195,20 +193,14 @@ def resuming(folder: Path, step: int, workers: int, repeats: int) -> dict[str, A
     """Return seconds to the first batch of a rank with 512 of 4,096 rows."""
     seconds = []
     for _ in range(repeats):
-        shards = open_shards(folder)
-        masking = build_masking(MaskingConfig(), folder, shards.manifest, 0)
-        dataset = StepDataset(shards, Order(len(shards), 4096, 0), masking, rank=3, world=8)
+        dataset = opened(folder, 4096, rank=3, world=8)
         start = time.perf_counter()
         with loader(dataset, step, step + 1000, workers) as batches:
             first = next(batches)
             seconds.append(time.perf_counter() - start)
         assert len(first.input_ids) == 512
-    return {
-        "step": step,
-        "workers": workers,
-        "median": round(median(seconds), 4),
-        "largest": round(max(seconds), 4),
-    }
+    figures = {"median": round(median(seconds), 4), "largest": round(max(seconds), 4)}
+    return {"step": step, "workers": workers, **figures}
 
 
 if __name__ == "__main__":

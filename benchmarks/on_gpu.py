@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,14 +70,12 @@ def plan(sizes: Sizes, *, bounded: bool = True) -> tuple[list[Section], Report]:
         return Row(f"gate/{name}", "relative error", at_most=tolerance)
 
     def step_gates(step: str, precisions: Iterable[str]) -> list[Row]:
-        return [
-            gate(f"{step}/{precision}/{kl}/{what}", tolerance)
-            for precision in precisions
-            for kl in KL
-            for what, tolerance in zip(
-                ("losses", "gradients"), STEP_TOLERANCES[precision], strict=True
-            )
-        ]
+        rows = []
+        for precision, kl in product(precisions, KL):
+            losses, gradients = STEP_TOLERANCES[precision]
+            rows.append(gate(f"{step}/{precision}/{kl}/losses", losses))
+            rows.append(gate(f"{step}/{precision}/{kl}/gradients", gradients))
+        return rows
 
     def times(
         precision: str, num_rows: int, names: Iterable[str], kls: Iterable[str] = KL
@@ -92,22 +91,16 @@ def plan(sizes: Sizes, *, bounded: bool = True) -> tuple[list[Section], Report]:
         return Section(f"capacity {cap}", rows, 25, 95, needs="GPU")
 
     trunks, steps = "compiled trunks", ("usual", *HEADS)
-    heads = [
-        Section(
-            f"head {head}",
-            [gate(f"head/{head}/{name}", HEAD_TOLERANCES[name]) for name in PRECISIONS],
-            15,
-            95,
-            needs={"torch": "", "compiled": "compiler", "triton": "GPU"}[head],
-        )
-        for head in HEADS
-    ]
+    needs = {"torch": "", "compiled": "compiler", "triton": "GPU"}
+    heads = []
+    for head in HEADS:
+        gates = [gate(f"head/{head}/{name}", HEAD_TOLERANCES[name]) for name in PRECISIONS]
+        heads.append(Section(f"head {head}", gates, 15, 95, needs[head]))
     machine = [Row("ceiling/bf16 product", "TFLOP/s"), Row("ceiling/copy", "GB/s")]
     machine += [Row("loader/copy", "ms"), Row("loader/masking on host", "M tokens/s")]
     attention = [
         gate(f"attention/{name}/{precision}", ATTENTION_TOLERANCES[precision])
-        for name in ATTENTION
-        for precision in PRECISIONS
+        for name, precision in product(ATTENTION, PRECISIONS)
     ]
     step = [*step_gates("step", PRECISIONS), Row("syncs/eager", "waits", at_most=0)]
     compiled = [Row("compile/trunks", "s"), Row(f"syncs/{trunks}", "waits", at_most=0)]
@@ -163,16 +156,12 @@ def measure(
         left = deadline - began
         if section.needs in missing:
             report.give_up(section.rows, missing[section.needs])
-        elif section.gate and any(name.startswith(section.gate) for name in report.failures):
+        elif section.gate and "FAILED" in report.verdicts(section.gate):
             report.give_up(section.rows, "its gate FAILED")
         elif left < section.least:
             report.give_up(section.rows, "no time")
         else:
-            verdicts: dict[str, set[str]] = {}
-            for name, row in report.rows.items():
-                if name.startswith("gate/head/"):
-                    verdicts.setdefault(name.split("/")[2], set()).add(row.verdict)
-            heads = [head for head, found in verdicts.items() if found == {"ok"}]
+            heads = [head for head in HEADS if report.verdicts(f"gate/head/{head}/") == {"ok"}]
             with tempfile.TemporaryDirectory() as folder:
                 answers = Path(folder) / "answers"
                 answers.touch()
@@ -215,11 +204,8 @@ def conclude(report: Report, sizes: Sizes) -> None:
     """Fill in the targets from our fastest variant."""
     for kl in KL:
         folder = f"time/bf16/{sizes.rows}/{kl}/"
-        ours = [
-            row
-            for name, row in report.rows.items()
-            if name.startswith(folder) and row.value is not None and "ratio" in row.detail
-        ]
+        rows = (row for name, row in report.rows.items() if name.startswith(folder))
+        ours = [row for row in rows if row.value is not None and "ratio" in row.detail]
         best = max(ours, key=lambda row: float(row.detail["ratio"]), default=None)
         for what, key in (("ratio", "ratio"), ("peak", "peak_gb"), ("MFU", "mfu_pct")):
             name = f"target/{what}, KL at {kl}"

@@ -60,6 +60,10 @@ class Report:
         """Return the names of rows that FAILED."""
         return [row.name for row in self.rows.values() if row.verdict == "FAILED"]
 
+    def verdicts(self, beginning: str) -> set[str]:
+        """Return the verdicts of the rows whose names begin with this."""
+        return {row.verdict for name, row in self.rows.items() if name.startswith(beginning)}
+
     def put(
         self, name: str, value: float | None, note: str = "", failed: bool = False, **detail: Any
     ) -> None:

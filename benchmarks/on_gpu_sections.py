@@ -43,11 +43,15 @@ def main(options: argparse.Namespace, sizes: Sizes) -> None:
     if gpu or options.compile:  # one process measures more shapes and precisions than a run has
         torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(0)
-    kind, _, argument = section.partition(" ")
+    alone: dict[str, Callable[[Sizes, torch.device], Iterator[Answer]]] = {
+        "machine": machine,
+        "attention": attention,
+        **{f"head {name}": partial(head, name) for name in on_gpu.HEADS},
+    }
     with_models: dict[str, Callable[[Subjects], Iterator[Answer]]] = {
         "step": step,
         "time bf16": partial(heads_timed, precision="bf16", rows=[sizes.rows], kls=on_gpu.KL),
-        "capacity": partial(capacity, cap=int(argument) if kind == "capacity" else 0),
+        **{f"capacity {cap}": partial(capacity, cap=cap) for cap in on_gpu.CAPS},
         "compiled step": compiled_step,
         "compiled trunks": compiled_trunks,
         "checkpointing": partial(variant_timed, name="checkpointing", checkpointing=True),
@@ -61,17 +65,12 @@ def main(options: argparse.Namespace, sizes: Sizes) -> None:
             if not gpu and not options.rehearse:
                 return
         try:
-            if section == "machine":
-                answers = machine(sizes, device)
-            elif kind == "head":
-                answers = head(argument, sizes, device)
-            elif section == "attention":
-                answers = attention(sizes, device)
+            if section in alone:
+                answers = alone[section](sizes, device)
             else:
                 # Without dropout all is compiled again, for a gate alone: few layers are enough.
                 subjects_sizes = replace(sizes, layers=2) if section == "compiled step" else sizes
-                subjects = Subjects(subjects_sizes, device, options.heads)
-                answers = with_models["capacity" if kind == "capacity" else section](subjects)
+                answers = with_models[section](Subjects(subjects_sizes, device, options.heads))
             for answer in answers:
                 print(json.dumps({"row": answer}), file=file)
         except Exception as error:
@@ -159,10 +158,7 @@ def step(subjects: Subjects) -> Iterator[Answer]:
     for precision in on_gpu.PRECISIONS:
         for kl in on_gpu.KL:
             yield from agreement(subjects, "step", precision, kl)
-    if subjects.device.type == "cuda":
-        yield syncs(subjects, "syncs/eager", subjects.sizes.fewer_rows[0])
-    else:
-        yield Answer("syncs/eager", None, "no GPU")
+    yield syncs(subjects, "syncs/eager", subjects.sizes.fewer_rows[0])
 
 
 def heads_timed(
@@ -193,10 +189,7 @@ def compiled_trunks(subjects: Subjects) -> Iterator[Answer]:
     if subjects.device.type == "cuda":
         torch.cuda.synchronize()
     yield Answer("compile/trunks", time.perf_counter() - began, "the first step")
-    if subjects.device.type == "cuda":
-        yield syncs(subjects, f"syncs/{name}", rows, compiled=True)
-    else:
-        yield Answer(f"syncs/{name}", None, "no GPU")
+    yield syncs(subjects, f"syncs/{name}", rows, compiled=True)
     yield from variant_timed(subjects, name=name, compiled=True)
 
 

@@ -16,15 +16,7 @@ from torch import nn
 from benchmarks import on_gpu
 from pretrain.bench.baseline import BaselineStep, padded, twin
 from pretrain.bench.cost import peak_flops
-from pretrain.bench.measure import (
-    OurStep,
-    Step,
-    compare,
-    flops,
-    memory,
-    ratio,
-    timings,
-)
+from pretrain.bench.measure import OurStep, Step, compare, flops, memory, ratio, timings
 from pretrain.bench.sizes import Sizes
 from pretrain.bench.subjects import PAD, batch, models
 from pretrain.device.precision import PRECISIONS
@@ -154,6 +146,8 @@ def agreement(
 
 def syncs(subjects: Subjects, name: str, rows: int, **options: Any) -> Answer:
     """Check that no micro-step, with the copy of its rows, waits for the device."""
+    if subjects.device.type != "cuda":
+        return Answer(name, None, "no GPU")
     host = batch(subjects.sizes, rows)
     step = subjects.ours("bf16", "all", rows, **options)
     for _ in range(2):  # compilation, tuning and the first allocations may wait
@@ -188,14 +182,13 @@ def times(
     """
     folder, device = f"time/{precision}/{rows}/{kl}", subjects.device
     steps: dict[str, Step] = {}
-    usual_rows = rows
-    while usual_rows and "usual" not in steps:
-        usual = subjects.tried(partial(subjects.baseline, precision, kl), usual_rows)
-        if usual is None:
-            usual_rows //= 2
-        else:
+    usual_rows, baseline = rows, partial(subjects.baseline, precision, kl)
+    while usual_rows:
+        if usual := subjects.tried(baseline, usual_rows):
             steps["usual"] = usual
-    if not usual_rows:
+            break
+        usual_rows //= 2
+    else:
         yield Answer(f"{folder}/usual", None, "out of memory at one row")
     for name, build in ours.items():
         try:

@@ -102,9 +102,8 @@ def all_reduce(system: System, size: float) -> float:
 def main() -> None:
     """Print the table, or check the formula."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--mfu", type=float, default=0.4, help="share of the data-sheet peak that is assumed"
-    )
+    mfu = "share of the data-sheet peak that is assumed"
+    parser.add_argument("--mfu", type=float, default=0.4, help=mfu)
     parser.add_argument("--tokens", type=float, default=4e9, help="of the corpus")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--check", action="store_true", help="time real steps of two processes")
@@ -214,9 +213,8 @@ def check(rank: int, folder: Path, layers: int) -> None:
     for number in (1, 2, 4):
         predicted = number * parts["micro-batch"] + parts["all-reduce"] + parts["optimizer"]
         measured = timed(step, number)
-        lines.append(
-            f"| {number} | {predicted:.2f} s | {measured:.2f} s | {measured / predicted:.2f} |"
-        )
+        ratio = measured / predicted
+        lines.append(f"| {number} | {predicted:.2f} s | {measured:.2f} s | {ratio:.2f} |")
     if rank == 0:
         (folder / "table.md").write_text("\n".join(lines), encoding="utf-8")
     dist.destroy_process_group()

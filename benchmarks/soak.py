@@ -124,17 +124,12 @@ def main() -> None:
 def soak(folder: Path, steps: int, every: int, ancestor: int, ranks: int) -> None:
     """Train as one rank of the run."""
     torch.set_num_threads(1)
+    batches = {"global_batch_size": 4 * ranks, "micro_batch_size": 2, "num_workers": 1}
     values: dict[str, Any] = {
         "output": folder / "run",
         "shards": folder / "shards",
         "teacher": str(folder / "teacher"),
-        "train": {
-            "max_steps": steps,
-            "global_batch_size": 4 * ranks,
-            "precision": "fp32",
-            "micro_batch_size": 2,
-            "num_workers": 1,
-        },
+        "train": {"max_steps": steps, "precision": "fp32", **batches},
         "evaluation": {"every": every, "rows": 32},
         "checkpoint": {"every": every},
     }
@@ -149,13 +144,12 @@ def start_ranks(folder: Path, options: argparse.Namespace) -> None:
         port = free.getsockname()[1]
     arguments = ["--steps", options.steps, "--every", options.every, "--ranks", options.ranks]
     command = [sys.executable, __file__, *map(str, arguments), "--folder", str(folder)]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(options.ranks))
     ranks = []
-    for rank in range(options.ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks}
-        place |= {"LOCAL_WORLD_SIZE": options.ranks, "MASTER_PORT": port}
-        environment = {name: str(value) for name, value in place.items()}
-        environment["MASTER_ADDR"] = "127.0.0.1"
-        ranks.append(subprocess.Popen(command, env=os.environ | environment))
+    for rank in map(str, range(options.ranks)):
+        environment = os.environ | {"RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(subprocess.Popen(command, env=environment))
     codes = [rank.wait() for rank in ranks]
     if any(codes):
         raise SystemExit(f"the ranks ended with {codes}")

@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ def in_a_process(
 def file_size_limit(kib: int) -> list[str]:
     """Return a prefix of a command which keeps its files below a size."""
     return ["bash", "-c", f'ulimit -f {kib}; exec "$@"', "-"]
+
+
+def wait_until(done: Callable[[], object], state: Callable[[], object], limit: float = 240) -> None:
+    """Wait until `done`; after `limit` seconds fail with the state."""
+    end = time.monotonic() + limit
+    while not done():
+        assert time.monotonic() < end, state()
+        time.sleep(0.02)
 
 
 def outside_slurm() -> dict[str, str]:

@@ -115,9 +115,8 @@ def _calls(node: ast.Call, known: dict[str, str], safe: set[str]) -> Iterator[st
         yield f"{name}(weights_only=...)"
     if name == "yaml.load" and _dotted(given.get("Loader"), known) not in safe:
         yield name
-    if last == "extractall" and constant("filter") != "data":
-        yield name
-    if last == "extract" and "tarfile" in known.values() and constant("filter") != "data":
+    unpacks = last == "extractall" or (last == "extract" and "tarfile" in known.values())
+    if unpacks and constant("filter") != "data":
         yield name
 
 
@@ -128,11 +127,7 @@ FORBIDDEN = [
     "import torch.distributed.checkpoint as dcp",
     "from torch.distributed import checkpoint",
     "from torch.distributed.checkpoint.state_dict import get_state_dict",
-    "import dill",
-    "import cloudpickle",
-    "import joblib",
-    "import marshal",
-    "import shelve",
+    *(f"import {name}" for name in ("dill", "cloudpickle", "joblib", "marshal", "shelve")),
     "from multiprocessing.connection import Listener",
     "import multiprocessing\nmultiprocessing.connection.Client(('host', 1))",
     "from multiprocessing import Manager",

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import ROOT, finished
 
-ROOT = Path(__file__).parents[1]
 USER = 65534  # nobody: the kernel's id for unknown users
 SELECTED = (
     *("data_prep/test_files.py", "data_prep/test_locks.py", "data_prep/test_prepare.py"),
@@ -35,23 +35,11 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def run(folder: Path, *arguments: object, timeout: float) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: object, timeout: float) -> subprocess.CompletedProcess[str]:
     """Run a command as USER in `folder`, without this process's environment variables."""
-    return subprocess.run(
-        [str(argument) for argument in arguments],
-        cwd=folder / "tree",
-        env={"HOME": str(folder), "PATH": "/usr/bin:/bin", "TMPDIR": str(folder)},
-        user=USER,
-        group=USER,
-        extra_groups=[],
-        umask=0o022,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    environment = {"HOME": str(folder), "PATH": "/usr/bin:/bin", "TMPDIR": str(folder)}
+    user = {"user": USER, "group": USER, "extra_groups": [], "umask": 0o022}
+    return finished(*command, cwd=folder / "tree", env=environment, timeout=timeout, **user)
 
 
 @pytest.mark.slow
@@ -66,14 +54,14 @@ def test_selected_tests_pass_for_an_unprivileged_user_with_system_python(folder:
         os.chown(path, USER, USER, follow_symlinks=False)
     made = run(folder, system, "-m", "venv", "--without-pip", folder / "env", timeout=300)
     if made.returncode:
-        pytest.skip(f"{system} makes no environment: {made.stdout}")
+        pytest.skip(f"{system} makes no environment: {made.stdout}{made.stderr}")
     packages = folder / "env" / "lib" / version / "site-packages"
     shared = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "shared.pth").write_text("\n".join([str(folder / "tree"), *shared]) + "\n")
     python = folder / "env" / "bin" / "python"
     found = run(folder, python, "-c", "import pytest, torch, transformers", timeout=300)
     if found.returncode:
-        pytest.skip(f"user {USER} cannot read the packages: {found.stdout.splitlines()[-1:]}")
+        pytest.skip(f"user {USER} cannot read the packages: {found.stderr.splitlines()[-1:]}")
 
     options = ["-p", "no:cacheprovider", "-n", "0", "--maxfail", "5"]
     selected = [Path("tests") / name for name in SELECTED]

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
-from processes import ROOT, assert_refused, outside_slurm, programs
+from processes import ROOT, assert_refused, finished, outside_slurm, programs
 
 from data_prep.disk import lock
 from launch.config import load_config
@@ -80,22 +79,17 @@ def test_the_environment_selects_the_device() -> None:
     def of(layout: Layout, zero: int | None, **given: str) -> dict[str, str]:
         return command.environment(layout, zero, timeout=300.0, cores=16, given=given)
 
-    files = {zero: str(ROOT / "launch" / "deepspeed" / f"zero{zero}.json") for zero in (1, 2)}
-    gpus = Layout(nodes=2, processes=8, device="cuda")
-    on_cpu = {"DISTIL_TIMEOUT": "300", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"}
-    zero = {"ACCELERATE_USE_DEEPSPEED": "true"}
-    assert of(gpus, None) == {"DISTIL_TIMEOUT": "300"}
-    assert of(gpus, 2) == {
-        **{"DISTIL_TIMEOUT": "300", "ACCELERATE_DEEPSPEED_CONFIG_FILE": files[2]},
-        **zero,
-    }
-    assert of(CPU, None) == {**on_cpu, "ACCELERATE_USE_CPU": "true"}
+    def deepspeed(zero: int) -> dict[str, str]:
+        file = str(ROOT / "launch" / "deepspeed" / f"zero{zero}.json")
+        return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": file}
+
+    gpus, timeout = Layout(nodes=2, processes=8, device="cuda"), {"DISTIL_TIMEOUT": "300"}
+    on_cpu = timeout | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"}
+    assert of(gpus, None) == timeout
+    assert of(gpus, 2) == timeout | deepspeed(2)
+    assert of(CPU, None) == on_cpu | {"ACCELERATE_USE_CPU": "true"}
     # Accelerate does not start DeepSpeed where ACCELERATE_USE_CPU is set.
-    assert of(CPU, 1) == {
-        **on_cpu,
-        **zero,
-        **{"ACCELERATE_DEEPSPEED_CONFIG_FILE": files[1], "DS_ACCELERATOR": "cpu"},
-    }
+    assert of(CPU, 1) == on_cpu | deepspeed(1) | {"DS_ACCELERATOR": "cpu"}
     assert of(CPU, None, OMP_NUM_THREADS="3")["OMP_NUM_THREADS"] == "3"
     assert of(replace(CPU, processes=64), None)["OMP_NUM_THREADS"] == "1"
 
@@ -105,21 +99,17 @@ def test_a_shown_line_parses_back_in_a_shell() -> None:
     code = "import os, sys; print([os.environ['EMPTY'], os.environ['PLACE'], *sys.argv[1:]])"
     arguments = ["layers=[0, 1]", "it's", "$HOME", "*", "a;b"]
     line = command.shell_line(environment, [sys.executable, "-c", code, *arguments])
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(["", "/a b/$HOME's", *arguments])
+    assert finished("bash", "-c", line).stdout.strip() == str(["", "/a b/$HOME's", *arguments])
 
 
 def test_the_sbatch_command() -> None:
     script = str(ROOT / "launch" / "slurm" / "pretrain.sbatch")
     gpus = Layout(nodes=4, processes=8, device="cuda")
-    assert command.sbatch(gpus, Path("c/rxn.yaml"), ["--gpus", "8"]) == [
-        *("sbatch", "--job-name=distil-rxn", "--nodes=4", "--gpus-per-node=8"),
-        *("--cpus-per-task=32", script, "c/rxn.yaml", "--gpus", "8"),
-    ]
-    assert command.sbatch(CPU, Path("c/rxn.yaml"), []) == [
-        *("sbatch", "--job-name=distil-rxn", "--nodes=1"),
-        *("--cpus-per-task=2", script, "c/rxn.yaml"),
-    ]
+    found = command.sbatch(gpus, Path("c/rxn.yaml"), ["--gpus", "8"])
+    job = "sbatch --job-name=distil-rxn --nodes=4 --gpus-per-node=8 --cpus-per-task=32"
+    assert found == [*job.split(), script, "c/rxn.yaml", "--gpus", "8"]
+    job = "sbatch --job-name=distil-rxn --nodes=1 --cpus-per-task=2"
+    assert command.sbatch(CPU, Path("c/rxn.yaml"), []) == [*job.split(), script, "c/rxn.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -183,15 +173,14 @@ def test_a_dry_run_of_several_nodes_shows_each(distil: Distil, run: Path) -> Non
     assert code == 0
     lines = [shlex.split(line, comments=True) for line in out.splitlines()]
     commands = [line[line.index(sys.executable) :] for line in lines if line]
+    arguments = [str(run), "train.precision=fp32", "train.micro_batch_size=8"]
     assert commands == [
         [
             *TORCHRUN,
             *("--nnodes", "2", "--node-rank", rank, "--master-addr", "[::1]"),
             *("--master-port", "4711", "--rdzv-conf", "timeout=330", "--nproc-per-node", "2"),
-            *("--max-restarts", "0"),
-            *SIGNALS,
-            *("--shutdown-timeout", "60", command.ENTRY, "launch", "pretrain", str(run)),
-            *("train.precision=fp32", "train.micro_batch_size=8"),
+            *("--max-restarts", "0", *SIGNALS, "--shutdown-timeout", "60"),
+            *(command.ENTRY, "launch", "pretrain", *arguments),
         ]
         for rank in ("0", "1")
     ]

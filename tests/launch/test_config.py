@@ -57,7 +57,9 @@ def test_a_run_has_fewer_than_ninety_keys() -> None:
 
 
 def test_overrides_reach_nested_keys_and_lists(tmp_path: Path) -> None:
-    config = load(tmp_path, RUN, "train.max_steps=7", "student.init=[0, 2]", "teacher=x@y")
+    overrides = ("train.max_steps=7", "student.init=[0, 2]", "teacher=x@y", "optimizer.eps=1e-6")
+    config = load(tmp_path, RUN, *overrides)
+    assert config.optimizer.eps == 1e-6  # an exponent without a dot
     assert config.train.max_steps == 7
     assert config.student.init == (0, 2)
     assert config.teacher == "x@y"
@@ -67,10 +69,6 @@ def test_overrides_reach_nested_keys_and_lists(tmp_path: Path) -> None:
 
 def test_an_objective_without_a_name_is_the_default_one(tmp_path: Path) -> None:
     assert load(tmp_path, RUN, "objective.kl=0").objective.model_dump()["kl"] == 0
-
-
-def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
-    assert load(tmp_path, RUN, "optimizer.eps=1e-6").optimizer.eps == 1e-6
 
 
 @pytest.mark.parametrize(

@@ -25,52 +25,41 @@ def _rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        (URL, "https://host.invalid/data"),
-        ("at https://me:p@h:80/x?a=b#c, then", "at https://h:80/x then"),
-        ("s3://key:secret@bucket/a?.jsonl", "s3://bucket/a?.jsonl"),
-        ("'gs://b/x?token=abc' is", "'gs://b/x' is"),
-        ("https:/me:p@h/x", "https:/h/x"),
-        ("'https://me:word'. Use", "'https://'. Use"),
-        (
-            "http://host:80/x hf://datasets/me/data@main",
-            "http://host:80/x hf://datasets/me/data@main",
-        ),
-        ("a/b@main, me@host.org: x=y?", "a/b@main, me@host.org: x=y?"),
-    ],
-    ids=[
-        *("user and query", "port and fragment", "a glob", "a token", "one slash", "no host"),
-        *("nothing", "no URL"),
-    ],
-)
+MASKED = {
+    "user and query": (URL, "https://host.invalid/data"),
+    "port and fragment": ("at https://me:p@h:80/x?a=b#c, then", "at https://h:80/x then"),
+    "a glob": ("s3://key:secret@bucket/a?.jsonl", "s3://bucket/a?.jsonl"),
+    "a token": ("'gs://b/x?token=abc' is", "'gs://b/x' is"),
+    "one slash": ("https:/me:p@h/x", "https:/h/x"),
+    "no host": ("'https://me:word'. Use", "'https://'. Use"),
+    "nothing": ("http://host:80/x hf://datasets/me/data@main",) * 2,
+    "no URL": ("a/b@main, me@host.org: x=y?",) * 2,
+}
+
+
+@pytest.mark.parametrize(("text", "shown"), MASKED.values(), ids=MASKED)
 def test_only_credentials_of_urls_are_masked(text: str, shown: str) -> None:
     assert masked(text) == shown
 
 
-@pytest.mark.parametrize(
-    ("command", "changes", "options"),
-    [
-        ("prepare", {"row_length": URL}, []),
-        ("prepare", {"tokenizer": URL}, []),
-        ("prepare", {URL: 1}, []),
-        ("prepare", {"sources": [{"kind": "text", "path": "x", "licence": [URL]}]}, []),
-        ("prepare", {"sources": [{"kind": URL, "path": "x"}]}, []),
-        ("prepare", {}, [f"sources.{URL}=1"]),
-        ("prepare", {}, [f"{URL}"]),
-        ("prepare", {}, [f"row_length=[{URL}"]),
-        ("pretrain", {"teacher": URL}, []),
-        ("pretrain", {"teacher": URL.replace("https", "s3")}, []),
-        ("pretrain", {"shards": URL}, []),
-        ("launch", {"shards": URL}, ["--hardware", "cpu"]),
-        ("launch", {"shards": "x"}, ["--hardware", "cpu", f"teacher={URL}"]),
-    ],
-    ids=[
-        *("a number", "a tokenizer", "a key", "a list", "a kind", "a path of keys", "an override"),
-        *("a value", "a teacher", "a teacher on s3", "shards", "a launch's shards", "a launch"),
-    ],
-)
+MISTAKES: dict[str, tuple[str, dict[str, object], list[str]]] = {
+    "a number": ("prepare", {"row_length": URL}, []),
+    "a tokenizer": ("prepare", {"tokenizer": URL}, []),
+    "a key": ("prepare", {URL: 1}, []),
+    "a list": ("prepare", {"sources": [{"kind": "text", "path": "x", "licence": [URL]}]}, []),
+    "a kind": ("prepare", {"sources": [{"kind": URL, "path": "x"}]}, []),
+    "a path of keys": ("prepare", {}, [f"sources.{URL}=1"]),
+    "an override": ("prepare", {}, [URL]),
+    "a value": ("prepare", {}, [f"row_length=[{URL}"]),
+    "a teacher": ("pretrain", {"teacher": URL}, []),
+    "a teacher on s3": ("pretrain", {"teacher": URL.replace("https", "s3")}, []),
+    "shards": ("pretrain", {"shards": URL}, []),
+    "a launch's shards": ("launch", {"shards": URL}, ["--hardware", "cpu"]),
+    "a launch": ("launch", {"shards": "x"}, ["--hardware", "cpu", f"teacher={URL}"]),
+}
+
+
+@pytest.mark.parametrize(("command", "changes", "options"), MISTAKES.values(), ids=MISTAKES)
 @pytest.mark.usefixtures("_rank")
 def test_a_mistake_with_a_url_shows_no_password(
     command: str,

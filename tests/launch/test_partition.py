@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from processes import ROOT
+from processes import ROOT, wait_until
 from small_corpora import write
 
 TIMEOUT = 10  # seconds, of collective operations
@@ -43,19 +43,14 @@ class Node:
         self.name = f"distil-{uuid4().hex[:8]}-{rank}"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def make(self) -> None:
-        command("ip", "netns", "add", self.name)
-        command("ip", "netns", "exec", self.name, "ip", "link", "set", "lo", "up")
-
-    def connect(self, address: str) -> None:
-        command("ip", "-n", self.name, "address", "add", address, "dev", CABLE)
-        self.plug()
+    def ip(self, *arguments: str) -> str:
+        return command("ip", "-n", self.name, *arguments)
 
     def plug(self) -> None:
-        command("ip", "-n", self.name, "link", "set", CABLE, "up")
+        self.ip("link", "set", CABLE, "up")
 
     def pull(self) -> None:
-        command("ip", "-n", self.name, "link", "set", CABLE, "down")
+        self.ip("link", "set", CABLE, "down")
 
     def pids(self) -> list[int]:
         return [int(pid) for pid in command("ip", "netns", "pids", self.name).split()]
@@ -76,12 +71,6 @@ class Node:
                 start_new_session=True,
             )
 
-    @property
-    def code(self) -> int | None:
-        """Return the launcher's exit code; None while it runs."""
-        assert self.process is not None
-        return self.process.poll()
-
     def remove(self) -> None:
         """End all that runs here, and the namespace."""
         with suppress(subprocess.CalledProcessError):  # it was never made
@@ -99,8 +88,13 @@ class Node:
 class Nodes:
     """Hold both nodes and their common runs."""
 
-    def __init__(self, near: Node, far: Node) -> None:
-        self.near, self.far, self.both = near, far, (near, far)
+    def __init__(self) -> None:
+        self.near, self.far = self.both = (Node(0), Node(1))
+
+    @property
+    def codes(self) -> list[int | None]:
+        """Return the launchers' exit codes; None while one runs."""
+        return [node.process.poll() for node in self.both if node.process]
 
     def launch(self, config: Path, output: Path, *options: str) -> None:
         for node in self.both:
@@ -110,18 +104,14 @@ class Nodes:
         """Wait until a run has made so many steps."""
         end = time.monotonic() + LONG
         while not (made := history(output)) or made[-1]["step"] < step:
-            codes = [node.code for node in self.both]
-            assert time.monotonic() < end and codes == [None, None], (codes, screens(output))
+            assert time.monotonic() < end and self.codes == [None, None], screens(output)
             time.sleep(0.01)
 
     def end(self, limit: float, output: Path) -> list[int | None]:
         """Return the exit codes; assert that no process is left."""
-        end = time.monotonic() + limit
-        while any(node.code is None for node in self.both):
-            assert time.monotonic() < end, screens(output)
-            time.sleep(0.05)
+        wait_until(lambda: None not in self.codes, lambda: screens(output), limit)
         assert [node.pids() for node in self.both] == [[], []]
-        return [node.code for node in self.both]
+        return self.codes
 
     @contextmanager
     def holders(self, output: Path) -> Iterator[set[tuple[str, ...]]]:
@@ -153,20 +143,23 @@ def two_nodes() -> Iterator[Nodes]:
     """Make two namespaces and their link; remove them with all their processes afterwards."""
     if shutil.which("ip") is None:
         pytest.skip("network namespaces need the ip command")
-    near, far = Node(0), Node(1)
+    nodes = Nodes()
+    near, far = nodes.both
     with ExitStack() as stack:
-        for node in (near, far):
+        for node in nodes.both:
             stack.callback(node.remove)
         try:
-            near.make()
-            far.make()
+            for node in nodes.both:
+                command("ip", "netns", "add", node.name)
+                node.ip("link", "set", "lo", "up")
             pair = ["add", CABLE, "netns", near.name, "type", "veth", "peer", "name", CABLE]
             command("ip", "link", *pair, "netns", far.name)
-            near.connect(f"{HEAD}/24")
-            far.connect("10.77.0.2/24")
+            for node, address in ((near, HEAD), (far, "10.77.0.2")):
+                node.ip("address", "add", f"{address}/24", "dev", CABLE)
+                node.plug()
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-        yield Nodes(near, far)
+        yield nodes
 
 
 @pytest.fixture

@@ -3,29 +3,22 @@
 import os
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
 import pytest
+from processes import ROOT, wait_until
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-ROOT = Path(__file__).parents[2]
 NOBODY = 65534
-START = 240  # seconds for processes to start on a busy machine
 context = get_context("fork")  # as root, so that the libraries need not be readable for others
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs two users"),
 ]
-
-
-def answers(port: int) -> bool:
-    """Return True if another user can read and write a torch store at this port."""
-    return as_nobody(_write, port)
 
 
 def as_nobody(action, *arguments) -> bool:  # type: ignore[no-untyped-def]
@@ -50,6 +43,7 @@ def _other_user(action, *arguments) -> None:  # type: ignore[no-untyped-def]
 
 
 def _write(port: int) -> None:
+    """Write to a torch store at this port, and read it back."""
     store = TCPStore(
         "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
     )
@@ -63,8 +57,8 @@ def _open(path: str) -> None:
 
 def test_the_check_finds_a_tcp_store() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert answers(store.port)
-    assert not answers(1)
+    assert as_nobody(_write, store.port)
+    assert not as_nobody(_write, 1)
 
 
 def test_another_user_reaches_no_store_of_a_launch(run: Path, tmp_path: Path) -> None:
@@ -74,23 +68,21 @@ def test_another_user_reaches_no_store_of_a_launch(run: Path, tmp_path: Path) ->
     with screen.open("wb") as file:
         launch = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     try:
-        end = time.monotonic() + START
-        while "step 3/" not in screen.read_text():
-            assert launch.poll() is None and time.monotonic() < end, screen.read_text()
-            time.sleep(0.2)
+        wait_until(lambda: "step 3/" in screen.read_text() or launch.poll(), screen.read_text)
+        assert launch.poll() is None, screen.read_text()
         family = [psutil.Process(launch.pid), *psutil.Process(launch.pid).children(recursive=True)]
         ranks = [process.environ() for process in family if "RANK" in process.environ()]
         assert {rank["RANK"] for rank in ranks} == {"0", "1"}
         connections = [c for process in family for c in process.net_connections("inet")]
         ports = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
         assert len(ports) >= 2  # gloo's, one of each rank
-        assert [port for port in ports if answers(port)] == []
+        assert [port for port in ports if as_nobody(_write, port)] == []
         folder = Path(ranks[0]["DISTIL_HEARTBEATS"])
         stores = [path for path in folder.iterdir() if path.name in ("rendezvous", "store")]
         assert len(stores) == 2
         for path in [folder, folder.parent, *stores]:
             assert not as_nobody(_open, str(path)), path
         launch.terminate()
-        assert launch.wait(START) == 75
+        assert launch.wait(240) == 75
     finally:
         launch.kill()

@@ -5,13 +5,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from processes import ROOT, outside_slurm, programs
+from processes import ROOT, outside_slurm, programs, wait_until
 
 from pretrain.monitor.status import read_status
 
@@ -88,10 +87,8 @@ def test_a_signal_saves_and_the_requeued_job_continues(run: Path, tmp_path: Path
 def signal_the_step(folder: Path, *, after: int) -> None:
     """Send SIGUSR1 to every process of the step, as Slurm does, once `after` steps are done."""
     metrics = folder / "out" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < after:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(metrics.exists, metrics.exists)
+    wait_until(lambda: len(metrics.read_text().splitlines()) >= after, metrics.read_text)
     step = psutil.Process(int((folder / "log.step").read_text()))
     for process in [step, *step.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):

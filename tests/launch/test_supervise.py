@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import ROOT, wait_until
 
 from data_prep.disk.locks import this_process
 from launch.torchrun.attempt import Ended, Tail
@@ -29,7 +30,6 @@ from launch.torchrun.supervise import _remove_abandoned, exit_code, may_restart,
 from launch.torchrun.watch import Beat, Cause, Watch
 from pretrain.monitor.status import read_status, write_status
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 60  # seconds for what is promised
 START = 240  # seconds for processes to start on a busy machine
 ENDLESS = (ENTRY, "worker", "1000000")
@@ -67,15 +67,11 @@ class Supervised:
         arguments = (output, ranks, list(command), options)
         self.process = context.Process(target=under_supervision, args=arguments)
         self.process.start()
+        self.pid: Any = self.process.pid
 
     @property
     def screen(self) -> str:
         return (self.output.parent / "screen").read_text()
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
 
     def log(self, rank: int, attempt: int = 1) -> str:
         return (self.output / f"logs/it/attempt-{attempt}/rank-{rank:05d}.log").read_text()
@@ -361,10 +357,7 @@ def test_no_process_outlives_the_supervisor(start: Start) -> None:
     run = start(2, until=UNDER_WAY)
     assert len(run.started()) == 3  # torchrun and its ranks
     os.kill(run.pid, signal.SIGKILL)
-    end = time.monotonic() + LIMIT
-    while run.started():
-        assert time.monotonic() < end, run.started()
-        time.sleep(0.1)
+    wait_until(lambda: not run.started(), run.started, LIMIT)
 
 
 def test_a_diverged_run_is_one_line_despite_an_older_status_file(
@@ -434,6 +427,9 @@ def test_only_folders_of_killed_supervisors_of_this_user_are_removed(
     assert (tmp_path / "distil-shared" / "mine.txt").exists()
 
 
+Code = int | None  # None: it was killed, or said nothing
+
+
 @pytest.mark.parametrize(
     ("code", "failed", "forced", "said", "stopped", "saved", "expected"),
     [
@@ -453,13 +449,7 @@ def test_only_folders_of_killed_supervisors_of_this_user_are_removed(
     ],
 )
 def test_exit_codes(
-    code: int | None,
-    failed: bool,
-    forced: bool,
-    said: int | None,
-    stopped: bool,
-    saved: bool,
-    expected: int,
+    code: Code, failed: bool, forced: bool, said: Code, stopped: bool, saved: bool, expected: int
 ) -> None:
     ended = Ended(code=code, failed=failed, forced=forced, cause=Cause("", 0))
     assert exit_code(ended, said, stopped=stopped, saved=saved) == expected
