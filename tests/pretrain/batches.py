@@ -1,11 +1,21 @@
 """Build the micro-batches that tests of the training step share."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from pretrain.data.masking import Masking
 from pretrain.model.distillation import MicroBatch, micro_batch
+from pretrain.objectives.terms import Term
+
+
+def mean_coefficients(terms: Sequence[Term], batch: MicroBatch, **options: Any) -> Tensor:
+    """Return weight / count of each term, which makes the loss the weighted sum of means."""
+    counts = {"tokens": batch.num_tokens, "masked": batch.num_masked}
+    return torch.tensor([term.weight / counts[term.over] for term in terms], **options)
 
 
 def masked_batch(ids: Tensor) -> MicroBatch:

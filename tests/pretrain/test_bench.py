@@ -12,8 +12,15 @@ import torch
 import yaml
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+Distil = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
 TINY = ["--layers", "2", "--width", "32", "--row-length", "16", "--micro-batch", "2"]
+
+
+def assert_refused(ended: tuple[int, str, str], *parts: str) -> None:
+    code, _, err = ended
+    assert code == 2 and len(err.strip().splitlines()) == 1, err
+    assert all(part in err for part in parts), err
 
 
 def assert_whole(step: dict[str, Any], *more: str) -> None:
@@ -23,7 +30,7 @@ def assert_whole(step: dict[str, Any], *more: str) -> None:
 
 
 def test_synthetic_models_are_measured_without_files(
-    tmp_path: Path, distil: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, distil: Distil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "figures" / "bench.json"
     monkeypatch.chdir(tmp_path)
@@ -58,34 +65,29 @@ def test_synthetic_models_are_measured_without_files(
 
 
 @pytest.fixture
-def config(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> dict[str, Any]:
+def config(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> Path:
     save_teacher(tmp_path / "teacher")
-    return {
+    values = {
         "output": str(tmp_path / "run"),
         "shards": str(corpus),
         "teacher": str(tmp_path / "teacher"),
         "objective": {"temperature": 3.0, "kl_positions": "masked"},
         "train": {"precision": "bf16", "micro_batch_size": 4, "global_batch_size": 8},
     }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return tmp_path / "run.yaml"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "auto"])
 def test_a_config_is_measured_as_it_trains(
-    precision: str,
-    tmp_path: Path,
-    config: dict[str, Any],
-    distil: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
+    precision: str, tmp_path: Path, config: Path, distil: Distil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text("flags : amx_bf16 amx_tile\n", encoding="utf-8")
     monkeypatch.setattr("pretrain.device.precision.CPUINFO", tmp_path / "cpuinfo")
-    config["train"]["precision"] = precision
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    changes = f"train.precision={precision}", "student.num_layers=1"
     file = tmp_path / "bench.json"
-    code, out, err = distil(
-        *("bench", tmp_path / "run.yaml", "student.num_layers=1", "--documents"),
-        *("--repeats", 1, "--json", file),
-    )
+    options = ("--documents", "--repeats", 1, "--json", file)
+    code, out, err = distil("bench", config, *changes, *options)
     assert code == 0, out + err
     report = json.loads(file.read_text(encoding="utf-8"))
     [row], [documents] = report["rows"], report["documents"]
@@ -109,24 +111,18 @@ def test_a_config_is_measured_as_it_trains(
     ],
 )
 def test_mistakes_are_reported_in_one_line(
-    distil: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    parts: list[str],
+    distil: Distil, monkeypatch: pytest.MonkeyPatch, arguments: list[str], parts: list[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, _, err = distil("bench", *arguments)
-    assert code == 2 and len(err.strip().splitlines()) == 1, err
-    assert all(part in err for part in parts), err
+    assert_refused(distil("bench", *arguments), *parts)
 
 
 def test_an_unwritable_file_is_refused_before_anything_is_measured(
-    tmp_path: Path, distil: Callable[..., tuple[int, str, str]]
+    tmp_path: Path, distil: Distil
 ) -> None:
-    code, out, err = distil("bench", "--synthetic", *TINY, "--json", tmp_path)
-    assert code == 2 and len(err.strip().splitlines()) == 1, err
-    assert str(tmp_path) in err and "directory" in err
-    assert "measuring" not in out and "the same function" not in out
+    ended = distil("bench", "--synthetic", *TINY, "--json", tmp_path)
+    assert_refused(ended, str(tmp_path), "directory")
+    assert "measuring" not in ended[1] and "the same function" not in ended[1]
 
 
 @pytest.mark.parametrize(
@@ -141,13 +137,8 @@ def test_an_unwritable_file_is_refused_before_anything_is_measured(
     ],
 )
 def test_a_config_that_cannot_be_measured_is_refused_in_one_line(
-    tmp_path: Path,
-    config: dict[str, Any],
-    distil: Callable[..., tuple[int, str, str]],
-    change: dict[str, Any],
-    parts: list[str],
+    config: Path, distil: Distil, change: dict[str, Any], parts: list[str]
 ) -> None:
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config | change), encoding="utf-8")
-    code, _, err = distil("bench", tmp_path / "run.yaml")
-    assert code == 2 and len(err.strip().splitlines()) == 1, err
-    assert all(part in err for part in parts), err
+    values = yaml.safe_load(config.read_text(encoding="utf-8")) | change
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
+    assert_refused(distil("bench", config), *parts)

@@ -152,7 +152,7 @@ def test_a_compiled_run_equals_the_uncompiled_one_and_compiles_once(settings: Se
 def test_an_interrupted_compiled_run_is_identical_to_the_uninterrupted_one(
     settings: Settings,
 ) -> None:
-    """With dropout, other rows at the first compilation, and evaluations in between."""
+    """Run with dropout, other rows at the first compilation, and evaluations in between."""
     whole, parts = (settings(name, 0.1, compile=True) for name in ("whole", "parts"))
     run(whole)
     run(parts, stop_after=1)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from batches import masked_batch
+from batches import masked_batch, mean_coefficients
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
@@ -51,11 +51,9 @@ def module(models: Sequence[Any], objective: DistilBert) -> Distillation:
     return Distillation(student, teacher, objective.terms(), pad_id=PAD)
 
 
-def coefficients(distillation: Distillation, batch: MicroBatch) -> Tensor:
-    """Return weight / count, which makes the loss the weighted sum of means."""
-    counts = {"tokens": batch.num_tokens, "masked": batch.num_masked}
-    values = [term.weight / counts[term.over] for term in distillation.terms]
-    return torch.tensor(values, dtype=torch.float64)
+def step(distillation: Distillation, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of means and the terms' sums."""
+    return distillation(*batch, mean_coefficients(distillation.terms, batch, dtype=torch.float64))
 
 
 def expected(
@@ -64,10 +62,7 @@ def expected(
     """Compute means over all tokens or masked ones, document by document."""
     student, teacher = models
     t = objective.temperature
-    labels = torch.full_like(batch.input_ids, -100)
-    for row, slots in enumerate(batch.positions.tolist()):
-        for position, label in zip(slots, batch.labels[row].tolist(), strict=True):
-            labels[row, position] = label
+    labels = torch.full_like(batch.input_ids, -100).scatter(1, batch.positions, batch.labels)
     kl_all, kl_masked, mlm, cosine = [], [], [], []
     for row, row_documents in enumerate(documents):
         start = 0
@@ -95,11 +90,8 @@ def expected(
     terms = [weight * means[name] for name, weight in weights(objective).items()]
     loss = torch.stack(terms).sum()
     names, parameters = zip(*student.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    gradients = {
-        name: torch.zeros_like(parameter) if gradient is None else gradient
-        for name, parameter, gradient in zip(names, parameters, found, strict=True)
-    }
+    found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    gradients = dict(zip(names, found, strict=True))
     return Expected({k: v.detach() for k, v in means.items()}, loss.detach(), gradients)
 
 
@@ -152,7 +144,7 @@ def test_loss_terms_and_gradients(
     kept = {name for name, weight in weights(objective).items() if weight}
     assert {term.name for term in distillation.terms} == kept
 
-    loss, sums = distillation(*batch, coefficients(distillation, batch))
+    loss, sums = step(distillation, batch)
     loss.backward()
     assert loss.item() == pytest.approx(reference.loss.item(), rel=1e-6)
     assert not sums.requires_grad
@@ -171,13 +163,12 @@ def test_the_weights_of_the_paper() -> None:
 def test_the_tied_embedding_gets_both_gradients(
     models: Models, batch: MicroBatch, documents: list[Row]
 ) -> None:
-    """Words absent from the input are reached by the head alone, words in it by both ends."""
+    """Check words absent from the input, which the head alone reaches, and words in it."""
     student, _ = models
     embedding = student.distilbert.embeddings.word_embeddings.weight
     assert student.vocab_projector.weight is embedding
     reference = expected(models, batch, documents, DistilBert()).gradients
-    distillation = module(models, DistilBert())
-    distillation(*batch, coefficients(distillation, batch))[0].backward()
+    step(module(models, DistilBert()), batch)[0].backward()
     gradient, exact = embedding.grad, reference["distilbert.embeddings.word_embeddings.weight"]
     present = set(batch.input_ids.flatten().tolist())
     absent = [i for i in range(200) if i not in present]
@@ -190,12 +181,12 @@ def test_the_tied_embedding_gets_both_gradients(
 def test_fp32_and_autocast_are_close_to_fp64(
     tiny_bert: Make, tiny_distilbert: Make, batch: MicroBatch, documents: list[Row]
 ) -> None:
-    """fp32 to 1e-4 of each gradient; bf16 autocast to 2e-2 of the loss and 10 % of the norm."""
+    """Compare fp32 to 1e-4 of a gradient; bf16 autocast to 2e-2 of the loss, 10 % of the norm."""
     exact = (tiny_distilbert().double(), tiny_bert().requires_grad_(False).double())
     reference = expected(exact, batch, documents, DistilBert())
     models = (tiny_distilbert(), tiny_bert().requires_grad_(False))
     distillation = module(models, DistilBert())
-    factors = coefficients(distillation, batch).float()
+    factors = mean_coefficients(distillation.terms, batch)
     loss, _ = distillation(*batch, factors)
     loss.backward()
     assert loss.item() == pytest.approx(reference.loss.item(), rel=1e-5)
@@ -213,10 +204,9 @@ def test_fp32_and_autocast_are_close_to_fp64(
 
 def test_no_gradient_under_no_grad(models: Models, batch: MicroBatch) -> None:
     distillation = module(models, DistilBert())
-    factors = coefficients(distillation, batch)
     with torch.no_grad():
-        silent, sums = distillation(*batch, factors)
-    loss, same = distillation(*batch, factors)
+        silent, sums = step(distillation, batch)
+    loss, same = step(distillation, batch)
     assert loss.requires_grad and not silent.requires_grad
     assert silent.item() == pytest.approx(loss.item(), rel=1e-12)
     np.testing.assert_allclose(sums, same, rtol=1e-12)
@@ -228,7 +218,7 @@ def test_micro_batches_sum_to_the_batch(
     """Run rows one by one with the whole step's counts: every token has the same weight."""
     reference = expected(models, batch, documents, DistilBert())
     distillation = module(models, DistilBert())
-    factors = coefficients(distillation, batch)
+    factors = mean_coefficients(distillation.terms, batch, dtype=torch.float64)
     total = 0.0
     for row in range(3):
         tensors = (tensor[row : row + 1] for tensor in batch[:3])
@@ -248,7 +238,7 @@ def test_the_teacher_is_no_part_of_the_module(models: Models, batch: MicroBatch)
     assert all(name.startswith("student.") for name in distillation.state_dict())
     distillation.train()
     assert not teacher.training
-    distillation(*batch, coefficients(distillation, batch))[0].backward()
+    step(distillation, batch)[0].backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert all((before[name] == tensor).all() for name, tensor in teacher.state_dict().items())
 
@@ -264,7 +254,6 @@ def test_the_teacher_runs_only_where_a_term_needs_it(
     calls = []
     models[1].register_forward_pre_hook(lambda *inputs: calls.append(inputs))
     models[1].bert.register_forward_pre_hook(lambda *inputs: calls.append(inputs))
-    distillation = module(models, DistilBert.model_validate(weights))
-    loss, _ = distillation(*batch, coefficients(distillation, batch))
+    loss, _ = step(module(models, DistilBert.model_validate(weights)), batch)
     assert bool(calls) == runs
     loss.backward()

@@ -248,7 +248,7 @@ def test_a_snapshot_is_of_the_moment_it_was_taken() -> None:
 def test_a_trial_leaves_nothing_behind_and_is_believed(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`auto` within a limit finds fewer rows than fit the GPU, and the run succeeds with them."""
+    """Check that `auto` within a limit finds fewer rows than fit the GPU and trains with them."""
     auto, number = settings("auto", precision="fp32"), settings("number", precision="fp32")
     found = made(auto)
     number["train"]["micro_batch_size"] = recorded(auto)["micro_batch_size"]
@@ -272,7 +272,7 @@ def test_a_trial_leaves_nothing_behind_and_is_believed(
 
 
 def test_nccl_has_the_time_limit_and_trains(settings: Settings, tmp_path: Path) -> None:
-    """One rank is a world for NCCL; a second needs a GPU of its own."""
+    """Start a rank for each GPU, at most two: one rank is a world for NCCL."""
     world = min(2, torch.cuda.device_count())
     values = settings("nccl", precision="fp32", micro_batch_size=4)
     environment = {"DISTIL_TIMEOUT": "77", "NCCL_SOCKET_IFNAME": "lo"}

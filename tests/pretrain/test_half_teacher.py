@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import masked_batch
+from batches import masked_batch, mean_coefficients
 from results import state
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -98,10 +98,8 @@ def test_a_step_with_a_half_teacher_is_close_to_fp64(
         student: DistilBertForMaskedLM, teacher: BertForMaskedLM, *, autocast: bool
     ) -> tuple[Tensor, Tensor]:
         module = Distillation(student, teacher.requires_grad_(False), objective.terms(), pad_id=0)
-        counts = {"tokens": batch.num_tokens, "masked": batch.num_masked}
-        factors = torch.tensor([term.weight / counts[term.over] for term in module.terms])
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss, sums = module(*batch, factors)
+            loss, sums = module(*batch, mean_coefficients(module.terms, batch))
         loss.backward()
         gradients = [p.grad.double().flatten() for p in student.parameters() if p.grad is not None]
         return torch.cat([loss.detach()[None], sums]).double(), torch.cat(gradients)

@@ -76,26 +76,19 @@ def tile(values: Tensor, dtype: torch.dtype, padding: int) -> Tensor:
 
 def exact(s: Tensor, t: Tensor, labels: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
     """Return (KL [n], cross-entropy [m], gradient of their weighted sum [n, V]) in fp64."""
-
-    def softmax(x: Tensor) -> Tensor:
-        powers = (x - x.max(-1, keepdim=True).values).exp()
-        return powers / powers.sum(-1, keepdim=True)
-
-    s, t = s.double().cpu(), t.double().cpu()
-    q, p, r = softmax(s / TEMPERATURE), softmax(t / TEMPERATURE), softmax(s)
-    kl = TEMPERATURE**2 * (p * (p.log() - q.log())).sum(-1)
-    gradient = torch.zeros_like(s)
-    if weights.kl_n is not None:
-        gradient += TEMPERATURE * weights.kl_n.double().cpu()[:, None] * (q - p)
+    s, t = s.double().cpu().requires_grad_(), t.double().cpu()
+    log_p, log_q = ((x / TEMPERATURE).log_softmax(-1) for x in (t, s))
+    kl = TEMPERATURE**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
     cross_entropy = torch.zeros(len(labels), dtype=torch.float64)
     for row, label in enumerate(labels.tolist()):
         if label >= 0:
-            cross_entropy[row] = -r[row, label].log()
-            if weights.cross_entropy_m is not None:
-                weight = weights.cross_entropy_m[row].item()
-                gradient[row] += weight * r[row]
-                gradient[row, label] -= weight
-    return kl, cross_entropy, gradient
+            cross_entropy[row] = -s[row].log_softmax(-1)[label]
+    total = torch.zeros((), dtype=torch.float64)
+    for values, given in ((kl, weights.kl_n), (cross_entropy, weights.cross_entropy_m)):
+        if given is not None:
+            total = total + values @ given.double().cpu()
+    (gradient,) = torch.autograd.grad(total, s)
+    return kl.detach(), cross_entropy.detach(), gradient
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -229,7 +222,7 @@ def head_errors(kl_over: Count, dtype: torch.dtype, num_labels: int, chunk: int)
 @DTYPES
 @pytest.mark.parametrize("chunk", [4, 512])
 def test_head(call: Call, dtype: torch.dtype, chunk: int) -> None:
-    """Chunks with labels everywhere, at the beginning, and nowhere."""
+    """Check chunks with labels everywhere, at the beginning, and nowhere."""
     assert max(call(head_errors, "tokens", dtype, 6, chunk)) <= TOLERANCE[dtype]
 
 
@@ -237,7 +230,7 @@ def test_head(call: Call, dtype: torch.dtype, chunk: int) -> None:
 @needs_triton
 @DTYPES
 def test_the_kernel_as_a_gpu_runs_it(dtype: torch.dtype) -> None:
-    """The tests above run there, too, where there is one that can; this one says if none could."""
+    """Repeat the tests above, which a GPU that can runs, too; skip if it cannot."""
     if not ON_GPU:
         pytest.skip("the kernel needs compute capability 8.0")
     for vocabulary in SIZES:
@@ -248,7 +241,7 @@ def test_the_kernel_as_a_gpu_runs_it(dtype: torch.dtype) -> None:
 
 @needs_triton
 def test_head_with_kl_over_masked_positions_or_no_labels(call: Call) -> None:
-    """Positions of weight 0, and a micro-batch in which nothing is masked."""
+    """Check positions of weight 0, and a micro-batch in which nothing is masked."""
     assert max(call(head_errors, "masked", torch.float32, 6, 4)) <= 1e-5
     loss, sums, *_ = call(head, "tokens", torch.float32, "triton", 0)
     assert sums[1] == 0 and loss == pytest.approx(0.7 * sums[0].item())
@@ -279,7 +272,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiles_for_gpus(
     capability: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one: 16-byte loads and stores, no register spilled, two programs a multiprocessor."""
+    """Check 16-byte loads and stores, no register spilled, two programs a multiprocessor."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver

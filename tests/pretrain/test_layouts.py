@@ -118,7 +118,7 @@ def test_zero_agrees_with_one_process(
 def test_zero_computes_in_the_runs_precision_where_deepspeed_sees_autocast(
     settings: Settings,
 ) -> None:
-    """On a GPU DeepSpeed's engine ends an autocast around its forward pass."""
+    """Check ZeRO's loss: DeepSpeed's engine ends an autocast around its forward pass on a GPU."""
     found = {}
     for name, precision, work in (
         ("fp32", "fp32", rank_work.once),

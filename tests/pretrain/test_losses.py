@@ -1,13 +1,13 @@
 """Compare the losses with their formulas in numpy, fp64."""
 
 import math
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pretrain.evaluate import is_correct
 from pretrain.objectives.terms import cosine_distance, cross_entropy, kl_divergence
@@ -15,6 +15,8 @@ from pretrain.objectives.terms import cosine_distance, cross_entropy, kl_diverge
 pytestmark = pytest.mark.usefixtures("one_thread")
 Array = NDArray[np.float64]
 N, V, D = 13, 41, 17
+LABELS = np.random.default_rng(3).integers(0, V, N)
+LABELS[[0, 5]] = -100
 
 
 def draw(seed: int, *shape: int, scale: float = 3.0) -> Array:
@@ -27,14 +29,14 @@ def log_softmax(x: Array) -> Array:
 
 
 def kl_formula(student: Array, teacher: Array, t: float) -> tuple[Array, Array]:
-    """T^2 sum_v p (log p - log q), and its gradient T (q - p)."""
+    """Return T^2 sum_v p (log p - log q), and its gradient T (q - p)."""
     log_p, log_q = log_softmax(teacher / t), log_softmax(student / t)
     value = t * t * (np.exp(log_p) * (log_p - log_q)).sum(-1)
     return value, t * (np.exp(log_q) - np.exp(log_p))
 
 
 def ce_formula(logits: Array, labels: NDArray[np.int64]) -> tuple[Array, Array]:
-    """-log q[label], and its gradient q - onehot; both 0 where the label is -100."""
+    """Return -log q[label], and its gradient q - onehot; both 0 where the label is -100."""
     log_q = log_softmax(logits)
     used = labels != -100
     safe = np.where(used, labels, 0)
@@ -43,76 +45,47 @@ def ce_formula(logits: Array, labels: NDArray[np.int64]) -> tuple[Array, Array]:
 
 
 def cosine_formula(s: Array, t: Array) -> tuple[Array, Array]:
-    """1 - s.t / |s||t|, and its gradient (cos s/|s| - t/|t|) / |s|."""
+    """Return 1 - s.t / |s||t|, and its gradient (cos s/|s| - t/|t|) / |s|."""
     norm_s = np.sqrt((s * s).sum(-1, keepdims=True))
     norm_t = np.sqrt((t * t).sum(-1, keepdims=True))
     cos = (s * t).sum(-1, keepdims=True) / (norm_s * norm_t)
     return 1 - cos[:, 0], (cos * s / norm_s - t / norm_t) / norm_s
 
 
-def compare(
-    loss: Callable[[Tensor], Tensor],
-    inputs: Array,
-    expected: tuple[Array, Array],
-    dtype: torch.dtype,
-    tolerance: float,
-) -> None:
-    """Compare values and the gradient of their weighted sum, relative to the largest entry."""
-    x = torch.from_numpy(inputs).to(dtype).requires_grad_()
-    values = loss(x)
-    weights = torch.arange(1, len(inputs) + 1, dtype=values.dtype)
-    (values * weights).sum().backward()
-    value, gradient = expected
-    gradient = gradient * np.arange(1, len(inputs) + 1)[:, None]
-    assert x.grad is not None and values.shape == (len(inputs),)
-    assert np.abs(values.detach().numpy() - value).max() <= tolerance * np.abs(value).max()
-    assert np.abs(x.grad.double().numpy() - gradient).max() <= tolerance * np.abs(gradient).max()
+CASES = {
+    **{
+        f"kl, temperature {t}": (
+            partial(kl_divergence, temperature=t),
+            partial(kl_formula, t=t),
+            (draw(0, N, V), draw(1, N, V)),
+        )
+        for t in (1.0, 2.0, 5.0)
+    },
+    "cross-entropy": (cross_entropy, ce_formula, (draw(2, N, V), LABELS)),
+    "cosine": (cosine_distance, cosine_formula, (draw(4, N, D), draw(5, N, D))),
+}
 
 
-PRECISIONS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)],
     ids=["fp64", "fp32", "bf16"],
 )
-
-
-@PRECISIONS
-@pytest.mark.parametrize("temperature", [1.0, 2.0, 5.0])
-def test_kl_follows_its_formula(dtype: torch.dtype, tolerance: float, temperature: float) -> None:
-    student, teacher = draw(0, N, V), draw(1, N, V)
-    compare(
-        lambda x: kl_divergence(x, torch.from_numpy(teacher).to(dtype), temperature=temperature),
-        student,
-        kl_formula(student, teacher, temperature),
-        dtype,
-        tolerance,
-    )
-
-
-@PRECISIONS
-def test_cross_entropy_follows_its_formula(dtype: torch.dtype, tolerance: float) -> None:
-    logits = draw(2, N, V)
-    labels = np.random.default_rng(3).integers(0, V, N)
-    labels[[0, 5]] = -100
-    compare(
-        lambda x: cross_entropy(x, torch.from_numpy(labels)),
-        logits,
-        ce_formula(logits, labels),
-        dtype,
-        tolerance,
-    )
-
-
-@PRECISIONS
-def test_cosine_follows_its_formula(dtype: torch.dtype, tolerance: float) -> None:
-    student, teacher = draw(4, N, D), draw(5, N, D)
-    compare(
-        lambda x: cosine_distance(x, torch.from_numpy(teacher).to(dtype)),
-        student,
-        cosine_formula(student, teacher),
-        dtype,
-        tolerance,
-    )
+@pytest.mark.parametrize(("loss", "formula", "inputs"), CASES.values(), ids=CASES)
+def test_a_loss_follows_its_formula(
+    loss: Any, formula: Any, inputs: tuple[Array, Array], dtype: torch.dtype, tolerance: float
+) -> None:
+    """Compare values and the gradient of their weighted sum, relative to the largest entry."""
+    x, other = map(torch.from_numpy, inputs)
+    x = x.to(dtype).requires_grad_()
+    values = loss(x, other.to(dtype) if other.is_floating_point() else other)
+    weights = np.arange(1, N + 1)
+    (values * torch.from_numpy(weights).to(values.dtype)).sum().backward()
+    value, gradient = formula(*inputs)
+    gradient = gradient * weights[:, None]
+    assert x.grad is not None and values.shape == (N,)
+    assert np.abs(values.detach().numpy() - value).max() <= tolerance * np.abs(value).max()
+    assert np.abs(x.grad.double().numpy() - gradient).max() <= tolerance * np.abs(gradient).max()
 
 
 def test_values_by_hand() -> None:
@@ -142,7 +115,7 @@ def test_equal_models_have_no_loss_and_no_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_enormous_logits_stay_finite(dtype: torch.dtype) -> None:
-    """A softmax that is not shifted by its maximum overflows here."""
+    """Check logits at which a softmax that is not shifted by its maximum overflows."""
     teacher = torch.tensor([[4096.0, 0.0, -4096.0]], dtype=dtype)
     student = torch.tensor([[-4096.0, 0.0, 4096.0]], dtype=dtype, requires_grad=True)
     loss = kl_divergence(student, teacher, temperature=2.0)

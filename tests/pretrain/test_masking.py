@@ -310,7 +310,7 @@ def test_the_exponential_table_is_minus_the_logarithm() -> None:
 
 
 def test_prepared_counts_become_smoothed_masking(corpus: Path, manifest: Manifest) -> None:
-    """The table beside the shards is count**0.7 of what the training rows really hold."""
+    """Check that the table beside the shards is count**0.7 of what the training rows hold."""
     masking = build_masking(MaskingConfig(mode="smoothed"), corpus, manifest, seed=5)
     shards = open_shards(corpus)
     rows = shards.rows(np.arange(len(shards))).astype(np.int64)

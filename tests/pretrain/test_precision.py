@@ -13,6 +13,8 @@ from results import recorded
 
 from pretrain import RunError
 from pretrain.config import RunConfig
+from pretrain.device.precision import choose
+from pretrain.inputs import with_defaults
 from pretrain.monitor.metrics import Silent
 from pretrain.train import train
 
@@ -61,24 +63,18 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, corpus: Path) -> Settings:
+def settings(tmp_path: Path, run_config: Settings) -> Settings:
     """Return 4 steps of 8 rows, without the keys `precision` and `micro_batch_size`."""
 
     def make(name: str = "run", **train: Any) -> dict[str, Any]:
-        return {
-            "output": str(tmp_path / name),
-            "shards": str(corpus),
-            "objective": {"name": "mlm"},
-            "model": {
-                "hidden_size": 32,
-                "num_attention_heads": 4,
-                "num_hidden_layers": 1,
-                "intermediate_size": 64,
-            },
-            "train": {"max_steps": 4, "global_batch_size": 8, "num_workers": 0, **train},
-            "evaluation": {"every": 0, "rows": 4},
-            "logging": {"every": 1},
-        }
+        heads = {"num_attention_heads": 4, "num_hidden_layers": 1}
+        values = run_config(
+            tmp_path / name,
+            objective={"name": "mlm"},
+            model={"hidden_size": 32, "intermediate_size": 64, **heads},
+        )
+        settings = {"max_steps": 4, "global_batch_size": 8, "num_workers": 0, **train}
+        return {**values, "train": settings}
 
     return make
 
@@ -93,8 +89,6 @@ def run(values: dict[str, Any], **arguments: Any) -> Said:
 def test_auto_on_a_cpu_follows_its_flags(
     cpuinfo: str | None, expected: str, machine: Machine
 ) -> None:
-    from pretrain.device.precision import choose
-
     machine(cpuinfo)
     assert choose(CPU)[0] == expected
 
@@ -115,8 +109,6 @@ def test_auto_on_a_cpu_follows_its_flags(
 def test_auto_on_a_gpu_follows_its_compute_capability(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pretrain.device.precision import choose
-
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
@@ -174,8 +166,6 @@ def test_ranks_that_choose_different_precisions_are_refused(
 def test_the_default_micro_batch_is_auto_on_a_gpu_and_eight_rows_elsewhere(
     settings: Settings, one_thread: None
 ) -> None:
-    from pretrain.inputs import with_defaults
-
     config = RunConfig.model_validate(settings())
     assert config.train.precision == "auto"
     assert with_defaults(config, "cuda", 2).train.micro_batch_size == "auto"

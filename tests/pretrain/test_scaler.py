@@ -65,7 +65,7 @@ def run(after_step: Callable[[int, Training], None]) -> list[tuple[Tensor, float
 
 
 def test_the_scale_rises_and_falls_in_these_steps() -> None:
-    """The state changes: 4 finite steps double the scale, an overflow halves it."""
+    """Check that 4 finite steps double the scale, an overflow halves it."""
     history = run(lambda number, training: None)
     scales = [scale / 65536 for _, scale, _ in history]
     assert scales[:12] == [1, 1, 1, 2, 2, 1, 0.5, 0.5, 0.5, 0.5, 1, 1]
@@ -98,7 +98,7 @@ def test_a_scaler_that_is_not_restored_does_not() -> None:
 
 
 def test_a_scaler_that_has_not_scaled_yet_can_be_saved(tmp_path: Path) -> None:
-    """A run interrupted before its first step saves such a scaler."""
+    """Save the scaler of a run that is interrupted before its first step."""
     fresh = new_scaler(init_scale=1024, growth_interval=GROWTH)
     again = through_json(tmp_path / "state.json", fresh)
     assert again.state_dict() == fresh.state_dict()

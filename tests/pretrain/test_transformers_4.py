@@ -1,4 +1,4 @@
-"""The export in transformers 4.57, which this project does not train with, and in 5.x: the same."""
+"""Compare the export in transformers 4.57, which this project does not train with, and in 5.x."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TOKENIZERS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def python_4() -> Path:
-    """The interpreter of an environment with transformers 4.57 that shares torch alone."""
+    """Return the interpreter of an environment with transformers 4.57 that shares torch alone."""
     ENVIRONMENT.mkdir(exist_ok=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(ENVIRONMENT)}))
     python, made = ENVIRONMENT / "bin" / "python", ENVIRONMENT / "made"
@@ -65,7 +65,7 @@ def python_4() -> Path:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each tokenizer a folder with `shards`, the run `student` and its export `exported`."""
+    """Return a folder for each tokenizer with `shards`, two runs and their exports."""
     folders = {}
     for name, tokenizer in TOKENIZERS.items():
         folder = folders[name] = tmp_path_factory.mktemp(name)
@@ -123,7 +123,7 @@ def byte_level(path: Path) -> str:
 
 
 def in_4(python: Path, *folders: Path) -> list[dict[str, Any]]:
-    """The answers of transformers 4.57, none of whose modules is this environment's."""
+    """Return the answers of transformers 4.57, none of whose modules is this environment's."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {key: value for key, value in os.environ.items() if key not in ours}
     code = "import importlib.util as u; print([n for n in ('accelerate', 'data_prep', 'datasets', "

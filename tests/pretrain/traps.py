@@ -1,4 +1,4 @@
-"""Files that run code when read carelessly; what they run makes the folder `canary`."""
+"""Write files that run code when read carelessly; what they run makes the folder `canary`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 
 class Trap:
-    """Unpickled, it makes the canary."""
+    """Make the canary when unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -46,7 +46,7 @@ def yaml_that_applies(canary: Path) -> str:
 
 
 def code(canary: Path) -> str:
-    """A module that transformers imports for `auto_map`."""
+    """Return a module that transformers imports for `auto_map`."""
     return (
         f"import os\nos.makedirs({str(canary)!r}, exist_ok=True)\n"
         "from transformers import BertConfig, BertTokenizer\n"
