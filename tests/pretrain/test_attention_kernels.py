@@ -96,17 +96,6 @@ def test_dropout_matches_the_formula_with_the_same_numbers(
     compare(found, tensors, bound, kept, 1 - levels / 2**15)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_gradcheck(dropout: float) -> None:
-    q, k, v, _ = inputs(heads=2, width=2)
-
-    def attend(*leaves: Tensor) -> Tensor:
-        torch.manual_seed(5)
-        return by_document(*leaves, bounds(), dropout, SCALE)
-
-    assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
-
-
 def test_a_common_part_of_all_keys_costs_no_precision() -> None:
     """Add a vector to all keys: probabilities do not change, but scores in bf16 do."""
     tensors = inputs(heads=2, width=16, dtype=torch.bfloat16)

@@ -90,15 +90,11 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         }
         distil = {"teacher": str(folder / "teacher-exported")}
         for run, settings in {"teacher": mlm, "student": distil}.items():
+            rows = {"global_batch_size": 4, "micro_batch_size": 4}
             values = {
                 "output": folder / run,
                 "shards": folder / "shards",
-                "train": {
-                    "max_steps": 2,
-                    "global_batch_size": 4,
-                    "micro_batch_size": 4,
-                    "num_workers": 0,
-                },
+                "train": {"max_steps": 2, "num_workers": 0, **rows},
                 "optimizer": {"learning_rate": 0.01},
                 "evaluation": {"rows": 4},
             }
