@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from data_prep.disk import hash_file
 from pretrain import RunError
@@ -32,6 +33,13 @@ RATES = ("tokens_per_second", "data_wait")  # the only figures that time may cha
 def start(values: dict[str, Any], **arguments: Any) -> Outcome:
     """Train with these settings."""
     return train(RunConfig.model_validate(values), **arguments)
+
+
+def write_yaml(values: dict[str, Any]) -> Path:
+    """Write settings next to their output; return the file."""
+    path = Path(values["output"]).with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from runs import RECIPE, refused, reseal_checkpoint, start, step_folder
+from runs import RECIPE, refused, reseal_checkpoint, start, step_folder, write_yaml
 from traps import (
     Trap,
     array_of_objects,
@@ -137,8 +137,7 @@ def corpus_yaml(tmp_path: Path, corpus: Path) -> CorpusYaml:
             "row_length": 32,
             "workers": 1,
         }
-        (tmp_path / "corpus.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-        return tmp_path / "corpus.yaml"
+        return write_yaml(values)
 
     return write
 
@@ -265,11 +264,6 @@ def test_yaml_that_applies_a_function(
     assert "could not determine a constructor" in said
 
 
-def run_yaml(folder: Path, values: Values) -> Path:
-    (folder / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    return folder / "run.yaml"
-
-
 def test_evaluate_and_student_init_refuse_code(
     values: Values, tmp_path: Path, corpus: Path, canary: Path, distil: Distil
 ) -> None:
@@ -278,15 +272,13 @@ def test_evaluate_and_student_init_refuse_code(
     edit(folder / "config.json", auto_map={"AutoModelForMaskedLM": "evil.EvilModel"})
     assert "config.json holds 'auto_map'" in refusal(distil("evaluate", folder, corpus))
     values |= {"output": str(tmp_path / "other"), "student": {"init": str(folder)}}
-    said = refusal(distil("pretrain", run_yaml(tmp_path, values)))
-    assert "config.json holds 'auto_map'" in said
+    assert "config.json holds 'auto_map'" in refusal(distil("pretrain", write_yaml(values)))
 
 
 def test_a_file_as_teacher(tmp_path: Path, values: Values, canary: Path, distil: Distil) -> None:
     (tmp_path / "model.pt").write_bytes(torch_saved(canary))
     values["teacher"] = str(tmp_path / "model.pt")
-    said = refusal(distil("pretrain", run_yaml(tmp_path, values)))
-    assert "model.pt: a file; give the folder" in said
+    assert "model.pt: a file; give the folder" in refusal(distil("pretrain", write_yaml(values)))
 
 
 def test_in_a_process_of_its_own(tmp_path: Path, values: Values, canary: Path) -> None:
@@ -296,7 +288,7 @@ def test_in_a_process_of_its_own(tmp_path: Path, values: Values, canary: Path) -
     names = {"AutoTokenizer": ["evil.EvilTokenizer", None]}
     edit(settings, tokenizer_class="EvilTokenizer", auto_map=names)
     result = subprocess.run(
-        [sys.executable, "-m", "launch", "pretrain", run_yaml(tmp_path, values)],
+        [sys.executable, "-m", "launch", "pretrain", write_yaml(values)],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,

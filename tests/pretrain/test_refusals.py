@@ -136,21 +136,13 @@ def teacher_tokenizer_json_of_other_words(place: Place) -> None:
     edit(path, model=model | {"vocab": {word: id for id, word in enumerate(words)}})
 
 
-def teacher_mask_named_cls(place: Place) -> None:
-    edit(place.teacher / "tokenizer_config.json", mask_token="[CLS]", cls_token="[MASK]")
-
-
 def teacher_pad_named_unk(place: Place) -> None:
     names = {"pad_token": {"content": "[UNK]", "lstrip": False}}
     (place.teacher / "special_tokens_map.json").write_text(json.dumps(names), encoding="utf-8")
 
 
-def teacher_mask_not_in_vocabulary(place: Place) -> None:
-    edit(place.teacher / "tokenizer_config.json", mask_token="<mask>")
-
-
-def teacher_that_keeps_case(place: Place) -> None:
-    edit(place.teacher / "tokenizer_config.json", do_lower_case=False)
+def teacher_settings(place: Place, **changes: Any) -> None:
+    edit(place.teacher / "tokenizer_config.json", **changes)
 
 
 def teacher_config(place: Place, **changes: Any) -> None:
@@ -275,14 +267,20 @@ WORDS = [
     (partial(teacher_words, swap=(7, 8)), "teacher", "the shards' size but other words"),
     (teacher_tokenizer_json_of_other_words, "teacher", "the shards' size but other words"),
     (partial(teacher_words, swap=(2, 4)), "teacher", "other words"),
-    (teacher_mask_named_cls, "its cls token has id 4, the shards' has 2"),
+    (
+        partial(teacher_settings, mask_token="[CLS]", cls_token="[MASK]"),
+        "its cls token has id 4, the shards' has 2",
+    ),
     (teacher_pad_named_unk, "its pad token has id 1, the shards' has 0"),
-    (teacher_mask_not_in_vocabulary, "its mask token has id None, the shards' has 4"),
+    (
+        partial(teacher_settings, mask_token="<mask>"),
+        "its mask token has id None, the shards' has 4",
+    ),
     (partial(teacher_config, pad_token_id=1), "its pad token has id 1, the shards' has 0"),
     (partial(small_teacher, vocab_size=199), "it knows 199 words, the shards were made with 200"),
     (partial(small_teacher, vocab_size=201), "it knows 201 words, the shards were made with 200"),
     (
-        teacher_that_keeps_case,
+        partial(teacher_settings, do_lower_case=False),
         "it keeps case, keeps accents, the shards' lower-cases, strips accents",
     ),
     (student_words_swapped, "student.init", "other words"),

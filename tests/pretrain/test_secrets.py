@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import yaml
+from runs import write_yaml
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from pretrain.export.export import export
@@ -110,9 +110,7 @@ def folder(
             evaluation={"rows": 4},
             logging={"tensorboard": True},
         )
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(values), encoding="utf-8")
-        return str(path)
+        return str(write_yaml(values))
 
     def start(log: str, *arguments: str) -> subprocess.Popen[bytes]:
         with (folder / log).open("wb") as file:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from runs import RECIPE
+from runs import RECIPE, write_yaml
 
 import pretrain.train
 from data_prep import CorpusError
@@ -43,13 +42,12 @@ def test_the_status_file_agrees_with_the_exit_code(
     text: str,
 ) -> None:
     values = run_config(tmp_path / "run", teacher_folder, **RECIPE)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(pretrain.train, "train_step", fail)
-    ended = distil("pretrain", tmp_path / "run.yaml")
+    ended = distil("pretrain", write_yaml(values))
     status = json.loads((tmp_path / "run" / "exit_status.json").read_text(encoding="utf-8"))
     assert (ended.code, status["exit_code"]) == (code, code)
     assert text in status["error"] and status["ended"] == "failed"

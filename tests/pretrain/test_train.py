@@ -17,9 +17,8 @@ import rank_work
 import ranks
 import runs
 import torch
-import yaml
 from runs import start as run
-from runs import step_folder
+from runs import step_folder, write_yaml
 from safetensors.torch import load_file
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
@@ -91,14 +90,8 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
-def write(values: dict[str, Any]) -> Path:
-    path = Path(values["output"]).with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
-    return path
-
-
 def command(values: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", "launch", "pretrain", str(write(values))]
+    return [sys.executable, "-m", "launch", "pretrain", str(write_yaml(values))]
 
 
 def started(values: dict[str, Any], until: int) -> subprocess.Popen[bytes]:
@@ -276,7 +269,7 @@ def test_a_non_finite_loss_stops_before_the_update(
     values = settings(student={"init": str(tmp_path / "poisoned")})
     with pytest.raises(NonFiniteError, match=r"step 1: the loss is nan over rows \d+, .* not made"):
         run(values)
-    code, _, err = distil("pretrain", write(values))
+    code, _, err = distil("pretrain", write_yaml(values))
     assert code == 3
     assert "Traceback" not in err
     assert not list((Path(values["output"]) / "checkpoints").glob("step-*"))
