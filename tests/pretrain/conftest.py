@@ -179,7 +179,7 @@ def save_teacher(
 
 @pytest.fixture
 def teacher_folder(tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM]) -> Path:
-    """The folder `teacher` of a test, with a tiny BERT and its tokenizer files."""
+    """Save a tiny BERT and its tokenizer files; return their folder."""
     save_teacher(tmp_path / "teacher")
     return tmp_path / "teacher"
 
@@ -190,7 +190,7 @@ def stopped(
     save_teacher: Callable[..., BertForMaskedLM],
     run_config: Callable[..., dict[str, Any]],
 ) -> Path:
-    """A run with checkpoints of the steps 1 and 2 of `RECIPE`, next to its `teacher`."""
+    """Return a run with checkpoints of the steps 1 and 2 of `RECIPE`, next to its `teacher`."""
     folder = tmp_path_factory.mktemp("stopped")
     save_teacher(folder / "teacher")
     runs.start(run_config(folder / "run", folder / "teacher", **runs.RECIPE), stop_after=2)
@@ -199,7 +199,7 @@ def stopped(
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Iterator[Path]:
-    """The folder that a trap makes when it springs; there is none after the test."""
+    """Return the folder that a trap makes when it springs. Check that there is none at the end."""
     yield tmp_path / "canary"
     assert not (tmp_path / "canary").exists()
 

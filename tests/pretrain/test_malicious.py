@@ -1,4 +1,4 @@
-"""Models that run code when loaded carelessly: none of them does here.
+"""Load models that run code when loaded carelessly: none of them does here.
 
 The first tests let each trap spring with a careless reader, so that one gone dead is noticed.
 """
@@ -201,7 +201,7 @@ def test_a_teacher_whose_config_could_run_code_is_refused(
 def test_files_beside_the_weights_are_not_opened(
     teacher_folder: Path, canary: Path, manifest: Manifest
 ) -> None:
-    """What peft, torch's distributed checkpoints and the generation of text would look at."""
+    """Add what peft, torch's distributed checkpoints and the generation of text would look at."""
     before = load_teacher(str(teacher_folder), manifest).sha256
     (teacher_folder / "adapter_config.json").write_text('{"base_model_name_or_path": "../other"}')
     for name in ("adapter_model.bin", "pytorch_model.bin", ".metadata", "training_args.bin"):
@@ -227,7 +227,7 @@ def test_a_torch_that_unpickles_unsafely_is_not_used(
 
 @pytest.fixture
 def hub(tmp_path: Path, teacher_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The teacher as `some/bert`, as a hub's download would have left it."""
+    """Return the teacher as `some/bert`, as a hub's download would have left it."""
     repository = tmp_path / "cache" / "models--some--bert"
     snapshot = repository / "snapshots" / ("a" * 40)
     shutil.copytree(teacher_folder, snapshot)
@@ -253,7 +253,7 @@ def test_names_of_a_hub_are_looked_at_alike(hub: Path, canary: Path, manifest: M
 def test_our_own_students_are_never_pickles(
     tmp_path: Path, canary: Path, tiny_distilbert: Callable[..., DistilBertForMaskedLM]
 ) -> None:
-    """Not even one without a trap: what this project writes is safetensors."""
+    """Refuse even one without a trap: what this project writes is safetensors."""
     model = tiny_distilbert()
     model.save_pretrained(tmp_path / "student")
     (tmp_path / "student" / "model.safetensors").unlink()

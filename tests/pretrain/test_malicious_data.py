@@ -1,4 +1,4 @@
-"""Checkpoints, shards, corpora and configs that run code when read carelessly: none does here."""
+"""Read checkpoints, shards, corpora and configs that run code when read carelessly."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_forged_checkpoint_with_code(key: str, values: Values, canary: Path) -
 
 
 def test_a_shard_with_a_pickled_type(corpus: Path, tmp_path: Path, canary: Path) -> None:
-    """Arrow files can carry a type that careless readers unpickle."""
+    """Write a type into an Arrow file that careless readers unpickle."""
     shutil.copytree(corpus, tmp_path / "shards")
     fields = load_manifest(corpus).model_dump(mode="json")
     shard = fields["splits"]["train"]["shards"][0]
@@ -114,7 +114,7 @@ def test_a_shard_with_a_pickled_type(corpus: Path, tmp_path: Path, canary: Path)
 
 @pytest.fixture
 def texts(tmp_path: Path, corpus: Path) -> Path:
-    """A folder with one good text; the corpus beside it is made of the same words."""
+    """Return a folder with one good text of the words of the corpus."""
     folder = tmp_path / "texts"
     folder.mkdir()
     shutil.copy(corpus.parent / "texts" / "all.txt", folder / "good.txt")
@@ -167,7 +167,7 @@ def refusal(ended: tuple[int, str]) -> str:
 def test_archives_and_pickles_as_texts(
     tmp_path: Path, texts: Path, canary: Path, corpus_yaml: CorpusYaml, distil: Distil
 ) -> None:
-    """Their bytes are a text like any other: refused as binary, and counted."""
+    """Check that their bytes are refused as binary and counted, like any other text."""
     escaping_tar(texts / "a.txt")
     escaping_zip(texts / "b.txt")
     escaping_tar(texts / "c.txt.gz", "w:gz")
@@ -282,7 +282,7 @@ def test_a_file_as_teacher(tmp_path: Path, values: Values, canary: Path, distil:
 
 
 def test_in_a_process_of_its_own(tmp_path: Path, values: Values, canary: Path) -> None:
-    """As a user starts it, with all that is read on the way."""
+    """Start it as a user does, with all that is read on the way."""
     settings = tmp_path / "teacher" / "tokenizer_config.json"
     (tmp_path / "teacher" / "evil.py").write_text(code(canary), encoding="utf-8")
     names = {"AutoTokenizer": ["evil.EvilTokenizer", None]}

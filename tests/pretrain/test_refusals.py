@@ -454,7 +454,7 @@ def test_a_resumed_run_with_a_mistake_is_refused(
 def test_a_run_refused_for_lack_of_memory_is_unchanged(
     place: Place, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is the last possible refusal, on a GPU, after everything was built."""
+    """Refuse as late as possible: on a GPU, after everything was built."""
 
     def refuse(*_: object) -> None:
         raise RunError("micro_batch_size auto: not even 1 row fits")
@@ -488,7 +488,7 @@ def output_is_a_run_that_holds_the_shards(place: Place) -> None:
 
 
 def output_is_a_name_that_a_hub_could_have(place: Place) -> None:
-    """A folder of this name would be the teacher of the next start."""
+    """Name a folder that would be the teacher of the next start."""
     place.values |= {"teacher": "nobody/teacher@main", "output": "nobody/teacher"}
 
 
@@ -562,7 +562,7 @@ def test_an_output_with_yaml_or_of_this_run_is_accepted(place: Place) -> None:
 
 
 def test_a_run_without_mistakes_resumes(place: Place, stopped: Path) -> None:
-    """The two tests above would pass if everything were refused."""
+    """Show that not everything is refused."""
     shutil.copytree(stopped, place.output)
     start(place.values)
     assert place.checkpoint(4).is_dir()
@@ -586,7 +586,7 @@ def test_a_student_in_half_precision_is_widened(place: Place) -> None:
 
 
 def test_a_loaded_model_does_not_change_with_its_file(place: Place) -> None:
-    """Weights are copied from the file, not mapped: a later write changes no run."""
+    """Check that weights are copied from the file, not mapped: a later write changes no run."""
     folder = place.student()
     before = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
     model = load_model(folder)

@@ -66,7 +66,7 @@ def test_one_flipped_bit_changes_the_checksum_wherever_it_is(dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_bit_of_one_element_counts(dtype: torch.dtype) -> None:
-    """No conversion loses a bit: the sign of zero, the payload of a NaN, the last bit."""
+    """Check that no bit is lost: the sign of zero, the payload of a NaN, the last bit."""
     ours = [torch.zeros(3, dtype=dtype)]
     seen = {int(parameter_checksum(ours))}
     bits = 8 * ours[0].element_size()
@@ -173,7 +173,7 @@ def test_ten_thousand_noisy_steps_raise_no_alarm(seed: int) -> None:
 
 
 def test_a_spike_warning_has_its_numbers() -> None:
-    """Half the values are 1 and half 3: mean 2, deviation 1."""
+    """Draw half the values as 1 and half as 3: mean 2, deviation 1."""
     close, spike = SpikeDetector(), SpikeDetector()
     for step in range(1, 129):
         for spikes in (close, spike):
@@ -186,7 +186,7 @@ def test_a_spike_warning_has_its_numbers() -> None:
 
 
 def test_a_spike_does_not_hide_the_next() -> None:
-    """With its full value the first, 1,000, would set the limit of 128 steps above 500."""
+    """Follow a spike of 1,000, which in full would set the limit of 128 steps above 500."""
     spikes = SpikeDetector()
     calm = curve(lambda _: 2.0, 0.02, 3)
     watch(calm, 128, spikes)
@@ -244,7 +244,7 @@ def test_nothing_is_judged_before_32_values() -> None:
 
 
 def test_values_that_are_not_finite_give_no_warning() -> None:
-    """fp16 reports an infinite norm whenever its scale was too high."""
+    """Give infinite norms, which fp16 reports whenever its scale was too high."""
     ours, plain = SpikeDetector(), SpikeDetector()
     values = curve(lambda _: 2.0, 0.02, 7)
     for step in range(128):

@@ -1,6 +1,6 @@
-"""What stands in the environment for others stays there: in no file, log, card or traceback.
+"""Check that no file, log, card or traceback holds a secret of the environment.
 
-And nobody can get in: a run on one machine opens no port to the network.
+Check also that a run on one machine opens no port to the network.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def test_the_status_file_agrees_with_the_exit_code(
 def test_a_bug_without_a_message_is_recorded_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distil: Callable[..., Any]
 ) -> None:
-    """Such an error did not follow from another rank's, so its traceback is shown."""
+    """Check that it did not follow from another rank's error, so that its traceback is shown."""
     monkeypatch.setenv("DISTIL_HEARTBEATS", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
 

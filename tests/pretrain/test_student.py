@@ -313,7 +313,7 @@ def test_a_missing_teacher(name: str, tmp_path: Path, manifest: Manifest) -> Non
 def test_an_untied_output_embedding_is_refused(
     tmp_path: Path, tiny_bert: MakeBert, save_teacher: MakeBert, load: Load
 ) -> None:
-    """A DistilBERT's is tied, so such a head cannot be copied: its logits would come out wrong."""
+    """Refuse a head that cannot be copied: a DistilBERT's is tied, so its logits would be wrong."""
     save_teacher(tmp_path, tiny_bert(2, tie_word_embeddings=False))
     with refused(str(tmp_path), "tie_word_embeddings"):
         load()

@@ -57,7 +57,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_settings_are_those_that_every_transformers_reads(
     values: Values, tmp_path: Path
 ) -> None:
-    """Of the model, not of the rows (32 tokens): it has 64 positions."""
+    """Check the length of the model, 64 positions, not of the rows, 32 tokens."""
     start(values)
     export(tmp_path / "run", tmp_path / "exported", pytest.fail)
     for folder in (student(tmp_path, 2), tmp_path / "exported"):

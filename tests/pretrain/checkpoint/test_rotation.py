@@ -38,7 +38,7 @@ def test_a_whole_checkpoint_of_the_step_stays_and_a_damaged_one_is_replaced(
 
 
 def test_a_damaged_later_checkpoint_pushes_no_good_one_out(root: Path) -> None:
-    """Step 20 is damaged, so the run continues from 10 and reaches 20 again."""
+    """Damage step 20, so that the run continues from 10 and reaches 20 again."""
     to = tiny_run.writer(root, keep=2)
     tiny_run.save(to, 10)
     tiny_run.save(to, 20)
@@ -86,7 +86,7 @@ def test_the_newest_and_the_best_stay_with_any_modification_times(
 
 
 def test_a_loss_of_another_step_makes_no_best(root: Path) -> None:
-    """Each checkpoint until the next evaluation has the figures of the last one."""
+    """Save figures of an earlier step, as each checkpoint between two evaluations has them."""
     to = tiny_run.writer(root)
     stale: dict[str, Any] = {"evaluation": {"loss": 0.1}, "evaluation_step": 1, "tokens": 200}
     tiny_run.save(to, 2, state=stale)

@@ -66,7 +66,7 @@ def test_the_student_is_byte_for_byte_what_save_pretrained_writes(
 
 
 def test_given_weights_are_written_and_not_the_students_own(tmp_path: Path) -> None:
-    """ZeRO in half precision has rounded weights in the student and exact ones in the optimizer."""
+    """Round the student's weights and give exact ones, as ZeRO in half precision does."""
     student = copy.deepcopy(tiny_run.student(3))
     exact = {name: p.detach().clone() for name, p in student.named_parameters()}
     tiny_run.save(tiny_run.writer(tmp_path / "exact"), 3, student=student)
@@ -81,7 +81,7 @@ def test_given_weights_are_written_and_not_the_students_own(tmp_path: Path) -> N
 
 
 def test_optimizer_tensors_that_share_memory_are_written_separately(root: Path) -> None:
-    """DeepSpeed has one step counter for all parameters, and none before the first step."""
+    """Share one step counter among all parameters, as DeepSpeed does, and then have none."""
     step = torch.tensor(7.0)
     moments = {
         name: step if name.endswith("/step") else tensor
@@ -125,7 +125,7 @@ def test_what_changes_after_save_returned_is_not_written(root: Path) -> None:
 
 
 def test_the_live_weights_would_have_let_the_change_through(root: Path) -> None:
-    """Without a copy the test above would fail."""
+    """Show that the test above would fail without a copy."""
     student = copy.deepcopy(tiny_run.student(1))
     live = Contents(
         step=1,
