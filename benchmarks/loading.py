@@ -72,15 +72,12 @@ def main() -> None:
     for line in result["loading"]:
         parts = " / ".join(f"{line[part]:.1f}" for part in ("order", "read", "mask"))
         print(f"{line['masking']:10}{line['rows']:11}{line['rate']:13.1f}   {parts}")
-    print(
-        "\nreceived from a worker, 4,096 rows a step: {mb:.1f} MB, {ms:.1f} ms".format(**received)
-    )
+    print("\nreceived from a worker, 4,096 rows a step: ", end="")
+    print("{mb:.1f} MB, {ms:.1f} ms".format(**received))
     print("a micro-batch of 64 rows of it, ready for the device: {us:.0f} us".format(**received))
     print("\nworkers   step         seconds to the first batch of 512 rows (median, largest)")
     for line in result["resuming"]:
-        print(
-            f"{line['workers']:7}   {line['step']:<13}{line['median']:.4f}  {line['largest']:.4f}"
-        )
+        print("{workers:7}   {step:<13}{median:.4f}  {largest:.4f}".format(**line))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

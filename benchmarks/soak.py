@@ -103,7 +103,7 @@ def main() -> None:
         if options.ranks == 1:
             soak(folder, options.steps, options.every, os.getpid(), 1)
         else:
-            start_ranks(folder, options)
+            start_ranks(folder, options.ranks)
         lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
         samples = [Sample(*json.loads(line)) for line in lines]
         left = temporary_files(folder / "run")
@@ -137,17 +137,16 @@ def soak(folder: Path, steps: int, every: int, ancestor: int, ranks: int) -> Non
     train(RunConfig.model_validate(values), progress=sampler)
 
 
-def start_ranks(folder: Path, options: argparse.Namespace) -> None:
+def start_ranks(folder: Path, num_ranks: int) -> None:
     """Start several ranks on this machine, and wait for them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = ["--steps", options.steps, "--every", options.every, "--ranks", options.ranks]
-    command = [sys.executable, __file__, *map(str, arguments), "--folder", str(folder)]
+    command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder)]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(options.ranks))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
     ranks = []
-    for rank in map(str, range(options.ranks)):
+    for rank in map(str, range(num_ranks)):
         environment = os.environ | {"RANK": rank, "LOCAL_RANK": rank}
         ranks.append(subprocess.Popen(command, env=environment))
     codes = [rank.wait() for rank in ranks]

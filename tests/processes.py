@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+DISTIL = f'#!/bin/bash\nexec {sys.executable} -m launch "$@"\n'  # a script for `programs`
 
 
 def finished(
@@ -38,11 +39,16 @@ def file_size_limit(kib: int) -> list[str]:
     return ["bash", "-c", f'ulimit -f {kib}; exec "$@"', "-"]
 
 
-def wait_until(done: Callable[[], object], state: Callable[[], object], limit: float = 240) -> None:
-    """Wait until `done`; after `limit` seconds fail with the state."""
+def wait_until(
+    done: Callable[[], object],
+    state: Callable[[], object],
+    limit: float = 240,
+    alive: Callable[[], bool] = lambda: True,
+) -> None:
+    """Wait until `done`; fail with the state after `limit` seconds, or if nothing is `alive`."""
     end = time.monotonic() + limit
     while not done():
-        assert time.monotonic() < end, state()
+        assert time.monotonic() < end and alive(), state()
         time.sleep(0.02)
 
 

@@ -19,7 +19,6 @@ def find_spec(cls, name, path=None, target=None):
 
 importlib.machinery.PathFinder.find_spec = classmethod(find_spec)
 """
-MODULES = "launch.cli pretrain.bench.comparison data_prep.prepare pretrain.train"
 
 
 @pytest.fixture
@@ -31,8 +30,8 @@ def hidden(tmp_path: Path) -> dict[str, str]:
 
 
 def test_modules_import_without_datasets_and_deepspeed(hidden: dict[str, str]) -> None:
-    program = "import importlib.util, " + MODULES.replace(" ", ", ")
-    program += "; print(*map(importlib.util.find_spec, ('datasets', 'deepspeed')))"
+    program = "import importlib.util, launch.cli, pretrain.bench.comparison, data_prep.prepare"
+    program += ", pretrain.train; print(*map(importlib.util.find_spec, ('datasets', 'deepspeed')))"
     result = python("-c", program, environment=hidden)
     assert (result.returncode, result.stdout) == (0, "None None\n"), result.stderr
 

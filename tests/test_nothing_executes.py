@@ -73,12 +73,11 @@ def _findings(tree: ast.AST, known: dict[str, str]) -> Iterator[tuple[int, str]]
             safe |= {node.name} if bases == ["yaml.SafeLoader"] else set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            module = getattr(node, "module", None)
+            package = getattr(node, "module", None)
             for alias in node.names:
-                name = f"{module}.{alias.name}" if module else alias.name
-                parts = name.split(".")
-                prefixes = {".".join(parts[: i + 1]) for i in range(len(parts))}
-                if prefixes & MODULES or name in NAMES or _objects(name):
+                name = f"{package}.{alias.name}" if package else alias.name
+                inside = any(f"{name}.".startswith(f"{module}.") for module in MODULES)
+                if inside or name in NAMES or _objects(name):
                     yield node.lineno, name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             pass  # a field or variable of that name

@@ -1,7 +1,6 @@
 """Check mistakes at the terminal: one clear line, the right exit code, no traceback."""
 
 import bz2
-import json
 import random
 import re
 import subprocess
@@ -77,18 +76,6 @@ def test_an_empty_corpus_is_refused(distil: Distil, tmp_path: Path, corpus: Conf
     (tmp_path / "text" / "good.txt").write_text("\n\n  \n", encoding="utf-8")
     assert_refused(distil("prepare", write(tmp_path / "c.yaml", corpus)), "no training row")
     assert not (Path(corpus["output"]) / "manifest.json").exists()
-
-
-def test_bad_documents_are_set_aside_and_counted(tmp_path: Path, corpus: Config) -> None:
-    (tmp_path / "text" / "binary.txt").write_bytes(b"\x7fELF\x00\x00\x01" * 50)
-    (tmp_path / "text" / "latin.txt").write_bytes("caf\xe9 cr\xe8me".encode("latin-1"))
-    folder = prepared(tmp_path, corpus)
-    source = load_manifest(folder).sources[0]
-    assert source.dropped["binary"] == 1 and source.dropped["not utf-8"] == 1
-    assert source.documents_in == source.documents_kept + sum(source.dropped.values())
-    quarantined = (folder / "quarantine.jsonl").read_text(encoding="utf-8").splitlines()
-    where = {json.loads(line)["reason"]: json.loads(line)["where"] for line in quarantined}
-    assert "binary.txt" in where["binary"] and "latin.txt" in where["not utf-8"]
 
 
 def test_a_truncated_dump_is_refused(distil: Distil, tmp_path: Path, corpus: Config) -> None:

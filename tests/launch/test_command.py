@@ -268,15 +268,18 @@ def test_a_mistake_is_one_line_and_starts_nothing(
     assert not (run.parent / "o").exists()
 
 
+NO_SHARDS = "nowhere holds no finished shards"
+
+
 @pytest.mark.parametrize(
-    ("address", "rank", "more", "message"),
+    ("address", "options", "message"),
     [
-        ("8.8.4.4", "0", [], "eth9 has the public address 8.8.4.4, and anyone who reaches the"),
-        ("2001:4860:4860::8844%eth9", "0", [], "has the public address 2001:4860:4860::8844"),
-        ("8.8.4.4", "0", ["--public"], "nowhere holds no finished shards"),
-        ("8.8.4.4", "1", [], "nowhere holds no finished shards"),  # its store is elsewhere
-        ("fe80::1%eth9", "0", [], "nowhere holds no finished shards"),
-        ("192.168.3.4", "0", [], "nowhere holds no finished shards"),
+        ("8.8.4.4", "0", "eth9 has the public address 8.8.4.4, and anyone who reaches the"),
+        ("2001:4860:4860::8844%eth9", "0", "has the public address 2001:4860:4860::8844"),
+        ("8.8.4.4", "0 --public", NO_SHARDS),
+        ("8.8.4.4", "1", NO_SHARDS),  # its store is elsewhere
+        ("fe80::1%eth9", "0", NO_SHARDS),
+        ("192.168.3.4", "0", NO_SHARDS),
     ],
     ids=["v4", "v6", "public", "another_node", "local_v6", "private"],
 )
@@ -285,15 +288,14 @@ def test_a_first_node_with_a_public_interface_is_refused(
     run: Path,
     monkeypatch: pytest.MonkeyPatch,
     address: str,
-    rank: str,
-    more: list[str],
+    options: str,
     message: str,
 ) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     here = [SimpleNamespace(family=family, address=address)]
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth9": here})
-    arguments = ["--nodes", "2", "--head", "10.1.2.3", "--node-rank", rank, *more]
-    assert_refused(distil("launch", run, *arguments, "--hardware", "cpu", "--gpus", "1"), message)
+    line = f"--hardware cpu --gpus 1 --nodes 2 --head 10.1.2.3 --node-rank {options}"
+    assert_refused(distil("launch", run, *line.split()), message)
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--slurm", "--gpus", "2"]], ids=len)

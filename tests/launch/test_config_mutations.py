@@ -94,14 +94,12 @@ def test_what_is_accepted_runs_or_is_refused_in_a_line(
         output = f"output={tmp_path}/out-{number}"
         source = f"{{kind: text, path: {tmp_path}/text.txt, document: paragraph}}"
         corpus = [f"sources=[{source}]", f"tokenizer={shards.parent}/vocab.txt", "workers=1"]
-        run = [
-            *(f"shards={shards}", "train.max_steps=2", "train.global_batch_size=4"),
-            *("train.micro_batch_size=2", "train.num_workers=0", "evaluation.rows=4"),
-            *("student={num_layers: 1}", f"teacher={tmp_path}/teacher"),
-        ]
         if "name: mlm" in text:
-            small = "{hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2}"
-            run = [*run[:-2], f"model={small}"]
+            run = ["model={hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2}"]
+        else:
+            run = ["student={num_layers: 1}", f"teacher={tmp_path}/teacher"]
+        run += [f"shards={shards}", "evaluation.rows=4", "train.num_workers=0"]
+        run += ["train.max_steps=2", "train.global_batch_size=4", "train.micro_batch_size=2"]
         kind, tiny = ("prepare", corpus) if path.name.startswith("corpus-") else ("pretrain", run)
         code, _, said = distil(kind, "config.yaml", output, *tiny)
         ended[code] += 1

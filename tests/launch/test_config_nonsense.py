@@ -93,10 +93,14 @@ def test_nonsense_in_a_run_is_one_line(tmp_path: Path, text: str, message: str) 
         ("output=''", "output: .*valid path"),
         ("train.seed=", r"train\.seed: .*valid integer"),
         ("output=\n", "output"),
+        ("train.max_steps", "write section.key=value"),
+        ("=3", "write section.key=value"),
+        ("output.x=1", "output is a single value"),
+        ("train.max_stepz=3", "did you mean train.max_steps"),
     ],
     ids=[
         *("octal", "tag", "digits", "bool", "nesting", "index", "long-index"),
-        *("empty-path", "nothing", "newline"),
+        *("empty-path", "nothing", "newline", "no-value", "no-key", "in-a-value", "typing-error"),
     ],
 )
 def test_nonsense_in_an_override_is_one_line(tmp_path: Path, override: str, message: str) -> None:

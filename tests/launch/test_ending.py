@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import ROOT, file_size_limit
+from processes import ROOT, file_size_limit, wait_until
 
 from launch.console import keep_going
 from pretrain.monitor.status import read_status
@@ -62,10 +62,7 @@ class Training:
 
     def wait_for(self, done: Callable[[], bool]) -> None:
         """Wait until something is true; assert that the process is alive before."""
-        end = time.monotonic() + START
-        while not done():
-            assert time.monotonic() < end and self.process.poll() is None, self.said()
-            time.sleep(0.01)
+        wait_until(done, self.said, alive=lambda: self.process.poll() is None)
 
     def until(self, text: str) -> None:
         """Wait for something on the screen."""
@@ -85,9 +82,9 @@ class Training:
         self.process.send_signal(number)
         return self.code()
 
-    def code(self) -> int:
+    def code(self, limit: float = LIMIT) -> int:
         """Return the exit code; assert that no process is left."""
-        code = self.process.wait(LIMIT)
+        code = self.process.wait(limit)
         assert self.left() == []
         return code
 
@@ -255,8 +252,7 @@ def test_a_closed_pipe_does_not_end_a_run(start: Start) -> None:
     assert training.process.stdout is not None
     training.process.stdout.readline()
     training.process.stdout.close()
-    training.process.wait(START)
-    assert training.code() == 0
+    assert training.code(START) == 0
     assert training.status() == ("finished", 40)
     assert training.said() == ""
 
@@ -266,8 +262,7 @@ def test_a_closed_pipe_does_not_end_a_run(start: Start) -> None:
 def test_a_full_log_disk_does_not_end_a_run(start: Start) -> None:
     with open("/dev/full", "w") as full:
         training = start("train.max_steps=40", stdout=full, stderr=full)
-    training.process.wait(START)
-    assert training.code() == 0
+    assert training.code(START) == 0
     assert training.status() == ("finished", 40)
 
 

@@ -89,25 +89,18 @@ def test_a_launch_executes_nothing_of_its_working_directory(run: Path, trap: Pat
     assert {"0", "1"} <= set((trap.parent / "seen").read_text().split())
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="multiprocessing itself does, up to 3.10")
+OLD = pytest.mark.skipif(sys.version_info < (3, 11), reason="multiprocessing itself does")
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param("processes", marks=OLD), pytest.param("ray", marks=pytest.mark.slow)],
+)
 def test_workers_of_prepare_execute_nothing_of_the_working_directory(
-    shards: Path, trap: Path, tmp_path: Path
+    shards: Path, trap: Path, tmp_path: Path, engine: str
 ) -> None:
-    assert_same_shards(shards, trap, tmp_path)
-
-
-@pytest.mark.slow
-def test_ray_workers_execute_nothing_of_the_working_directory(
-    shards: Path, trap: Path, tmp_path: Path
-) -> None:
-    assert_same_shards(shards, trap, tmp_path, "--engine", "ray")
-
-
-def assert_same_shards(shards: Path, trap: Path, output: Path, *options: str) -> None:
-    """Prepare the fixture's letters once more in the trap, and compare the digests."""
-    again = output / "again"
-    config = shards.parent / "letters.yaml"
-    in_trap(trap, "prepare", config, f"output={again}", "workers=2", *options)
+    again, config = tmp_path / "again", shards.parent / "letters.yaml"
+    in_trap(trap, "prepare", config, f"output={again}", "workers=2", "--engine", engine)
     assert load_manifest(again).digest == load_manifest(shards).digest
 
 

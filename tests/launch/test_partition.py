@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from processes import ROOT, wait_until
+from processes import ROOT, in_a_process, wait_until
 from small_corpora import write
 
 TIMEOUT = 10  # seconds, of collective operations
@@ -191,20 +191,17 @@ def undisturbed(config: Path) -> Path:
 def test_two_nodes_train_like_two_processes_of_one_host(config: Path, undisturbed: Path) -> None:
     output = config.parent / "one-host"
     with socket.create_server(("127.0.0.1", 0)) as free:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-        argv = [sys.executable, "-m", "launch", "pretrain", str(config), f"output={output}"]
-        environment = {**ENVIRONMENT, **address, **place}
-        ranks.append(subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL))
-    try:
-        assert [process.wait(LONG) for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
 
+    def train(rank: str) -> tuple[int, str, str]:
+        here = {**place, "RANK": rank, "LOCAL_RANK": rank, "GLOO_SOCKET_IFNAME": "lo"}
+        options = ("pretrain", config, f"output={output}")
+        return in_a_process(*options, environment=here, timeout=LONG)
+
+    with ThreadPoolExecutor() as pool:
+        ended = list(pool.map(train, ("0", "1")))
+    assert [code for code, *_ in ended] == [0, 0], ended
     assert [entry["step"] for entry in history(output)] == [0, *range(1, STEPS + 1), STEPS]
     assert_same_end(undisturbed, output)  # tokens of all rows among them
 

@@ -68,8 +68,8 @@ def test_another_user_reaches_no_store_of_a_launch(run: Path, tmp_path: Path) ->
     with screen.open("wb") as file:
         launch = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     try:
-        wait_until(lambda: "step 3/" in screen.read_text() or launch.poll(), screen.read_text)
-        assert launch.poll() is None, screen.read_text()
+        said = screen.read_text
+        wait_until(lambda: "step 3/" in said(), said, alive=lambda: launch.poll() is None)
         family = [psutil.Process(launch.pid), *psutil.Process(launch.pid).children(recursive=True)]
         ranks = [process.environ() for process in family if "RANK" in process.environ()]
         assert {rank["RANK"] for rank in ranks} == {"0", "1"}

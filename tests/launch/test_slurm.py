@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT, finished, in_a_process, outside_slurm, programs
+from processes import DISTIL, ROOT, finished, in_a_process, outside_slurm, programs
 
 from data_prep.shards import load_manifest
 
+SCRIPT = ROOT / "launch" / "slurm" / "prepare.sbatch"
 # Runs a job at once, as Slurm would later; refuses one whose dependency did not end well.
 SBATCH = """#!/bin/bash
 set -e
@@ -43,12 +44,10 @@ def test_chained_array_jobs_give_the_digest_of_one_run(tmp_path: Path) -> None:
         f"output: {tmp_path}/shards\ntokenizer: {{train: {{vocab_size: 200}}}}\nrow_length: 32\n"
         f"sources: [{{kind: text, path: {texts}, document: paragraph}}]\nvalidation: 0.1\n"
     )
-    distil = f'#!/bin/bash\nexec {sys.executable} -m launch "$@"\n'
-    path = programs(tmp_path / "bin", sbatch=SBATCH, distil=distil)
+    path = programs(tmp_path / "bin", sbatch=SBATCH, distil=DISTIL)
     environment = outside_slurm() | {"PATH": path, "PYTHONPATH": str(ROOT)}
     environment["LOG"] = str(tmp_path / "log")
-    script = ROOT / "launch" / "slurm" / "prepare.sbatch"
-    done = finished("bash", script, config, "2", "--partition=cpu", env=environment)
+    done = finished("bash", SCRIPT, config, "2", "--partition=cpu", env=environment)
     output = (tmp_path / "log.out").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + output
     submitted = (tmp_path / "log").read_text().splitlines()
@@ -57,7 +56,7 @@ def test_chained_array_jobs_give_the_digest_of_one_run(tmp_path: Path) -> None:
     assert plain[0] == 0, plain
     digests = {load_manifest(tmp_path / name).digest for name in ("shards", "plain")}
     assert len(digests) == 1
-    usage = finished("bash", script)
+    usage = finished("bash", SCRIPT)
     assert usage.returncode == 2 and usage.stderr.startswith("usage: ")
 
 
@@ -70,7 +69,6 @@ def test_one_index_of_an_array_can_be_submitted_alone(tmp_path: Path) -> None:
             "SLURM_ARRAY_TASK_COUNT": "1",  # sbatch --array=3
             **{"SLURM_ARRAY_TASK_MIN": index, "SLURM_ARRAY_TASK_MAX": index},
         }
-        script = ROOT / "launch" / "slurm" / "prepare.sbatch"
-        done = finished("bash", script, "c.yaml", "16", stage, env=environment)
+        done = finished("bash", SCRIPT, "c.yaml", "16", stage, env=environment)
         assert done.returncode == 0, done.stderr
         assert done.stdout.endswith(f"--stage {stage} --task {task}\n")

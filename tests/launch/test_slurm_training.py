@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import ROOT, outside_slurm, programs, wait_until
+from processes import DISTIL, ROOT, outside_slurm, programs, wait_until
 
 from pretrain.monitor.status import read_status
 
@@ -49,8 +49,7 @@ touch "$LOG.requeue"
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
 def test_a_signal_saves_and_the_requeued_job_continues(run: Path, tmp_path: Path) -> None:
-    distil = f'#!/bin/bash\nexec {sys.executable} -m launch "$@"\n'
-    scripts = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "distil": distil}
+    scripts = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "distil": DISTIL}
     kept = outside_slurm() | {"PATH": programs(tmp_path / "bin", **scripts)}
     kept |= {"PYTHONPATH": str(ROOT), "LOG": str(tmp_path / "log")}
     options = ["train.micro_batch_size=2", "train.num_workers=1", "train.max_steps=300"]

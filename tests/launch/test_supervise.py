@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import ROOT, wait_until
+from processes import ROOT, python, wait_until
 
 from data_prep.disk.locks import this_process
 from launch.torchrun.attempt import Ended, Tail
@@ -96,10 +96,7 @@ class Supervised:
 
     def until(self, text: str) -> None:
         """Wait for something on the screen."""
-        end = time.monotonic() + START
-        while text not in self.screen:
-            assert time.monotonic() < end and self.process.is_alive(), self.screen
-            time.sleep(0.05)
+        wait_until(lambda: text in self.screen, lambda: self.screen, alive=self.process.is_alive)
 
     def code_after(self, number: signal.Signals) -> int:
         """Send the supervisor a signal; return its exit code."""
@@ -187,8 +184,7 @@ def test_a_scheduler_may_signal_every_process_of_a_job(start: Start) -> None:
 
 def test_a_signal_before_the_first_step_ends_with_75(start: Start) -> None:
     run = start(1)
-    while not run.started():
-        assert run.process.is_alive()
+    wait_until(run.started, lambda: run.screen, alive=run.process.is_alive)
     assert run.code_after(signal.SIGTERM) == 75
 
 
@@ -467,12 +463,11 @@ def test_restarts_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_log_on_a_full_disk_does_not_end_a_rank(tmp_path: Path) -> None:
     (tmp_path / "rank-00000.log").symlink_to("/dev/full")
-    names = ("DISTIL_LOGS", "DISTIL_HEARTBEATS")
-    environment = {**os.environ, **dict.fromkeys(names, str(tmp_path))}
+    environment = dict.fromkeys(("DISTIL_LOGS", "DISTIL_HEARTBEATS"), str(tmp_path))
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
     # A module that prints; without the wrapper it fails.
-    argv = [sys.executable, ENTRY, "launch.torchrun.rank", "this"]
-    assert subprocess.run(argv, env=environment, timeout=LIMIT).returncode == 0
+    done = python(ENTRY, "launch.torchrun.rank", "this", environment=environment)
+    assert done.returncode == 0, done.stderr
     with open("/dev/full", "w") as full:
         plain = subprocess.run([sys.executable, "-m", "this"], stdout=full, timeout=LIMIT)
     assert plain.returncode != 0

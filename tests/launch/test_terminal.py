@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from small_corpora import three_texts, write
 
 from data_prep.publish.card import dataset_card
@@ -42,7 +41,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_commands_of_a_corpus_print_no_control_characters(distil: Distil, corpus: Path) -> None:
-    shards = yaml.safe_load(corpus.read_text(encoding="utf-8"))["output"]
+    shards = f"{corpus.parent}/shards{EVIL}"
     commands: list[tuple[int, tuple[object, ...]]] = [
         (0, ("prepare", corpus, "--dry-run")),
         (0, ("prepare", corpus)),
@@ -67,10 +66,10 @@ def test_commands_of_a_corpus_print_no_control_characters(distil: Distil, corpus
 
 
 def test_commands_of_a_run_print_no_control_characters(
-    distil: Distil, run: Path, tmp_path: Path
+    distil: Distil, run_values: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = yaml.safe_load(run.read_text(encoding="utf-8"))
-    config["output"] = f"{tmp_path}/out{EVIL}"  # no override: YAML takes no such characters
+    # The output is no override: YAML takes no such characters.
+    config = {"output": f"{tmp_path}/out{EVIL}", **run_values}
     hostile = write(tmp_path / f"run{EVIL}.yaml", config)
     for code, arguments in (
         (0, ("launch", hostile, "--dry-run")),
