@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from allocator import allocated_peak
+from batches import masked_batch
 
 from pretrain import NumericalError
 from pretrain.bench import cells, measure
@@ -23,19 +24,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def batch() -> MicroBatch:
-    """Return three rows of one document each, of 32, 20 and 9 tokens; a seventh is predicted."""
+    """Return three rows of one document each, of 32, 20 and 9 tokens; a fifth is predicted."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(5, 200, (3, 32), generator=generator)
     ids[:, 0] = 2
     for row, length in enumerate((32, 20, 9)):
         ids[row, length - 1], ids[row, length:] = 3, 0
-    positions = torch.tensor([[1, 7, 22, 30], [3, 5, 18, 25], [2, 4, 25, 27]])
-    original = ids.gather(1, positions)
-    labels = original.masked_fill(original == 0, -100)
-    labels[1:][positions[1:] >= 20] = -100
-    ids = ids.scatter(1, positions, torch.where(labels != -100, 4, original))
-    found = micro_batch(ids, positions, labels, cls_id=2, pad_id=0)
-    assert (found.num_tokens, found.num_masked) == (61, 9)
+    found = masked_batch(ids)
+    assert (found.num_tokens, found.num_masked) == (61, 11)
+    assert (found.labels == -100).any()
     return found
 
 

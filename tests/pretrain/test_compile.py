@@ -8,22 +8,23 @@ import pytest
 import rank_work
 import ranks
 import torch
-from naive_head import draw, logit_terms, naive_sums
+from naive_head import logit_terms, naive_sums, projections
 from results import difference, history, weights
 from torch._dynamo.utils import counters
 
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.kernels.compilation import check_compiler
-from pretrain.kernels.head import Projection, compiled, vocabulary, vocabulary_losses
+from pretrain.kernels.head import compiled, vocabulary, vocabulary_losses
 from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.monitor import metrics
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+Make = Callable[..., Any]
 Settings = Callable[..., dict[str, Any]]
-N, D, V = 61, 16, 53
+D, V = 16, 53
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +74,11 @@ def test_the_head_against_full_logits_in_fp64_with_few_compilations(
         terms = logit_terms(**changes)
         labels = torch.arange(m) * 7 % V
         labels[2:3] = -100
-        exact = Projection(draw(0, N, D)[:n], draw(1, V, D), draw(2, V))
-        teacher = Projection(draw(3, N, D)[:n], draw(4, V, D), draw(5, V))
-        ours = Projection(*(tensor.to(dtype).requires_grad_() for tensor in exact))
-        theirs = Projection(*(tensor.to(dtype) for tensor in teacher))
+        exact, teacher = projections(n, D, V)
+        ours, theirs = projections(n, D, V, dtype)
         factors = torch.tensor([0.7, 1.3][: len(terms)])
         loss, sums = vocabulary_losses(ours, theirs, labels, terms, factors, backend="compiled")
         loss.backward()
-        for tensor in exact:
-            tensor.requires_grad_()
         expected = naive_sums(exact, teacher, labels, terms)
         gradients = torch.autograd.grad(expected @ factors.double(), list(exact))
         pairs = [(sums, expected.detach()), *zip([x.grad for x in ours], gradients, strict=True)]
@@ -94,12 +91,7 @@ def test_the_head_against_full_logits_in_fp64_with_few_compilations(
 
 
 @pytest.fixture
-def settings(
-    tmp_path: Path,
-    run_config: Settings,
-    save_teacher: Callable[..., Any],
-    tiny_bert: Callable[..., Any],
-) -> Settings:
+def settings(tmp_path: Path, run_config: Settings, save_teacher: Make, tiny_bert: Make) -> Settings:
     save_teacher(tmp_path / "teacher", tiny_bert(2))
 
     def make(name: str, dropout: float = 0.0, **train: Any) -> dict[str, Any]:
@@ -170,7 +162,7 @@ def test_an_interrupted_compiled_run_is_identical_to_the_uninterrupted_one(
 
 @pytest.mark.slow
 def test_compiled_gradients_have_the_same_bits_every_time_with_several_threads(
-    tiny_distilbert: Callable[..., Any], tiny_bert: Callable[..., Any]
+    tiny_distilbert: Make, tiny_bert: Make
 ) -> None:
     """Use many threads and few tokens: the compiler's gradient of an embedding is a race."""
     teacher = tiny_bert().requires_grad_(False)

@@ -27,6 +27,7 @@ from pretrain.model.distillation import send
 from pretrain.train import train
 
 pytestmark = pytest.mark.gpu
+Make = Callable[..., Any]
 Settings = Callable[..., dict[str, Any]]
 GPU = torch.device("cuda", 0)
 
@@ -43,12 +44,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def settings(
-    tmp_path: Path,
-    run_config: Settings,
-    save_teacher: Callable[..., Any],
-    tiny_bert: Callable[..., Any],
-) -> Settings:
+def settings(tmp_path: Path, run_config: Settings, save_teacher: Make, tiny_bert: Make) -> Settings:
     """Return 6 steps of 16 rows with the triple loss, without dropout; heads of width 16."""
     save_teacher(tmp_path / "teacher", tiny_bert(2, width=64))
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from naive_head import draw, logit_terms, naive_sums
+from naive_head import draw, logit_terms, naive_sums, projections
 from torch import Tensor
 
 from pretrain.kernels.head import Projection, closed_form, vocabulary, vocabulary_losses
@@ -13,7 +13,7 @@ from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.terms import VocabularyTerm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-N, D, V = 37, 16, 53
+N, D, V = SIZES = 37, 16, 53
 COEFFICIENTS = (0.7, 1.3)
 LABELS = torch.arange(9) * 6 + 1  # of the first nine positions
 LABELS[2] = -100
@@ -25,21 +25,9 @@ class Result(NamedTuple):
     gradients: list[Tensor | None]  # of hidden states, weight and bias
 
 
-def projections(dtype: torch.dtype = torch.float64) -> tuple[Projection, Projection]:
-    """Return a student that requires gradients, and a teacher."""
-    shapes = (N, D), (V, D), (V,)
-    student, teacher = (
-        Projection(*(draw(seed, *shape).to(dtype) for seed, shape in enumerate(shapes, first)))
-        for first in (0, 3)
-    )
-    for tensor in student:
-        tensor.requires_grad_()
-    return student, teacher
-
-
 def naive(terms: Sequence[VocabularyTerm], coefficients: Sequence[float] = COEFFICIENTS) -> Result:
     """Compute the result from full logits in fp64."""
-    student, teacher = projections()
+    student, teacher = projections(*SIZES)
     sums = naive_sums(student, teacher, LABELS, terms)
     loss = sums @ torch.tensor(coefficients, dtype=torch.float64)
     return Result(loss.detach(), sums.detach(), [*torch.autograd.grad(loss, [*student])])
@@ -55,7 +43,7 @@ def chunked(
     repeats: int = 1,
 ) -> Result:
     """Compute the result of `vocabulary_losses`, with gradients of `scale` times the loss."""
-    student, teacher = projections(dtype)
+    student, teacher = projections(*SIZES, dtype)
     # The cross-entropy alone needs no teacher.
     given = teacher if any(term.needs_teacher for term in terms) else None
     factors = torch.tensor(coefficients, dtype=torch.promote_types(dtype, torch.float32))
@@ -101,7 +89,7 @@ def test_a_term_alone(changes: dict[str, float], names: list[str]) -> None:
 
 def test_masked_language_model_objective() -> None:
     (term,) = MaskedLanguageModel().terms()
-    student, _ = projections()
+    student, _ = projections(*SIZES)
     logits = student.hidden_ND @ student.weight_VD.T + student.bias_V
     expected = torch.nn.functional.cross_entropy(logits[:9], LABELS, reduction="sum").detach()
     loss, _ = vocabulary_losses(student, None, LABELS, [term], torch.ones(1))
@@ -145,7 +133,7 @@ def test_cross_entropy_is_not_computed_after_the_labels(
     labelled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(closed_form._BLOCK, "cpu", 4 * V)
-    student, _ = projections()
+    student, _ = projections(*SIZES)
     labels, terms, one = LABELS[:labelled], logit_terms(kl=0), torch.ones(1, dtype=torch.float64)
     (expected,) = naive_sums(student, student, labels, terms)
     gradients = torch.autograd.grad(expected, [*student])
@@ -174,7 +162,7 @@ def test_a_gradient_beyond_the_range_of_fp16() -> None:
 
 
 def test_no_gradient_under_no_grad() -> None:
-    student, teacher = projections()
+    student, teacher = projections(*SIZES)
     factors = torch.tensor(COEFFICIENTS, dtype=torch.float64)
     with torch.no_grad():
         loss, sums = vocabulary_losses(student, teacher, LABELS, logit_terms(), factors)
@@ -183,7 +171,7 @@ def test_no_gradient_under_no_grad() -> None:
 
 
 def test_a_frozen_student_gets_values_and_no_gradient() -> None:
-    student, teacher = projections()
+    student, teacher = projections(*SIZES)
     frozen = Projection(*(tensor.detach() for tensor in student))
     factors = torch.tensor(COEFFICIENTS)
     loss, _ = vocabulary_losses(frozen, teacher, LABELS, logit_terms(), factors)

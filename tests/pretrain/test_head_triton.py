@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from naive_head import draw
+from naive_head import draw, projections
 from torch import Tensor
 
 from pretrain import RunError
-from pretrain.kernels.head import Backend, Projection, triton_support, vocabulary_losses
+from pretrain.kernels.head import Backend, triton_support, vocabulary_losses
 from pretrain.kernels.head.closed_form import Weights
 from pretrain.objectives.terms import Count, kl_term, mlm_term
 
@@ -189,16 +189,9 @@ def head(
     kl_over: Count, dtype: torch.dtype, backend: Backend, num_labels: int
 ) -> tuple[Tensor, ...]:
     """Return (loss, sums, gradients of hidden states, weight, bias) for 13 positions."""
-    positions, width, vocabulary = 13, 8, 150
-    shapes = (positions, width), (vocabulary, width), (vocabulary,)
-    student, teacher = (
-        Projection(*(draw(seed, *shape).to(DEVICE, dtype) for seed, shape in enumerate(shapes, i)))
-        for i in (0, 9)
-    )
+    student, teacher = projections(13, 8, 150, dtype, DEVICE)
     labels = torch.arange(num_labels, device=DEVICE) * 29
     labels[3:4] = -100
-    for tensor in student:
-        tensor.requires_grad_()
     terms = [kl_term(1.0, temperature=TEMPERATURE, over=kl_over), mlm_term(1.0)]
     coefficients = torch.tensor([0.7, 1.3], device=DEVICE)
     loss, sums = vocabulary_losses(student, teacher, labels, terms, coefficients, backend=backend)

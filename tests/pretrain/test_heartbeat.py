@@ -41,24 +41,22 @@ def told(folder: Path) -> dict[str, object]:
     return values
 
 
-def beating(folder: Path, *command: str, **environment: str) -> "subprocess.Popen[str]":
+def beating(folder: Path, *command: str, **environment: str) -> tuple["subprocess.Popen[str]", int]:
+    """Return a process, and the number of the process that beats, once it does."""
     values = {**os.environ, "PYTHONPATH": str(ROOT), "DISTIL_HEARTBEATS": str(folder)}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", *command],
         env=values | environment,
         stdout=subprocess.PIPE,
         text=True,
     )
-
-
-def first_line(process: "subprocess.Popen[str]") -> str:
     assert process.stdout is not None
-    return process.stdout.readline().strip()
+    return process, int(process.stdout.readline())
 
 
 def test_a_killed_rank_has_recorded_its_position(tmp_path: Path) -> None:
-    process = beating(tmp_path, BEATING)
-    assert first_line(process) == str(process.pid)
+    process, pid = beating(tmp_path, BEATING)
+    assert pid == process.pid
     process.kill()
     process.wait()
     values = told(tmp_path)
@@ -68,8 +66,7 @@ def test_a_killed_rank_has_recorded_its_position(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_stops_counting(tmp_path: Path) -> None:
-    process = beating(tmp_path, BEATING)
-    first_line(process)
+    process, _ = beating(tmp_path, BEATING)
 
     def changes(seconds: float) -> bool:
         before = told(tmp_path)["beat"]
@@ -92,16 +89,15 @@ def test_a_stopped_rank_stops_counting(tmp_path: Path) -> None:
 
 
 def test_a_rank_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
-    parent = beating(tmp_path, PARENT, BEATING)
-    child = psutil.Process(int(first_line(parent)))
+    parent, pid = beating(tmp_path, PARENT, BEATING)
+    child = psutil.Process(pid)
     assert parent.wait(LIMIT) == 0
     assert psutil.wait_procs([child], timeout=LIMIT)[1] == []
 
 
 def test_a_rank_ends_when_its_supervisor_is_gone(tmp_path: Path) -> None:
     supervisor = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    process = beating(tmp_path, BEATING, DISTIL_SUPERVISOR=str(supervisor.pid))
-    first_line(process)
+    process, _ = beating(tmp_path, BEATING, DISTIL_SUPERVISOR=str(supervisor.pid))
     supervisor.kill()  # and not waited for: a zombie supervises nobody
     assert process.wait(LIMIT) == -signal.SIGKILL
     supervisor.wait()

@@ -57,8 +57,8 @@ def seen(settings: dict[str, Any], world: int, arguments: Any = None, stage: int
     return [[step, *row] for (step, rank), rows in sorted(unique.items()) for row in rows]
 
 
-def wanted(settings: dict[str, Any], first: int = 0, last: int = 20) -> list[Any]:
-    """Return what one process would read, straight from the pure functions."""
+def wanted(settings: dict[str, Any]) -> list[Any]:
+    """Return what one process would read in 20 steps, straight from the pure functions."""
     config = RunConfig.model_validate(settings)
     shards = open_shards(config.shards)
     masking = masking_over(shards.manifest, config.masking.probability, config.train.seed)
@@ -66,7 +66,7 @@ def wanted(settings: dict[str, Any], first: int = 0, last: int = 20) -> list[Any
     dataset = StepDataset(shards, order, masking)
     return [
         [step, row, ids.tolist(), labels.tolist()]
-        for step in range(first, last)
+        for step in range(20)
         for item, rows in [(dataset[step], order.at(step)[1].tolist())]
         for row, ids, labels in zip(rows, item.input_ids, item.labels, strict=True)
     ]

@@ -77,8 +77,7 @@ def ordinary(ids: Ids) -> NDArray[np.bool_]:
 def selected(result: MaskedRows, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     """Return a mask [B, L] of the predicted positions."""
     flags = np.zeros(shape, bool)
-    for row, (positions, labels) in enumerate(zip(result.positions, result.labels, strict=True)):
-        flags[row, positions[labels != IGNORE]] = True
+    np.put_along_axis(flags, result.positions, result.labels != IGNORE, axis=1)
     return flags
 
 

@@ -162,13 +162,10 @@ def test_skipped_rows_are_recorded_and_stay_skipped(settings: Settings) -> None:
 def test_the_second_run_on_an_output_names_the_first(settings: Settings, tmp_path: Path) -> None:
     values = settings(micro_batch_size=12, max_steps=12)
     for attempt in range(3):
-        one, other = tmp_path / f"one-{attempt}", tmp_path / f"other-{attempt}"
-        both = [
-            *ranks.start(1, rank_work.answered, [values], one),
-            *ranks.start(1, rank_work.answered, [values], other),
-        ]
+        files = [tmp_path / f"{name}-{attempt}" for name in ("one", "other")]
+        both = [ranks.start(1, rank_work.answered, [values], file)[0] for file in files]
         assert ranks.wait(both) == [0, 0]
-        found = [json.loads(Path(f"{file}.0").read_text()) for file in (one, other)]
+        found = [json.loads(Path(f"{file}.0").read_text()) for file in files]
         kinds = [kind for kind, _ in found]
         if kinds == ["finished", "finished"]:
             continue  # one after the other: the second found it up to date
