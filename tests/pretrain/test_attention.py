@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import Operators
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertForMaskedLM
 
 from pretrain.kernels.attention import IMPLEMENTATION, Packing, block_diagonal_mask, find_documents
@@ -213,32 +213,20 @@ def test_a_saved_model_does_not_name_this_attention(model: Any, tmp_path: Path) 
     assert IMPLEMENTATION not in ours
 
 
-class Watch(TorchDispatchMode):
-    """Record operators, and those that make a tensor of `shape`."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.shape, self.ops, self.found = shape, set[str](), set[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        self.ops.add(name)
-        if isinstance(result, Tensor) and result.shape == self.shape:
-            self.found.add(name)
-        return result
-
-
 def test_no_mask_and_no_sync_on_a_gpu(model: Any, packed_ids: Tensor) -> None:
     """Run on the meta device, which uses a GPU's kernels and refuses a read."""
     packing = Packing(*(t.to("meta") for t in packed(packed_ids)))
     on_meta, ids = model.to("meta").bfloat16().train(), packed_ids.to("meta")
-    with Watch((3, 1, 32, 32)) as watch:
+    shape = (3, 1, 32, 32)  # of a mask
+    with Operators() as called:
         last_hidden_state(on_meta, ids, packing).sum().backward()
-    assert watch.found == set()
-    assert {"_flash_attention_forward", "_flash_attention_backward"} <= watch.ops
-    with torch.inference_mode(), Watch((3, 1, 32, 32)) as watch:
+    assert not any(call.returns(shape) for call in called.calls)
+    assert "aten._flash_attention_forward.default" in called.names
+    assert "aten._flash_attention_backward.default" in called.names
+    with torch.inference_mode(), Operators() as called:
         last_hidden_state(on_meta.float(), ids, packing)
-    assert watch.found == set() and "_efficient_attention_forward" in watch.ops
-    with Watch((3, 1, 32, 32)) as watch:  # it sees one that is there
+    assert not any(call.returns(shape) for call in called.calls)
+    assert "aten._efficient_attention_forward.default" in called.names
+    with Operators() as called:  # it sees one that is there
         block_diagonal_mask(packing.cu_seqlens, 3, 32)
-    assert watch.found
+    assert any(call.returns(shape) for call in called.calls)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import Operators
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.bench.baseline import twin
 from pretrain.kernels.cpu_layers import (
@@ -28,18 +28,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 needs_onednn = pytest.mark.skipif(
     not have_product(torch.zeros(1, 1), torch.zeros(1, 1)), reason="oneDNN's products are for x86"
 )
-
-
-class Called(TorchDispatchMode):
-    """Record the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def layers(*, width: int = 48, out: int = 80, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
@@ -103,21 +91,21 @@ def test_onednn_computes_fp32_products() -> None:
     _, layer = layers()
     x = torch.randn(3, 48, requires_grad=True)
     name = "mkldnn._linear_pointwise.default"
-    with Called() as called:
+    with Operators() as called:
         layer(x).sum().backward()
     assert called.names.count(name) == 2
     for context in (torch.no_grad(), torch.inference_mode()):
-        with Called() as called, context:
+        with Operators() as called, context:
             layer(x)
         assert called.names == [name]
-    with Called() as called, torch.autocast("cpu", torch.bfloat16):
+    with Operators() as called, torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     assert name not in called.names
-    with Called() as called, torch.backends.mkldnn.flags(enabled=False):
+    with Operators() as called, torch.backends.mkldnn.flags(enabled=False):
         layer(x)
     assert name not in called.names
     layer.double()
-    with Called() as called:
+    with Operators() as called:
         layer(x.double())
     assert name not in called.names
 
@@ -215,9 +203,9 @@ def test_dropout_of_0_and_1_draws_nothing(p: float, value: float) -> None:
 
 def test_dropout_on_other_devices_is_torch_s() -> None:
     x = torch.ones(1000, device="meta")
-    with Called() as called:
+    with Operators() as called:
         assert Dropout(0.5)(x).device.type == "meta"
-    expected = Called()
+    expected = Operators()
     with expected:
         F.dropout(x, 0.5)
     assert called.names == expected.names

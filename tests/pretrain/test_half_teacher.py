@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from batches import masked_batch, mean_coefficients
+from operators import Operators
 from results import state
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 import pretrain.evaluate
@@ -22,6 +22,7 @@ from pretrain.run import Run, build
 from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+CASTS = ("aten._to_copy.default", "aten.to.dtype")
 Make = Callable[..., Any]
 
 
@@ -117,27 +118,14 @@ def test_the_teacher_is_not_cast_during_a_step(
 ) -> None:
     def casts(teacher: BertForMaskedLM | None) -> int:
         module = Distillation(tiny_distilbert(), teacher, DistilBert().terms(), pad_id=0)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Casts() as counter:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Operators() as called:
             module.encode(batch.input_ids, batch.cu_seqlens)
-        return counter.number
+        pairs = [(c.args[0], c.result) for c in called.calls if c.name in CASTS]
+        floating = [pair for pair in pairs if all(x.is_floating_point() for x in pair)]
+        return sum(given.dtype != result.dtype for given, result in floating)
 
     alone = casts(None)
     assert 0 < alone == casts(tiny_bert().bfloat16()) < casts(tiny_bert())
-
-
-class Casts(TorchDispatchMode):
-    """Count casts between precisions."""
-
-    number = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype):
-            floating = args[0].is_floating_point() and result.is_floating_point()
-            self.number += floating and args[0].dtype != result.dtype
-        return result
 
 
 def test_evaluate_folder_computes_in_fp32(
