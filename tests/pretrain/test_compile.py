@@ -59,7 +59,6 @@ def test_the_head_against_full_logits_in_fp64_with_few_compilations(
 ) -> None:
     monkeypatch.setitem(vocabulary.CHUNK, "cpu", 24)
     monkeypatch.setitem(compiled.ROWS, "cpu", 8)
-    seen = 0
     # Chunks of any size, the border of labels anywhere, no label, and a term alone.
     for n, m, changes in [
         (61, 9, {}),
@@ -85,9 +84,8 @@ def test_the_head_against_full_logits_in_fp64_with_few_compilations(
         for found, true in pairs:
             assert found is not None and torch.isfinite(found).all()
             assert (found.double() - true).abs().max() <= tolerance * true.abs().max()
-        seen += n
     # KL with labels, KL alone, labels alone; all of one shape.
-    assert seen > 300 and graphs() == 3
+    assert graphs() == 3
 
 
 @pytest.fixture
