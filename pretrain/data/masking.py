@@ -159,7 +159,7 @@ class Masking:
         return special
 
 
-def _integer_exponential() -> NDArray[np.int32]:
+def integer_exponential() -> NDArray[np.int32]:
     """Return -ln((i + 1/2) / 2**16) in units of 2**-22 for every i below 2**16.
 
     Only integer arithmetic: float logarithms differ between libraries. It computes log2 bit by bit:
@@ -183,7 +183,7 @@ def _integer_exponential() -> NDArray[np.int32]:
     return np.maximum((-log2 * ln2) >> 34, 1).astype(np.int32)  # int64 would take twice the cache
 
 
-_EXPONENTIAL = _integer_exponential()
+_EXPONENTIAL = integer_exponential()
 
 
 def first_slots(draw: NDArray[Any], selectable: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
