@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -14,6 +15,7 @@ from accelerate.state import AcceleratorState
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from data_prep.shards import open_shards
+from pretrain.data.masking import MaskedRows
 from pretrain.evaluate import evaluate, evaluate_folder, evaluation_masking
 from pretrain.kernels.attention import block_diagonal_mask, find_documents
 from pretrain.model.distillation import micro_batch
@@ -34,8 +36,9 @@ def test_the_figures_equal_those_of_a_plain_loop(
     sums: defaultdict[str, float] = defaultdict(float)
     answers: Counter[int] = Counter()
     for row in range(rows):
-        ids = torch.from_numpy(shards.rows([row]).astype("int64"))
-        masked = masking(ids, torch.zeros(1, dtype=torch.long), torch.tensor([row]))
+        ids = shards.rows([row]).astype("int64")
+        masked = MaskedRows(*map(torch.from_numpy, masking(ids, np.array([0]), np.array([row]))))
+        ids = torch.from_numpy(ids)
         assert ((masked.input_ids == 4) | (masked.input_ids == ids)).all()
         batch = micro_batch(*masked, cls_id=2, pad_id=0)
         with torch.no_grad():
