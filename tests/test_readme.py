@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def shortened(command: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_every_command_of_the_readme_runs_after_the_demo(
-    tmp_path: Path, distil: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]

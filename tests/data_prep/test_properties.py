@@ -67,9 +67,7 @@ def test_a_line_that_fits_is_never_cut(sizes: list[int], limit: int) -> None:
 
 @few
 @given(st.lists(st.lists(st.integers(5, 2**16 - 1), max_size=14), max_size=40))
-def test_segments_are_found_by_cls_sep_and_pad_alone(
-    texts: list[list[int]],
-) -> None:
+def test_segments_are_found_by_cls_sep_and_pad_alone(texts: list[list[int]]) -> None:
     segments = [np.array(text, dtype=np.int32) for text in texts]
     packed = pack([len(text) + 2 for text in texts], 16)
     rows, places = fill_rows(segments, packed, 16, cls=CLS, sep=SEP, pad=PAD, dtype=np.uint16)

@@ -42,7 +42,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_shards(tmp_path: Path, make_config: Callable[..., Any]) -> Callable[..., Path]:
+def make_shards(tmp_path: Path, make_config: Any) -> Callable[..., Path]:
     """A function from keys of the source to a finished folder, with several shards to a split."""
 
     def make(name: str = "shards", seed: int = 0, **source: Any) -> Path:
@@ -55,7 +55,7 @@ def make_shards(tmp_path: Path, make_config: Callable[..., Any]) -> Callable[...
 
 
 @pytest.fixture
-def folder(make_shards: Callable[..., Path]) -> Path:
+def folder(make_shards: Any) -> Path:
     """Return a finished folder."""
     return make_shards()
 
@@ -97,7 +97,7 @@ def test_datasets_reads_the_rows_of_the_shards_in_their_order(
 
 
 def test_the_segments_name_each_document_by_the_row_of_its_split(
-    make_shards: Callable[..., Path], tmp_path: Path
+    make_shards: Any, tmp_path: Path
 ) -> None:
     folder, hub = make_shards(name="a", licence="CC-BY-SA-4.0"), tmp_path / "hub"
     to_parquet(folder, hub, file_bytes=2_000)
@@ -111,7 +111,7 @@ def test_the_segments_name_each_document_by_the_row_of_its_split(
         assert set(entries["licence"]) == {"CC-BY-SA-4.0"} and set(entries["source"]) == {"texts"}
 
 
-def test_uint32_ids_come_back_as_they_are(tmp_path: Path, make_config: Callable[..., Any]) -> None:
+def test_uint32_ids_come_back_as_they_are(tmp_path: Path, make_config: Any) -> None:
     config = make_config(validation=0)
     vocabulary = Path(config.tokenizer)
     # New entries before the words, so that the words have ids that 16 bits do not hold.
@@ -147,7 +147,7 @@ def test_a_folder_is_the_same_at_every_writing(folder: Path, tmp_path: Path) -> 
 
 
 def test_a_destination_that_is_taken_is_refused_and_the_same_corpus_is_up_to_date(
-    make_shards: Callable[..., Path], tmp_path: Path
+    make_shards: Any, tmp_path: Path
 ) -> None:
     folder, hub = make_shards(), tmp_path / "hub"
     hub.mkdir()  # empty: fine
@@ -181,9 +181,7 @@ def test_damaged_shards_are_not_published(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "hub").exists() and not list(tmp_path.glob(".tmp-*"))
 
 
-def test_the_card_says_what_the_manifest_says(
-    make_shards: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_card_says_what_the_manifest_says(make_shards: Any, tmp_path: Path) -> None:
     folder = make_shards(licence="CC-BY-SA-4.0", name="shards")
     to_parquet(folder, tmp_path / "my corpus")
     manifest = load_manifest(folder)
@@ -236,9 +234,7 @@ def test_size_categories_are_the_hubs(rows: int, category: str) -> None:
     assert card.size_category(rows) == category
 
 
-def test_hostile_names_are_escaped_in_the_card(
-    make_shards: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_hostile_names_are_escaped_in_the_card(make_shards: Any, tmp_path: Path) -> None:
     folder = make_shards(name="shards", licence=HOSTILE)
     manifest = load_manifest(folder)
     hostile = manifest.sources[0].model_copy(update={"name": HOSTILE})
@@ -466,9 +462,7 @@ def test_a_file_cut_short_at_its_place_is_sent_again(folder: Path, tmp_path: Pat
     assert upload(folder, f"file://{place}") == "up to date"
 
 
-def test_a_place_that_holds_another_corpus_is_refused(
-    make_shards: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_place_that_holds_another_corpus_is_refused(make_shards: Any, tmp_path: Path) -> None:
     one, other, there = make_shards("one"), make_shards("other", seed=1), tmp_path / "there"
     upload(one, f"file://{there}")
     before = contents(there)

@@ -87,7 +87,7 @@ def redone(before: dict[str, int], config: CorpusConfig) -> set[str]:
     "num", [2, pytest.param(KILLS, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_killed_runs_resume_with_identical_bytes(
-    make_config: Any, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]], num: int
+    make_config: Any, tmp_path: Path, start: Any, num: int
 ) -> None:
     config = make_config(workers=2, output=tmp_path / "killed")
     undisturbed = make_config(output=tmp_path / "undisturbed")
@@ -188,10 +188,7 @@ def test_a_damaged_finished_folder_is_made_again(make_config: Any) -> None:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_full_disk_keeps_what_is_finished(
-    make_config: Any,
-    tmp_path: Path,
-    start: Callable[..., subprocess.Popen[bytes]],
-    workers: int,
+    make_config: Any, tmp_path: Path, start: Any, workers: int
 ) -> None:
     config = make_config(workers=workers, row_length=2048)  # a file-size limit stands in for it
     assert start(config, 7000).wait() == 2
@@ -346,7 +343,7 @@ def test_files_of_the_users_are_never_removed(make_config: Any) -> None:
 
 @pytest.mark.slow
 def test_tasks_next_to_a_whole_run_give_identical_bytes(
-    make_config: Any, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+    make_config: Any, tmp_path: Path, start: Any
 ) -> None:
     config = make_config(workers=2)
     process = start(config)

@@ -28,7 +28,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path, shards: Path, seal: Callable[..., Path]) -> Path:
+def run(tmp_path: Path, shards: Path, seal: Any) -> Path:
     """Write a run with a checkpoint of its first step."""
     train = {"max_steps": 5, "global_batch_size": 4, "precision": "fp32", "micro_batch_size": 1}
     run = tmp_path / "run"

@@ -113,7 +113,7 @@ def test_a_document_of_one_50_mb_line_stays_within_a_gigabyte(
 
 
 def test_a_flipped_bit_in_a_shard_is_found(
-    distil: Distil, tmp_path: Path, corpus: Config, save_teacher: Callable[..., Path]
+    distil: Distil, tmp_path: Path, corpus: Config, save_teacher: Any
 ) -> None:
     folder = prepared(tmp_path, corpus)
     shard = folder / load_manifest(folder).splits["train"].shards[0].file
@@ -127,7 +127,7 @@ def test_a_flipped_bit_in_a_shard_is_found(
 
 
 def test_teachers_that_do_not_fit_are_refused(
-    distil: Distil, tmp_path: Path, corpus: Config, save_teacher: Callable[..., Path]
+    distil: Distil, tmp_path: Path, corpus: Config, save_teacher: Any
 ) -> None:
     folder = prepared(tmp_path, corpus)
     other = save_teacher(tmp_path / "other", [*WORDS[:-2], WORDS[-1], WORDS[-2]], positions=64)
@@ -174,7 +174,7 @@ def test_a_finished_corpus_is_up_to_date_and_never_overwritten(
 
 
 def test_a_mistake_in_training_is_one_line(
-    distil: Distil, tmp_path: Path, corpus: Config, save_teacher: Callable[..., Path]
+    distil: Distil, tmp_path: Path, corpus: Config, save_teacher: Any
 ) -> None:
     folder = prepared(tmp_path, corpus)
     run = run_file(tmp_path, folder, save_teacher(tmp_path / "teacher", WORDS, positions=64))

@@ -1,6 +1,5 @@
 """Check that shipped configs load, and that a mistake is one line with file, key and fix."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +171,7 @@ COMMANDS = ["prepare --stage pack", "pretrain", "launch --hardware cpu --dry-run
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_each_command_names_the_file_that_it_read(
-    distil: Callable[..., Any], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    distil: Any, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command, *options = line.split()

@@ -3,7 +3,7 @@
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,8 @@ def test_what_is_accepted_runs_or_is_refused_in_a_line(
     tmp_path: Path,
     shards: Path,
     monkeypatch: pytest.MonkeyPatch,
-    distil: Callable[..., Any],
-    save_teacher: Callable[..., Path],
+    distil: Any,
+    save_teacher: Any,
 ) -> None:
     save_teacher(tmp_path / "teacher")
     (tmp_path / "text.txt").write_text("one text\n\nanother text\n" * 50, encoding="utf-8")

@@ -203,7 +203,7 @@ def test_a_start_beside_a_run_that_has_not_saved_yet_names_that_run(start: Start
 
 
 def test_a_tmpdir_too_long_for_a_worker_s_sockets_is_refused(
-    distil: Callable[..., Any], run: Path, monkeypatch: pytest.MonkeyPatch
+    distil: Any, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = run.parent / ("x" * 80)
     folder.mkdir()

@@ -198,11 +198,7 @@ def test_a_signal_before_the_first_step_ends_with_75(start: Start) -> None:
     ],
 )
 def test_ranks_that_do_not_end_in_time_are_killed(
-    start: Start,
-    tmp_path: Path,
-    before: int | None,
-    after: int | None,
-    code: int,
+    start: Start, tmp_path: Path, before: int | None, after: int | None, code: int
 ) -> None:
     def save(step: int | None) -> None:
         if step is not None:

@@ -1,9 +1,8 @@
 """Tiny real models and a tiny real corpus: nothing in them is accidentally zero."""
 
-import json
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,12 @@ import huggingface_hub
 import pytest
 import runs
 import torch
-from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
+from tiny import ROW_LENGTH, SPECIAL, VOCAB_SIZE, VOCABULARY, save_teacher
+from torch import Tensor
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest
-from pretrain.kernels.attention import IMPLEMENTATION
-from pretrain.model.teacher import Teacher
-
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
-VOCAB_SIZE = 200
-ROW_LENGTH = 32
 
 
 @pytest.fixture(autouse=True)
@@ -45,28 +38,22 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def vocabulary() -> list[str]:
-    """200 entries in id order: the five special tokens, then words that are no parts of others."""
-    draw = random.Random(3)
-    words: list[str] = []
-    while len(words) < VOCAB_SIZE - len(SPECIAL):
-        word = "".join(draw.choices("abcdefghij", k=6))
-        if word not in words:
-            words.append(word)
-    return SPECIAL + words
+    """Return the vocabulary of corpus and teacher."""
+    return VOCABULARY
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory, vocabulary: list[str]) -> Path:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished folder of shards: rows of 32 tokens from 240 documents, a tenth held out."""
     folder = tmp_path_factory.mktemp("corpus")
     draw = random.Random(4)
-    words = vocabulary[len(SPECIAL) :]
+    words = VOCABULARY[len(SPECIAL) :]
     # Zipf-like, so that frequent and rare words differ.
     weights = [1 / (rank + 1) for rank in range(len(words))]
     documents = [" ".join(draw.choices(words, weights, k=draw.randint(3, 60))) for _ in range(240)]
     (folder / "texts").mkdir()
     (folder / "texts" / "all.txt").write_text("\n\n".join(documents) + "\n", encoding="utf-8")
-    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
     config = CorpusConfig.model_validate(
         {
             "output": folder / "shards",
@@ -116,80 +103,15 @@ def manifest(corpus: Path) -> Manifest:
     return load_manifest(corpus)
 
 
-@pytest.fixture(scope="session")
-def tiny_bert() -> Callable[..., BertForMaskedLM]:
-    """A function from sizes and a seed to a BERT in eval mode whose every parameter is random."""
-
-    def make(layers: int = 4, *, seed: int = 0, width: int = 32, **changes: Any) -> BertForMaskedLM:
-        values: dict[str, Any] = {
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "intermediate_size": 2 * width,
-            "max_position_embeddings": 2 * ROW_LENGTH,
-            "attn_implementation": IMPLEMENTATION,
-        }
-        model = BertForMaskedLM(BertConfig(**values | changes))
-        _randomise(model, seed)
-        return model.eval()
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def tiny_distilbert() -> Callable[..., DistilBertForMaskedLM]:
-    """The same for a DistilBERT, in eval mode."""
-
-    def make(layers: int = 2, *, seed: int = 1, width: int = 32) -> DistilBertForMaskedLM:
-        config = DistilBertConfig(
-            vocab_size=VOCAB_SIZE,
-            dim=width,
-            n_layers=layers,
-            n_heads=4,
-            hidden_dim=2 * width,
-            max_position_embeddings=2 * ROW_LENGTH,
-            attn_implementation=IMPLEMENTATION,
-        )
-        model = DistilBertForMaskedLM(config)
-        _randomise(model, seed)
-        return model.eval()
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def save_teacher(
-    tiny_bert: Callable[..., BertForMaskedLM], vocabulary: list[str]
-) -> Callable[..., BertForMaskedLM]:
-    """A function that writes a BertForMaskedLM with tokenizer files into a folder; returns it."""
-
-    def save(
-        folder: Path, model: BertForMaskedLM | None = None, words: Sequence[str] | None = None
-    ) -> BertForMaskedLM:
-        model = model or tiny_bert()
-        model.save_pretrained(folder)
-        (folder / "vocab.txt").write_text("\n".join(words or vocabulary) + "\n", encoding="utf-8")
-        settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-        return model
-
-    return save
-
-
 @pytest.fixture
-def teacher_folder(tmp_path: Path, save_teacher: Callable[..., BertForMaskedLM]) -> Path:
+def teacher_folder(tmp_path: Path) -> Path:
     """Save a tiny BERT and its tokenizer files; return their folder."""
     save_teacher(tmp_path / "teacher")
     return tmp_path / "teacher"
 
 
 @pytest.fixture(scope="session")
-def stopped(
-    tmp_path_factory: pytest.TempPathFactory,
-    save_teacher: Callable[..., BertForMaskedLM],
-    run_config: Callable[..., dict[str, Any]],
-) -> Path:
+def stopped(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
     """Return a run with checkpoints of the steps 1 and 2 of `RECIPE`, next to its `teacher`."""
     folder = tmp_path_factory.mktemp("stopped")
     save_teacher(folder / "teacher")
@@ -202,16 +124,6 @@ def canary(tmp_path: Path) -> Iterator[Path]:
     """Return the folder that a trap makes when it springs. Check that there is none at the end."""
     yield tmp_path / "canary"
     assert not (tmp_path / "canary").exists()
-
-
-@pytest.fixture(scope="session")
-def as_teacher() -> Callable[[BertForMaskedLM], Teacher]:
-    """A function that makes a Teacher of a model that was never saved."""
-
-    def make(model: BertForMaskedLM) -> Teacher:
-        return Teacher(model=model, name="tiny", local=True, revision=None, sha256="0" * 64)
-
-    return make
 
 
 @pytest.fixture(scope="session")
@@ -230,15 +142,3 @@ def packed_ids(documents: list[list[list[int]]]) -> Tensor:
     """`documents` as packed rows [3, 32]; the first and the last end in padding."""
     rows = [[token for document in row for token in document] for row in documents]
     return torch.tensor([row + [0] * (ROW_LENGTH - len(row)) for row in rows])
-
-
-@torch.no_grad()
-def _randomise(model: nn.Module, seed: int) -> None:
-    """Weights of deviation 0.2, biases of 0.1, LayerNorm about 1: every parameter matters."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(model.named_parameters()):
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.dim() > 1:
-            parameter.copy_(0.2 * noise)
-        else:
-            parameter.copy_(0.1 * noise + float(name.lower().endswith("norm.weight")))

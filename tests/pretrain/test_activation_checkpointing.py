@@ -11,6 +11,7 @@ import ranks
 import torch
 from batches import masked_batch
 from results import history, weights
+from tiny import save_teacher, tiny_bert, tiny_distilbert
 from torch import Tensor
 
 from pretrain.config import RunConfig
@@ -20,7 +21,6 @@ from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.train import train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 Make = Callable[..., Any]
 Settings = Callable[..., dict[str, Any]]
 
@@ -40,7 +40,7 @@ def with_dropout(model: MaskedLM) -> MaskedLM:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["distilbert", "bert"])
 def test_gradients_are_the_same_bits_and_layers_keep_little(
-    kind: str, precision: str, tiny_bert: Make, tiny_distilbert: Make, batch: MicroBatch
+    kind: str, precision: str, batch: MicroBatch
 ) -> None:
     teacher = tiny_bert(seed=5).requires_grad_(False) if kind == "distilbert" else None
     terms = DistilBert().terms() if teacher else MaskedLanguageModel().terms()
@@ -77,7 +77,7 @@ def test_gradients_are_the_same_bits_and_layers_keep_little(
     assert less < 0.6 * kept
 
 
-def test_dropout_is_on(tiny_distilbert: Make, batch: MicroBatch) -> None:
+def test_dropout_is_on(batch: MicroBatch) -> None:
     """Check that dropout is drawn, which the test above needs."""
     student = with_dropout(tiny_distilbert())
     module = Distillation(student, None, MaskedLanguageModel().terms(), pad_id=0)
@@ -86,7 +86,7 @@ def test_dropout_is_on(tiny_distilbert: Make, batch: MicroBatch) -> None:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Settings, save_teacher: Make) -> Settings:
+def settings(tmp_path: Path, run_config: Settings) -> Settings:
     save_teacher(tmp_path / "teacher")
 
     def make(name: str, **train: Any) -> dict[str, Any]:

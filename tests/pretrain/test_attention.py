@@ -1,6 +1,5 @@
 """Check that attention computes every document of a packed row as if it were alone."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from operators import Operators
+from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from transformers import BertForMaskedLM
 
@@ -15,17 +15,12 @@ from pretrain.kernels.attention import IMPLEMENTATION, Packing, block_diagonal_m
 from pretrain.model.distillation import micro_batch
 from pretrain.model.encoder import MaskedLM, last_hidden_state, projection
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CLS, PAD = 2, 0
 Row = list[list[int]]
 
 
 @pytest.fixture(params=["bert", "distilbert"])
-def model(
-    request: pytest.FixtureRequest,
-    tiny_bert: Callable[..., Any],
-    tiny_distilbert: Callable[..., Any],
-) -> Any:
+def model(request: pytest.FixtureRequest) -> Any:
     return tiny_bert() if request.param == "bert" else tiny_distilbert()
 
 

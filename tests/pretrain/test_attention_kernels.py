@@ -11,7 +11,6 @@ from pretrain.kernels.attention import _attention, cpu
 from pretrain.kernels.attention.dispatch import by_document, flash, masked, memory_efficient, usable
 from pretrain.kernels.cpu_layers import draw, drop_levels
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BOUNDS = [0, 7, 8, 13, 24, 24, 48, 48, 48]  # in two rows of 24; some of no length
 SCALE = 0.4
 

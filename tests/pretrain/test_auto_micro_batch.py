@@ -164,7 +164,7 @@ def test_a_record_counts_only_on_the_same_device_kind(change: dict[str, Any], ke
 
 @pytest.mark.parametrize(("rows", "found"), [(24, 8), (6, 6), (26, 2), (22, 2), (7, 7)])
 def test_on_a_cpu_it_is_the_largest_divisor_up_to_eight(
-    rows: int, found: int, settings: Settings, one_thread: None
+    rows: int, found: int, settings: Settings
 ) -> None:
     values = settings(global_batch_size=rows, max_steps=1)
     config = with_defaults(RunConfig.model_validate(values), "cpu", 1)
@@ -174,9 +174,7 @@ def test_on_a_cpu_it_is_the_largest_divisor_up_to_eight(
     )
 
 
-def test_auto_on_a_cpu_gives_the_same_bits_as_the_number(
-    settings: Settings, one_thread: None
-) -> None:
+def test_auto_on_a_cpu_gives_the_same_bits_as_the_number(settings: Settings) -> None:
     run(settings("auto")), run(settings("number", micro_batch_size=8))
     outputs = [Path(settings(name)["output"]) for name in ("auto", "number")]
     assert ranks.digests(outputs[0], 4) == ranks.digests(outputs[1], 4)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from allocator import allocated_peak
 from batches import masked_batch
+from tiny import tiny_bert, tiny_distilbert
 
 from pretrain import NumericalError
 from pretrain.bench import cells, measure
@@ -18,7 +19,6 @@ from pretrain.kernels.attention import IMPLEMENTATION
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 
 
@@ -37,7 +37,7 @@ def batch() -> MicroBatch:
 
 
 @pytest.fixture
-def pair(tiny_bert: Callable[..., Any], tiny_distilbert: Callable[..., Any]) -> cells.Pair:
+def pair() -> cells.Pair:
     """Return tiny models in both steps, the student in training mode."""
     teacher, student = tiny_bert().requires_grad_(False), tiny_distilbert().train()
     for model in (teacher, student):

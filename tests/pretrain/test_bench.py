@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tiny import save_teacher
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 Distil = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
 TINY = ["--layers", "2", "--width", "32", "--row-length", "16", "--micro-batch", "2"]
@@ -65,7 +65,7 @@ def test_synthetic_models_are_measured_without_files(
 
 
 @pytest.fixture
-def config(tmp_path: Path, corpus: Path, save_teacher: Callable[..., Any]) -> Path:
+def config(tmp_path: Path, corpus: Path) -> Path:
     save_teacher(tmp_path / "teacher")
     values = {
         "output": str(tmp_path / "run"),

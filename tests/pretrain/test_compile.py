@@ -10,6 +10,7 @@ import ranks
 import torch
 from naive_head import logit_terms, naive_sums, projections
 from results import difference, history, weights
+from tiny import save_teacher, tiny_bert, tiny_distilbert
 from torch._dynamo.utils import counters
 
 from pretrain import RunError
@@ -89,7 +90,7 @@ def test_the_head_against_full_logits_in_fp64_with_few_compilations(
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Settings, save_teacher: Make, tiny_bert: Make) -> Settings:
+def settings(tmp_path: Path, run_config: Settings) -> Settings:
     save_teacher(tmp_path / "teacher", tiny_bert(2))
 
     def make(name: str, dropout: float = 0.0, **train: Any) -> dict[str, Any]:
@@ -159,9 +160,7 @@ def test_an_interrupted_compiled_run_is_identical_to_the_uninterrupted_one(
 
 
 @pytest.mark.slow
-def test_compiled_gradients_have_the_same_bits_every_time_with_several_threads(
-    tiny_distilbert: Make, tiny_bert: Make
-) -> None:
+def test_compiled_gradients_have_the_same_bits_every_time_with_several_threads() -> None:
     """Use many threads and few tokens: the compiler's gradient of an embedding is a race."""
     teacher = tiny_bert().requires_grad_(False)
     terms = DistilBert(kl=0, mlm=0).terms()

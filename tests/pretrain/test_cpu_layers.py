@@ -2,13 +2,12 @@
 
 import copy
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from operators import Operators
+from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor, nn
 
 from pretrain.bench.baseline import twin
@@ -24,7 +23,6 @@ from pretrain.kernels.cpu_layers import (
 from pretrain.model.distillation import Distillation
 from pretrain.objectives.distilbert import DistilBert
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 needs_onednn = pytest.mark.skipif(
     not have_product(torch.zeros(1, 1), torch.zeros(1, 1)), reason="oneDNN's products are for x86"
 )
@@ -136,9 +134,7 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert relative(x.grad, layer.weight.double().sum(0).expand(3, 48)) < 1e-6
 
 
-def test_models_keep_parameters_names_and_results(
-    tiny_bert: Callable[..., Any], tiny_distilbert: Callable[..., Any]
-) -> None:
+def test_models_keep_parameters_names_and_results() -> None:
     """Check also that the baseline's copy has torch's layers with the same parameters."""
     student, teacher = tiny_distilbert(), tiny_bert()
     before = {name: id(tensor) for name, tensor in student.named_parameters()}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from batches import masked_batch, mean_coefficients
+from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
@@ -18,7 +19,6 @@ from pretrain.kernels.head import vocabulary
 from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CLS, PAD = 2, 0
 Row = list[list[int]]
 Make = Callable[..., Any]
@@ -41,7 +41,7 @@ def batch(packed_ids: Tensor) -> MicroBatch:
 
 
 @pytest.fixture
-def models(tiny_bert: Make, tiny_distilbert: Make) -> Models:
+def models() -> Models:
     teacher = tiny_bert().requires_grad_(False)
     return tiny_distilbert().double(), teacher.double()
 
@@ -178,9 +178,7 @@ def test_the_tied_embedding_gets_both_gradients(
         torch.testing.assert_close(gradient[word], exact[word], rtol=1e-9, atol=1e-12)
 
 
-def test_fp32_and_autocast_are_close_to_fp64(
-    tiny_bert: Make, tiny_distilbert: Make, batch: MicroBatch, documents: list[Row]
-) -> None:
+def test_fp32_and_autocast_are_close_to_fp64(batch: MicroBatch, documents: list[Row]) -> None:
     """Compare fp32 to 1e-4 of a gradient; bf16 autocast to 2e-2 of the loss, 10 % of the norm."""
     exact = (tiny_distilbert().double(), tiny_bert().requires_grad_(False).double())
     reference = expected(exact, batch, documents, DistilBert())

@@ -3,16 +3,14 @@
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import BertForMaskedLM, DistilBertForMaskedLM
+from tiny import save_teacher, tiny_bert, tiny_distilbert
 
 from data_prep.shards import open_shards
 from pretrain.data.masking import MaskedRows
@@ -21,11 +19,7 @@ from pretrain.kernels.attention import block_diagonal_mask, find_documents
 from pretrain.model.distillation import micro_batch
 
 
-def test_the_figures_equal_those_of_a_plain_loop(
-    corpus: Path,
-    tiny_bert: Callable[..., BertForMaskedLM],
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-) -> None:
+def test_the_figures_equal_those_of_a_plain_loop(corpus: Path) -> None:
     student, teacher, shards = tiny_distilbert(), tiny_bert(), open_shards(corpus, "validation")
     rows = min(6, len(shards))
     ours = evaluate(student, teacher, shards, rows=rows, batch_size=4, accelerator=Accelerator())
@@ -64,9 +58,7 @@ def test_the_figures_equal_those_of_a_plain_loop(
     assert ours["constant_accuracy"] == pytest.approx(max(answers.values()) / number)
 
 
-def test_the_student_is_left_in_training_mode(
-    corpus: Path, tiny_distilbert: Callable[..., DistilBertForMaskedLM]
-) -> None:
+def test_the_student_is_left_in_training_mode(corpus: Path) -> None:
     student, shards = tiny_distilbert().train(), open_shards(corpus, "validation")
     first = evaluate(student, None, shards, rows=4, accelerator=Accelerator())
     assert student.training
@@ -74,7 +66,7 @@ def test_the_student_is_left_in_training_mode(
 
 
 def test_a_run_made_before_in_the_same_process_does_not_change_the_figures(
-    corpus: Path, save_teacher: Callable[..., Any], tmp_path: Path
+    corpus: Path, tmp_path: Path
 ) -> None:
     """Evaluate after training: accelerate keeps the first precision of a process."""
     save_teacher(tmp_path)

@@ -1,7 +1,6 @@
 """Check that a run resumed after any step is bitwise identical to the undisturbed run."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ LONG = ALL if os.environ.get("DISTIL_TORTURE") else FEW  # `make torture` sets i
 
 
 @pytest.fixture
-def settings(
-    tmp_path: Path, run_config: Callable[..., dict[str, Any]], teacher_folder: Path
-) -> dict[str, Any]:
+def settings(tmp_path: Path, run_config: Any, teacher_folder: Path) -> dict[str, Any]:
     """Return 21 steps of 24 rows with dropout over more than one epoch, a checkpoint at each."""
     return run_config(
         tmp_path / "run",

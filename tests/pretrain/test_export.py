@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 from runs import history, start, step_folder
+from tiny import save_teacher
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
-    BertForMaskedLM,
     DistilBertForMaskedLM,
     pipeline,
 )
@@ -29,11 +28,7 @@ from pretrain.model.loading import load_model
 
 
 @pytest.fixture(scope="module")
-def finished(
-    tmp_path_factory: pytest.TempPathFactory,
-    save_teacher: Callable[..., BertForMaskedLM],
-    run_config: Callable[..., dict[str, Any]],
-) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
     """Return the folder of a run of three steps."""
     folder = tmp_path_factory.mktemp("finished")
     save_teacher(folder / "teacher")
@@ -197,10 +192,7 @@ def test_of_two_exports_to_one_folder_the_first_to_finish_stays(
 
 
 def test_a_push_without_a_network_is_one_line_and_can_be_repeated(
-    finished: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    distil: Callable[..., Any],
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distil: Any
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_canary")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -228,9 +220,7 @@ def test_an_export_does_not_go_into_a_checkpoint(finished: Path, inside: str) ->
     assert checkpoint.newest(finished / "checkpoints", pytest.fail) is not None
 
 
-def test_push_takes_its_token_from_the_environment_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_push_takes_its_token_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(RunError, match="environment variable HF_TOKEN"):
         hub_token()

@@ -2,21 +2,20 @@
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
+from tiny import as_teacher
 from transformers import BertConfig, BertForMaskedLM, DistilBertForMaskedLM
 
 from pretrain.config import Student
 from pretrain.model.student import build_student
-from pretrain.model.teacher import Teacher
 
 
 @pytest.fixture(scope="module")
-def student(as_teacher: Callable[[BertForMaskedLM], Teacher]) -> DistilBertForMaskedLM:
+def student() -> DistilBertForMaskedLM:
     bert = BertForMaskedLM(BertConfig(attn_implementation="sdpa"))
     return build_student(Student(), as_teacher(bert), seed=0)
 

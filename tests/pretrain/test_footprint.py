@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from allocator import allocated_peak
+from tiny import tiny_bert, tiny_distilbert
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
@@ -198,7 +199,7 @@ def test_a_step_takes_what_the_cost_model_says(
 
 
 @pytest.fixture
-def small(tiny_bert: Callable[..., Any], tiny_distilbert: Callable[..., Any]) -> Distillation:
+def small() -> Distillation:
     teacher = tiny_bert(width=64).requires_grad_(False)
     return Distillation(tiny_distilbert(width=64).train(), teacher, DistilBert().terms(), pad_id=0)
 

@@ -15,6 +15,7 @@ import ranks
 import torch
 from accelerate.state import AcceleratorState
 from results import losses, recorded, state
+from tiny import save_teacher, tiny_bert
 from torch import Tensor, nn
 
 from pretrain.checkpoint.snapshot import Snapshot
@@ -44,7 +45,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Settings, save_teacher: Make, tiny_bert: Make) -> Settings:
+def settings(tmp_path: Path, run_config: Settings) -> Settings:
     """Return 6 steps of 16 rows with the triple loss, without dropout; heads of width 16."""
     save_teacher(tmp_path / "teacher", tiny_bert(2, width=64))
 

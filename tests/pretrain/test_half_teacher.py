@@ -9,6 +9,7 @@ import torch
 from batches import masked_batch, mean_coefficients
 from operators import Operators
 from results import state
+from tiny import save_teacher, tiny_bert, tiny_distilbert
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
@@ -21,13 +22,12 @@ from pretrain.objectives.distilbert import DistilBert
 from pretrain.run import Run, build
 from pretrain.train import train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CASTS = ("aten._to_copy.default", "aten.to.dtype")
 Make = Callable[..., Any]
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Make, save_teacher: Make) -> dict[str, Any]:
+def settings(tmp_path: Path, run_config: Make) -> dict[str, Any]:
     save_teacher(tmp_path / "teacher")
     return run_config(
         tmp_path / "run",
@@ -65,11 +65,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
 )
 def test_the_teacher_has_the_runs_dtype_and_the_digest_of_its_folder(
-    precision: str,
-    dtype: torch.dtype,
-    settings: dict[str, Any],
-    runs: list[Run],
-    tmp_path: Path,
+    precision: str, dtype: torch.dtype, settings: dict[str, Any], runs: list[Run], tmp_path: Path
 ) -> None:
     settings["train"]["precision"] = precision
     config = RunConfig.model_validate(settings)
@@ -89,9 +85,7 @@ def test_the_teacher_has_the_runs_dtype_and_the_digest_of_its_folder(
         assert run.state.evaluation["kl"] > 0
 
 
-def test_a_step_with_a_half_teacher_is_close_to_fp64(
-    tiny_bert: Make, tiny_distilbert: Make, batch: MicroBatch
-) -> None:
+def test_a_step_with_a_half_teacher_is_close_to_fp64(batch: MicroBatch) -> None:
     """Compare with fp64 to 2e-2; most of the error is the student's autocast."""
     objective = DistilBert()
 
@@ -113,9 +107,7 @@ def test_a_step_with_a_half_teacher_is_close_to_fp64(
         assert 0 < (gradient - true).norm() <= tolerance * true.norm()
 
 
-def test_the_teacher_is_not_cast_during_a_step(
-    tiny_bert: Make, tiny_distilbert: Make, batch: MicroBatch
-) -> None:
+def test_the_teacher_is_not_cast_during_a_step(batch: MicroBatch) -> None:
     def casts(teacher: BertForMaskedLM | None) -> int:
         module = Distillation(tiny_distilbert(), teacher, DistilBert().terms(), pad_id=0)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Operators() as called:

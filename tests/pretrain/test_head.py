@@ -12,7 +12,6 @@ from pretrain.kernels.head import Projection, closed_form, vocabulary, vocabular
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.terms import VocabularyTerm
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 N, D, V = SIZES = 37, 16, 53
 COEFFICIENTS = (0.7, 1.3)
 LABELS = torch.arange(9) * 6 + 1  # of the first nine positions

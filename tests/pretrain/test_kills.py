@@ -6,7 +6,6 @@
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ SAVING = [f"save:{part}" for part in PARTS]
 
 @pytest.mark.slow
 def test_a_run_killed_repeatedly_equals_the_undisturbed_one(
-    tmp_path: Path, run_config: Callable[..., dict[str, Any]], teacher_folder: Path
+    tmp_path: Path, run_config: Any, teacher_folder: Path
 ) -> None:
     def settings(name: str) -> dict[str, Any]:
         return run_config(

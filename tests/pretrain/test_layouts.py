@@ -11,6 +11,7 @@ import pytest
 import rank_work
 import ranks
 from results import difference, history, losses
+from tiny import save_teacher
 
 from data_prep.shards import open_shards
 from pretrain import RunError
@@ -26,7 +27,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Settings, save_teacher: Callable[..., Any]) -> Settings:
+def settings(tmp_path: Path, run_config: Settings) -> Settings:
     """Return 20 steps of 24 rows without dropout, under a given name."""
     save_teacher(tmp_path / "teacher")
 

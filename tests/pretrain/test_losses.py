@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from pretrain.evaluate import is_correct
 from pretrain.objectives.terms import cosine_distance, cross_entropy, kl_divergence
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 Array = NDArray[np.float64]
 N, V, D = 13, 41, 17
 LABELS = np.random.default_rng(3).integers(0, V, N)

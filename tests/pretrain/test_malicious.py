@@ -23,7 +23,8 @@ import torch
 import yaml
 from runs import refused
 from safetensors.torch import load_file
-from transformers import AutoConfig, DistilBertForMaskedLM
+from tiny import tiny_distilbert
+from transformers import AutoConfig
 from traps import (
     array_of_objects,
     code,
@@ -250,9 +251,7 @@ def test_names_of_a_hub_are_looked_at_alike(hub: Path, canary: Path, manifest: M
         load_tokenizer("some/bert")
 
 
-def test_our_own_students_are_never_pickles(
-    tmp_path: Path, canary: Path, tiny_distilbert: Callable[..., DistilBertForMaskedLM]
-) -> None:
+def test_our_own_students_are_never_pickles(tmp_path: Path, canary: Path) -> None:
     """Refuse even one without a trap: what this project writes is safetensors."""
     model = tiny_distilbert()
     model.save_pretrained(tmp_path / "student")

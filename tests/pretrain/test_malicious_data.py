@@ -46,7 +46,7 @@ Values = dict[str, Any]
 
 
 @pytest.fixture
-def values(tmp_path: Path, stopped: Path, run_config: Callable[..., Values]) -> Values:
+def values(tmp_path: Path, stopped: Path, run_config: Any) -> Values:
     """Copy a run that would go on, and its teacher; return its config."""
     shutil.copytree(stopped.parent, tmp_path, dirs_exist_ok=True)
     return run_config(tmp_path / "run", tmp_path / "teacher", **RECIPE)

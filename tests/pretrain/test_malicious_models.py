@@ -16,7 +16,7 @@ import pytest
 import torch
 from runs import refused
 from safetensors.torch import load_file
-from transformers import DistilBertForMaskedLM
+from tiny import tiny_distilbert
 from traps import edit
 
 from data_prep import CorpusError
@@ -193,11 +193,7 @@ STUDENT = [
 
 
 @pytest.mark.parametrize("case", STUDENT, ids=lambda case: case[0])
-def test_a_hostile_student_is_refused_in_a_line(
-    tmp_path: Path,
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    case: tuple[Any, ...],
-) -> None:
+def test_a_hostile_student_is_refused_in_a_line(tmp_path: Path, case: tuple[Any, ...]) -> None:
     _, message, spoil, *arguments = case
     tiny_distilbert().save_pretrained(tmp_path / "student")
     spoil(tmp_path / "student", *arguments)
@@ -243,7 +239,7 @@ def test_a_checkpoint_or_shards_of_pipes_do_not_block(tmp_path: Path) -> None:
 
 
 def test_evaluate_refuses_a_hostile_model_with_exit_code_2(
-    teacher_folder: Path, corpus: Path, distil: Callable[..., Any]
+    teacher_folder: Path, corpus: Path, distil: Any
 ) -> None:
     edit(teacher_folder / "config.json", hidden_size=2**40)
     code, _, err = distil("evaluate", teacher_folder, corpus)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from batches import masked_batch
+from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +22,6 @@ from pretrain.model.distillation import Distillation, MicroBatch, micro_batch, s
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.terms import SignalTerm, Term, VocabularyTerm
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PAD, CLS = 0, 2
 CPU = torch.device("cpu")
 OBJECTIVES = {
@@ -92,7 +92,7 @@ def batch(packed_ids: Tensor) -> MicroBatch:
 
 
 @pytest.fixture
-def make(tiny_bert: Callable[..., Any], tiny_distilbert: Callable[..., Any]) -> Make:
+def make() -> Make:
     """Return a function that builds the trained module, with dropout."""
 
     def module(device: torch.device, objective: DistilBert, *more: Term) -> Distillation:

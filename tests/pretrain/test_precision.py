@@ -117,7 +117,7 @@ def test_auto_on_a_gpu_follows_its_compute_capability(
 
 
 def test_a_resume_keeps_the_recorded_precision_and_reports_it(
-    settings: Settings, machine: Machine, one_thread: None
+    settings: Settings, machine: Machine
 ) -> None:
     whole, halves = settings("whole"), settings("halves")
     machine(AMX)
@@ -136,7 +136,7 @@ def test_a_resume_keeps_the_recorded_precision_and_reports_it(
 
 
 def test_auto_continues_the_given_precision_and_another_is_refused(
-    settings: Settings, machine: Machine, one_thread: None
+    settings: Settings, machine: Machine
 ) -> None:
     machine(AMX)
     run(settings(precision="fp32"), stop_after=2)
@@ -164,7 +164,7 @@ def test_ranks_that_choose_different_precisions_are_refused(
 
 
 def test_the_default_micro_batch_is_auto_on_a_gpu_and_eight_rows_elsewhere(
-    settings: Settings, one_thread: None
+    settings: Settings,
 ) -> None:
     config = RunConfig.model_validate(settings())
     assert config.train.precision == "auto"

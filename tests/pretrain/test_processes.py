@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import rank_work
 import ranks
+from tiny import save_teacher, tiny_bert
 
 from pretrain import RunError, checkpoint
 from pretrain.config import RunConfig
@@ -24,7 +25,7 @@ Settings = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Settings, save_teacher: Callable[..., Any]) -> Settings:
+def settings(tmp_path: Path, run_config: Settings) -> Settings:
     """Return 6 steps of 12 rows: one micro-batch a step for 3 ranks, a checkpoint at each step."""
     save_teacher(tmp_path / "teacher")
 
@@ -113,9 +114,7 @@ def test_an_error_on_one_rank_ends_all_ranks(settings: Settings, tmp_path: Path)
     assert "nowhere" in found[1][1]
 
 
-def test_ranks_with_different_files_are_refused(
-    settings: Settings, tmp_path: Path, save_teacher: Any, tiny_bert: Any
-) -> None:
+def test_ranks_with_different_files_are_refused(settings: Settings, tmp_path: Path) -> None:
     good = settings()
     save_teacher(tmp_path / "other", tiny_bert(seed=9))
     found = answers([good, {**good, "teacher": str(tmp_path / "other")}], tmp_path, 3)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from runs import RECIPE, case_name, refused, reseal_checkpoint, start, step_folder
 from safetensors.torch import load_file, save_file
+from tiny import save_teacher, tiny_bert, tiny_distilbert
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
@@ -92,15 +93,7 @@ def everything(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def place(
-    tmp_path: Path,
-    corpus: Path,
-    vocabulary: list[str],
-    tiny_bert: Callable[..., BertForMaskedLM],
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    save_teacher: Callable[..., BertForMaskedLM],
-    run_config: Callable[..., Values],
-) -> Place:
+def place(tmp_path: Path, corpus: Path, vocabulary: list[str], run_config: Any) -> Place:
     save_teacher(tmp_path / "teacher")
     values = run_config(tmp_path / "run", tmp_path / "teacher", **RECIPE)
     return Place(tmp_path, corpus, vocabulary, tiny_bert, tiny_distilbert, save_teacher, values)

@@ -30,12 +30,7 @@ ROWS, SEED, STEPS = 48, 7, 12  # more than two epochs of the tiny corpus
 
 
 @pytest.fixture
-def make_run(
-    tmp_path: Path,
-    corpus: Path,
-    run_config: Callable[..., dict[str, Any]],
-    seal: Callable[..., Path],
-) -> MakeRun:
+def make_run(tmp_path: Path, corpus: Path, run_config: Any, seal: Any) -> MakeRun:
     """Return a function that writes a run's folder with a checkpoint of `step`, without training.
 
     `state` goes into the checkpoint, everything else into the config.
@@ -135,10 +130,7 @@ def same(one: ReplayedRow, other: ReplayedRow) -> bool:
 
 
 def test_replay_equals_the_input_of_a_real_run(
-    tmp_path: Path,
-    teacher_folder: Path,
-    run_config: Callable[..., dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, teacher_folder: Path, run_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed: list[tuple[Tensor, Tensor, Tensor]] = []
     forward = Distillation.forward

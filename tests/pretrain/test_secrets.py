@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from runs import write_yaml
-from transformers import BertForMaskedLM, DistilBertForMaskedLM
+from tiny import save_teacher, tiny_distilbert
 
 from pretrain.export.export import export
 
@@ -75,12 +75,7 @@ def listeners(pid: int) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(
-    tmp_path_factory: pytest.TempPathFactory,
-    run_config: Callable[..., dict[str, Any]],
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    save_teacher: Callable[..., BertForMaskedLM],
-) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
     """Return the files of three runs: to the end and exported, to a loss that is nan, and to a bug.
 
     `log` and `failing.log` are what they printed, `heard` is where the first one listened.

@@ -1,7 +1,6 @@
 """Check that skipped rows add nothing and do not change the other rows."""
 
 import json
-from collections.abc import Callable
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -9,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
-from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
 from data_prep.shards import ShardSet, open_shards
 from data_prep.shards.manifest import SpecialIds
@@ -120,9 +119,7 @@ def by_hand(
 
 
 @pytest.fixture
-def module(
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM], tiny_bert: Callable[..., BertForMaskedLM]
-) -> Distillation:
+def module() -> Distillation:
     teacher = tiny_bert().requires_grad_(False)
     return Distillation(tiny_distilbert(), teacher, DistilBert().terms(), pad_id=PAD)
 

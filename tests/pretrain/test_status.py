@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ ENDS: list[tuple[BaseException, int, str]] = [
 def test_the_status_file_agrees_with_the_exit_code(
     tmp_path: Path,
     teacher_folder: Path,
-    run_config: Callable[..., dict[str, Any]],
-    distil: Callable[..., Any],
+    run_config: Any,
+    distil: Any,
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
     code: int,
@@ -56,7 +55,7 @@ def test_the_status_file_agrees_with_the_exit_code(
 
 
 def test_a_bug_without_a_message_is_recorded_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distil: Callable[..., Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distil: Any
 ) -> None:
     """Check that it did not follow from another rank's error, so that its traceback is shown."""
     monkeypatch.setenv("DISTIL_HEARTBEATS", str(tmp_path))

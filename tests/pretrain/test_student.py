@@ -11,6 +11,7 @@ import pytest
 import torch
 from runs import refused
 from safetensors.torch import load_file
+from tiny import as_teacher, save_teacher, tiny_bert
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -37,7 +38,7 @@ REAL = Path(__file__).parents[3] / "shared" / "data" / "rxn-bert.tar.xz"
 
 
 @pytest.fixture(scope="module")
-def teacher(tiny_bert: MakeBert, as_teacher: AsTeacher) -> Teacher:
+def teacher() -> Teacher:
     return as_teacher(tiny_bert(4))
 
 
@@ -92,9 +93,7 @@ def test_students_have_the_chosen_layers(
     assert student.vocab_projector.weight is student.distilbert.embeddings.word_embeddings.weight
 
 
-def test_copies_share_no_memory_with_the_teacher(
-    tiny_bert: MakeBert, as_teacher: AsTeacher
-) -> None:
+def test_copies_share_no_memory_with_the_teacher() -> None:
     teacher = as_teacher(tiny_bert(2))
     before = parameters_sha256(teacher.model)
     student = build_student(Student(num_layers=2), teacher, seed=0)
@@ -179,7 +178,7 @@ def test_a_missing_folder_is_no_student(teacher: Teacher, tmp_path: Path) -> Non
         build_student(Student(init=str(tmp_path / "nowhere")), teacher, seed=0)
 
 
-def test_a_teacher_with_another_epsilon(tiny_bert: MakeBert, as_teacher: AsTeacher) -> None:
+def test_a_teacher_with_another_epsilon() -> None:
     with refused("layer_norm_eps is 1e-05"):
         build_student(Student(), as_teacher(tiny_bert(2, layer_norm_eps=1e-5)), seed=0)
 
@@ -226,7 +225,7 @@ def load(tmp_path: Path, manifest: Manifest) -> Load:
     return lambda: load_teacher(str(tmp_path), manifest)
 
 
-def test_load_teacher(tmp_path: Path, save_teacher: MakeBert, load: Load, ids: Tensor) -> None:
+def test_load_teacher(tmp_path: Path, load: Load, ids: Tensor) -> None:
     saved = save_teacher(tmp_path)
     teacher = load()
     assert not teacher.model.training and teacher.model.dtype == torch.float32
@@ -237,16 +236,12 @@ def test_load_teacher(tmp_path: Path, save_teacher: MakeBert, load: Load, ids: T
         assert torch.equal(teacher.model(input_ids=ids).logits, saved(input_ids=ids).logits)
 
 
-def test_a_half_precision_teacher_is_widened(
-    tmp_path: Path, tiny_bert: MakeBert, save_teacher: MakeBert, load: Load
-) -> None:
+def test_a_half_precision_teacher_is_widened(tmp_path: Path, load: Load) -> None:
     save_teacher(tmp_path, tiny_bert().to(torch.bfloat16))
     assert {parameter.dtype for parameter in load().model.parameters()} == {torch.float32}
 
 
-def test_the_digest_is_of_the_weights(
-    tmp_path: Path, tiny_bert: MakeBert, save_teacher: MakeBert, load: Load
-) -> None:
+def test_the_digest_is_of_the_weights(tmp_path: Path, load: Load) -> None:
     digests = []
     for seed in (0, 0, 1):
         save_teacher(tmp_path, tiny_bert(seed=seed))
@@ -254,9 +249,7 @@ def test_the_digest_is_of_the_weights(
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_an_encoder_without_a_head_is_refused(
-    tmp_path: Path, save_teacher: MakeBert, load: Load
-) -> None:
+def test_an_encoder_without_a_head_is_refused(tmp_path: Path, load: Load) -> None:
     model = save_teacher(tmp_path)
     model.bert.save_pretrained(tmp_path)
     assert isinstance(model.bert, BertModel)
@@ -265,9 +258,7 @@ def test_an_encoder_without_a_head_is_refused(
         load()
 
 
-def test_a_pretraining_checkpoint_has_a_head(
-    tmp_path: Path, save_teacher: MakeBert, load: Load, ids: Tensor
-) -> None:
+def test_a_pretraining_checkpoint_has_a_head(tmp_path: Path, load: Load, ids: Tensor) -> None:
     """Load next-sentence head and pooler too, as Google's BERT came."""
     save_teacher(tmp_path)
     torch.manual_seed(0)
@@ -293,7 +284,7 @@ def test_a_roberta_is_refused(tmp_path: Path, load: Load) -> None:
 
 
 def test_the_shards_own_tokenizer_and_just_enough_positions_are_accepted(
-    tmp_path: Path, corpus: Path, tiny_bert: MakeBert, save_teacher: MakeBert, load: Load
+    tmp_path: Path, corpus: Path, load: Load
 ) -> None:
     save_teacher(tmp_path, tiny_bert(1, max_position_embeddings=32))
     load()
@@ -310,16 +301,14 @@ def test_a_missing_teacher(name: str, tmp_path: Path, manifest: Manifest) -> Non
         load_teacher(path, manifest)
 
 
-def test_an_untied_output_embedding_is_refused(
-    tmp_path: Path, tiny_bert: MakeBert, save_teacher: MakeBert, load: Load
-) -> None:
+def test_an_untied_output_embedding_is_refused(tmp_path: Path, load: Load) -> None:
     """Refuse a head that cannot be copied: a DistilBERT's is tied, so its logits would be wrong."""
     save_teacher(tmp_path, tiny_bert(2, tie_word_embeddings=False))
     with refused(str(tmp_path), "tie_word_embeddings"):
         load()
 
 
-def test_an_old_checkpoint(tmp_path: Path, save_teacher: MakeBert, load: Load, ids: Tensor) -> None:
+def test_an_old_checkpoint(tmp_path: Path, load: Load, ids: Tensor) -> None:
     """Load `.bin`, gamma and beta, no model_type, no decoder.bias: the same model as today's."""
     model = save_teacher(tmp_path)
     state = {}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from runs import refused, reseal_checkpoint, start, step_folder
+from tiny import tiny_distilbert
 from transformers import AutoTokenizer, DistilBertForMaskedLM
 from traps import edit
 
@@ -30,9 +31,7 @@ FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 
 
 @pytest.fixture
-def values(
-    tmp_path: Path, corpus: Path, teacher_folder: Path, run_config: Callable[..., Values]
-) -> Values:
+def values(tmp_path: Path, corpus: Path, teacher_folder: Path, run_config: Any) -> Values:
     """Return a run of two steps over shards of its own."""
     shutil.copytree(corpus, tmp_path / "shards")
     return run_config(
@@ -82,7 +81,7 @@ def test_an_export_of_an_older_checkpoint_has_these_settings(
 
 
 @pytest.fixture
-def planted(values: Values, tmp_path: Path, tiny_distilbert: Any) -> Path:
+def planted(values: Values, tmp_path: Path) -> Path:
     """Put files that must not be copied, also another model's, next to the shards' tokenizer."""
     folder = tmp_path / "shards" / "tokenizer"
     tiny_distilbert(1, seed=9).save_pretrained(folder)

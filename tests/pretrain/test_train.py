@@ -20,7 +20,8 @@ import torch
 from runs import start as run
 from runs import step_folder, write_yaml
 from safetensors.torch import load_file
-from transformers import BertForMaskedLM, DistilBertForMaskedLM
+from tiny import tiny_distilbert
+from transformers import BertForMaskedLM
 
 from launch.console import Training
 from pretrain import NonFiniteError, RunError, checkpoint
@@ -255,11 +256,7 @@ def test_random_initialisation_and_continuing_from_a_folder(settings: Settings) 
 
 
 def test_a_non_finite_loss_stops_before_the_update(
-    settings: Settings,
-    tmp_path: Path,
-    teacher_folder: Path,
-    tiny_distilbert: Callable[..., DistilBertForMaskedLM],
-    distil: Callable[..., Any],
+    settings: Settings, tmp_path: Path, teacher_folder: Path, distil: Any
 ) -> None:
     poisoned = tiny_distilbert()
     with torch.no_grad():

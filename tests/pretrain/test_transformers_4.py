@@ -26,7 +26,7 @@ from pretrain.config import RunConfig
 from pretrain.export.export import export
 from pretrain.train import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "tests" / "transformers-4.txt"

@@ -93,9 +93,7 @@ def test_a_save_that_ends_at_any_line_leaves_the_old_or_the_new_checkpoint_whole
         assert found == sorted(found, key=steps.index)
 
 
-def test_files_are_flushed_before_the_rename_and_removal_comes_after(
-    disasters: Disasters,
-) -> None:
+def test_files_are_flushed_before_the_rename_and_removal_comes_after(disasters: Disasters) -> None:
     folder, told = disasters("flushes")
     root = folder / "1" / "checkpoints"
     events = []

@@ -22,9 +22,7 @@ def test_leftovers_of_killed_saves_are_removed(root: Path) -> None:
     assert tiny_run.names(root) == ["latest", "step-00000001"]
 
 
-def test_a_whole_checkpoint_of_the_step_stays_and_a_damaged_one_is_replaced(
-    root: Path,
-) -> None:
+def test_a_whole_checkpoint_of_the_step_stays_and_a_damaged_one_is_replaced(root: Path) -> None:
     weights = root / "step-00000002" / WEIGHTS
     to = tiny_run.writer(root, keep=2)
     tiny_run.save(to, 2)

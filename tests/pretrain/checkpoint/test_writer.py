@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,10 @@ import tiny_run
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny import tiny_bert
 from tiny_run import same
 from transformers import (
     AutoModelForMaskedLM,
-    BertForMaskedLM,
     DistilBertConfig,
     DistilBertForMaskedLM,
     PreTrainedModel,
@@ -41,7 +40,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", ["distilbert", "bert"])
 def test_the_student_is_byte_for_byte_what_save_pretrained_writes(
-    kind: str, tmp_path: Path, tiny_bert: Callable[..., BertForMaskedLM]
+    kind: str, tmp_path: Path
 ) -> None:
     student: PreTrainedModel = six_layers() if kind == "distilbert" else tiny_bert(2)
     tiny_run.student(5), tiny_run.moments(5)  # which draw when they are first made
