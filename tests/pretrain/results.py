@@ -4,18 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import runs
+from runs import step_folder
 from safetensors.torch import load_file
 from torch import Tensor
-
-from pretrain.monitor import metrics
-
-RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
 
 
 def history(values: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the entries of a run's log without the figures that time may change."""
-    entries = metrics.read_metrics(Path(values["output"]) / "metrics.jsonl")
-    return [{key: value for key, value in e.items() if key not in RATES} for e in entries]
+    return runs.history(values["output"])
 
 
 def losses(values: dict[str, Any]) -> dict[int, float]:
@@ -32,14 +29,14 @@ def recorded(values: dict[str, Any]) -> dict[str, Any]:
 
 def state(values: dict[str, Any], step: int) -> dict[str, Any]:
     """Return `state.json` of a checkpoint."""
-    text = (_checkpoint(values, step) / "state.json").read_text(encoding="utf-8")
+    text = (step_folder(values["output"], step) / "state.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 
 
 def weights(values: dict[str, Any], step: int) -> dict[str, Tensor]:
     """Return the student's weights and the optimizer's state in a checkpoint."""
-    folder = _checkpoint(values, step)
+    folder = step_folder(values["output"], step)
     student = load_file(folder / "student" / "model.safetensors")
     return student | load_file(folder / "optimizer.safetensors")
 
@@ -56,7 +53,3 @@ def difference(one: dict[str, Any], other: dict[str, Any], step: int) -> float:
         for name in ours
         if "/" not in name and "k_lin.bias" not in name
     )
-
-
-def _checkpoint(values: dict[str, Any], step: int) -> Path:
-    return Path(values["output"]) / "checkpoints" / f"step-{step:08d}"
