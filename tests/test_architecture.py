@@ -103,7 +103,7 @@ def test_computation_and_gpu_benchmark_import_few_packages() -> None:
 
 
 def test_a_kind_of_source_is_named_in_its_own_file_alone() -> None:
-    """Elsewhere its class's traits are used. "text" is left out: records have such a field."""
+    # Elsewhere its class's traits are used. "text" is left out: records have such a field.
     own = {
         name: ROOT.joinpath(*kind.__module__.split(".")).with_suffix(".py")
         for kind in get_args(get_args(Source)[0])

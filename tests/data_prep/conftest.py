@@ -1,4 +1,4 @@
-"""A small corpus that every stage can be tried on."""
+"""Provide a small corpus that every stage can be tried on."""
 
 import random
 from pathlib import Path
@@ -13,14 +13,14 @@ LITERALS = "a literal [MASK] and [SEP] and [PAD] and [CLS] stay text"
 
 
 def words() -> list[str]:
-    """A vocabulary of plain words, none of them part of another."""
+    """Return a vocabulary of plain words, none of them part of another."""
     draw = random.Random(3)
     return sorted({"".join(draw.choices("abcdefghij", k=5)) for _ in range(60)})
 
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> Any:
-    """A function from changed keys to the config of a corpus of 60 documents in 6 files."""
+    """Return a function from changed keys to the config of 60 documents in 6 files."""
     folder = tmp_path / "texts"
     folder.mkdir()
     draw = random.Random(4)

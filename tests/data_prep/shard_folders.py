@@ -1,4 +1,4 @@
-"""A finished folder of shards, made of the format's own functions, without `distil prepare`."""
+"""Build a finished folder of shards with the format's functions, without `distil prepare`."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Origin of rows and places of documents, against what the input files say."""
+"""Compare the origin of rows and the places of documents with the input files."""
 
 import json
 import random
@@ -25,20 +25,20 @@ TITLE = "A title\nof two lines"
 
 @pytest.fixture
 def known(tmp_path: Path, make_config: Any) -> list[str]:
-    """The words of the vocabulary that `make_config` wrote."""
+    """Return the words of the vocabulary that `make_config` wrote."""
     return (tmp_path / "vocab.txt").read_text(encoding="utf-8").split()[16:]
 
 
 @pytest.fixture
 def texts(known: list[str]) -> dict[str, str]:
-    """Documents by id: the same words in 30 orders, so that none is a near-duplicate."""
+    """Return documents by id: the same words in 30 orders, so that none is a near-duplicate."""
     draw = random.Random(8)
     return {f"doc {n}": " ".join(draw.sample(known, 60)) for n in range(0, 60, 2)}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, make_config: Any, known: list[str], texts: dict[str, str]) -> Path:
-    """Two sources of records with ids, titles and URLs; one id is in both, one is all wild cards.
+    """Build two sources of records; one id is in both, one consists of wild cards.
 
     In the first source the id "doc 0" is the title of "doc 2".
     """

@@ -1,4 +1,4 @@
-"""Processes and Ray run the same units; failures and deaths are sentences."""
+"""Check that processes and Ray run the same units, and name failures in a sentence."""
 
 import multiprocessing
 import os
@@ -62,7 +62,7 @@ def test_a_dead_worker_is_reported_in_one_sentence() -> None:
 
 
 class Once:
-    """A callable whose first call in a fresh folder kills its process."""
+    """Kill the process at the first call in a fresh folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""A dry run says what `prepare` then makes."""
+"""Compare the estimate of a dry run with what `prepare` then makes."""
 
 import bz2
 import json

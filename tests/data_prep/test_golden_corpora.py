@@ -1,4 +1,4 @@
-"""Each stage's bytes for four small corpora: they change only with the stage's `behaviour`.
+"""Check each stage's bytes for four small corpora; they change only with its `behaviour`.
 
 `tests/golden/corpora.json` holds them, and the libraries they were made with. After a change that
 is meant, raise the stage's number in data_prep/pipeline/code.py and renew the file:
@@ -39,7 +39,7 @@ HEAD = (
 
 
 def sentence(number: int, words: int = 14) -> str:
-    """A sentence that depends on its number and on nothing else."""
+    """Return a sentence that depends on its number and on nothing else."""
     chosen = [WORDS[(number * 7 + i * i + i * number) % len(WORDS)] for i in range(words)]
     return " ".join(chosen).capitalize() + "."
 
@@ -110,7 +110,7 @@ CORPORA = {make.__name__: make for make in (mediawiki, books, jsonl, trained_voc
 
 
 def digests(name: str, folder: Path) -> dict[str, str]:
-    """Each stage's hash of its units' files; of `finish`, that of the shards and token counts."""
+    """Return each stage's hash of its files; of `finish`, that of shards and token counts."""
     (folder / "in").mkdir()
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
     values: dict[str, Any] = {
@@ -135,7 +135,7 @@ def digests(name: str, folder: Path) -> dict[str, str]:
 
 
 def problem(golden: dict[str, Any], name: str, found: dict[str, str]) -> str:
-    """What is wrong with the bytes of one corpus, in a sentence; "" if nothing is."""
+    """Return the fault in the bytes of one corpus as a sentence; "" if there is none."""
     expected = golden["corpora"].get(name, {})
     changed = [stage for stage in BEHAVIOUR if found.get(stage) != expected.get(stage)]
     if not changed:

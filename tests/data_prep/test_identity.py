@@ -1,4 +1,4 @@
-"""What may be called the same: inputs by their content, work by the code that made it."""
+"""Check when inputs (by content) and work (by its code) count as unchanged."""
 
 import json
 import os
@@ -115,7 +115,7 @@ def test_a_file_rewritten_with_its_size_and_time_is_noticed(
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub as two datasets of one file need."""
+    """Imitate the part of the Hugging Face hub that two datasets of one file need."""
 
     heads: ClassVar[dict[str, str]] = {}  # dataset -> commit
     texts: ClassVar[dict[str, list[str]]] = {}  # commit -> documents
@@ -194,7 +194,7 @@ def test_empty_versions_are_never_equal(tmp_path: Path) -> None:
 
 
 class Silent(MemoryFileSystem):  # type: ignore[misc]
-    """A store that tells no more than a file's size."""
+    """Imitate a store that knows only a file's size."""
 
     protocol = "silent"
     store: ClassVar[dict[str, Any]] = {}
@@ -206,7 +206,7 @@ class Silent(MemoryFileSystem):  # type: ignore[misc]
 
 
 class Undated(SimpleHTTPRequestHandler):
-    """A server that sends neither an ETag nor a date of change."""
+    """Imitate a server that sends neither an ETag nor a date of change."""
 
     def log_message(self, *args: object) -> None:
         pass
@@ -266,7 +266,7 @@ def test_an_edited_package_is_another_input(
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Any:
-    """A function that copies the package to a folder and replaces text in its files."""
+    """Return a function that copies the package and replaces text in its files."""
 
     def make(name: str, edits: dict[str, tuple[str, str]]) -> Path:
         root = tmp_path / name
@@ -395,7 +395,7 @@ def test_the_source_of_a_stage_covers_its_imports(
 
 @pytest.fixture
 def other_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that changes what this process takes for its own code."""
+    """Return a function that changes what this process takes for its own code."""
 
     def change(name: str, value: Any) -> None:
         monkeypatch.setattr(code, name, value)

@@ -1,4 +1,4 @@
-"""Locks between real processes: killed, suspended, at once, and on another machine."""
+"""Check locks between real processes: killed, suspended, at once, on another machine."""
 
 import ctypes
 import json
@@ -53,7 +53,7 @@ with lock(Path(folder), "task", patience=float(patience), beat=float(beat), iden
 
 @contextmanager
 def holder(folder: Path, timing: dict[str, float], boot: str = "") -> Iterator[Any]:
-    """A process that holds the lock."""
+    """Start a process that holds the lock."""
     times = [str(timing["patience"]), str(timing["beat"])]
     command = [sys.executable, "-c", HOLDER, str(folder), *times, boot]
     with subprocess.Popen(
@@ -68,7 +68,7 @@ def holder(folder: Path, timing: dict[str, float], boot: str = "") -> Iterator[A
 
 
 def elsewhere(**changes: Any) -> Identity:
-    """A process of another machine."""
+    """Return the identity of a process of another machine."""
     return replace(this_process(), host="far", boot="another boot", **changes)
 
 
@@ -268,7 +268,7 @@ def test_one_of_two_processes_takes_over_from_a_dead_host(tmp_path: Path) -> Non
 
 
 def test_a_creator_that_stood_still_before_its_first_beat_gives_way(tmp_path: Path) -> None:
-    """It made generation 1, stood still while 2 took over, and writes only then."""
+    # It made generation 1, stood still while 2 took over, and writes only then.
     from data_prep.disk.locks import Lock
 
     first, second = tmp_path / "task.000001.lock", tmp_path / "task.000002.lock"
@@ -284,7 +284,7 @@ def test_a_creator_that_stood_still_before_its_first_beat_gives_way(tmp_path: Pa
 
 
 def test_an_end_mark_or_a_next_generation_ends_a_lock(tmp_path: Path) -> None:
-    """A cached folder may hide the successor; the successor may die before it marks the file."""
+    # A cached folder may hide the successor; the successor may die before it marks the file.
     with lock(tmp_path, "marked") as held:
         with (tmp_path / "marked.000001.lock").open("ab") as file:
             file.write(b"over\n")
@@ -375,7 +375,7 @@ def test_lock_files_are_bounded_and_numbers_still_rise(tmp_path: Path) -> None:
 def test_a_contender_that_stands_still_while_its_number_is_removed_gets_nothing(
     anew: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has seen that generation 1 is over, and creates number 2 when that was long removed."""
+    # It has seen that generation 1 is over, and creates number 2 when that was long removed.
     with lock(tmp_path / "locks", "task"):
         pass
     is_over = _Contender._is_over

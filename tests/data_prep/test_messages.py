@@ -1,4 +1,4 @@
-"""No character of another's string does anything to a terminal."""
+"""Check that no character of a foreign string controls a terminal."""
 
 import sys
 import unicodedata

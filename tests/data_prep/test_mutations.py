@@ -55,7 +55,7 @@ def test_the_undamaged_folder_is_accepted(folder: Path) -> None:
 
 @pytest.mark.parametrize("num", [200, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_mutation_is_reported(folder: Path, num: int) -> None:
-    """Mutate shards and any file, half each; `verify` reports every mutation."""
+    # Mutate shards and any file, half each; `verify` reports every mutation.
     draw = random.Random(1)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     shards = [path for path in files if path.suffix == ".arrow"]

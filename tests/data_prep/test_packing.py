@@ -1,4 +1,4 @@
-"""Packing: every segment once, no row too long, and no worse than a naive first fit."""
+"""Check packing: each segment once, no row too long, no worse than a naive first fit."""
 
 import random
 
@@ -10,7 +10,7 @@ from data_prep.pipeline.stage import group
 
 
 def first_fit_decreasing(lengths: list[int], capacity: int) -> int:
-    """The number of rows a textbook first fit needs."""
+    """Return the number of rows that a textbook first fit needs."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         for row, room in enumerate(rooms):
@@ -23,7 +23,7 @@ def first_fit_decreasing(lengths: list[int], capacity: int) -> int:
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Best fit by looking at every row; the newest row of equally full ones."""
+    """Pack by looking at every row; take the newest of equally full ones."""
     rows: list[list[int]] = []
     rooms: list[int] = []
     touched: list[int] = []

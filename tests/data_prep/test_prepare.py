@@ -1,4 +1,4 @@
-"""The whole corpus stage, read back and compared with the texts it was given."""
+"""Read back the output of the whole corpus stage, and compare it with its texts."""
 
 import json
 import os
@@ -25,7 +25,7 @@ SMALL_PARTS = 2_000  # bytes: several parts, units and shards from a few kB
 
 
 def documents(config: CorpusConfig) -> list[tuple[int, Document]]:
-    """All documents, straight from the readers."""
+    """Return all documents, straight from the readers."""
     found = []
     for number, source in enumerate(config.sources):
         for piece in source.inputs(10**9):
@@ -36,7 +36,7 @@ def documents(config: CorpusConfig) -> list[tuple[int, Document]]:
 
 
 def read_back(folder: Path, manifest: Manifest, split: str) -> dict[tuple[int, str], list[str]]:
-    """(source, document id) -> its token strings, from the rows and the side tables alone."""
+    """Return the token strings by (source, document id), from rows and side tables alone."""
     tokens = (folder / "tokenizer" / "vocab.txt").read_text().split("\n")
     special = manifest.tokenizer.special_ids
     texts: dict[tuple[int, str], list[str]] = defaultdict(list)
@@ -59,7 +59,7 @@ def read_back(folder: Path, manifest: Manifest, split: str) -> dict[tuple[int, s
 
 
 def spaced(text: str) -> list[str]:
-    """What WordPiece makes of words that are all in the vocabulary."""
+    """Return what WordPiece makes of words that are all in the vocabulary."""
     return text.replace("[", " [ ").replace("]", " ] ").lower().split()
 
 
@@ -133,7 +133,7 @@ def test_the_first_source_keeps_a_duplicate(make_config: Any, tmp_path: Path) ->
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder but those that hold input times."""
+    """Return every file of a folder but those that hold input times."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")

@@ -1,4 +1,4 @@
-"""What holds for any lengths and any rows: packing, and shards written and read."""
+"""Check packing, and shards written and read, for any lengths and any rows."""
 
 import random
 import tempfile
@@ -85,7 +85,7 @@ def test_segments_are_found_by_cls_sep_and_pad_alone(texts: list[list[int]]) -> 
 
 
 def test_rows_are_99_per_cent_full_and_no_document_that_fits_is_cut() -> None:
-    """2.6 million tokens a case: articles, short paragraphs, and books cut into rows."""
+    # 2.6 million tokens a case: articles, short paragraphs, and books cut into rows.
     draw = random.Random(7)
     articles = [int(draw.lognormvariate(5.6, 1.3)) + 1 for _ in range(4_300)]
     paragraphs = [int(draw.lognormvariate(4.0, 0.9)) + 1 for _ in range(32_000)]

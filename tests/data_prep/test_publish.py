@@ -1,4 +1,4 @@
-"""A Hub-ready folder holds what the shards hold; an upload is whole, or has no manifest."""
+"""Check that a folder for the Hub holds the shards' content, and uploads are whole."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_shards(tmp_path: Path, make_config: Any) -> Callable[..., Path]:
-    """A function from keys of the source to a finished folder, with several shards to a split."""
+    """Return a function from keys of the source to a finished folder of several shards."""
 
     def make(name: str = "shards", seed: int = 0, **source: Any) -> Path:
         keys = {"kind": "text", "path": str(tmp_path / "texts"), "document": "paragraph"}
@@ -260,7 +260,7 @@ def test_hostile_names_are_escaped_in_the_card(make_shards: Any, tmp_path: Path)
 
 
 class Page(HTMLParser):
-    """The tags of a page, the texts of its headings and cells, and its table rows."""
+    """Collect the tags of a page, the texts of its headings and cells, and its table rows."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class Page(HTMLParser):
 
 
 class Watched(MemoryFileSystem):
-    """A memory file system of its own that notes what arrives, fails, and hashes if told to."""
+    """Record what arrives in a memory file system, and fail or hash on request."""
 
     protocol = "watched"
     store: ClassVar[dict[str, Any]] = {}
@@ -336,7 +336,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Watched]]:
 
 
 def sealed(folder: Path) -> set[str]:
-    """Every file that the manifest names, and itself."""
+    """Return every file that the manifest names, and itself."""
     manifest = load_manifest(folder)
     shards = [shard.file for split in manifest.splits.values() for shard in split.shards]
     return {*shards, *(file.file for file in manifest.files), "manifest.json"}
@@ -423,7 +423,7 @@ def test_a_dataset_repository_gets_few_commits_and_the_manifest_last(
     commits: list[set[str]] = []
 
     class Hub(HfFileSystem):
-        """A dataset repository in memory."""
+        """Imitate a dataset repository in memory."""
 
         def resolve_path(self, path: str, revision: str | None = None) -> Any:
             assert path == "datasets/me/data/v1"

@@ -1,4 +1,4 @@
-"""Whatever ends a run, the same command ends with the bytes of a run that nothing disturbed."""
+"""Check that the same command, after any interruption, gives an undisturbed run's bytes."""
 
 import json
 import os
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
-    """A function that starts `prepare` of a config in a process group of its own."""
+    """Return a function that starts `prepare` of a config in a process group of its own."""
     script = tmp_path / "run.py"
     script.write_text(RUN)
 
@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
 
 
 def shards(folder: Path) -> dict[str, bytes]:
-    """Every file but those that hold input times."""
+    """Return every file but those that hold input times."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -66,7 +66,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 
 
 def stop_before_finishing(config: CorpusConfig) -> dict[str, int]:
-    """All stages, not finalised; the time of each unit's record."""
+    """Run all stages without finalising; return the time of each unit's record."""
     for stage in STAGES:
         prepare_stage(config, stage, **SMALL)
     return times(config)
@@ -78,7 +78,7 @@ def times(config: CorpusConfig) -> dict[str, int]:
 
 
 def redone(before: dict[str, int], config: CorpusConfig) -> set[str]:
-    """The stages with a unit that was made again, after running all of them once more."""
+    """Run all stages again; return those that made a unit again."""
     after = stop_before_finishing(config)
     return {name.split("/")[0] for name, moment in after.items() if before.get(name) != moment}
 

@@ -1,4 +1,4 @@
-"""Shards: rows read as other readers read them, and no damage goes unnoticed."""
+"""Check that rows are read as by other readers, and that damage is noticed."""
 
 import hashlib
 import json
@@ -31,13 +31,13 @@ from data_prep.shards.manifest import manifest_bytes, seal
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A finished folder with several shards."""
+    """Return a finished folder with several shards."""
     make_folder(tmp_path / "out")
     return tmp_path / "out"
 
 
 def all_rows(folder: Path) -> npt.NDArray[Any]:
-    """Every training row, read without any of our code."""
+    """Return every training row, read without any of our code."""
     rows = []
     for path in sorted(folder.glob("train-*.arrow")):
         with pa.ipc.open_stream(path.read_bytes()) as stream:
@@ -115,7 +115,7 @@ def test_the_damaged_block_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [0, 100, 2**20 - 1, 2**20 + 700, 2**21, -1])
 def test_rows_are_verified_when_they_are_first_read(tmp_path: Path, place: int) -> None:
-    """Block b holds bytes b * 2**20 to (b + 1) * 2**20; all but the two ends may stay unread."""
+    # Block b holds bytes b * 2**20 to (b + 1) * 2**20; all but the two ends may stay unread.
     make_folder(tmp_path / "out", row_length=512, rows=2500, shards=1)
     path = tmp_path / "out" / "train-00000.arrow"
     data = bytearray(path.read_bytes())
@@ -147,7 +147,7 @@ def test_rows_are_verified_when_they_are_first_read(tmp_path: Path, place: int) 
 
 
 def test_a_row_over_many_blocks_is_verified_in_all_of_them(folder: Path) -> None:
-    """Blocks of 16 bytes, rows of 64: any flipped bit of the row is found, no other row's is."""
+    # Blocks of 16 bytes, rows of 64: any flipped bit of the row is found, no other row's is.
     manifest = load_manifest(folder)
     train = manifest.splits["train"]
     path = folder / train.shards[0].file

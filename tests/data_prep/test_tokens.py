@@ -136,7 +136,7 @@ MILLION = {
 
 @pytest.mark.parametrize("text", MILLION.values(), ids=MILLION)
 def test_a_million_letters_are_unknown_tokens(tmp_path: Path, backend: Any, text: str) -> None:
-    """No cut leaves a rest that is short enough for WordPiece to read."""
+    # No cut leaves a rest that is short enough for WordPiece to read.
     tokens = backend(load(write_vocabulary(tmp_path, [*WORDS, "x", "##x", "##e"])))
     found = [tokens.vocabulary[id] for id in tokens.encode(text)]
     assert set(found) - {"hello", "world", ","} == {"[UNK]"}

@@ -1,4 +1,4 @@
-"""A document that never ends fails its unit loudly, even inside a C call."""
+"""Check that a document that never ends fails its unit, even inside a C call."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ ENDLESS = re.compile("(a+)+$")
 
 
 def hang(folder: Path) -> None:
-    """A catastrophic regular expression: no Python code runs until it returns."""
+    """Run a catastrophic regular expression: no Python code runs until it returns."""
     folder.mkdir(exist_ok=True)
     with watchdog(folder, seconds=2.0) as passed:
         time.sleep(0.6)  # it is armed again after half a second

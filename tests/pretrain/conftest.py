@@ -1,4 +1,4 @@
-"""Tiny real models and a tiny real corpus: nothing in them is accidentally zero."""
+"""Provide tiny real models and a tiny real corpus; nothing in them is accidentally zero."""
 
 import os
 import random
@@ -29,7 +29,7 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Tiny matrices on a busy machine: threads that wait for one another take most of the time."""
+    """Use one thread: with tiny matrices, threads mostly wait for one another."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -44,7 +44,7 @@ def vocabulary() -> list[str]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished folder of shards: rows of 32 tokens from 240 documents, a tenth held out."""
+    """Return finished shards: rows of 32 tokens from 240 documents, a tenth for validation."""
     folder = tmp_path_factory.mktemp("corpus")
     draw = random.Random(4)
     words = VOCABULARY[len(SPECIAL) :]
@@ -99,7 +99,7 @@ def run_config(corpus: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def manifest(corpus: Path) -> Manifest:
-    """The manifest of `corpus`."""
+    """Return the manifest of `corpus`."""
     return load_manifest(corpus)
 
 
@@ -128,7 +128,7 @@ def canary(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def documents() -> list[list[list[int]]]:
-    """Three rows of documents, `[CLS] words [SEP]` each: 3, 1 and 2 to a row, ids without words."""
+    """Return three rows of documents, `[CLS] words [SEP]` each: 3, 1 and 2 in a row."""
     draw = random.Random(5)
     lengths = [[9, 14, 6], [32], [3, 20]]
     return [
@@ -139,6 +139,6 @@ def documents() -> list[list[list[int]]]:
 
 @pytest.fixture(scope="session")
 def packed_ids(documents: list[list[list[int]]]) -> Tensor:
-    """`documents` as packed rows [3, 32]; the first and the last end in padding."""
+    """Return `documents` as packed rows [3, 32]; the first and the last end in padding."""
     rows = [[token for document in row for token in document] for row in documents]
     return torch.tensor([row + [0] * (ROW_LENGTH - len(row)) for row in rows])

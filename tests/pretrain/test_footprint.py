@@ -184,7 +184,7 @@ def test_a_layer_of_bert_base_takes_24_d_squared_and_4_s_d() -> None:
 def test_a_step_takes_what_the_cost_model_says(
     where: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Expect 30 L + 4 k H a token; scores computed again in backward add up to 2 %."""
+    # Expect 30 L + 4 k H a token; scores computed again in backward add up to 2 %.
     as_on_a_gpu(monkeypatch)
     layer, head = 24 * D**2 + 4 * L * D, 2 * D**2 + 2 * D * V
     share = 1 if where == "all" else K / L
@@ -241,7 +241,7 @@ def test_shapes_take_no_memory_and_leave_values_from_outside_alone() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_peak_is_that_of_torchs_allocator(small: Distillation, precision: str) -> None:
-    """Allow for the scratch memory of kernels, the smallest part, which the counter misses."""
+    # Allow for the scratch memory of kernels, the smallest part, which the counter misses.
     dtype = DTYPES[precision]
     really(small, dtype)  # what is allocated once
     small.zero_grad(set_to_none=True)

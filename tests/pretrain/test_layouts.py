@@ -46,7 +46,7 @@ def settings(tmp_path: Path, run_config: Settings) -> Settings:
 
 
 def seen(settings: dict[str, Any], world: int, arguments: Any = None, stage: int = 0) -> list[Any]:
-    """Run; return [step, row, input_ids, labels] of every row that any rank read, in order."""
+    """Run, and return [step, row, input_ids, labels] of every row that any rank read."""
     file = Path(settings["output"] + ".seen")
     ranks.run(world, rank_work.seen, settings, arguments, file, environment=ranks.zero(stage))
     notes = []

@@ -41,7 +41,7 @@ NAMES = ["uniform", "smoothed", "smoothed as prepared", "evaluation"]
 
 @pytest.fixture(scope="module")
 def ids() -> Ids:
-    """512 rows of 512: documents of 3 to 200 tokens, some [UNK] and [MASK], padding at the end."""
+    """Return 512 rows of 512: documents of 3 to 200 tokens, some [UNK] and [MASK], padding."""
     draw = np.random.default_rng(0)
     rows = draw.integers(len(SPECIAL), V, (512, 512))
     for row in rows:

@@ -154,7 +154,7 @@ def teacher_without_tokenizer(place: Place) -> None:
 
 
 def teacher_whose_tokenizer_json_has_other_ids(place: Place) -> None:
-    """Transformers reads this file instead of the vocab.txt next to it."""
+    """Write another tokenizer.json, which transformers reads instead of vocab.txt."""
     ids = {word: id for id, word in enumerate(swapped(place.words, 7, 8))}
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
     tokenizer.save(str(place.teacher / "tokenizer.json"))

@@ -16,7 +16,7 @@ TEXTS = (
 
 
 def answers(folder: str) -> dict[str, Any]:
-    """Ids of texts, logits of the plain call on each, and the answer of the pipeline."""
+    """Return ids of texts, logits of the plain call on each, and the pipeline's answer."""
     import torch
     import transformers
 

@@ -144,7 +144,7 @@ def test_the_warning_has_the_reason(
 
 
 def test_a_manifest_sealed_again_over_another_state_is_passed_over(copied: Path) -> None:
-    """Seal a state of step 1 as part of step 2: it still holds its own step."""
+    # Seal a state of step 1 as part of step 2: it still holds its own step.
     forged = copied / "step-00000002"
     shutil.copy(copied / "step-00000001" / "state.json", forged)
     reseal_checkpoint(forged)
@@ -214,7 +214,7 @@ def test_a_reader_beside_a_run_that_removes_its_checkpoints_always_finds_one(
 def test_a_listing_that_a_save_overtakes_is_taken_again(
     moment: str, damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Allow a listing with neither the new checkpoint nor the removed one, as POSIX does."""
+    # Allow a listing with neither the new checkpoint nor the removed one, as POSIX does.
     root = tmp_path / "checkpoints"
     to = tiny_run.writer(root, keep=1)
     if damaged:

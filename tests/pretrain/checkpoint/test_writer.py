@@ -65,7 +65,7 @@ def test_the_student_is_byte_for_byte_what_save_pretrained_writes(
 
 
 def test_given_weights_are_written_and_not_the_students_own(tmp_path: Path) -> None:
-    """Round the student's weights and give exact ones, as ZeRO in half precision does."""
+    # Round the student's weights and give exact ones, as ZeRO in half precision does.
     student = copy.deepcopy(tiny_run.student(3))
     exact = {name: p.detach().clone() for name, p in student.named_parameters()}
     tiny_run.save(tiny_run.writer(tmp_path / "exact"), 3, student=student)
