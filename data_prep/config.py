@@ -16,9 +16,9 @@ class TrainWordPiece(Keys):
     BERT strips accents where it lower-cases; here each has a key of its own.
     """
 
-    vocab_size: Annotated[int, Field(ge=100, le=2**20)] = 30522
-    lowercase: bool = True
-    strip_accents: bool = False
+    vocab_size: Annotated[int, Field(ge=100, le=2**20)] = 30522  # as BERT
+    lowercase: bool = True  # as bert-base-uncased
+    strip_accents: bool = False  # they tell words apart in most languages
 
 
 class TrainTokenizer(Keys):
@@ -35,7 +35,7 @@ class VocabularyTokenizer(Keys):
     """
 
     vocab: Path
-    pattern: str | None = None
+    pattern: str | None = None  # a regex of one token, such as an atom of SMILES
     lowercase: bool | None = None
 
 
@@ -75,7 +75,7 @@ class Decontaminate(Keys):
     """
 
     files: Annotated[tuple[Path, ...], Field(min_length=1)]
-    remove: bool = False
+    remove: bool = False  # a document may only quote
 
 
 RowLength = Annotated[int, Field(ge=8, le=4096)]
@@ -90,15 +90,15 @@ class CorpusConfig(Keys):
         Annotated[str, Field(min_length=1)] | TrainTokenizer | VocabularyTokenizer | JsonTokenizer
     ) = "bert-base-uncased"
     row_length: RowLength | Annotated[tuple[RowLength, ...], Field(min_length=1)] = 512
-    validation: Annotated[float, Field(ge=0, lt=1)] = 0.005
-    min_characters: Annotated[int, Field(ge=1)] = 1
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.005  # share of the documents
+    min_characters: Annotated[int, Field(ge=1)] = 1  # of a document, after cleaning
     max_characters: Annotated[int, Field(ge=1)] | None = None
     deduplicate: Deduplicate = Deduplicate()
     decontaminate: Decontaminate | None = None
     workers: Annotated[int, Field(ge=1, le=1024)] = Field(
         default_factory=lambda: os.cpu_count() or 1
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the split, `fraction`, and samples
 
     @field_validator("output", mode="before")
     @classmethod

@@ -38,7 +38,7 @@ class InputRecord(BaseModel):
     start: int
     end: int | None
     bytes: int
-    version: str
+    version: str  # size and time, an ETag or a commit; empty where a store has none
     sha256: str | None
 
 
@@ -53,7 +53,7 @@ class Record(BaseModel):
     upstream: tuple[str, ...]
     inputs: tuple[InputRecord, ...]
     outputs: tuple[FileRecord, ...]
-    result: dict[str, Any]
+    result: dict[str, Any]  # counts, and what the next stages would otherwise read again
     self_sha256: str
 
     @property
@@ -79,8 +79,8 @@ class Unit:
     identity: str
     code: Code
     upstream: tuple[str, ...]
-    folder: Path
-    pieces: tuple[NamedPiece, ...]
+    folder: Path  # written beside it under another name, then renamed
+    pieces: tuple[NamedPiece, ...]  # of the input; later stages read what earlier ones wrote
 
     def record(self, any_code: bool = False) -> Record | None:
         """Return the valid record that this (or any) code left of this very unit, else None."""

@@ -25,7 +25,7 @@ from data_prep.disk.json_files import (
 )
 
 FORMAT_VERSION: Literal[2] = 2
-BLOCK_BYTES = 2**20
+BLOCK_BYTES = 2**20  # verified at the first read of a row in them: a start reads no whole shard
 MANIFEST = "manifest.json"
 TOKEN_COUNTS = "token_counts.json"
 AGAIN = "restore it, or run `distil prepare` again with another `output`"
@@ -57,7 +57,7 @@ class TokenizerRecord(BaseModel):
     model_config = FROZEN
     fingerprint: Sha256
     vocabulary_sha256: Sha256
-    vocab_size: Annotated[int, Field(gt=5)]
+    vocab_size: Annotated[int, Field(gt=5)]  # the special tokens and at least one more
     special_ids: SpecialIds
 
 
@@ -86,7 +86,7 @@ class SplitRecord(BaseModel):
     model_config = FROZEN
     rows: Count
     tokens: Count
-    segments: Count
+    segments: Count  # documents, or parts of them, between [CLS] and [SEP]
     shards: tuple[ShardRecord, ...]
 
 
@@ -112,12 +112,12 @@ class SourceRecord(BaseModel):
     licence: str
     documents_in: Count
     documents_kept: Count
-    documents_validation: Count
+    documents_validation: Count  # of those kept
     dropped: dict[str, Count]
     noted: dict[str, Count]
     leftovers: dict[str, Count]
     contaminated: dict[str, Count]
-    characters: Count
+    characters: Count  # of the documents kept, after cleaning
 
 
 class Manifest(BaseModel):
@@ -126,14 +126,14 @@ class Manifest(BaseModel):
     model_config = FROZEN
     format_version: Literal[2] = FORMAT_VERSION
     digest: Sha256
-    tokenizer: TokenizerRecord
-    row_length: Annotated[int, Field(ge=8)]
-    dtype: Literal["uint16", "uint32"]
+    tokenizer: TokenizerRecord  # its behaviour shapes every row
+    row_length: Annotated[int, Field(ge=8)]  # tokens
+    dtype: Literal["uint16", "uint32"]  # the narrowest that holds the vocabulary
     splits: dict[Literal["train", "validation"], SplitRecord]
-    files: tuple[FileRecord, ...]
+    files: tuple[FileRecord, ...]  # all but the shards: side tables, tokenizer, counts
     sources: tuple[SourceRecord, ...]
-    content: dict[str, Any]
-    code_version: str
+    content: dict[str, Any]  # the keys of the config that shape the bytes
+    code_version: str  # for people; the stages' code is compared by its hash
     created_by: dict[str, str]
     normaliser: str = ""  # in words, for people; the fingerprint covers it
     self_sha256: Sha256
