@@ -6,7 +6,6 @@ import random
 import re
 import struct
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.data.hashing import mix, root
 from pretrain.distributed.agreement import differing, parameter_checksum
-from pretrain.monitor.post_mortem import Culprit, culprits, post_mortem
+from pretrain.monitor.post_mortem import post_mortem
 from pretrain.monitor.spikes import SpikeDetector
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -262,50 +261,47 @@ def test_values_that_are_not_finite_give_no_warning() -> None:
 NAN, INF = math.nan, math.inf
 
 
-def gathered() -> list[Culprit]:
-    """Return three micro-batches on each of two ranks; one of rank 0 and two of rank 1 are bad."""
-    return culprits(
-        rows=[[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]],
-        losses=[[1.0, INF, 1.0], [NAN, 2.0, -INF]],
-        sums=[
-            [[3.0, 4.0], [INF, 5.0], [3.0, 4.0]],
-            [[NAN, 6.0], [3.0, 4.0], [7.0, -INF]],
-        ],
-        names=["kl", "mlm"],
-    )
+# Loss, kl and mlm of three micro-batches on each of two ranks; one of rank 0 and two of rank 1 are
+# not finite.
+BAD = [
+    [[1.0, 3.0, 4.0], [INF, INF, 5.0], [1.0, 3.0, 4.0]],
+    [[NAN, NAN, 6.0], [2.0, 3.0, 4.0], [-INF, 7.0, -INF]],
+]
+ROWS = [10, 11, 12, 13, 14, 15, 20, 21, 22, 23, 24, 25]
 
 
-def told(**changes: Any) -> tuple[dict[str, Any], str]:
-    values: dict[str, Any] = {
+def told(values: Any = BAD, rows: list[int] = ROWS, **changes: Any) -> tuple[dict[str, Any], str]:
+    facts: dict[str, Any] = {
         "step": 812,
-        "rows": list(range(10, 26)),
-        "culprits": gathered(),
         "grad_norm": NAN,
         "learning_rate": 5e-4,
         "loss_scale": None,
-        "metrics": {"kind": "train", "step": 810, "loss": 3.25, "grad_norm": INF},
-        "shards": Path("shards/books"),
-        "file": Path("runs/one/post_mortem.json"),
+        "last_metrics": {"kind": "train", "step": 810, "loss": 3.25, "grad_norm": INF},
+        "shards": "shards/books",
+        "file": "runs/one/post_mortem.json",
     }
-    return post_mortem(**values | changes)
+    return post_mortem(facts | changes, rows, values, ["kl", "mlm"])
 
 
 def test_the_micro_batches_whose_loss_is_not_finite_are_found() -> None:
-    found = gathered()
-    assert [(c.rank, c.micro_batch, c.rows) for c in found] == [
-        (0, 1, (12, 13)),
-        (1, 0, (20, 21)),
-        (1, 2, (24, 25)),
+    found = told()[0]["micro_batches"]
+    assert [(c["rank"], c["micro_batch"], c["rows"]) for c in found] == [
+        (0, 1, [12, 13]),
+        (1, 0, [20, 21]),
+        (1, 2, [24, 25]),
     ]
-    assert found[0].loss == INF and found[0].terms == {"kl": INF, "mlm": 5.0}
-    assert found[2].loss == -INF and found[2].terms == {"kl": 7.0, "mlm": -INF}
-    assert culprits([[1, 2]], [[0.5, 0.25]], [[[1.0], [1.0]]], ["mlm"]) == []
+    assert found[0]["loss"] == "inf" and found[0]["terms"] == {"kl": "inf", "mlm": 5.0}
+    assert found[2]["loss"] == "-inf" and found[2]["terms"] == {"kl": 7.0, "mlm": "-inf"}
 
 
 def test_the_post_mortem_has_step_ranks_rows_and_remedies() -> None:
     report, message = told()
     strict = json.loads(json.dumps(report, allow_nan=False))
     assert strict == report
+    assert list(report) == [
+        *("step", "what", "ranks", "rows", "micro_batches", "grad_norm", "learning_rate"),
+        *("loss_scale", "last_metrics", "shards", "file", "remedies"),
+    ]
     assert (report["step"], report["what"], report["ranks"]) == (812, "loss is inf", [0, 1])
     assert report["rows"] == [12, 13, 20, 21, 24, 25]
     assert report["micro_batches"][1] == {
@@ -337,7 +333,7 @@ def test_the_post_mortem_has_step_ranks_rows_and_remedies() -> None:
 
 
 def test_a_non_finite_gradient_names_every_row_of_its_step() -> None:
-    report, message = told(culprits=[], grad_norm=INF, loss_scale=1.0, rows=list(range(20)))
+    report, message = told([[[0.5, 1.0, 1.0]] * 2], list(range(20)), grad_norm=INF, loss_scale=1.0)
     assert (report["what"], report["ranks"]) == ("gradient norm is inf", [])
     assert report["rows"] == list(range(20)) and report["micro_batches"] == []
     assert report["loss_scale"] == 1.0
@@ -346,6 +342,6 @@ def test_a_non_finite_gradient_names_every_row_of_its_step() -> None:
 
 
 def test_a_post_mortem_before_the_first_entry_has_no_metrics() -> None:
-    report, message = told(step=1, metrics=None, culprits=gathered()[1:])
+    report, message = told([[[1.0] * 3] * 3, BAD[1]], step=1, last_metrics=None)
     assert report["last_metrics"] is None and report["ranks"] == [1]
     assert re.search(r"step 1: the loss is nan over rows \d+, .* of rank 1 .* not made", message)
