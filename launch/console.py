@@ -6,7 +6,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -28,7 +28,7 @@ from data_prep.messages import one_line, printable
 console = Console(highlight=False)
 
 
-def show(lines: Iterable[str]) -> None:
+def show(*lines: str) -> None:
     """Print lines without markup or wrapping, control characters escaped."""
     for line in lines:
         console.print(printable(line), markup=False, soft_wrap=True)
@@ -114,7 +114,7 @@ class Training:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        show([text])
+        show(*text)
 
     def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
         """Move the bar; print a line if there are values, with an ETA if there is no bar."""

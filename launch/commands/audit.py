@@ -52,21 +52,19 @@ def audit(
             for segment in segments:
                 print(json.dumps({**where, **asdict(segment)}))
         else:
-            show([f"row {row} of {split}: {len(segments)} segment(s)"])
+            show(f"row {row} of {split}: {len(segments)} segment(s)")
             for segment in segments:
                 show(
-                    [
-                        "",
-                        f"[{segment.number}] tokens {segment.start} to {segment.end - 1}: "
-                        f"{one_line(segment.title, _LIMIT) or 'no title'}",
-                        f"    document  {one_line(segment.document, _LIMIT)}",
-                        f"    url       {one_line(segment.url, _LIMIT) or '-'}",
-                        f"    source    {one_line(segment.source, _LIMIT)} ({segment.kind})",
-                        f"    licence   {one_line(segment.licence, _LIMIT)}",
-                        f"    text      {one_line(segment.text, 160)}",
-                    ]
+                    "",
+                    f"[{segment.number}] tokens {segment.start} to {segment.end - 1}: "
+                    f"{one_line(segment.title, _LIMIT) or 'no title'}",
+                    f"    document  {one_line(segment.document, _LIMIT)}",
+                    f"    url       {one_line(segment.url, _LIMIT) or '-'}",
+                    f"    source    {one_line(segment.source, _LIMIT)} ({segment.kind})",
+                    f"    licence   {one_line(segment.licence, _LIMIT)}",
+                    f"    text      {one_line(segment.text, 160)}",
                 )
-            show(["", _TAKE_DOWN])
+            show("", _TAKE_DOWN)
     elif document is not None:
         found = rows_of_document(folder, document, source)
         if as_json:
@@ -85,33 +83,25 @@ def show_document(value: str, found: Found) -> None:
     documents = {(p.source, p.document): p for p in found.places}
     rows = {(p.split, p.row) for p in found.places}
     show(
-        [
-            f"{one_line(value, _LIMIT)}: found by its {names[found.by]}: {len(documents)} "
-            f"document(s) in {len(found.places)} segment(s) of {len(rows)} row(s)"
-        ]
+        f"{one_line(value, _LIMIT)}: found by its {names[found.by]}: {len(documents)} "
+        f"document(s) in {len(found.places)} segment(s) of {len(rows)} row(s)"
     )
     for (source, document), place in documents.items():
         show(
-            [
-                f"  {one_line(document, _LIMIT)}  {one_line(place.title, _LIMIT) or 'no title'}  "
-                f"{one_line(place.url, _LIMIT) or 'no url'}  {one_line(source, _LIMIT)}, "
-                f"{one_line(place.licence, _LIMIT)}"
-            ]
+            f"  {one_line(document, _LIMIT)}  {one_line(place.title, _LIMIT) or 'no title'}  "
+            f"{one_line(place.url, _LIMIT) or 'no url'}  {one_line(source, _LIMIT)}, "
+            f"{one_line(place.licence, _LIMIT)}"
         )
     print_table(
         ("split", "row", "shard", "row in shard", "start", "document"),
         [
             [
-                p.split,
-                f"{p.row}",
-                p.shard,
-                f"{p.row_in_shard}",
-                f"{p.start}",
+                *map(str, (p.split, p.row, p.shard, p.row_in_shard, p.start)),
                 one_line(p.document, 60),
             ]
             for p in found.places
         ],
     )
     for name, count in found.others.items():
-        show([f"it is also the {names[name]} in {count} other segment(s), not listed here"])
-    show([_TAKE_DOWN])
+        show(f"it is also the {names[name]} in {count} other segment(s), not listed here")
+    show(_TAKE_DOWN)

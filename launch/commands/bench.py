@@ -82,7 +82,7 @@ def bench(
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     check_kernels(device)
     if config is not None:
-        show([config_line(config)])
+        show(config_line(config))
     given = (precision, kl, micro_batch)
     asked = comparison.choose(settings, device, *given, repeats, documents, compiled)
     if settings is None:
@@ -92,13 +92,13 @@ def bench(
     if json_file is not None:  # a file that cannot be written is an error before hours of timing
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.open("a").close()
-    report = comparison.measure(subject, asked, lambda text: show([text]))
+    report = comparison.measure(subject, asked, show)
     show_rows(report["rows"], report["peak_flops"])
     if documents:
         show_documents(report["documents"])
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        show([f"written: {json_file}"])
+        show(f"written: {json_file}")
 
 
 def show_rows(found: Sequence[dict[str, Any]], peaks: dict[str, float]) -> None:
@@ -129,13 +129,11 @@ def show_rows(found: Sequence[dict[str, Any]], peaks: dict[str, float]) -> None:
             )
     print_table(("precision KL rows", "step", "ms", "tokens/s", "MB", "above", "MFU", "x"), lines)
     show(
-        [
-            "ms: the median. MB: the most at a time, weights and gradients included, no optimizer "
-            "state; above: of it, above the encoders. x: the baseline takes so many times as long, "
-            "the median of pairs timed one after the other; small models and rows gain nothing",
-            "MFU: the share that goes into the loss of what matrix products reached here in this "
-            "run, " + ", ".join(f"{peak / 1e9:.1f} GFLOP/s ({p})" for p, peak in peaks.items()),
-        ]
+        "ms: the median. MB: the most at a time, weights and gradients included, no optimizer "
+        "state; above: of it, above the encoders. x: the baseline takes so many times as long, "
+        "the median of pairs timed one after the other; small models and rows gain nothing",
+        "MFU: the share that goes into the loss of what matrix products reached here in this "
+        "run, " + ", ".join(f"{peak / 1e9:.1f} GFLOP/s ({p})" for p, peak in peaks.items()),
     )
 
 
@@ -158,8 +156,6 @@ def show_documents(found: Sequence[dict[str, Any]]) -> None:
             )
     print_table(("precision KL rows layout", "step", "fill", "tokens/s", "x", "kept"), lines)
     show(
-        [
-            "x: packed rows make so many times the real tokens/s of this line; kept: that, divided "
-            "by what the fills promise"
-        ]
+        "x: packed rows make so many times the real tokens/s of this line; kept: that, divided "
+        "by what the fills promise"
     )

@@ -59,24 +59,24 @@ def run_demo(output: Path, *, quick: bool = False) -> None:
         shipped,
         [f"output={output}/shards", *(["sources.0.max_megabytes=1"] if quick else [])],
     )
-    show(["1/4 corpus: the documentation installed with Python and our dependencies"])
-    show([config_line(shipped)])
+    show("1/4 corpus: the documentation installed with Python and our dependencies")
+    show(config_line(shipped))
     prepare_and_show(corpus)
 
     extra = _QUICK if quick else {"teacher": [], "student": []}
-    show(["", "2/4 teacher: a small BERT, masked language modelling"])
+    show("", "2/4 teacher: a small BERT, masked language modelling")
     teacher = output / "teacher-export"
     news = _train_and_export("demo-teacher.yaml", output, "teacher", [*extra["teacher"]])
-    show(["", "3/4 student: half the layers, from the teacher's, triple loss"])
+    show("", "3/4 student: half the layers, from the teacher's, triple loss")
     news |= _train_and_export(
         "demo.yaml", output, "student", [f"teacher={teacher}", *extra["student"]]
     )
 
-    show(["", "4/4 both, exported and loaded back by plain transformers"])
+    show("", "4/4 both, exported and loaded back by plain transformers")
     results = output / "results.json"
     figures = {} if news or not results.exists() else json.loads(results.read_bytes())
     if "constant" in figures:  # an older version measured something else
-        show(["everything is up to date; this was measured before"])
+        show("everything is up to date; this was measured before")
     else:
         figures = _measure(output, rows=256 if quick else 1600)
         write_json(results, figures)
@@ -108,11 +108,11 @@ def run_demo(output: Path, *, quick: bool = False) -> None:
         ],
     )
     words = ", ".join(figures["words"])
-    show([f"{figures['sentence']}  [MASK] = {words}"])
-    show([f"the student: {output}/student-export"])
+    show(f"{figures['sentence']}  [MASK] = {words}")
+    show(f"the student: {output}/student-export")
     # From the start of the process: importing torch and transformers takes seconds, too.
     took = time.time() - psutil.Process().create_time()
-    show([f"this command took {took:.0f} s"])
+    show(f"this command took {took:.0f} s")
 
 
 def check_output(output: Path) -> None:
@@ -161,19 +161,19 @@ def _train_and_export(config: str, output: Path, name: str, overrides: list[str]
         shipped,
         [f"output={output}/{name}", f"shards={output}/shards", *overrides],
     )
-    show([config_line(shipped)])
+    show(config_line(shipped))
     with Training() as progress:
         outcome = train(settings, progress=progress)
     if outcome.ended == "interrupted":
-        show([f"interrupted at step {outcome.step}; the same command continues"])
+        show(f"interrupted at step {outcome.step}; the same command continues")
         raise typer.Exit(ExitCode.REQUEUE)
     exported = output / f"{name}-export"
     if outcome.ended == "up to date" and exported.exists():
-        show([f"{settings.output}: up to date, step {outcome.step}"])
+        show(f"{settings.output}: up to date, step {outcome.step}")
         return False
     if exported.exists():  # of an earlier, shorter run of this demo
         shutil.rmtree(exported)
-    export(settings.output, exported, lambda text: show([text]))
+    export(settings.output, exported, show)
     return True
 
 

@@ -33,4 +33,4 @@ def evaluate(
 
     quiet()
     values = evaluate_folder(model, shards, teacher=teacher, rows=rows, warn=warn)
-    show([f"{name:>18}  {value:,.4f}" for name, value in values.items()])
+    show(*[f"{name:>18}  {value:,.4f}" for name, value in values.items()])

@@ -46,11 +46,9 @@ def export(
     quiet()
     exported = write(run, folder, warn, again=bool(push))
     show(
-        [
-            f"{folder}: {exported.architecture}, {exported.num_parameters:,} parameters, "
-            f"{exported.num_bytes:,} bytes, from step {exported.step:,}",
-            f"read back: logits differ by at most {exported.difference:.1e}",
-        ]
+        f"{folder}: {exported.architecture}, {exported.num_parameters:,} parameters, "
+        f"{exported.num_bytes:,} bytes, from step {exported.step:,}",
+        f"read back: logits differ by at most {exported.difference:.1e}",
     )
     if push is not None:
-        show([upload(folder, push, token)])
+        show(upload(folder, push, token))

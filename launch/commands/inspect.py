@@ -31,15 +31,15 @@ def inspect(
         found = data.leftovers(folder)
         for source, classes in found["sources"].items():
             total = sum(classes.values())
-            show([f"{source}: {total:,} leftover(s){counts('of these', classes)}"])
+            show(f"{source}: {total:,} leftover(s){counts('of these', classes)}")
         for place in found["examples"]:
             title = place["title"] or place["document"]
-            show([f"  {place['kind']} in {title}: {place['text']}"])
+            show(f"  {place['kind']} in {title}: {place['text']}")
         return
 
     summary = data.summary(folder, rows)
     normaliser = f", {summary['normaliser']}" if summary["normaliser"] else ""
-    show([f"digest {summary['digest'][:16]}, vocabulary {summary['vocab_size']:,}{normaliser}"])
+    show(f"digest {summary['digest'][:16]}, vocabulary {summary['vocab_size']:,}{normaliser}")
     columns = ("split", "rows", "tokens", "segments", "shards", "fill")
     print_table(
         columns,
@@ -63,16 +63,14 @@ def inspect(
         ],
     )
     show(
-        [
-            f"unknown words: {summary['unknown']:.3%} of tokens; "
-            f"{summary['tokens_per_document']:,.1f} tokens a document"
-        ]
+        f"unknown words: {summary['unknown']:.3%} of tokens; "
+        f"{summary['tokens_per_document']:,.1f} tokens a document"
     )
     for row in summary["rows"]:
         documents = row["segments"]
-        show(["", f"row {row['row']}: {len(documents)} document(s)"])
+        show("", f"row {row['row']}: {len(documents)} document(s)")
         for document in documents[:_DOCUMENTS]:
             title = document["title"] or document["document"]
-            show([f"  [{one_line(title)}] {one_line(document['text'], _TEXT)}"])
+            show(f"  [{one_line(title)}] {one_line(document['text'], _TEXT)}")
         if len(documents) > _DOCUMENTS:
-            show([f"  ... and {len(documents) - _DOCUMENTS} more"])
+            show(f"  ... and {len(documents) - _DOCUMENTS} more")

@@ -76,7 +76,7 @@ def prepare(
     settings = load_config(CorpusConfig, config, overrides or [])
     if not dry_run:
         keep_going()
-    show([config_line(config)])
+    show(config_line(config))
 
     from data_prep.messages import warn
     from data_prep.pipeline.engines import Engine
@@ -144,7 +144,7 @@ def prepare_one_stage(config: CorpusConfig, stage: str, task: str | None, engine
         raise CorpusError(f"--task {task}: not a task: i/N with i from 1 to N, such as 3/16")
     with stages() as progress:
         done = prepare_stage(config, chosen, number, count, progress, warn, engine=engine)
-    show([f"{stage} {number}/{count}: {done} unit(s) are done" if done else "nothing to do"])
+    show(f"{stage} {number}/{count}: {done} unit(s) are done" if done else "nothing to do")
 
 
 def publish(config: CorpusConfig, row_length: int, parquet: Path | None, url: str | None) -> None:
@@ -157,12 +157,12 @@ def publish(config: CorpusConfig, row_length: int, parquet: Path | None, url: st
         place = parquet / str(row_length) if several else parquet
         with stages() as progress:
             state = to_parquet(folder, place, progress)
-        show([f"{place}: {state}; to publish: hf upload USER/NAME {place} --repo-type dataset"])
+        show(f"{place}: {state}; to publish: hf upload USER/NAME {place} --repo-type dataset")
     if url is not None:
         target = f"{url.rstrip('/')}/{row_length}" if several else url
         with stages() as progress:
             state = upload(folder, target, progress)
-        show([f"{one_line(target)}: {state}"])
+        show(f"{one_line(target)}: {state}")
 
 
 def show_shards(config: CorpusConfig, state: str) -> None:
@@ -171,7 +171,7 @@ def show_shards(config: CorpusConfig, state: str) -> None:
 
     for row_length in config.row_lengths:
         folder = config.folder(row_length)
-        show(corpus_lines(folder, load_manifest(folder), state))
+        show(*corpus_lines(folder, load_manifest(folder), state))
 
 
 def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
@@ -207,25 +207,20 @@ def show_estimate(estimate: Estimate, workers: int) -> None:
             for length, count in source.rows.items()
         )
         show(
-            [
-                f"{source.name}: {decimal(source.stored_bytes)}, of which {source.share:.1%} "
-                "sampled",
-                f"  {source.documents:,} documents, {source.kept:,} kept"
-                + counts("in the sample dropped", source.dropped),
-                f"  {source.tokens:,} tokens, {source.tokens / max(source.words, 1):.2f} a word, "
-                f"{source.unknown:.3%} unknown; {rows}",
-            ]
+            f"{source.name}: {decimal(source.stored_bytes)}, of which {source.share:.1%} sampled",
+            f"  {source.documents:,} documents, {source.kept:,} kept"
+            + counts("in the sample dropped", source.dropped),
+            f"  {source.tokens:,} tokens, {source.tokens / max(source.words, 1):.2f} a word, "
+            f"{source.unknown:.3%} unknown; {rows}",
         )
     seconds = estimate.seconds
     duration = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
     duration = f"{seconds:.0f} s" if seconds < 120 else duration
     trained = " (trained on the sample)" if estimate.trained else ""
     show(
-        [
-            f"in all {sum(s.tokens for s in estimate.sources):,} tokens of a vocabulary of "
-            f"{estimate.vocab_size:,}{trained}; duplicates are not taken off",
-            f"disk: {decimal(estimate.shard_bytes)} of shards, {decimal(estimate.work_bytes)} of "
-            "work files until they are finished",
-            f"time: about {duration} with workers={workers}",
-        ]
+        f"in all {sum(s.tokens for s in estimate.sources):,} tokens of a vocabulary of "
+        f"{estimate.vocab_size:,}{trained}; duplicates are not taken off",
+        f"disk: {decimal(estimate.shard_bytes)} of shards, {decimal(estimate.work_bytes)} of "
+        "work files until they are finished",
+        f"time: about {duration} with workers={workers}",
     )

@@ -36,7 +36,7 @@ def pretrain(
         keep_going()
         quiet()
         if is_first:
-            show([config_line(config)])
+            show(config_line(config))
     with Training() as progress:
         outcome = train(settings, progress=progress, stop_after=stop_after, skip_rows=skipped)
     if is_first:
@@ -49,6 +49,6 @@ def pretrain(
             "interrupted": f"{settings.output}: interrupted at {place}, checkpoint written; the "
             "same command continues",
         }
-        show([lines[outcome.ended]])
+        show(lines[outcome.ended])
     if outcome.ended == "interrupted":
         raise typer.Exit(ExitCode.REQUEUE)

@@ -54,12 +54,10 @@ def replay(
 
     share = found.num_rows // found.world_size
     show(
-        [
-            f"step {found.step} of {found.num_steps}, counted as in the log: {found.num_rows} "
-            f"rows = {found.micro_batch_size} rows x {share // found.micro_batch_size} "
-            f"micro-batch(es) x {found.world_size} process(es)",
-            _LINE.format("position", "rank", "micro-batch", "epoch", "row", "masked", "masks"),
-        ]
+        f"step {found.step} of {found.num_steps}, counted as in the log: {found.num_rows} "
+        f"rows = {found.micro_batch_size} rows x {share // found.micro_batch_size} "
+        f"micro-batch(es) x {found.world_size} process(es)",
+        _LINE.format("position", "rank", "micro-batch", "epoch", "row", "masked", "masks"),
     )
     for row in islice(replayed, rows):
         masked, text = 0, "left out by --skip-rows"
@@ -70,13 +68,11 @@ def replay(
             more = f", and {masked - len(masks)} more" if masked > len(masks) else ""
             text = ", ".join(map(one_line, masks)) + more
         place = (row.index, row.rank, row.micro_batch, row.epoch, row.row)
-        show([_LINE.format(*place, masked, text)])
+        show(_LINE.format(*place, masked, text))
     of = share if rank is not None else found.num_rows
     whose = "" if rank is None else f" of rank {rank}"
     show(
-        [
-            f"{min(rows, of)} of {of} rows{whose} (--rows for more, --json for all and for whole "
-            "rows); positions, ranks, micro-batches and epochs count from 0",
-            f"what a row is made of: distil audit {found.shards.folder} --row ROW",
-        ]
+        f"{min(rows, of)} of {of} rows{whose} (--rows for more, --json for all and for whole "
+        "rows); positions, ranks, micro-batches and epochs count from 0",
+        f"what a row is made of: distil audit {found.shards.folder} --row ROW",
     )

@@ -20,4 +20,4 @@ def verify(folder: Shards) -> None:
         raise CorpusError("\n       ".join(problems))
     manifest = load_manifest(folder)
     shards = sum(len(split.shards) for split in manifest.splits.values())
-    show([f"{folder}: {shards} shard(s) and {len(manifest.files)} other files are whole"])
+    show(f"{folder}: {shards} shard(s) and {len(manifest.files)} other files are whole")

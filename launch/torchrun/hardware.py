@@ -26,11 +26,8 @@ class Hardware:
     def overrides(self, given: Sequence[str]) -> list[str]:
         """Return the preset as overrides, without the keys that the user has given."""
         keys = {override.partition("=")[0].strip() for override in given}
-        asked = {
-            "train.precision": self.precision,
-            "train.micro_batch_size": self.micro_batch_size,
-        }
-        return [f"{key}={value}" for key, value in asked.items() if key not in keys]
+        asked = {"precision": self.precision, "micro_batch_size": self.micro_batch_size}
+        return [f"train.{k}={value}" for k, value in asked.items() if f"train.{k}" not in keys]
 
 
 # For DistilBERT's size and rows of 512 tokens. A CPU process takes 6.1 GB; on a GPU `auto` finds

@@ -16,15 +16,7 @@ import torch
 from torch import nn
 
 from pretrain.bench.baseline import BaselineStep, padded, twin
-from pretrain.bench.measure import (
-    OurStep,
-    Step,
-    check,
-    flops,
-    memory,
-    ratio,
-    timings,
-)
+from pretrain.bench.measure import OurStep, Step, check, flops, memory, ratio, timings
 from pretrain.device.memory import out_of_memory
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head.triton_support import use_triton

@@ -48,11 +48,7 @@ if torch.backends.mkldnn.is_available():
 _DEVICE = torch.ops.prim.device.default  # every second call on shapes; it has no cost
 _WHOLE: set[Any] = set()  # operators that do not decompose into others
 _ALLOCATE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
-_OVERWRITE = {
-    aten.copy_,
-    aten.fill_,
-    aten.zero_,
-}  # they do not read what they write
+_OVERWRITE = {aten.copy_, aten.fill_, aten.zero_}  # they do not read what they write
 _PICK = {aten.gather, aten.index, aten.index_select, aten.embedding}
 _PLACE = {aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_put_, aten.index_copy_}
 
