@@ -169,6 +169,9 @@ def test_a_destination_that_is_taken_is_refused_and_the_same_corpus_is_up_to_dat
     next((hub / "data").glob("train-*")).write_bytes(b"cut off")
     with pytest.raises(CorpusError, match="damaged"):
         to_parquet(folder, hub)
+    (hub / FILES).write_text("[]", encoding="utf-8")
+    with pytest.raises(CorpusError, match="hub: damaged .*write it again"):
+        to_parquet(folder, hub)
 
 
 def test_damaged_shards_are_not_published(folder: Path, tmp_path: Path) -> None:

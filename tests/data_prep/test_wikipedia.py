@@ -67,6 +67,7 @@ MARKUP = [
     # Links show their text; files, categories and other languages' articles nothing.
     ("[[File:a.jpg|thumb|a [[b|c]] {{convert|1|mi}}]]Text", "Text"),
     ("[[fr:Chat]][[Category:Cats]] [[:Category:Dogs]] [[cat]]s", "Category:Dogs cats"),
+    ("a [[Dog|<br>]] b", "a Dog b"),
     ("see [http://x.org the site] now [//y.org]", "see the site now"),
     ("at http://x.org/a_b, too", "at http://x.org/a_b, too"),
     # Tables, marks of lists, of bold and of italics, switches.
