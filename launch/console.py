@@ -114,7 +114,7 @@ class Training:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        show(*text)
+        show(text)
 
     def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
         """Move the bar; print a line if there are values, with an ETA if there is no bar."""

@@ -170,7 +170,7 @@ def test_a_destination_that_is_taken_is_refused_and_the_same_corpus_is_up_to_dat
     with pytest.raises(CorpusError, match="damaged"):
         to_parquet(folder, hub)
     (hub / FILES).write_text("[]", encoding="utf-8")
-    with pytest.raises(CorpusError, match="hub: damaged .*write it again"):
+    with pytest.raises(CorpusError, match=r"hub: damaged .*write it again"):
         to_parquet(folder, hub)
 
 
