@@ -18,7 +18,7 @@ class TrainWordPiece(Keys):
 
     vocab_size: Annotated[int, Field(ge=100, le=2**20)] = 30522  # as BERT
     lowercase: bool = True  # as bert-base-uncased
-    strip_accents: bool = False  # they tell words apart in most languages
+    strip_accents: bool = False  # accents distinguish words
 
 
 class TrainTokenizer(Keys):
@@ -75,7 +75,7 @@ class Decontaminate(Keys):
     """
 
     files: Annotated[tuple[Path, ...], Field(min_length=1)]
-    remove: bool = False  # a document may only quote
+    remove: bool = False  # a quotation is also a match
 
 
 RowLength = Annotated[int, Field(ge=8, le=4096)]

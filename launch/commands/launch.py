@@ -9,6 +9,7 @@ import typer
 from launch.commands import Config, Overrides, SkipRows, StopAfter, parse_rows
 from launch.console import keep_going
 from launch.torchrun.hardware import PRESET_NAMES
+from launch.torchrun.hardware import hardware as preset
 from pretrain.signals import end_on_signal
 
 
@@ -55,6 +56,8 @@ def launch(
     Example: distil launch configs/distilbert-base-uncased.yaml --hardware 8xv100-16gb
     """
     # Before a config is read: a mistake in an option needs no imports.
+    if hardware is not None:
+        preset(hardware)
     for text in skip_rows or []:
         parse_rows(text)
 

@@ -24,19 +24,21 @@ def pretrain(
     """
     is_first = int(os.environ.get("RANK", 0)) == 0
     with end_on_signal():
+        from data_prep.shards import load_manifest
         from launch.config import config_line, load_config
         from pretrain.config import RunConfig
 
         settings = load_config(RunConfig, config, overrides or [])
         skipped = [parse_rows(text) for text in skip_rows or []]
 
-        # torch takes seconds to import: a mistake in the config is answered before.
-        from pretrain.train import train
-
         keep_going()
-        quiet()
+        # torch takes seconds to import: a mistake in the config or its paths is answered before.
         if is_first:
             show(config_line(config))
+            load_manifest(settings.shards)
+        from pretrain.train import train
+
+        quiet()
     with Training() as progress:
         outcome = train(settings, progress=progress, stop_after=stop_after, skip_rows=skipped)
     if is_first:
