@@ -13,7 +13,7 @@ from torch import Tensor
 from data_prep.shards import Manifest, load_manifest, open_shards
 from pretrain import RunError, checkpoint
 from pretrain.checkpoint import Saved, check_optimizer
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.data.order import Order
 from pretrain.data.rows import Skip, StepDataset, build_masking, check_workers, with_skip
 from pretrain.device.precision import PRECISIONS, choose
@@ -25,7 +25,6 @@ from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
 from pretrain.state import FIELDS, TrainState
 
-ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
 # The keys of state.json that a run continues from.
 _NEEDED = (*FIELDS, "shaping", "shards", "teacher")
 
@@ -150,42 +149,6 @@ def resolve_precision(
             text += f"; this machine would choose {chosen} ({reason})"
     say(f"precision auto: {text}")
     return config.with_train(precision=precision)
-
-
-def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:
-    """Fill in `micro_batch_size`. If it is missing it is `auto` on a GPU, which is resolved later.
-
-    On a CPU both are the largest number of rows, up to 8, that divides a rank's share. More rows
-    are hardly faster there, and the system kills a process that runs out of memory.
-    """
-    if isinstance(config.train.micro_batch_size, int) or (
-        device == "cuda" and config.train.micro_batch_size == "auto"
-    ):
-        return config
-    share = config.train.global_batch_size // num_processes
-    rows = next(rows for rows in range(ROWS_ON_HOST, 0, -1) if share % rows == 0)
-    return config.with_train(micro_batch_size="auto" if device == "cuda" else rows)
-
-
-def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:
-    """Return the micro-batches of a rank in one optimizer step; None while their size is `auto`.
-
-    Raises:
-        RunError: the batches do not divide.
-    """
-    rows, micro = config.train.global_batch_size, config.train.micro_batch_size
-    assert micro is not None  # `with_defaults` has filled it in
-    # `auto` finds a divisor of a rank's share, so only the ranks must divide.
-    at_once = num_processes if micro == "auto" else micro * num_processes
-    if rows % at_once == 0:
-        return None if micro == "auto" else rows // at_once
-    below, above = rows // at_once * at_once, (rows // at_once + 1) * at_once
-    fits = f"take {below} or {above}" if below else f"take {above}"
-    product, other = f"{num_processes} process(es)", ""
-    if micro != "auto":
-        product = f"micro_batch_size {micro} x {product} = {at_once}"
-        other = ", or another micro_batch_size"
-    raise RunError(f"train.global_batch_size {rows} is not a multiple of {product}; {fits}{other}")
 
 
 def check_same_run(

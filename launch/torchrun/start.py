@@ -32,10 +32,9 @@ from launch.torchrun.command import LATE, PORT, Head, Layout
 from launch.torchrun.hardware import Device, Hardware, hardware, visible_cores
 from launch.torchrun.supervise import supervise
 from pretrain import RunError
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.distributed.processes import timeout
 from pretrain.exit_codes import ExitCode
-from pretrain.inputs import accumulation_steps, with_defaults
 from pretrain.output import check_output
 
 

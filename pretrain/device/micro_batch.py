@@ -3,7 +3,7 @@
 The effective batch stays `global_batch_size`: the sizes tried are the divisors of a rank's share.
 Each trial is a real micro-step whose gradients are discarded. The result is the same on all ranks
 and is kept in the checkpoint, because a resumed run repeats its bits only with the same
-micro-batches. On a CPU `auto` is a fixed number, see `inputs.with_defaults`.
+micro-batches. On a CPU `auto` is a fixed number, see `config.with_defaults`.
 """
 
 from __future__ import annotations

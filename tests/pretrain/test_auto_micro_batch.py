@@ -17,11 +17,10 @@ from results import recorded
 
 from launch.config import ConfigError, load_config
 from pretrain import RunError
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, with_defaults
 from pretrain.device.fitting import Found, largest, sizes
 from pretrain.device.memory import out_of_memory
 from pretrain.device.micro_batch import recorded_rows
-from pretrain.inputs import with_defaults
 from pretrain.replay import replay
 from pretrain.train import train
 

@@ -15,10 +15,9 @@ from tiny import save_teacher
 
 from data_prep.shards import open_shards
 from pretrain import RunError
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, accumulation_steps
 from pretrain.data.order import Order
 from pretrain.data.rows import StepDataset, masking_over
-from pretrain.inputs import accumulation_steps
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.train import train
 

@@ -12,9 +12,8 @@ import torch
 from results import recorded
 
 from pretrain import RunError
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, with_defaults
 from pretrain.device.precision import choose
-from pretrain.inputs import with_defaults
 from pretrain.monitor.metrics import Silent
 from pretrain.train import train
 
