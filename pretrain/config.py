@@ -222,21 +222,20 @@ def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConf
 
 
 def accumulation_steps(config: RunConfig, num_processes: int) -> int | None:
-    """Return the micro-batches of a rank in one optimizer step; None while their size is `auto`.
+    """Return the micro-batches of a rank in one optimizer step; None while their size is unknown.
 
     Raises:
         RunError: the batches do not divide.
     """
     rows, micro = config.train.global_batch_size, config.train.micro_batch_size
-    assert micro is not None  # `with_defaults` has filled it in
-    # `auto` finds a divisor of a rank's share, so only the ranks must divide.
-    at_once = num_processes if micro == "auto" else micro * num_processes
+    # `auto` and the default are a divisor of a rank's share, so only the ranks must divide.
+    at_once = micro * num_processes if isinstance(micro, int) else num_processes
     if rows % at_once == 0:
-        return None if micro == "auto" else rows // at_once
+        return rows // at_once if isinstance(micro, int) else None
     below, above = rows // at_once * at_once, (rows // at_once + 1) * at_once
     fits = f"take {below} or {above}" if below else f"take {above}"
     product, other = f"{num_processes} process(es)", ""
-    if micro != "auto":
+    if isinstance(micro, int):
         product = f"micro_batch_size {micro} x {product} = {at_once}"
         other = ", or another micro_batch_size"
     raise RunError(f"train.global_batch_size {rows} is not a multiple of {product}; {fits}{other}")

@@ -9,7 +9,6 @@ import typer
 from launch.commands import Config, Overrides, SkipRows, StopAfter, parse_rows
 from launch.console import keep_going
 from launch.torchrun.hardware import PRESET_NAMES
-from launch.torchrun.hardware import hardware as preset
 from pretrain.signals import end_on_signal
 
 
@@ -55,18 +54,9 @@ def launch(
 
     Example: distil launch configs/distilbert-base-uncased.yaml --hardware 8xv100-16gb
     """
-    # Before a config is read: a mistake in an option needs no imports.
-    if hardware is not None:
-        preset(hardware)
     for text in skip_rows or []:
         parse_rows(text)
-
     with end_on_signal():
-        from launch.config import load_config
-        from pretrain.config import RunConfig
-
-        load_config(RunConfig, config, overrides or [])  # a mistake is answered before torch
-
         from launch.torchrun.start import Launch, start
 
         if not dry_run:

@@ -26,7 +26,7 @@ def pretrain(
     with end_on_signal():
         from data_prep.shards import load_manifest
         from launch.config import config_line, load_config
-        from pretrain.config import RunConfig
+        from pretrain.config import RunConfig, accumulation_steps
 
         settings = load_config(RunConfig, config, overrides or [])
         skipped = [parse_rows(text) for text in skip_rows or []]
@@ -36,6 +36,7 @@ def pretrain(
         if is_first:
             show(config_line(config))
             load_manifest(settings.shards)
+            accumulation_steps(settings, int(os.environ.get("WORLD_SIZE", 1)))
         from pretrain.train import train
 
         quiet()

@@ -20,8 +20,6 @@ from pathlib import Path
 from socket import AF_INET, AF_INET6
 
 import psutil
-import torch
-from torch.distributed.run import get_args_parser
 
 from data_prep.disk import refuse_if_held
 from data_prep.messages import extra, printable
@@ -30,10 +28,8 @@ from launch.config import config_line, load_config
 from launch.torchrun import command
 from launch.torchrun.command import LATE, PORT, Head, Layout
 from launch.torchrun.hardware import Device, Hardware, hardware, visible_cores
-from launch.torchrun.supervise import supervise
 from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
-from pretrain.distributed.processes import timeout
 from pretrain.exit_codes import ExitCode
 from pretrain.output import check_output
 
@@ -66,6 +62,44 @@ def start(asked: Launch) -> int:
     Raises:
         RunError, ConfigError, CorpusError: a mistake in options or config; nothing was started.
     """
+    preset = hardware(asked.hardware) if asked.hardware else None
+    if asked.zero not in (None, 1, 2):
+        raise RunError(f"--zero {asked.zero}: there are 1 and 2; a student is too small for 3")
+    if asked.zero is not None and find_spec("deepspeed") is None:
+        raise RunError(f"--zero {asked.zero}: needs DeepSpeed: {extra('deepspeed')}")
+    if asked.slurm and preset is None and asked.gpus is None:
+        raise RunError(
+            "--slurm: say what a node has: --gpus M, or --hardware NAME (cpu where it has none)"
+        )
+    for option, value in (("--head", asked.head), ("--node-rank", asked.node_rank)):
+        if value is not None and asked.slurm:
+            raise RunError(f"{option}: Slurm knows it: leave it out")
+        if value is not None and asked.nodes == 1:
+            raise RunError(f"{option}: is for several nodes: add --nodes N")
+    added = preset.overrides(asked.overrides) if preset else []
+    overrides = [*added, *asked.overrides]
+    config = load_config(RunConfig, asked.config, overrides)
+    check_output(config)
+    head, ranks = None, [0]
+    if asked.nodes > 1 and not asked.slurm:
+        head, ranks = meeting_point(asked)
+        if not (asked.dry_run or asked.public):
+            check_private(head, here=ranks == [0])
+    if not asked.dry_run:
+        # The first rank would report both, but half a minute later.
+        load_manifest(config.shards)
+    if not (asked.dry_run or asked.slurm):  # a queued job may follow the run that works now
+        refuse_if_held(config.output, "pretrain", who="distil pretrain")
+    processes = asked.gpus or (preset.processes if preset else 1)  # else there may be more
+    accumulation_steps(config, asked.nodes * processes)  # raises if they do not divide
+
+    # torch takes seconds to import: the mistakes above are answered before.
+    import torch
+    from torch.distributed.run import get_args_parser
+
+    from launch.torchrun.supervise import supervise
+    from pretrain.distributed.processes import timeout
+
     # A run saves when it is stopped: torchrun must pass SIGUSR1 on and wait for the checkpoint.
     # Older versions of torchrun lack these options.
     known = get_args_parser().format_help()
@@ -75,16 +109,7 @@ def start(asked: Launch) -> int:
                 f"distil launch: torchrun of torch {version('torch')} does not know {option}: "
                 "a run could not save before it is ended; install a newer torch (2.13 is tested)"
             )
-    preset = hardware(asked.hardware) if asked.hardware else None
     layout = layout_of(asked, preset, torch.cuda.device_count())
-    if asked.zero not in (None, 1, 2):
-        raise RunError(f"--zero {asked.zero}: there are 1 and 2; a student is too small for 3")
-    if asked.zero is not None and find_spec("deepspeed") is None:
-        raise RunError(f"--zero {asked.zero}: needs DeepSpeed: {extra('deepspeed')}")
-    added = preset.overrides(asked.overrides) if preset else []
-    overrides = [*added, *asked.overrides]
-    config = load_config(RunConfig, asked.config, overrides)
-    check_output(config)
     print(printable(f"# {config_line(asked.config)}"))
     for line in describe(asked, preset, added, layout, config):
         print(printable(f"# {line}"))
@@ -96,11 +121,8 @@ def start(asked: Launch) -> int:
         layout, asked.zero, timeout=seconds, cores=visible_cores(), given=os.environ
     )
     arguments = command.pretrain(asked.config, overrides, asked.stop_after, asked.skip_rows)
-    head, rendezvous, waiting = None, [["--standalone"]], ""
-    if layout.nodes > 1:
-        head, ranks = meeting_point(asked)
-        if not (asked.dry_run or asked.public):
-            check_private(head, here=ranks == [0])
+    rendezvous, waiting = [["--standalone"]], ""
+    if head is not None:
         # The other ranks notice a failed node after at most `seconds`.
         limit = math.ceil(seconds) + LATE
         rendezvous = [command.static_rendezvous(layout.nodes, rank, head, limit) for rank in ranks]
@@ -113,9 +135,6 @@ def start(asked: Launch) -> int:
         print(printable(command.shell_line(environment, argv)), flush=True)
     if asked.dry_run:
         return ExitCode.DONE
-    load_manifest(config.shards)
-    # The first rank would report this too, but half a minute later.
-    refuse_if_held(config.output, "pretrain", who="distil pretrain")
     os.environ.update(environment)
     return supervise(
         command.torchrun(layout, rendezvous[0] if head else [], arguments, grace=asked.grace),
@@ -132,15 +151,6 @@ def start(asked: Launch) -> int:
 
 def layout_of(asked: Launch, preset: Hardware | None, gpus: int) -> Layout:
     """Choose processes and device from the options, the preset and the visible `gpus`."""
-    if asked.slurm and preset is None and asked.gpus is None:
-        raise RunError(
-            "--slurm: say what a node has: --gpus M, or --hardware NAME (cpu where it has none)"
-        )
-    for option, value in (("--head", asked.head), ("--node-rank", asked.node_rank)):
-        if value is not None and asked.slurm:
-            raise RunError(f"{option}: Slurm knows it: leave it out")
-        if value is not None and asked.nodes == 1:
-            raise RunError(f"{option}: is for several nodes: add --nodes N")
     # Slurm's nodes may have GPUs that the login node lacks.
     device: Device = "cuda" if gpus or asked.slurm else "cpu"
     processes = gpus or 1
@@ -191,8 +201,6 @@ def submit(asked: Launch, layout: Layout, overrides: list[str], config: RunConfi
     for program, place in (("sbatch", "on the cluster"), ("distil", "in its environment")):
         if shutil.which(program) is None:
             raise RunError(f"--slurm: {program} is not on PATH: run this command {place}")
-    # Before any process starts: a missing corpus would be reported by each rank, after its imports.
-    load_manifest(config.shards)
     failed = subprocess.run(argv, check=False).returncode
     return ExitCode.MISTAKE if failed else ExitCode.DONE
 

@@ -137,7 +137,6 @@ def test_the_layout_follows_options_preset_and_visible_gpus(
     [
         ({"gpus": 8}, 2, "--gpus 8: 8 GPU.s. are asked for, 2 can be seen here: add --gpus 2"),
         ({"hardware": "a100"}, 0, "--hardware a100: 8 GPU.s. .* 0 can .*: use --hardware cpu"),
-        ({"slurm": True}, 8, "--slurm: say what a node has: --gpus M, or --hardware NAME"),
     ],
 )
 def test_missing_gpus_are_refused(options: dict[str, Any], gpus: int, message: str) -> None:
@@ -234,8 +233,9 @@ def test_slurm_names_the_node_the_head_and_the_launch(
         ("--zero 3", "--zero 3: there are 1 and 2"),
         ("--skip-rows 9", "--skip-rows 9: no range: a:b leaves out rows a to b-1"),
         ("--skip-rows 1:2 --skip-rows 9:9", "--skip-rows 9:9: no range"),
-        ("--gpus 3", "global_batch_size 32 is not a multiple of micro_batch_size 8 x 3"),
-        ("train.precision=fp16", "train.precision fp16 needs a CUDA GPU, this is cpu"),
+        ("--gpus 3", "nowhere holds no finished shards; run `distil prepare`"),
+        ("--dry-run --gpus 3", "32 is not a multiple of micro_batch_size 8 x 3 process(es) = 24"),
+        ("--dry-run train.precision=fp16", "train.precision fp16 needs a CUDA GPU, this is cpu"),
         ("train.max_stepz=3", "did you mean train.max_steps"),
         ("--nodes 2", "--nodes 2: without Slurm it needs --head HOST"),
         ("--nodes 2 --head h", "--nodes 2: add --node-rank R, a number of its own"),
@@ -258,7 +258,6 @@ def test_slurm_names_the_node_the_head_and_the_launch(
             "--nodes 2 --head no.such.host.invalid --node-rank 1",
             "--head no.such.host.invalid: no address of it is known",
         ),
-        ("", "nowhere holds no finished shards; run `distil prepare`"),
     ],
 )
 def test_a_mistake_is_one_line_and_starts_nothing(
@@ -313,7 +312,7 @@ def test_a_launch_beside_a_living_run_is_refused_at_once(
     distil: Distil, run: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "launch.torchrun.start.supervise", lambda *_, **__: pytest.fail("it was started")
+        "launch.torchrun.supervise.supervise", lambda *_, **__: pytest.fail("it was started")
     )
     output = run.parent / "out"
     with lock(output, "pretrain"):
@@ -329,10 +328,12 @@ def test_rows_that_are_no_range_are_refused_by_pretrain_too(distil: Distil, run:
 
 
 def test_without_slurm_nothing_is_submitted(
-    distil: Distil, run: Path, monkeypatch: pytest.MonkeyPatch
+    distil: Distil, run: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ended = distil("launch", run, "--slurm")
+    assert_refused(ended, "--slurm: say what a node has: --gpus M, or --hardware NAME")
     monkeypatch.setenv("PATH", str(run.parent))
-    ended = distil("launch", run, "--hardware", "cpu", "--slurm")
+    ended = distil("launch", run, f"shards={shards}", "--hardware", "cpu", "--slurm")
     assert_refused(ended, "error: --slurm: sbatch is not on PATH")
 
 

@@ -67,6 +67,14 @@ def test_missing_shards_are_refused_without_torch(trained: Path, tmp_path: Path)
     check_refused(message, "evaluate", trained, tmp_path)
     check_refused(message, "replay", trained, "--step", "1", "--shards", tmp_path)
     check_refused(message, "pretrain", "shipped:demo.yaml", f"shards={tmp_path}")
+    check_refused(message, "launch", "shipped:demo.yaml", f"shards={tmp_path}")
+
+
+@pytest.mark.parametrize("command", ["pretrain", "launch"])
+def test_a_batch_that_does_not_divide_is_refused_without_torch(command: str, shards: Path) -> None:
+    settings = [f"shards={shards}", "train.global_batch_size=10", "train.micro_batch_size=4"]
+    message = "train.global_batch_size 10 is not a multiple of micro_batch_size 4 x 1 process(es)"
+    check_refused(message, command, "shipped:demo.yaml", *settings)
 
 
 def test_an_unknown_preset_is_refused_without_torch() -> None:
