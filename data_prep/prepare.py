@@ -123,6 +123,7 @@ def _check_what_is_read(plan: Plan, reads: Reads, units: Sequence[Unit]) -> None
     if units and not any(unit.upstream for unit in units):
         return  # such as a vocabulary that is named, and not trained
     parts = {file for unit in units for file in STAGES[unit.stage].files_read(unit.task)}
+    listed = {file.parent.parent for file in parts}  # stages whose files the units name
     for earlier, patterns in reads.items():
         for unit, record in zip(plan.units(earlier), plan.records(earlier), strict=True):
             if not inputs_are_same(unit, record):
@@ -133,7 +134,7 @@ def _check_what_is_read(plan: Plan, reads: Reads, units: Sequence[Unit]) -> None
             for output in record.outputs:
                 file = unit.folder / output.file
                 # Of the parts, a unit reads its own alone; comparing all would take hours.
-                others = earlier == "extract" and parts and file not in parts
+                others = unit.folder.parent in listed and file not in parts
                 if others or not any(fnmatch(output.file, pattern) for pattern in patterns):
                     continue
                 if not is_output_whole(unit, output):

@@ -166,7 +166,7 @@ class RunConfig(Keys):
     def _objective_by_default(cls, values: Any) -> Any:
         """Fill in the name: `objective: {kl: 0}` means DistilBERT, like no `objective:`."""
         if isinstance(values, dict) and isinstance(objective := values.get("objective"), dict):
-            values = {**values, "objective": {"name": "distilbert", **objective}}
+            values = {**values, "objective": {"name": DistilBert().name, **objective}}
         return values
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from data_prep.disk import refuse_if_held
+from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig
 
@@ -113,6 +114,33 @@ def check_model(folder: Path) -> None:
         except RunError:
             path = folder / "config.json"
             raise RunError(f"{folder}: there is no {path}; check the path") from None
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Refuse missing shards, and a teacher's path without a model.
+
+    Raises:
+        CorpusError, RunError: names the path.
+    """
+    load_manifest(config.shards)
+    if config.teacher is not None:
+        check_teacher(config.teacher)
+
+
+def check_teacher(name: str) -> None:
+    """Refuse a file, and a path without a model. A hub's name is looked up when it is loaded.
+
+    Raises:
+        RunError: nothing can be loaded from there.
+    """
+    path = Path(name)
+    if path.is_file():
+        raise RunError(
+            f"teacher {name}: a file; give the folder that holds config.json and weights"
+        )
+    is_path = path.is_dir() or name.count("/") > 1 or name.startswith((".", "/", "~"))
+    if is_path and not (path / "config.json").exists():
+        raise RunError(f"teacher {name}: there is no {path / 'config.json'}; check the path")
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -11,7 +11,10 @@ from typing import get_args
 import pytest
 from processes import ROOT, python
 
+from data_prep.pipeline.plan import STAGES
 from data_prep.sources import Source
+from launch.cli import COMMANDS
+from pretrain.config import Objective
 
 INSTALLED = ("data_prep", "launch", "pretrain")
 PACKAGES = ("benchmarks", *INSTALLED)
@@ -114,6 +117,27 @@ def test_a_kind_of_source_is_named_in_its_own_file_alone() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             where = f"{file}:{node.lineno}: {node.value!r}"
             assert own.get(node.value, file) == file, where
+
+
+def test_no_code_compares_the_name_of_an_objective_stage_or_command() -> None:
+    objectives = {
+        name
+        for kind in get_args(get_args(Objective)[0])
+        for name in get_args(kind.model_fields["name"].annotation)
+    }
+    commands = {command.__name__ for command in COMMANDS}
+    assert "mlm" in objectives and "extract" in STAGES and "pretrain" in commands
+    names = objectives.union(STAGES, commands)
+    for file, node in nodes(*INSTALLED):
+        operands: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            operands = [node.value]
+        for operand in operands:
+            for part in getattr(operand, "elts", [operand]):  # "mlm" of `name in ("mlm", "x")`
+                text = part.value if isinstance(part, ast.Constant) else None
+                assert text not in names, f"{file}:{part.lineno}: {text}"
 
 
 def test_no_import_goes_round_in_a_circle() -> None:

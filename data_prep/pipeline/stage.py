@@ -36,7 +36,7 @@ class Stage:
         plan: yields the units in order, once all earlier stages are complete.
         run: takes a task and an empty folder, fills it, and returns the result for later stages.
         reads: patterns of the files that its units read, by earlier stage.
-        files_read: returns the part files of `extract` that a task reads; none means all.
+        files_read: returns the files of an earlier stage that a task reads; none means all.
         leaves_rows: returns, from the stage's records, whether a training row can still come.
         warnings: returns the warnings that a unit's result calls for.
         result_is_provenance: False keeps a large result out of provenance.jsonl.

@@ -24,9 +24,9 @@ def pretrain(
     """
     is_first = int(os.environ.get("RANK", 0)) == 0
     with end_on_signal():
-        from data_prep.shards import load_manifest
         from launch.config import config_line, load_config
         from pretrain.config import RunConfig, accumulation_steps
+        from pretrain.output import check_inputs, check_output
 
         settings = load_config(RunConfig, config, overrides or [])
         skipped = [parse_rows(text) for text in skip_rows or []]
@@ -35,7 +35,8 @@ def pretrain(
         # torch takes seconds to import: a mistake in the config or its paths is answered before.
         if is_first:
             show(config_line(config))
-            load_manifest(settings.shards)
+            check_output(settings)
+            check_inputs(settings)
             accumulation_steps(settings, int(os.environ.get("WORLD_SIZE", 1)))
         from pretrain.train import train
 

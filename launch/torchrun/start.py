@@ -23,7 +23,6 @@ import psutil
 
 from data_prep.disk import refuse_if_held
 from data_prep.messages import extra, printable
-from data_prep.shards import load_manifest
 from launch.config import config_line, load_config
 from launch.torchrun import command
 from launch.torchrun.command import LATE, PORT, Head, Layout
@@ -31,7 +30,7 @@ from launch.torchrun.hardware import Device, Hardware, hardware, visible_cores
 from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.exit_codes import ExitCode
-from pretrain.output import check_output
+from pretrain.output import check_inputs, check_output
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,7 @@ def start(asked: Launch) -> int:
         if not (asked.dry_run or asked.public):
             check_private(head, here=ranks == [0])
     if not asked.dry_run:
-        # The first rank would report both, but half a minute later.
-        load_manifest(config.shards)
+        check_inputs(config)  # the first rank would report this too, but half a minute later
     if not (asked.dry_run or asked.slurm):  # a queued job may follow the run that works now
         refuse_if_held(config.output, "pretrain", who="distil pretrain")
     processes = asked.gpus or (preset.processes if preset else 1)  # else there may be more

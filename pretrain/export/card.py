@@ -28,7 +28,7 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
     """Build the card from a checkpoint's state; it contains measured figures only."""
     config, teacher, evaluation = state["config"], state["teacher"], state["evaluation"]
     objective = _OBJECTIVE.validate_python(config["objective"])
-    compares = any(term.name != "mlm" for term in objective.terms())
+    compares = any(term.needs_teacher for term in objective.terms())
     distilled = teacher is not None and compares
 
     # How it was trained.

@@ -15,6 +15,7 @@ from data_prep.tokens.comparison import difference
 from pretrain import RunError
 from pretrain.model.loading import assemble, check_row_length
 from pretrain.model.model_files import fetch, read_config, read_tensors, read_words
+from pretrain.output import check_teacher
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,7 @@ def load_teacher(
             shards', or its positions are fewer than a row's.
         CorpusError: the shards' tokenizer is damaged.
     """
-    if Path(name).is_file():
-        raise RunError(
-            f"teacher {name}: a file; give the folder that holds config.json and weights"
-        )
+    check_teacher(name)
     who = f"teacher {name}"
     # A path may contain an @, so an existing path is never split.
     source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")

@@ -70,9 +70,25 @@ def test_missing_shards_are_refused_without_torch(trained: Path, tmp_path: Path)
     check_refused(message, "launch", "shipped:demo.yaml", f"shards={tmp_path}")
 
 
+def test_a_missing_teacher_is_refused_without_torch(
+    trained: Path, shards: Path, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "none"
+    message = f"teacher {teacher}: there is no {teacher / 'config.json'}; check the path"
+    check_refused(message, "evaluate", trained, shards, "--teacher", teacher)
+    for command in ("pretrain", "launch"):
+        settings = [f"shards={shards}", f"teacher={teacher}"]
+        check_refused(message, command, "shipped:demo.yaml", *settings)
+
+
 @pytest.mark.parametrize("command", ["pretrain", "launch"])
 def test_a_batch_that_does_not_divide_is_refused_without_torch(command: str, shards: Path) -> None:
-    settings = [f"shards={shards}", "train.global_batch_size=10", "train.micro_batch_size=4"]
+    settings = [
+        f"shards={shards}",
+        "teacher=a/hub-name",
+        "train.global_batch_size=10",
+        "train.micro_batch_size=4",
+    ]
     message = "train.global_batch_size 10 is not a multiple of micro_batch_size 4 x 1 process(es)"
     check_refused(message, command, "shipped:demo.yaml", *settings)
 
