@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from itertools import chain, islice
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -41,36 +41,7 @@ def find_finished(
         if not (folder / MANIFEST).exists():
             continue
         manifest = load_manifest(folder)
-        new, old = config.content(row_length), manifest.content
-        differences = []
-        for key in sorted(new.keys() | old.keys()):
-            if new.get(key) != old.get(key):
-                shown = [one_line(json.dumps(values.get(key)), 80) for values in (old, new)]
-                differences.append(f"{key}: {shown[0]} there, {shown[1]} here")
-        if plan.tokenizer is not None and plan.tokenizer != manifest.tokenizer:
-            differences.append("the tokenizer differs")
-        labels = [(source.label, source.licence) for source in config.sources]
-        if labels != [(source.name, source.licence) for source in manifest.sources]:
-            differences.append("names or licences of sources differ")
-        try:
-            units = map(json.loads, read_regular(folder / PROVENANCE).splitlines())
-            # The inputs alone: other fields are of the release that wrote them.
-            read = [InputRecord.model_validate(found) for unit in units for found in unit["inputs"]]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            pass  # `verify` will find it
-        else:
-            here = [*evaluation_files(config), *chain.from_iterable(plan.pieces)]
-            if len(read) != len(here):
-                differences.append(f"{len(read)} pieces of input there, {len(here)} here")
-            else:
-                pairs = zip(read, here, strict=True)
-                changed = (
-                    f"input {name} has changed"
-                    for record, (number, name, piece) in pairs
-                    if (record.source, record.input) != (number, name) or not is_same(piece, record)
-                )
-                differences += islice(changed, 1)  # to compare all may take hours
-        if differences:
+        if differences := list(_differences(plan, folder, row_length, manifest)):
             raise CorpusError(
                 f"{folder}: holds shards of another corpus ({'; '.join(differences)}): "
                 "use another `output`"
@@ -81,6 +52,35 @@ def find_finished(
         else:
             whole.append(manifest)
     return whole if len(whole) == len(config.row_lengths) else None
+
+
+def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) -> Iterator[str]:
+    """Yield what the config, the tokenizer or the inputs have other than the shards' manifest."""
+    config = plan.config
+    new, old = config.content(row_length), manifest.content
+    for key in sorted(new.keys() | old.keys()):
+        if new.get(key) != old.get(key):
+            shown = [one_line(json.dumps(values.get(key)), 80) for values in (old, new)]
+            yield f"{key}: {shown[0]} there, {shown[1]} here"
+    if plan.tokenizer is not None and plan.tokenizer != manifest.tokenizer:
+        yield "the tokenizer differs"
+    labels = [(source.label, source.licence) for source in config.sources]
+    if labels != [(source.name, source.licence) for source in manifest.sources]:
+        yield "names or licences of sources differ"
+    try:
+        units = map(json.loads, read_regular(folder / PROVENANCE).splitlines())
+        # The inputs alone: other fields are of the release that wrote them.
+        read = [InputRecord.model_validate(values) for unit in units for values in unit["inputs"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return  # `verify` will find it
+    here = [*evaluation_files(config), *chain.from_iterable(plan.pieces)]
+    if len(read) != len(here):
+        yield f"{len(read)} pieces of input there, {len(here)} here"
+        return
+    for record, (number, name, piece) in zip(read, here, strict=True):
+        if (record.source, record.input) != (number, name) or not is_same(piece, record):
+            yield f"input {name} has changed"
+            return  # to compare all may take hours
 
 
 def _compare_code(here: Code, folder: Path, manifest: Manifest, accept: bool) -> None:
