@@ -9,19 +9,18 @@ step K is the update after which the log prints "step K".
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from data_prep.disk.json_files import parse_object
 from data_prep.messages import error_line
 from data_prep.shards import ShardSet, open_shards, read_listed
 from pretrain import RunError
@@ -80,25 +79,25 @@ class Replay:
     micro_batch_size: int
     shards: ShardSet
     order: Order
-    masking: Masking
+    config: RunConfig
     skips: Sequence[Skip] = ()
-
-    @property
-    def num_rows(self) -> int:
-        """Return the number of rows of all ranks."""
-        return self.order.global_batch_size
 
     def rows(self, rank: int | None = None) -> Iterator[ReplayedRow]:
         """Yield the rows of one rank, or of all, in the order of the global batch.
 
         Raises:
             RunError: there is no such rank.
+            CorpusError: the shards' token counts are not those of the manifest.
         """
         if rank is not None and not 0 <= rank < self.world_size:
             raise RunError(f"rank {rank}: the ranks of this layout are 0 to {self.world_size - 1}")
-        return self._rows(range(self.world_size) if rank is None else [rank])
+        from pretrain.data.rows import build_masking
 
-    def _rows(self, ranks: Iterable[int]) -> Iterator[ReplayedRow]:
+        folder, manifest = self.shards.folder, self.shards.manifest
+        masking = build_masking(self.config.masking, folder, manifest, self.config.train.seed)
+        return self._rows(masking, range(self.world_size) if rank is None else [rank])
+
+    def _rows(self, masking: Masking, ranks: Iterable[int]) -> Iterator[ReplayedRow]:
         from pretrain.data.masking import IGNORE
         from pretrain.data.rows import StepDataset, skipped
 
@@ -108,7 +107,7 @@ class Replay:
             dataset = StepDataset(
                 self.shards,
                 self.order,
-                self.masking,
+                masking,
                 rank=r,
                 world=self.world_size,
                 skips=self.skips,
@@ -174,47 +173,25 @@ def replay(
         CorpusError: the shards cannot be opened, or are not what their manifest says.
     """
     check_run(run)
-    plan = partial(_plan, run, step, world_size, micro_batch_size, shards)
-    if (known := _sealed_state(run)) is not None:
-        plan(known)  # refuse a bad argument before the imports below, which take seconds
+    # Refuse a bad argument before torch is imported, which takes seconds.
+    if (state := _sealed_state(run)) is not None:
+        _plan(run, step, state, world_size, micro_batch_size, shards)
 
     from pretrain import checkpoint
-    from pretrain.data.rows import build_masking
 
     saved = checkpoint.newest(run / "checkpoints", warn)
     if saved is None:
         raise no_checkpoint(run)
-    try:
-        recipe = _recipe(saved.state)
-    except (KeyError, TypeError, ValidationError) as error:
-        raise RunError(
-            f"{saved.folder}: state.json is not as this version writes it "
-            f"({error_line(error)}); replay it with the version that did"
-        ) from None
-    opened, order, num_steps, world, micro = plan(recipe)
+    planned = _plan(run, step, saved.state, world_size, micro_batch_size, shards)
     if step > saved.step:
         warn(
             f"{run}: its newest checkpoint is of step {saved.step}: step {step} is shown as that "
             "config, and the skipped rows in metrics.jsonl, would train it"
         )
-    config = recipe.config
-    masking = build_masking(config.masking, opened.folder, opened.manifest, config.train.seed)
-    skips = recorded_skips(run, saved)
-    return Replay(step, num_steps, world, micro, opened, order, masking, skips)
+    return replace(planned, skips=recorded_skips(run, saved))
 
 
-class _Recipe(NamedTuple):
-    config: RunConfig
-    digest: str  # of the shards
-    num_processes: int
-
-
-def _recipe(state: Mapping[str, Any]) -> _Recipe:
-    config = RunConfig.model_validate(state["config"])
-    return _Recipe(config, str(state["shards"]), int(state["num_processes"]))
-
-
-def _sealed_state(run: Path) -> _Recipe | None:
+def _sealed_state(run: Path) -> dict[str, Any] | None:
     """Read the newest checkpoint's state.json; return None if it does not match its manifest.
 
     `checkpoint.newest` verifies the whole checkpoint, but imports torch.
@@ -222,48 +199,56 @@ def _sealed_state(run: Path) -> _Recipe | None:
     try:
         folder = max((run / "checkpoints").glob("step-*/manifest.json")).parent
         state = (folder / "state.json").read_bytes()
-        listed = json.loads((folder / "manifest.json").read_bytes())["files"]["state.json"]
-        if hashlib.sha256(state).hexdigest() != listed["sha256"]:
-            return None
-        return _recipe(json.loads(state))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        listed = parse_object((folder / "manifest.json").read_bytes())["files"]["state.json"]
+        whole = hashlib.sha256(state).hexdigest() == listed["sha256"]
+        return parse_object(state) if whole else None
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
 def _plan(
     run: Path,
     step: int,
+    state: Mapping[str, Any],
     world_size: int | None,
     micro_batch_size: int | None,
     shards: Path | None,
-    recipe: _Recipe,
-) -> tuple[ShardSet, Order, int, int, int]:
-    """Return (shards, order, number of steps, world size, micro-batch size) of a replay.
+) -> Replay:
+    """Return the replay of a step of the run with this checkpoint's state; it skips no rows yet.
 
     Raises:
-        RunError: other shards, no such step, or batches that do not divide.
+        RunError: another version's state, other shards, no such step, or batches that do not
+            divide.
         CorpusError: the shards cannot be opened.
     """
-    train = recipe.config.train
-    opened = open_shards(shards or recipe.config.shards)
-    if recipe.digest != opened.manifest.digest:
+    try:
+        config = RunConfig.model_validate(state["config"])
+        digest, world = str(state["shards"]), int(state["num_processes"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{run}: its checkpoint's state.json is not as this version writes it "
+            f"({error_line(error)}); replay it with the version that did"
+        ) from None
+    train = config.train
+    opened = open_shards(shards or config.shards)
+    if digest != opened.manifest.digest:
         raise RunError(
             f"{opened.folder}: holds other shards (digest {opened.manifest.digest[:16]}) than "
-            f"{run} read ({recipe.digest[:16]}); name the folder that it read with --shards"
+            f"{run} read ({digest[:16]}); name the folder that it read with --shards"
         )
-    assert isinstance(train.micro_batch_size, int)  # a checkpoint has the number that was found
     order = Order(len(opened), train.global_batch_size, train.seed)
     num_steps = train.max_steps or order.steps_for(train.epochs)
     if not 1 <= step <= num_steps:
         raise RunError(f"{run}: has steps 1 to {num_steps}, as its log counts them, not {step}")
     rows = train.global_batch_size
-    world = recipe.num_processes if world_size is None else world_size
+    world = world if world_size is None else world_size
     if world < 1 or rows % world:
         raise RunError(
             f"world size {world} does not divide train.global_batch_size {rows}: no run of that "
             "many processes can share a step equally"
         )
     share = rows // world
+    assert isinstance(train.micro_batch_size, int)  # a checkpoint has the number that was found
     # The largest divisor of both: micro-batches do not change the rows, only their grouping.
     micro = gcd(train.micro_batch_size, share) if micro_batch_size is None else micro_batch_size
     if micro < 1 or share % micro:
@@ -271,7 +256,7 @@ def _plan(
             f"micro_batch_size {micro} does not divide the {share} rows that each of {world} "
             f"process(es) has of train.global_batch_size {rows}"
         )
-    return opened, order, num_steps, world, micro
+    return Replay(step, num_steps, world, micro, opened, order, config)
 
 
 def recorded_skips(run: Path, saved: Saved) -> tuple[Skip, ...]:

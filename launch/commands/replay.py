@@ -52,9 +52,10 @@ def replay(
             print(json.dumps(row.as_json(step)))
         return
 
-    share = found.num_rows // found.world_size
+    num_rows = found.order.global_batch_size
+    share = num_rows // found.world_size
     show(
-        f"step {found.step} of {found.num_steps}, counted as in the log: {found.num_rows} "
+        f"step {found.step} of {found.num_steps}, counted as in the log: {num_rows} "
         f"rows = {found.micro_batch_size} rows x {share // found.micro_batch_size} "
         f"micro-batch(es) x {found.world_size} process(es)",
         _LINE.format("position", "rank", "micro-batch", "epoch", "row", "masked", "masks"),
@@ -69,7 +70,7 @@ def replay(
             text = ", ".join(map(one_line, masks)) + more
         place = (row.index, row.rank, row.micro_batch, row.epoch, row.row)
         show(_LINE.format(*place, masked, text))
-    of = share if rank is not None else found.num_rows
+    of = share if rank is not None else num_rows
     whose = "" if rank is None else f" of rank {rank}"
     show(
         f"{min(rows, of)} of {of} rows{whose} (--rows for more, --json for all and for whole "

@@ -21,7 +21,7 @@ from pretrain.config import RunConfig
 from pretrain.data.hashing import root
 from pretrain.data.masking import IGNORE
 from pretrain.data.order import permutation
-from pretrain.data.rows import Skip, StepDataset
+from pretrain.data.rows import Skip, StepDataset, build_masking
 from pretrain.model.distillation import Distillation
 from pretrain.replay import ReplayedRow, replay
 
@@ -97,7 +97,7 @@ def test_edited_token_counts_are_refused(tmp_path: Path, corpus: Path, make_run:
     weights = json.loads((shards / "token_counts.json").read_bytes())["smoothing"]
     edit(shards / "token_counts.json", smoothing=weights[::-1])
     with pytest.raises(CorpusError, match=r"token_counts\.json.*the manifest"):
-        replay(run, 5, shards=shards)
+        replay(run, 5, shards=shards).rows()
 
 
 def test_steps_after_the_newest_checkpoint_give_a_warning(make_run: MakeRun) -> None:
@@ -297,8 +297,10 @@ def test_rows_left_out_are_shown_as_training_fed_them(make_run: MakeRun, world: 
     run = make_run(state={"skip_rows": [[20, 60, 4], [100, 101, 0]]})
     for step in (4, 5):  # as the log counts; the first range begins with the second of them
         found = replay(run, step, world_size=world)
+        opened, seed = found.shards, found.config.train.seed
+        masking = build_masking(found.config.masking, opened.folder, opened.manifest, seed)
         datasets = [
-            StepDataset(found.shards, found.order, found.masking, rank=r, world=world, skips=skips)
+            StepDataset(opened, found.order, masking, rank=r, world=world, skips=skips)
             for r in range(world)
         ]
         fed = torch.cat([dataset[step - 1].input_ids for dataset in datasets])
