@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -48,10 +47,3 @@ def hardware(name: str) -> Hardware:
         if preset.name == name:
             return preset
     raise RunError(f"--hardware {name}: not known: one of {PRESET_NAMES}")
-
-
-def visible_cores() -> int:
-    """Return the number of cores that this process may use; under Slurm, those of the job."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
