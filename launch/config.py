@@ -35,6 +35,11 @@ class ConfigError(RunError):
     """Report a config that cannot be used, in one line."""
 
 
+def invalid(where: Any, problem: str) -> yaml.MarkedYAMLError:
+    """Return the error that names the line of a YAML event or node."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
+
+
 class _Loader(yaml.SafeLoader):
     """Load YAML safely, and refuse what YAML 1.1 would drop or read as something else.
 
@@ -47,15 +52,10 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Refuse aliases and deep nesting."""
         event = self.peek_event()
-        mark: Any = event.start_mark
         if isinstance(event, yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(
-                problem=f"the alias *{event.anchor}: write it out", problem_mark=mark
-            )
+            raise invalid(event, f"the alias *{event.anchor}: write it out")
         if self.depth >= _DEEPEST:
-            raise yaml.MarkedYAMLError(
-                problem=f"nested more than {_DEEPEST} deep", problem_mark=mark
-            )
+            raise invalid(event, f"nested more than {_DEEPEST} deep")
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -67,9 +67,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name = (key.tag, str(key.value))
             if name in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark
-                )
+                raise invalid(key, f"key {key.value!r} is given twice")
             seen.add(name)
         return super().construct_mapping(node, deep)
 
@@ -79,30 +77,20 @@ class _Loader(yaml.SafeLoader):
             value = super().construct_object(node, deep)
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
             kind = node.tag.rpartition(":")[2]
-            raise yaml.MarkedYAMLError(
-                problem=f"{one_line(str(node.value), _SHOWN)!r} is no {kind}",
-                problem_mark=node.start_mark,
-            ) from error
+            shown = one_line(str(node.value), _SHOWN)
+            raise invalid(node, f"{shown!r} is not a valid {kind}") from error
         if isinstance(value, str) and not _CHARACTERS.fullmatch(value):
-            raise yaml.MarkedYAMLError(
-                problem="a character that no text has (NUL, or half of a surrogate pair)",
-                problem_mark=node.start_mark,
-            )
+            raise invalid(node, "a character that no text has (NUL, or half of a surrogate pair)")
         return value
 
     def construct_yaml_int(self, node: Any) -> int:
         """Read an integer as a decimal number."""
         text = self.construct_scalar(node)
         if re.fullmatch(r"[-+]?0[0-9_]+", text):
-            raise yaml.MarkedYAMLError(
-                problem=f"{one_line(text, _SHOWN)} has a leading zero; leave it out, or put text "
-                "in quotes",
-                problem_mark=node.start_mark,
-            )
+            shown = one_line(text, _SHOWN)
+            raise invalid(node, f"{shown} has a leading zero; leave it out, or put text in quotes")
         if len(text) > _DIGITS:
-            raise yaml.MarkedYAMLError(
-                problem=f"a number of {len(text)} digits", problem_mark=node.start_mark
-            )
+            raise invalid(node, f"a number of {len(text)} digits")
         return int(text)
 
 
@@ -195,14 +183,14 @@ def _apply(values: dict[str, Any], override: str) -> None:
     parts = dotted.strip().split(".")
     shown = repr(one_line(override, _SHOWN))
     if not equals or not all(parts):
-        raise ConfigError(f"{shown} is no override; write section.key=value")
+        raise ConfigError(f"{shown} is not an override; write section.key=value")
     here: Any = values
     for depth, part in enumerate(parts):
         key: Any = part
         if isinstance(here, list):
             if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(here):
                 raise ConfigError(
-                    f"{shown}: {one_line(part, _SHOWN)} is no number from 0 to {len(here) - 1}"
+                    f"{shown}: {one_line(part, _SHOWN)} is not a number from 0 to {len(here) - 1}"
                 )
             key = int(part)
         if depth == len(parts) - 1:
@@ -233,7 +221,7 @@ def _explain(model: type[BaseModel], error: ValidationError) -> str:
         return ".".join(parts)
 
     def rank(entry: Any) -> tuple[bool, int]:
-        # A key that is right in another member of a union is no unknown key; of the mistakes that
+        # A key that is right in another member of a union is not unknown. Of the mistakes that
         # every member of a union has to report, the innermost is in the member that was meant.
         key = dotted(entry["loc"], numbers=False)
         unknown = entry["type"] == "extra_forbidden" and key not in known
@@ -247,10 +235,10 @@ def _explain(model: type[BaseModel], error: ValidationError) -> str:
         text = f"unknown key {one_line(key, _SHOWN)}"
         parent, _, name = dotted(first["loc"], numbers=False).rpartition(".")
         paths = sorted(known)
-        beside = [path for path in paths if path.rpartition(".")[0] == parent]
-        if beside:
-            text += f"; known here: {', '.join(p.rpartition('.')[2] for p in beside)}"
-        for candidates in (paths, beside):  # the last that finds one wins
+        siblings = [path for path in paths if path.rpartition(".")[0] == parent]
+        if siblings:
+            text += f"; known here: {', '.join(p.rpartition('.')[2] for p in siblings)}"
+        for candidates in (paths, siblings):  # the last that finds one wins
             by_name = {path.rpartition(".")[2]: path for path in reversed(candidates)}
             if close := difflib.get_close_matches(name, by_name, n=1):
                 text = f"unknown key {one_line(key, _SHOWN)}; did you mean {by_name[close[0]]}?"
