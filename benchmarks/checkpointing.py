@@ -36,7 +36,7 @@ CONFIGS = {
 
 
 def main() -> None:
-    """Measure both students."""
+    """Print how long a save stops training and how long it takes, for both students."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, help="where to write; a temporary one by default")
     parser.add_argument("--repeats", type=int, default=9)

@@ -135,7 +135,7 @@ def loading(folder: Path, mode: str, num_rows: int, repeats: int) -> dict[str, A
     """Return M tokens/s, and the nanoseconds of each part."""
     dataset = opened(folder, num_rows, mode)
     shards, order, masking = dataset.shards, dataset.order, dataset.masking
-    shards.rows(np.arange(len(shards)))  # hashing each block once is no part of a step
+    shards.rows(np.arange(len(shards)))  # hashing each block once is not a part of a step
     steps = range(max(2, 8192 // num_rows))
     tokens = len(steps) * num_rows * LENGTH
     at = [order.at(step) for step in steps]

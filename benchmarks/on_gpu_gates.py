@@ -22,7 +22,7 @@ TEMPERATURE = 2.0
 COEFFICIENTS = (5.0, 11.0)  # of the sums of KL and cross-entropy
 TERMS: tuple[VocabularyTerm, ...] = (kl_term(5.0, temperature=TEMPERATURE), mlm_term(2.0))
 
-# (loss, sums) of student, teacher, labels, terms and coefficients, as from `vocabulary_losses`.
+# (loss, sums) of student, teacher, labels, terms and factors, as for `vocabulary_losses`.
 Head = Callable[
     [Projection, Projection, Tensor, Sequence[VocabularyTerm], Tensor], tuple[Tensor, Tensor]
 ]

@@ -82,7 +82,7 @@ class Step:
 def predict(system: System, mfu: float, work: float, parameters: int) -> Step:
     """Return an optimizer step of `ROWS` rows; `work` is FLOP a token."""
     compute = ROWS * ROW_LENGTH * work / (system.devices * system.peak * mfu)
-    # Fused AdamW reads weight, gradient and two moments, and writes all but the gradient.
+    # Fused AdamW reads weight, gradient and its two states, and writes all but the gradient.
     optimizer = parameters * 7 * 4 / system.memory
     return Step(compute, all_reduce(system, parameters * BYTES_OF_GRADIENT), optimizer)
 

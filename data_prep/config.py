@@ -13,7 +13,7 @@ from data_prep.sources import Source
 class TrainWordPiece(Keys):
     """Hold the settings of a WordPiece vocabulary that is trained on the corpus.
 
-    BERT strips accents where it lower-cases; here each has a key of its own.
+    BERT strips accents wherever it lower-cases; here these are two keys.
     """
 
     vocab_size: Annotated[int, Field(ge=100, le=2**20)] = 30522  # as BERT
@@ -42,7 +42,7 @@ class VocabularyTokenizer(Keys):
 class JsonTokenizer(Keys):
     """Hold `tokenizer: {path: tokenizer.json, mask: <m>}`, for tokens the file does not name.
 
-    It tells [CLS] and [SEP] by its post-processor, the others by their usual names.
+    [CLS] and [SEP] are read from its post-processor. The others are found by their usual names.
     """
 
     path: Path
@@ -59,19 +59,19 @@ Level = Literal["none", "exact", "near"]
 class Deduplicate(Keys):
     """Define duplicates: identical text, or (near) an estimated Jaccard of `threshold`.
 
-    Of documents the first is kept. Of paragraphs (long lines) it is, too, the others are taken out
-    of their documents.
+    The first of several equal documents is kept. Repeated paragraphs (long lines) are taken out of
+    all documents but the first.
     """
 
     documents: Level = "near"
     paragraphs: Level = "none"
-    threshold: Annotated[float, Field(ge=0.7, le=1)] = 0.8
+    threshold: Annotated[float, Field(ge=0.7, le=1)] = 0.8  # of 5-word shingles; 1: equal sets
 
 
 class Decontaminate(Keys):
     """Name evaluation files whose 13-grams no document should share (Brown et al. 2020, C).
 
-    Documents that share one are counted and named; `remove` drops them, famous quotations and all.
+    Documents that share one are counted and named; `remove` drops them.
     """
 
     files: Annotated[tuple[Path, ...], Field(min_length=1)]
@@ -89,13 +89,13 @@ class CorpusConfig(Keys):
     tokenizer: (
         Annotated[str, Field(min_length=1)] | TrainTokenizer | VocabularyTokenizer | JsonTokenizer
     ) = "bert-base-uncased"
-    row_length: RowLength | Annotated[tuple[RowLength, ...], Field(min_length=1)] = 512
+    row_length: RowLength | Annotated[tuple[RowLength, ...], Field(min_length=1)] = 512  # tokens
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.005  # share of the documents
     min_characters: Annotated[int, Field(ge=1)] = 1  # of a document, after cleaning
-    max_characters: Annotated[int, Field(ge=1)] | None = None
+    max_characters: Annotated[int, Field(ge=1)] | None = None  # None: no limit
     deduplicate: Deduplicate = Deduplicate()
     decontaminate: Decontaminate | None = None
-    workers: Annotated[int, Field(ge=1, le=1024)] = Field(
+    workers: Annotated[int, Field(ge=1, le=1024)] = Field(  # processes; the result is the same
         default_factory=lambda: os.cpu_count() or 1
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the split, `fraction`, and samples

@@ -55,5 +55,5 @@ def complain(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning."""
+    """Print a line that begins with "warning:" to standard error."""
     complain(f"warning: {text}")

@@ -50,7 +50,7 @@ def check_output(config: RunConfig) -> None:
     if not output.exists():
         return
     if not output.is_dir():
-        raise RunError(f"output {output} is no folder; set another `output:`")
+        raise RunError(f"output {output} is not a folder; set another `output:`")
     if (path := foreign(output)) is not None:
         raise RunError(
             f"output {output} holds {path.name}, which no run has written; set another "

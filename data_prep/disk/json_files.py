@@ -47,13 +47,13 @@ def read_regular(path: Path, limit: int | None = None) -> bytes:
     """Return the bytes of a regular file.
 
     Raises:
-        NotRegularError: the path is no regular file. Reading from a pipe would block.
+        NotRegularError: the path is not a regular file. Reading from a pipe would block.
         TooLargeError: the file has more than `limit` bytes. A sparse file could fill the memory.
         OSError: the file is missing or cannot be read.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise NotRegularError(errno.EINVAL, "it is no regular file", str(path))
+        raise NotRegularError(errno.EINVAL, "it is not a regular file", str(path))
     if limit is not None and status.st_size > limit:
         raise TooLargeError(errno.EFBIG, f"has {status.st_size:,} bytes", str(path))
     return path.read_bytes()

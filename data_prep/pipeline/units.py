@@ -79,7 +79,7 @@ class Unit:
     identity: str
     code: Code
     upstream: tuple[str, ...]
-    folder: Path  # written beside it under another name, then renamed
+    folder: Path  # written under a temporary name next to it, then renamed
     pieces: tuple[NamedPiece, ...]  # of the input; later stages read what earlier ones wrote
 
     def record(self, any_code: bool = False) -> Record | None:

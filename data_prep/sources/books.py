@@ -205,7 +205,7 @@ def unwrapped(text: str) -> str:
 
 
 def _decoded(raw: bytes) -> tuple[str, tuple[str, ...]] | None:
-    """Return the text and notes on its encoding; None if it is no text."""
+    """Return the text and notes on its encoding; None if it is not text."""
     guess = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
     if guess != "utf-16" and b"\0" in raw:
         return None

@@ -39,7 +39,7 @@ class SourceKind(Keys):
             raise ValueError("no language is named; leave the key out to keep all")
         for code in languages or ():
             if code not in CODES:
-                raise ValueError(f"{code!r} is no language code such as en or de")
+                raise ValueError(f"{code!r} is not a language code such as en or de")
         return languages
 
     @property

@@ -25,7 +25,7 @@ from data_prep.sources.files import Piece, state_of_folder
 from data_prep.sources.kind import SourceKind
 
 _STDLIB = "python"
-_MIN_PROSE = 200  # characters below which a module's documentation is no document
+_MIN_PROSE = 200  # characters below which a module's documentation is not a document
 _MIN_WORDS = 4  # of a block
 _SKIPPED_FOLDERS = frozenset(("test", "tests", "testing", "_vendor", "site-packages", "idlelib"))
 _MAX_SOURCE = 1 << 22  # bytes of a source file

@@ -15,7 +15,7 @@ PART = 1 << 22  # bytes; a longer document goes on as the next one, so memory is
 CELL = 1 << 20  # bytes; see `_runs`
 _SENTENCES = 1000  # lines after which a run of sentences is a document
 
-# The lines of a document with their offsets; a line that is too long is None, in a run of its own.
+# The lines of a document with their offsets; a line that is too long is None, alone in its run.
 Run = list[tuple[int, bytes | None]]
 
 

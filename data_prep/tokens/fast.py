@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from data_prep.messages import error_line, extra
 
-NO_WORD_PIECE = "the tokenizer is no WordPiece"
+NO_WORD_PIECE = "the tokenizer is not WordPiece"
 CACHE_ENTRIES = 2**16  # sixteen times as many take 40 MB more and are no faster
 Encoder = Callable[[list[str]], tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]]
 

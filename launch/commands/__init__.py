@@ -30,7 +30,7 @@ SkipRows = Annotated[
 
 
 def parse_rows(text: str) -> tuple[int, int]:
-    """Return the a and b of `--skip-rows a:b`; RunError if it is no range."""
+    """Return the a and b of `--skip-rows a:b`; RunError if it is not a range."""
     from pretrain import RunError
 
     found = re.fullmatch(r"([0-9]+):([0-9]+)", text)

@@ -130,7 +130,7 @@ def show_rows(found: Sequence[dict[str, Any]], peaks: dict[str, float]) -> None:
     print_table(("precision KL rows", "step", "ms", "tokens/s", "MB", "above", "MFU", "x"), lines)
     show(
         "ms: the median. MB: the most at a time, weights and gradients included, no optimizer "
-        "state; above: of it, above the encoders. x: the baseline takes so many times as long, "
+        "state; above: of it, above the encoders. x: the baseline's time divided by this one, "
         "the median of pairs timed one after the other; small models and rows gain nothing",
         "MFU: the share that goes into the loss of what matrix products reached here in this "
         "run, " + ", ".join(f"{peak / 1e9:.1f} GFLOP/s ({p})" for p, peak in peaks.items()),
@@ -156,6 +156,6 @@ def show_documents(found: Sequence[dict[str, Any]]) -> None:
             )
     print_table(("precision KL rows layout", "step", "fill", "tokens/s", "x", "kept"), lines)
     show(
-        "x: packed rows make so many times the real tokens/s of this line; kept: that, divided "
-        "by what the fills promise"
+        "x: tokens/s of packed rows divided by those of this line, without padding; kept: that, "
+        "divided by the ratio of the fills"
     )

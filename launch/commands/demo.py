@@ -122,7 +122,7 @@ def check_output(output: Path) -> None:
     from pretrain.output import foreign, is_run
 
     if output.exists() and not output.is_dir():
-        raise RunError(f"{output}: is no folder; give another --output DIR")
+        raise RunError(f"{output}: is not a folder; give another --output DIR")
     found = {path.name: path for path in output.iterdir()} if output.exists() else {}
     odd = [
         path

@@ -112,10 +112,10 @@ def record(error: BaseException, code: int, text: str) -> None:
     )
     path = _path(Path(folder), failure.rank)
     # Renamed in one step: the supervisor reads this folder all the time.
-    beside = path.with_suffix(".tmp")
+    temporary = path.with_suffix(".tmp")
     with suppress(OSError):  # the error itself is what matters
-        beside.write_text(json.dumps(vars(failure)), encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(json.dumps(vars(failure)), encoding="utf-8")
+        temporary.replace(path)
     if failure.follows:
         # torchrun kills all ranks when the first ends: let the rank with the cause record it first.
         time.sleep(1)

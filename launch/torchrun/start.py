@@ -248,7 +248,7 @@ def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
     environment = os.environ
     found = re.fullmatch(r"(\[[^]]+\]|[^:]+)(?::([0-9]+))?", asked.head or "")
     if asked.head is not None and not found:
-        raise RunError(f"--head {asked.head}: is no HOST or HOST:PORT")
+        raise RunError(f"--head {asked.head}: is not HOST or HOST:PORT")
     if found:
         host, port = found[1], found[2]
     elif "SLURM_JOB_NODELIST" in environment:
@@ -267,7 +267,7 @@ def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
     if given is None:
         if not asked.dry_run:
             raise RunError(
-                f"--nodes {asked.nodes}: add --node-rank R, a number of its own on each node, "
+                f"--nodes {asked.nodes}: add --node-rank R, another number on each node, "
                 f"0 on {head.host}; --dry-run shows the command of each"
             )
         return head, list(ranks)

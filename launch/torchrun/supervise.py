@@ -209,7 +209,7 @@ def exit_code(ended: Ended, said: int | None, *, stopped: bool, saved: bool) -> 
 
 def may_restart(steps: Sequence[int], max_restarts: int) -> bool:
     """Return whether to restart after failures at these steps; print the reason if not."""
-    # The run is deterministic, so a crash of its own comes back at the same step.
+    # The run is deterministic, so a crash that it causes itself comes back at the same step.
     if max_restarts and len(steps) >= _SAME and len(set(steps[-_SAME:])) == 1:
         say(f"the last {_SAME} attempts all ended at step {steps[-1]}: it would happen again")
         return False

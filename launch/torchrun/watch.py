@@ -187,7 +187,7 @@ def cause(watch: Watch, hung: list[Beat], chatter: str, code: int | None) -> Cau
         code: torchrun's exit code; None if the supervisor killed it.
     """
     step = max((beat.step for beat in watch.beats.values()), default=0)
-    # The first failure that is no consequence of another; else the first one.
+    # The first failure that does not follow from another; else the first one.
     # A rank whose own error is not about another one is the cause. Its message beats a bare exit
     # code, and the earlier one a later one.
     order = sorted(watch.failed.values(), key=lambda f: (f.follows, not f.message, f.time))

@@ -70,7 +70,7 @@ class BaselineStep:
     terms: dict[str, float] = field(default_factory=dict)  # means of the last call
 
     def __call__(self) -> None:
-        """Make the step."""
+        """Run forward and backward of one micro-batch; gradients add up."""
         with self.precision.autocast(self.batch.input_ids.device):
             means = self.losses()
             loss = torch.stack([self.weights[name] * mean for name, mean in means.items()]).sum()

@@ -59,7 +59,7 @@ class OurStep:
         self._factors_T = torch.tensor(factors, device=batch.input_ids.device)
 
     def __call__(self) -> None:
-        """Make the step."""
+        """Run forward and backward of one micro-batch; gradients add up."""
         with self.precision.autocast(self.batch.input_ids.device):
             loss, self._sums_T = self.module(*self.batch, self._factors_T)
         (loss * (self.precision.loss_scale / self.batch.num_tokens)).backward()

@@ -67,7 +67,7 @@ def newest(root: Path, warn: Callable[[str], None]) -> Saved | None:
         try:
             return Saved(step, folder, read_state(folder))
         except DamagedError as problem:
-            # Else its run has removed it meanwhile, which is no damage.
+            # Else its run has removed it meanwhile, which is not damage.
             if folder.exists():
                 warn(f"{folder}: {problem}; trying the one before it")
                 skipped.add(folder)
@@ -135,7 +135,7 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
         try:
             data = read_regular(folder / MANIFEST)
         except NotRegularError:
-            raise DamagedError(f"{MANIFEST} is no file") from None
+            raise DamagedError(f"{MANIFEST} is not a file") from None
         values = json.loads(data)
         values.pop("sha256")
         # The manifest seals itself: write it again from its values and compare every byte.

@@ -53,7 +53,7 @@ def complete(weights: Mapping[str, Tensor], student: PreTrainedModel) -> dict[st
     """Return `weights` under all names of the student's state dict, including tied ones.
 
     Raises:
-        KeyError: a parameter is missing from `weights`, or one of them is no parameter.
+        KeyError: a parameter is missing from `weights`, or one of them is not a parameter.
     """
     own = student.state_dict()
     by_place = {own[name].data_ptr(): tensor for name, tensor in weights.items()}

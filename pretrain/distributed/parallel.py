@@ -70,7 +70,7 @@ class DDP:
 
     def step(self, learning_rate: float) -> None:
         """Update the weights; in fp16 an overflow of scaled gradients skips the update."""
-        # The rate is a pure function of the step (`step.learning_rate`), so there is no scheduler
+        # The rate is a pure function of the step (`step.learning_rate`), so no scheduler is needed
         # state to save.
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate

@@ -147,7 +147,7 @@ def timeout() -> float:
     """Return the seconds that a rank waits for the others: DISTIL_TIMEOUT of the environment.
 
     Raises:
-        RunError: it is no positive number.
+        RunError: it is not a positive number.
     """
     text = os.environ.get(environment.TIMEOUT, str(TIMEOUT))
     try:

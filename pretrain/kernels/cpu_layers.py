@@ -116,7 +116,7 @@ class _Linear(torch.autograd.Function):
         grad_NE, input_ND = (t.reshape(-1, t.shape[-1]) for t in (grad, input))
         return (
             product(grad, weight_ED.t(), None) if needs_input else None,
-            # By MKL, which is no slower here than oneDNN (docs/LOG.md).
+            # By MKL, which is not slower here than oneDNN (docs/LOG.md).
             grad_NE.t() @ input_ND if needs_weight else None,
             grad_NE.sum(0) if needs_bias else None,
         )

@@ -72,11 +72,11 @@ def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str |
 
 
 def read_text(who: str, path: Path, limit: int) -> str:
-    """Return a text file's content; RunError if it is no file, or larger than any model's."""
+    """Return a text file's content; RunError if it is not a file, or larger than any model's."""
     try:
         return read_regular_text(path, limit)
     except (FileNotFoundError, NotRegularError):
-        raise RunError(f"{who}: {path} is no file; copy or download it again") from None
+        raise RunError(f"{who}: {path} is not a file; copy or download it again") from None
     except TooLargeError as error:
         raise RunError(
             f"{who}: {path.name} {error.strerror}, more than the {limit:,} of any model"
@@ -219,9 +219,9 @@ def _weight_files(who: str, folder: Path, name: str) -> list[Path]:
         plain = isinstance(part, str) and Path(part).name == part
         if not plain or not part.endswith(Path(name).suffix):
             raise RunError(
-                f"{who}: {index.name} lists {part!r}, which is no *{Path(name).suffix} file of "
+                f"{who}: {index.name} lists {part!r}, which is not a *{Path(name).suffix} file of "
                 "this folder; save the model again"
             )
         if not (folder / part).is_file():
-            raise RunError(f"{who}: {folder / part}, which {index.name} lists, is no file")
+            raise RunError(f"{who}: {folder / part}, which {index.name} lists, is not a file")
     return sorted({folder / part for part in parts})

@@ -154,8 +154,8 @@ def _continue_from(folder: Path, config: Student, teacher: Teacher) -> DistilBer
     bert = teacher.model.config
     if not (folder / "config.json").is_file():
         raise RunError(
-            f"student.init: {folder} is no folder with a config.json; give a DistilBERT's folder, "
-            "a list of teacher layers, teacher or random"
+            f"student.init: {folder} is not a folder with a config.json; give a DistilBERT's "
+            "folder, a list of teacher layers, teacher or random"
         )
     model = load_model(folder)
     if not isinstance(model, DistilBertForMaskedLM):

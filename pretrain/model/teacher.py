@@ -43,8 +43,8 @@ def load_teacher(
             a text differently.
 
     Raises:
-        RunError: it cannot be read, is no BERT, has no trained MLM head, its tokenizer is not the
-            shards', or its positions are fewer than a row's.
+        RunError: it cannot be read, is not a BERT, has no trained MLM head, its tokenizer is not
+            the shards', or its positions are fewer than a row's.
         CorpusError: the shards' tokenizer is damaged.
     """
     check_teacher(name)

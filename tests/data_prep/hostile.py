@@ -168,7 +168,7 @@ def large_sentences(folder: Path, size: int = PART) -> Hostile:
     with path.open("w") as file:
         file.writelines(block.replace("\n", " ") for block in blocks(size))
     (folder / "small.txt").write_text(prose(1))
-    # A line above the limit is no document.
+    # A line above the limit is not a document.
     return Hostile([{"kind": "sentences", "path": str(folder)}], documents_in=2, dropped=None)
 
 

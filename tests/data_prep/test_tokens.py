@@ -358,7 +358,7 @@ def test_accelerate_returns_why_it_is_not_used(
     nanotoken = pytest.importorskip("nanotoken", reason="needs the extra `fast`")
     vocabulary = write_vocabulary(tmp_path, [*WORDS, "C", "Cl"])
     assert (
-        "no WordPiece" in load(VocabularyTokenizer(vocab=vocabulary, pattern=SMILES)).accelerate()
+        "not WordPiece" in load(VocabularyTokenizer(vocab=vocabulary, pattern=SMILES)).accelerate()
     )
     tokens = load(vocabulary)
     tokens.backend.add_tokens(["hell"])

@@ -89,7 +89,7 @@ def test_nonsense_in_a_run_is_one_line(tmp_path: Path, text: str, message: str) 
         ("train.seed=true", r"train\.seed: .*valid integer"),
         ("train.seed=" + "[" * 500, "nested more than"),
         ("optimizer.betas.\u00b2=1", r"betas\.\u00b2"),
-        (f"optimizer.betas.{DIGITS}=1", "no number from 0"),
+        (f"optimizer.betas.{DIGITS}=1", "not a number from 0"),
         ("output=''", "output: .*valid path"),
         ("train.seed=", r"train\.seed: .*valid integer"),
         ("output=\n", "output"),

@@ -68,7 +68,7 @@ def test_commands_of_a_corpus_print_no_control_characters(distil: Distil, corpus
 def test_commands_of_a_run_print_no_control_characters(
     distil: Distil, run_values: dict[str, Any], tmp_path: Path
 ) -> None:
-    # The output is no override: YAML takes no such characters.
+    # The output is not an override: YAML takes no such characters.
     config = {"output": f"{tmp_path}/out{EVIL}", **run_values}
     hostile = write(tmp_path / f"run{EVIL}.yaml", config)
     for code, arguments in (

@@ -135,8 +135,8 @@ def code_for_the_tokenizer(teacher: Path, canary: Path) -> None:
 
 PART = "model-00001-of-00001"
 NOT_TENSORS = "cannot be read (damaged, or not only tensors)"
-NO_BIN = "which is no *.bin file of this folder"
-NO_TENSORS = "which is no *.safetensors file"
+NO_BIN = "which is not a *.bin file of this folder"
+NO_TENSORS = "which is not a *.safetensors file"
 RUNS_CODE = "holds 'auto_map', which could run code"
 UNREADABLE = "model.safetensors cannot be read"
 REFUSED = [

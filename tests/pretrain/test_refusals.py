@@ -522,7 +522,7 @@ TAKEN = [
     (output_has_the_files_of_another_program, "config.json"),
     (partial(output_with, name="checkpoints/epoch-1.pt"), "checkpoints"),
     (partial(output_with, name="thesis.tex"), "thesis.tex"),
-    (output_is_a_file, "is no folder"),
+    (output_is_a_file, "is not a folder"),
     (output_is_of_another_run_without_checkpoints, "whose checkpoints are gone"),
     (output_has_a_config_with_the_keys_of_a_run, "config.json"),
 ]

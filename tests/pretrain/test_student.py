@@ -174,7 +174,7 @@ def test_continue_from_a_folder(teacher: Teacher, tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_no_student(teacher: Teacher, tmp_path: Path) -> None:
-    with refused("no folder with a config.json"):
+    with refused("not a folder with a config.json"):
         build_student(Student(init=str(tmp_path / "nowhere")), teacher, seed=0)
 
 

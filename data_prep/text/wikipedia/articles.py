@@ -1,4 +1,4 @@
-"""Turn a Wikipedia article into plain text: resolve its wikitext and drop what is no prose."""
+"""Turn a Wikipedia article into plain text: resolve its wikitext and drop what is not prose."""
 
 from __future__ import annotations
 

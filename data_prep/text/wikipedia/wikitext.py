@@ -31,7 +31,7 @@ _OPENS = re.compile(
 _CLOSERS = {"{{": "}}", "[[": "]]", "{|": "|}", "<!--": "-->"}
 _NEVER_CLOSED = ("br", "hr", "wbr", "img", "meta", "link")
 
-# Elements whose content is no prose, those that start a line, and the rest of those in articles.
+# Elements whose content is not prose, those that start a line, and the rest of those in articles.
 _DROPPED = (
     "ref|references|math|chem|ce|gallery|timeline|score|syntaxhighlight|source|imagemap|hiero|"
     "graph|templatedata|mapframe|maplink|inputbox|categorytree|pre|style|includeonly|table|"

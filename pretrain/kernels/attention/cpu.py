@@ -90,7 +90,7 @@ class _Attention(torch.autograd.Function):
             probabilities = kept = torch.softmax(scores, -1)
             if levels:
                 noise = draw(len(scores), scores[0].numel(), levels).view(scores.shape)
-                # Write the mask into the sign bit: it needs no memory of its own. ReLU drops the
+                # Write the mask into the sign bit: it needs no further memory. ReLU drops the
                 # negative ones.
                 kept = probabilities.copysign_(noise.to(scores.dtype)).relu()
             torch.bmm(kept, value[at], out=output[at])
