@@ -20,6 +20,8 @@ from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest
 
+Settings = Callable[..., dict[str, Any]]
+
 
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_config(corpus: Path) -> Callable[..., dict[str, Any]]:
+def run_config(corpus: Path) -> Settings:
     """Return a function from an output folder, a teacher and changed sections to a run's config.
 
     Without changes it has the keys that almost every tiny run needs: fp32, no loader worker, and
@@ -95,6 +97,21 @@ def run_config(corpus: Path) -> Callable[..., dict[str, Any]]:
         return values
 
     return make
+
+
+@pytest.fixture
+def make_settings(tmp_path: Path, run_config: Settings) -> Settings:
+    """Return a function from a teacher and sections to `make(name, **train)`, a run's config."""
+
+    def base(teacher: Path | None = None, **sections: Any) -> Settings:
+        def make(name: str = "run", **train: Any) -> dict[str, Any]:
+            values = run_config(tmp_path / name, teacher, **sections)
+            values["train"] |= train
+            return values
+
+        return make
+
+    return base
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import ranks
 import torch
 from batches import masked_batch
 from results import history, weights
-from tiny import save_teacher, tiny_bert, tiny_distilbert
+from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 
 from pretrain.config import RunConfig
@@ -86,20 +86,14 @@ def test_dropout_is_on(batch: MicroBatch) -> None:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Settings) -> Settings:
-    save_teacher(tmp_path / "teacher")
-
-    def make(name: str, **train: Any) -> dict[str, Any]:
-        return run_config(
-            tmp_path / name,
-            tmp_path / "teacher",
-            student={"num_layers": 2},
-            train={"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 2, **train},
-            evaluation={"every": 2},
-            checkpoint={"every": 2},
-        )
-
-    return make
+def settings(teacher_folder: Path, make_settings: Settings) -> Settings:
+    return make_settings(
+        teacher_folder,
+        student={"num_layers": 2},
+        train={"max_steps": 4, "global_batch_size": 8, "micro_batch_size": 2},
+        evaluation={"every": 2},
+        checkpoint={"every": 2},
+    )
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -28,19 +28,14 @@ Settings = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Settings) -> Settings:
+def settings(make_settings: Settings) -> Settings:
     """Return 4 steps of 24 rows of a BERT with dropout, with `auto`."""
-
-    def make(name: str = "run", **train: Any) -> dict[str, Any]:
-        return run_config(
-            tmp_path / name,
-            objective={"name": "mlm"},
-            model={"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4},
-            train={"max_steps": 4, "global_batch_size": 24, "micro_batch_size": "auto", **train},
-            checkpoint={"every": 2},
-        )
-
-    return make
+    return make_settings(
+        objective={"name": "mlm"},
+        model={"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4},
+        train={"max_steps": 4, "global_batch_size": 24, "micro_batch_size": "auto"},
+        checkpoint={"every": 2},
+    )
 
 
 def run(values: dict[str, Any]) -> None:

@@ -45,22 +45,16 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Settings) -> Settings:
+def settings(tmp_path: Path, make_settings: Settings) -> Settings:
     """Return 6 steps of 16 rows with the triple loss, without dropout; heads of width 16."""
     save_teacher(tmp_path / "teacher", tiny_bert(2, width=64))
-
-    def make(name: str = "run", **train: Any) -> dict[str, Any]:
-        values = run_config(
-            tmp_path / name,
-            tmp_path / "teacher",
-            student={"num_layers": 1, "dropout": 0.0, "attention_dropout": 0.0},
-            optimizer={"learning_rate": 1e-4},
-            checkpoint={"every": 0},
-        )
-        settings = {"max_steps": 6, "global_batch_size": 16, "num_workers": 0, **train}
-        return {**values, "train": settings}  # the precision is the default
-
-    return make
+    return make_settings(
+        tmp_path / "teacher",
+        student={"num_layers": 1, "dropout": 0.0, "attention_dropout": 0.0},
+        optimizer={"learning_rate": 1e-4},
+        train={"max_steps": 6, "global_batch_size": 16, "precision": "auto"},
+        checkpoint={"every": 0},
+    )
 
 
 def made(values: dict[str, Any], **arguments: Any) -> dict[int, float]:

@@ -9,7 +9,7 @@ import torch
 from batches import masked_batch, mean_coefficients
 from operators import Operators
 from results import state
-from tiny import save_teacher, tiny_bert, tiny_distilbert
+from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
@@ -27,20 +27,14 @@ Make = Callable[..., Any]
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Make) -> dict[str, Any]:
-    save_teacher(tmp_path / "teacher")
-    return run_config(
-        tmp_path / "run",
-        tmp_path / "teacher",
+def settings(teacher_folder: Path, make_settings: Make) -> dict[str, Any]:
+    values: dict[str, Any] = make_settings(
+        teacher_folder,
         student={"num_layers": 2},
-        train={
-            "max_steps": 2,
-            "global_batch_size": 4,
-            "micro_batch_size": 4,
-            "precision": "bf16",
-        },
+        train={"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4, "precision": "bf16"},
         evaluation={"every": 1},
-    )
+    )()
+    return values
 
 
 @pytest.fixture

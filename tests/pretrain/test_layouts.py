@@ -11,7 +11,6 @@ import pytest
 import rank_work
 import ranks
 from results import difference, history, losses
-from tiny import save_teacher
 
 from data_prep.shards import open_shards
 from pretrain import RunError
@@ -26,22 +25,16 @@ SLOW = pytest.mark.slow
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Settings) -> Settings:
+def settings(teacher_folder: Path, make_settings: Settings) -> Settings:
     """Return 20 steps of 24 rows without dropout, under a given name."""
-    save_teacher(tmp_path / "teacher")
-
-    def make(name: str, micro: int = 24, **train: Any) -> dict[str, Any]:
-        return run_config(
-            tmp_path / name,
-            tmp_path / "teacher",
-            student={"num_layers": 2, "dropout": 0.0, "attention_dropout": 0.0},
-            optimizer={"learning_rate": 1e-3, "weight_decay": 0.01},
-            train={"max_steps": 20, "global_batch_size": 24, "micro_batch_size": micro, **train},
-            evaluation={"every": 10},
-            checkpoint={"every": 0},
-        )
-
-    return make
+    return make_settings(
+        teacher_folder,
+        student={"num_layers": 2, "dropout": 0.0, "attention_dropout": 0.0},
+        optimizer={"learning_rate": 1e-3, "weight_decay": 0.01},
+        train={"max_steps": 20, "global_batch_size": 24, "micro_batch_size": 24},
+        evaluation={"every": 10},
+        checkpoint={"every": 0},
+    )
 
 
 def seen(settings: dict[str, Any], world: int, arguments: Any = None, stage: int = 0) -> list[Any]:
@@ -75,7 +68,7 @@ def wanted(settings: dict[str, Any]) -> list[Any]:
 @pytest.fixture
 def alone(settings: Settings) -> dict[str, Any]:
     """Return the reference: one process, one micro-batch a step."""
-    values = settings("alone", 24)
+    values = settings("alone")
     assert seen(values, 1) == wanted(values)
     return values
 
@@ -91,7 +84,7 @@ def test_processes_and_micro_batches_change_only_rounding(
     settings: Settings, alone: dict[str, Any], layouts: list[tuple[int, int, int]]
 ) -> None:
     for world, micro, workers in layouts:
-        values = settings(f"{world} x {micro}", micro, num_workers=workers)
+        values = settings(f"{world} x {micro}", micro_batch_size=micro, num_workers=workers)
         if workers:  # rows are then read in other processes, which note nothing
             ranks.run(world, rank_work.once, values)
         else:
@@ -109,7 +102,7 @@ def test_zero_agrees_with_one_process(
     settings: Settings, alone: dict[str, Any], stage: int
 ) -> None:
     for world, micro in [(2, 6), (3, 8)]:
-        values = settings(f"zero {world}", micro)
+        values = settings(f"zero {world}", micro_batch_size=micro)
         assert seen(values, world, stage=stage) == wanted(values)
         assert difference(values, alone, 20) < 1e-5
 
@@ -125,7 +118,7 @@ def test_zero_computes_in_the_runs_precision_where_deepspeed_sees_autocast(
         ("bf16", "bf16", rank_work.once),
         ("ZeRO", "bf16", rank_work.as_on_a_gpu),
     ):
-        values = settings(name, 12, max_steps=1, precision=precision)
+        values = settings(name, micro_batch_size=12, max_steps=1, precision=precision)
         ranks.run(1, work, values, environment=ranks.zero(1 if name == "ZeRO" else 0))
         found[name] = losses(values)[1]
     assert found["ZeRO"] == pytest.approx(found["bf16"], rel=1e-6)
@@ -140,7 +133,7 @@ def test_a_run_changes_its_layout_four_times_and_sees_each_row_once(
     parts = [(4, 4, 6, 0), (8, 3, 2, 1), (12, 2, 12, 2), (16, 3, 4, 0), (20, 1, 8, 0)]
     found = []
     for stop, world, micro, stage in parts:
-        values = settings("mixed", micro)
+        values = settings("mixed", micro_batch_size=micro)
         found += seen(values, world, {"stop_after": stop}, stage)
     assert found == wanted(values)
     assert difference(values, alone, 20) < 1e-5
@@ -158,9 +151,9 @@ class Interrupted(Heartbeat):
 @pytest.mark.slow
 @ranks.needs_deepspeed
 def test_zero_continues_from_a_checkpoint_of_step_0(settings: Settings) -> None:
-    values = settings("stopped", 6, max_steps=2)
+    values = settings("stopped", micro_batch_size=6, max_steps=2)
     assert train(RunConfig.model_validate(values), heartbeat=Interrupted(0, None)).step == 0
-    undisturbed = settings("undisturbed", 6, max_steps=2)
+    undisturbed = settings("undisturbed", micro_batch_size=6, max_steps=2)
     for continued in (values, undisturbed):
         ranks.run(2, rank_work.once, continued, environment=ranks.zero(1))
     found = [ranks.digests(Path(one["output"]), 2) for one in (values, undisturbed)]
@@ -174,7 +167,7 @@ def test_only_the_last_micro_batch_of_a_step_communicates(
 ) -> None:
     made = {}
     for stage in (0, 1, 2):
-        values = settings(f"zero {stage}", 4, max_steps=2)
+        values = settings(f"zero {stage}", micro_batch_size=4, max_steps=2)
         file = tmp_path / f"{stage}.json"
         ranks.run(2, rank_work.collectives, values, file, environment=ranks.zero(stage))
         made[stage] = json.loads(file.read_text(encoding="utf-8"))
@@ -205,6 +198,6 @@ def test_batches_that_do_not_divide_are_refused_with_sizes_that_do(
         accumulation_steps(config, world)
     for rows in map(int, fits.split(" or ")):
         assert rows % (world * (1 if micro == "auto" else int(micro))) == 0
-    even = RunConfig.model_validate(settings("even", 3))
+    even = RunConfig.model_validate(settings("even", micro_batch_size=3))
     assert accumulation_steps(even, 8) == 1
     assert accumulation_steps(even.with_train(micro_batch_size="auto"), 8) is None

@@ -62,20 +62,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Settings) -> Settings:
-    """Return 4 steps of 8 rows, without the keys `precision` and `micro_batch_size`."""
-
-    def make(name: str = "run", **train: Any) -> dict[str, Any]:
-        heads = {"num_attention_heads": 4, "num_hidden_layers": 1}
-        values = run_config(
-            tmp_path / name,
-            objective={"name": "mlm"},
-            model={"hidden_size": 32, "intermediate_size": 64, **heads},
-        )
-        settings = {"max_steps": 4, "global_batch_size": 8, "num_workers": 0, **train}
-        return {**values, "train": settings}
-
-    return make
+def settings(make_settings: Settings) -> Settings:
+    """Return 4 steps of 8 rows in the default precision, without the key `micro_batch_size`."""
+    heads = {"num_attention_heads": 4, "num_hidden_layers": 1}
+    return make_settings(
+        objective={"name": "mlm"},
+        model={"hidden_size": 32, "intermediate_size": 64, **heads},
+        train={"max_steps": 4, "global_batch_size": 8, "precision": "auto"},
+    )
 
 
 def run(values: dict[str, Any], **arguments: Any) -> Said:

@@ -25,19 +25,13 @@ Settings = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def settings(tmp_path: Path, run_config: Settings) -> Settings:
+def settings(teacher_folder: Path, make_settings: Settings) -> Settings:
     """Return 6 steps of 12 rows: one micro-batch a step for 3 ranks, a checkpoint at each step."""
-    save_teacher(tmp_path / "teacher")
-
-    def make(name: str = "run", **train: Any) -> dict[str, Any]:
-        return run_config(
-            tmp_path / name,
-            tmp_path / "teacher",
-            train={"max_steps": 6, "global_batch_size": 12, "micro_batch_size": 4, **train},
-            checkpoint={"every": 1, "keep": 10},
-        )
-
-    return make
+    return make_settings(
+        teacher_folder,
+        train={"max_steps": 6, "global_batch_size": 12, "micro_batch_size": 4},
+        checkpoint={"every": 1, "keep": 10},
+    )
 
 
 def answers(
