@@ -4,10 +4,18 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from data_prep.keys import Keys
 from data_prep.sources import Source
+
+Normalization = Literal["none", "nfc", "nfkc"]
 
 
 class TrainWordPiece(Keys):
@@ -16,15 +24,44 @@ class TrainWordPiece(Keys):
     BERT strips accents wherever it lower-cases; here these are two keys.
     """
 
+    kind: Literal["wordpiece"] = "wordpiece"
     vocab_size: Annotated[int, Field(ge=100, le=2**20)] = 30522  # as BERT
     lowercase: bool = True  # as bert-base-uncased
     strip_accents: bool = False  # accents distinguish words
+    normalization: Normalization = "none"  # BERT has none; a corpus is NFC already
+
+    @model_serializer(mode="wrap")
+    def without_later_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out later keys at their defaults: finished corpora recorded a config without."""
+        later = {"kind": "wordpiece", "normalization": "none"}
+        return {key: value for key, value in dump(self).items() if later.get(key) != value}
+
+
+class TrainByteLevelBPE(Keys):
+    """Hold the settings of a byte-level BPE that is trained on the corpus, as RoBERTa has one.
+
+    Every text can be written in it, so [UNK] never occurs. Its special tokens are RoBERTa's.
+    """
+
+    kind: Literal["byte-level-bpe"]
+    vocab_size: Annotated[int, Field(ge=300, le=2**20)] = 50265  # as RoBERTa
+    lowercase: bool = False  # as roberta-base
+    strip_accents: bool = False
+    normalization: Normalization = "nfc"  # so that any text is read as the corpus was cleaned
 
 
 class TrainTokenizer(Keys):
     """Hold `tokenizer: {train: {...}}`."""
 
-    train: TrainWordPiece
+    train: Annotated[TrainWordPiece | TrainByteLevelBPE, Field(discriminator="kind")]
+
+    @model_validator(mode="before")
+    @classmethod
+    def wordpiece_by_default(cls, values: Any) -> Any:
+        """Fill in the kind: `train: {vocab_size: 8000}` means WordPiece."""
+        if isinstance(values, dict) and isinstance(train := values.get("train"), dict):
+            values = {**values, "train": {"kind": TrainWordPiece().kind, **train}}
+        return values
 
 
 class VocabularyTokenizer(Keys):

@@ -22,7 +22,7 @@ from data_prep.sources import Document, Piece, Source
 from data_prep.sources.compressed import decompressed, is_compressed
 from data_prep.sources.files import opened
 from data_prep.tokens import load
-from data_prep.tokens.wordpiece import train
+from data_prep.tokens.training import train
 
 SAMPLE_BYTES = 2**22  # as stored, of each source
 PIECE_BYTES = 2**19

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from tokenizers.processors import TemplateProcessing
 
 from data_prep import CorpusError
-from data_prep.config import JsonTokenizer, VocabularyTokenizer
+from data_prep.config import JsonTokenizer, Normalization, VocabularyTokenizer
 from data_prep.disk import write_file
 from data_prep.disk.json_files import NotRegularError, canonical_sha256, parse_object, read_regular
 from data_prep.messages import error_line
@@ -305,12 +305,21 @@ def read_vocabulary(path: Path) -> list[str]:
     return vocabulary
 
 
+def normalizer(normalization: Normalization, *steps: Any) -> Any:
+    """Return Unicode's normalisation followed by `steps`; one step stands alone."""
+    unicode: dict[str, list[Any]]
+    unicode = {"none": [], "nfc": [normalizers.NFC()], "nfkc": [normalizers.NFKC()]}
+    all_steps = [*unicode[normalization], *steps]
+    return all_steps[0] if len(all_steps) == 1 else normalizers.Sequence(all_steps)
+
+
 def word_piece(
     vocabulary: Sequence[str],
     lowercase: bool | None = None,
     strip_accents: bool | None = None,
     chinese: bool = True,
     *,
+    normalization: Normalization = "none",
     origin: str,
 ) -> Tokens:
     """Build BERT's WordPiece over a vocabulary.
@@ -320,6 +329,7 @@ def word_piece(
         lowercase: None: if no entry has an upper-case letter.
         strip_accents: None: if it lower-cases, as BERT does.
         chinese: separate Chinese characters from their neighbours.
+        normalization: Unicode's, before BERT's own.
         origin: opens the message of a CorpusError.
     """
     if lowercase is None:
@@ -328,8 +338,11 @@ def word_piece(
         lowercase = all(word == word.lower() for word in words)
     numbered = {token: id for id, token in enumerate(vocabulary)}
     backend = Tokenizer(models.WordPiece(numbered, unk_token=NAMES["unk"]))
-    backend.normalizer = normalizers.BertNormalizer(
-        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=chinese
+    backend.normalizer = normalizer(
+        normalization,
+        normalizers.BertNormalizer(
+            lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=chinese
+        ),
     )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()

@@ -11,19 +11,20 @@ from tokenizers.trainers import WordPieceTrainer
 
 from data_prep import CorpusError
 from data_prep.config import TrainWordPiece
-from data_prep.tokens import NAMES, Tokens, word_piece
+from data_prep.tokens import NAMES, Tokens, normalizer, word_piece
 from data_prep.tokens.long_texts import split_text
 
 MAX_ALPHABET = 1000
 # WordPiece turns longer words into [UNK] anyway, and the trainer's memory grows with them.
-_LONG_WORD = re.compile(r"(\S{100})(?=\S)")
+LONG_WORD = re.compile(r"(\S{100})(?=\S)")
 
 
 def train(texts: Callable[[], Iterator[str]], settings: TrainWordPiece) -> Tokens:
     """Train on the texts that `texts()` yields, called twice; special tokens have ids 0 to 4."""
     backend = Tokenizer(models.WordPiece(unk_token=NAMES["unk"]))
     rules = {"lowercase": settings.lowercase, "strip_accents": settings.strip_accents}
-    backend.normalizer = normalizers.BertNormalizer(**rules)
+    unicode = settings.normalization
+    backend.normalizer = normalizer(unicode, normalizers.BertNormalizer(**rules))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     counts = np.zeros(0x110000, dtype=np.int64)  # of each code point
     for piece in (piece for text in texts() for piece in split_text(text)):
@@ -48,12 +49,13 @@ def train(texts: Callable[[], Iterator[str]], settings: TrainWordPiece) -> Token
         limit_alphabet=len(characters),
     )
     pieces = (piece for text in texts() for piece in split_text(text))
-    backend.train_from_iterator((_LONG_WORD.sub(r"\1 ", piece) for piece in pieces), trainer)
+    backend.train_from_iterator((LONG_WORD.sub(r"\1 ", piece) for piece in pieces), trainer)
     # The trained tokenizer holds every character as a special token: keep its vocabulary alone.
     trained = backend.get_vocab(with_added_tokens=True)
     vocabulary = sorted(trained, key=trained.__getitem__)
     assert vocabulary[: len(leading)] == leading
-    return word_piece(vocabulary, **rules, origin="the trained vocabulary")
+    origin = "the trained vocabulary"
+    return word_piece(vocabulary, **rules, normalization=unicode, origin=origin)
 
 
 def stripped_words(texts: Iterator[str]) -> dict[str, Any]:

@@ -14,14 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizers.processors import RobertaProcessing
-from tokenizers.trainers import BpeTrainer
+from tokenizers.processors import RobertaProcessing, TemplateProcessing
+from tokenizers.trainers import BpeTrainer, UnigramTrainer
+from transformers import AutoTokenizer
 
 from data_prep import CorpusError
-from data_prep.config import JsonTokenizer, VocabularyTokenizer
+from data_prep.config import JsonTokenizer, TrainTokenizer, VocabularyTokenizer
 from data_prep.messages import extra
 from data_prep.tokens import Tokens, load, word_piece
 from data_prep.tokens.long_texts import calls, split_text
+from data_prep.tokens.training import train
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [*SPECIAL, "[", "]", "mask", "sep", "pad", "hello", "world", "##s", ",", "e"]
@@ -397,29 +399,131 @@ def names() -> dict[str, str]:
 
 TRAIN = """
 import random, sys
-from data_prep.config import TrainWordPiece
-from data_prep.tokens.wordpiece import train
+from data_prep.config import TrainTokenizer
+from data_prep.tokens.training import train
 draw = random.Random(0)
 letters = "abcdefghij\\u00e9\\u4e2d"
 words = ["".join(draw.choices(letters, k=draw.randint(1, 9))) for _ in range(400)]
 texts = [" ".join(draw.choices(words, k=50)) for _ in range(100)]
-print("\\n".join(train(lambda: iter(texts), TrainWordPiece(vocab_size=300)).vocabulary))
+settings = TrainTokenizer(train={"kind": sys.argv[1], "vocab_size": 320}).train
+print("\\n".join(train(lambda: iter(texts), settings).vocabulary))
 """
 
 
-def test_training_twice_gives_one_vocabulary(tmp_path: Path) -> None:
+def train_twice(kind: str) -> list[str]:
+    """Train in two processes, whose hash maps have other orders; compare, and return the tokens."""
     environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
     runs = [
         subprocess.run(
-            [sys.executable, "-c", TRAIN], capture_output=True, check=True, env=environment
+            [sys.executable, "-c", TRAIN, kind], capture_output=True, check=True, env=environment
         ).stdout.decode()
         for _ in range(2)
     ]
     assert runs[0] == runs[1]
-    vocabulary = runs[0].split()
-    assert len(vocabulary) == 300
+    vocabulary = runs[0].split("\n")[:-1]
+    assert len(vocabulary) == np.unique(vocabulary).size == 320
+    return vocabulary
+
+
+def test_training_wordpiece_twice_gives_one_vocabulary() -> None:
+    vocabulary = train_twice("wordpiece")
     assert vocabulary[:5] == SPECIAL
     assert vocabulary[5:10] == ["a", "b", "c", "d", "e"]
     assert "\u00e9" in vocabulary
     assert any(len(token) > 3 for token in vocabulary[5:])
-    assert np.unique(vocabulary).size == 300
+
+
+def test_training_byte_level_bpe_twice_gives_one_vocabulary() -> None:
+    vocabulary = train_twice("byte-level-bpe")
+    assert vocabulary[:5] == ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    assert sorted(vocabulary[5:261]) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert any(len(token) > 3 for token in vocabulary[261:])
+
+
+GERMAN = [
+    "Die Stra\u00dfe \u00fcber M\u00fcnchen f\u00fchrt nach K\u00f6ln.",
+    "Gr\u00fc\u00dfe aus \u00c4gypten!",
+]
+
+
+def trained(**keys: Any) -> Tokens:
+    """Train a byte-level BPE on German."""
+    keys = {"kind": "byte-level-bpe", "vocab_size": 400, **keys}
+    return train(lambda: iter(GERMAN * 20), TrainTokenizer.model_validate({"train": keys}).train)
+
+
+def test_a_trained_byte_level_bpe_writes_any_text(tmp_path: Path) -> None:
+    tokens = trained()
+    for text in (*GERMAN, "<mask> \u4e2d\u6587 \U0001f469\u200d\U0001f4bb </s>", "a\tb"):
+        ids = tokens.encode(text)
+        assert tokens.decode(ids) == text
+        assert ids.min() > 4, "text never becomes a special token"
+    whole = " M\u00fcnchen"
+    assert len(tokens.encode(whole)) < len(whole.encode()) / 3
+    tokens.save(tmp_path, 64)
+    assert load(tmp_path).record() == load(tmp_path / "tokenizer.json").record() == tokens.record()
+    # As users load it: the space before <mask> belongs to the token that it hides.
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    ids = loaded("nach <mask>.")["input_ids"]
+    assert ids == [0, *tokens.encode("nach"), 4, *tokens.encode("."), 2]
+    assert (loaded.pad_token, loaded.mask_token, loaded.model_max_length) == ("<pad>", "<mask>", 64)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text", "expected"),
+    [
+        ({}, "Gru\u0308\u00dfe", "Gr\u00fc\u00dfe"),
+        ({"normalization": "none"}, "Gru\u0308\u00dfe", "Gru\u0308\u00dfe"),
+        ({"normalization": "nfkc"}, "\ufb01n \u00bd", "fin 1\u20442"),
+        ({"lowercase": True}, "\u00c4gypten", "\u00e4gypten"),
+        ({"strip_accents": True}, "\u00c4gypten", "Agypten"),
+        ({"lowercase": True, "strip_accents": True}, "Gru\u0308\u00dfe", "gru\u00dfe"),
+    ],
+    ids=str,
+)
+def test_the_normalisation_of_a_byte_level_bpe(
+    keys: dict[str, Any], text: str, expected: str
+) -> None:
+    tokens = trained(**keys)
+    assert tokens.decode(tokens.encode(text)) == expected
+
+
+def test_nothing_to_train_a_byte_level_bpe_on_is_refused() -> None:
+    settings = TrainTokenizer.model_validate({"train": {"kind": "byte-level-bpe"}}).train
+    with pytest.raises(CorpusError, match="no text to train on"):
+        train(lambda: iter([]), settings)
+
+
+def test_new_keys_do_not_change_the_recorded_config_of_old_corpora() -> None:
+    keys = {"vocab_size": 8000, "lowercase": True, "strip_accents": False}
+    recorded = TrainTokenizer.model_validate({"train": {"vocab_size": 8000}}).model_dump()
+    assert recorded == {"train": keys}
+    wordpiece = {**keys, "normalization": "nfkc"}
+    assert TrainTokenizer.model_validate({"train": wordpiece}).model_dump() == {"train": wordpiece}
+
+
+def test_unigram_is_encoded_as_by_its_own_library(tmp_path: Path) -> None:
+    """Train a SentencePiece-like Unigram model of 300 tokens, as XLM-R and CamemBERT have one."""
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    theirs = Tokenizer(models.Unigram())
+    theirs.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
+    theirs.decoder = decoders.Metaspace()
+    trainer = UnigramTrainer(
+        vocab_size=300, show_progress=False, special_tokens=special, unk_token="<unk>"
+    )
+    theirs.train_from_iterator(GERMAN * 20, trainer)
+    theirs.post_processor = TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> </s> $B </s>",
+        special_tokens=[("<s>", 0), ("</s>", 2)],
+    )
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    tokens = load(tmp_path / "tokenizer.json")
+    assert [getattr(tokens.special_ids, role) for role in ("cls", "pad", "sep", "unk", "mask")] == [
+        *range(5)
+    ]
+    text = " ".join(GERMAN * 9000)  # longer than one call of the encoder
+    assert [0, *tokens.encode(text), 2] == theirs.encode(text).ids
+    assert tokens.decode(tokens.encode(GERMAN[0])) == GERMAN[0]

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_prep.config import JsonTokenizer, TrainTokenizer, TrainWordPiece, VocabularyTokenizer
+from data_prep.config import (
+    JsonTokenizer,
+    TrainByteLevelBPE,
+    TrainTokenizer,
+    TrainWordPiece,
+    VocabularyTokenizer,
+)
 from data_prep.duplicates.dedup import draw
 from data_prep.pipeline.stage import Planned, Stage
 from data_prep.pipeline.stages.deduplicate import TRAIN, fates_file
 from data_prep.pipeline.stages.documents import read_index, read_part
 from data_prep.tokens import load
-from data_prep.tokens.wordpiece import stripped_words, train
+from data_prep.tokens.training import train
+from data_prep.tokens.wordpiece import stripped_words
 
 if TYPE_CHECKING:
     from data_prep.pipeline.plan import Plan
@@ -28,7 +35,7 @@ TEXT_BYTES = 2**30
 class VocabularyTask:
     """Hold the tokenizer to load, or how to train one and on which parts of which units."""
 
-    tokenizer: str | VocabularyTokenizer | JsonTokenizer | TrainWordPiece
+    tokenizer: str | VocabularyTokenizer | JsonTokenizer | TrainWordPiece | TrainByteLevelBPE
     model_max_length: int
     extracted: tuple[Path, ...]
     part_names: tuple[tuple[str, ...], ...]
@@ -68,7 +75,7 @@ def _plan(plan: Plan) -> Iterator[Planned]:
 def vocabulary(task: VocabularyTask, folder: Path) -> dict[str, Any]:
     """Write the tokenizer's files."""
     accents = {}
-    if isinstance(task.tokenizer, TrainWordPiece):
+    if isinstance(task.tokenizer, TrainWordPiece | TrainByteLevelBPE):
         tokens = train(lambda: _texts(task), task.tokenizer)
         if task.tokenizer.strip_accents:
             accents = {"accents": stripped_words(_texts(task))}
