@@ -72,7 +72,12 @@ class MaskingConfig(Keys):
 
 
 class Optimizer(Keys):
-    """Configure AdamW with linear warm-up and linear decay to 0; the defaults are DistilBERT's."""
+    """Configure AdamW and its learning rate; the defaults are DistilBERT's.
+
+    After a linear warm-up the rate falls to 0: in a line, as half a cosine, or (wsd) it stays at
+    its peak and falls in a line over the last `decay_ratio` of the steps. A wsd run keeps the
+    checkpoint before its decay, and `resume_from` continues from there.
+    """
 
     learning_rate: float = Field(5.0e-4, gt=0, le=100)  # the peak, at the end of the warm-up
     betas: tuple[_Beta, _Beta] = (0.9, 0.98)  # RoBERTa's second one: more stable in large batches
@@ -80,6 +85,30 @@ class Optimizer(Keys):
     weight_decay: float = Field(0.0, ge=0, le=100)  # on matrices only
     warmup_ratio: float = Field(0.05, ge=0, lt=1)  # of all steps
     max_grad_norm: float = Field(5.0, gt=0, le=1e9)  # of the whole gradient, before the update
+    schedule: Literal["linear", "cosine", "wsd"] = "linear"  # as the authors
+    decay_ratio: float = Field(0.1, gt=0, le=1)  # of all steps, with schedule wsd
+
+    @model_validator(mode="after")
+    def schedule_fits(self) -> Optimizer:
+        """Refuse a decay that another schedule would ignore, or that begins in the warm-up."""
+        if (
+            self.schedule != "wsd"
+            and self.decay_ratio != Optimizer.model_fields["decay_ratio"].default
+        ):
+            raise ValueError(f"decay_ratio is for schedule wsd; schedule {self.schedule} has none")
+        if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
+            raise ValueError("warmup_ratio and decay_ratio are more than 1 together")
+        return self
+
+    def warmup(self, num_steps: int) -> int:
+        """Return the number of steps of the warm-up."""
+        return round(self.warmup_ratio * num_steps)
+
+    def decay_start(self, num_steps: int) -> int:
+        """Return the steps before the rate falls: those of the warm-up, and in wsd more."""
+        if self.schedule == "wsd":
+            return num_steps - max(1, round(self.decay_ratio * num_steps))
+        return self.warmup(num_steps)
 
 
 class Train(Keys):
@@ -142,6 +171,9 @@ class Logging(Keys):
 class RunConfig(Keys):
     """Configure one training run.
 
+    `resume_from` names another run: this one begins with its weights, optimizer state and position,
+    and may have another `train.max_steps` and another schedule. Of a wsd run it continues from the
+    checkpoint before the decay, of any other from the newest.
     With `teacher_vocabulary: same` the user asserts that a teacher without tokenizer files has the
     shards' vocabulary, or that case and accents may be treated differently than by its tokenizer.
     The vocabulary in tokenizer files is compared in any case.
@@ -149,6 +181,7 @@ class RunConfig(Keys):
 
     output: Path
     shards: Path
+    resume_from: Path | None = None
     teacher: str | None = None
     teacher_vocabulary: Literal["same"] | None = None
     model: Model | None = None
@@ -199,7 +232,7 @@ class RunConfig(Keys):
         """
         freely_changed = {"micro_batch_size", "num_workers", "skip_non_finite", "compare_every"}
         freely_changed |= {"compile", "activation_checkpointing"}
-        others = ["output", "shards", "teacher", "teacher_vocabulary"]
+        others = ["output", "resume_from", "shards", "teacher", "teacher_vocabulary"]
         others += ["evaluation", "checkpoint", "logging"]
         return self.model_dump(
             mode="json", exclude={**dict.fromkeys(others, True), "train": freely_changed}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from pydantic import ValidationError
 from torch import Tensor
 
+from data_prep.messages import error_line
 from data_prep.shards import Manifest, load_manifest, open_shards
 from pretrain import RunError, checkpoint
 from pretrain.checkpoint import Saved, check_optimizer
-from pretrain.config import RunConfig, accumulation_steps, with_defaults
+from pretrain.config import Optimizer, RunConfig, accumulation_steps, with_defaults
 from pretrain.data.order import Order
 from pretrain.data.rows import Skip, StepDataset, build_masking, check_workers, with_skip
 from pretrain.device.precision import PRECISIONS, choose
@@ -23,8 +27,14 @@ from pretrain.model.loading import check_row_length, load_model
 from pretrain.model.student import build_bert, build_student
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
+from pretrain.output import no_checkpoint
 from pretrain.state import FIELDS, TrainState
 
+# What a run that continues another one may change.
+_SCHEDULE = (
+    *("train.max_steps", "train.epochs", "optimizer.schedule"),
+    *("optimizer.warmup_ratio", "optimizer.decay_ratio"),
+)
 # The keys of state.json that a run continues from.
 _NEEDED = (*FIELDS, "shaping", "shards", "teacher")
 
@@ -42,6 +52,7 @@ class Inputs:
     optimizer: dict[str, Tensor]
     dataset: StepDataset
     tokenizer: dict[str, bytes]  # its files, by name
+    resumed_at: int | None  # the step at which it left the run that `resume_from` names
 
     def names(self, stop_after: int | None) -> dict[str, str]:
         """Return what all ranks must have loaded identically; only paths may differ."""
@@ -73,6 +84,11 @@ def load_inputs(
     accumulation_steps(config, ranks.num_processes)  # raises if they do not divide
     # Before precision and teacher: a resumed run keeps its precision.
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
+    resumed_at = saved.state.get("resumed_at") if saved else None
+    branches = saved is None and config.resume_from is not None
+    if saved is None and config.resume_from is not None:
+        saved = branch_point(config.resume_from, progress.say)
+        resumed_at = saved.step
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
     teacher = None
     if config.teacher is not None:
@@ -83,7 +99,7 @@ def load_inputs(
     student: MaskedLM
     optimizer: dict[str, Tensor] = {}
     if saved is not None:
-        check_same_run(config, manifest, teacher, saved)
+        check_same_run(config, manifest, teacher, saved, _SCHEDULE if branches else ())
         student = load_model(saved.folder / "student").train()
         if teacher and student.config.hidden_size != teacher.model.config.hidden_size:
             raise RunError(
@@ -112,9 +128,23 @@ def load_inputs(
         world=ranks.num_processes,
         skips=state.skip_rows,
     )
+    if branches and saved is not None:
+        num_steps = config.train.max_steps or dataset.order.steps_for(config.train.epochs)
+        check_schedule(config.optimizer, saved, num_steps)
     positions = student.config.max_position_embeddings
     tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
-    return Inputs(config, manifest, teacher, saved, state, student, optimizer, dataset, tokenizer)
+    return Inputs(
+        config,
+        manifest,
+        teacher,
+        saved,
+        state,
+        student,
+        optimizer,
+        dataset,
+        tokenizer,
+        resumed_at,
+    )
 
 
 def resolve_precision(
@@ -151,18 +181,70 @@ def resolve_precision(
     return config.with_train(precision=precision)
 
 
+def branch_point(run: Path, warn: Callable[[str], None]) -> Saved:
+    """Return the checkpoint of another run that `resume_from` continues from.
+
+    Raises:
+        RunError: it has none, or another version wrote it.
+    """
+    saved = checkpoint.newest(run / "checkpoints", warn)
+    if saved is None:
+        raise no_checkpoint(run)
+    try:
+        optimizer = RunConfig.model_validate(saved.state["config"]).optimizer
+        start = optimizer.decay_start(int(saved.state["num_steps"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"resume_from: {saved.folder}: state.json is not as this version writes it "
+            f"({error_line(error)})"
+        ) from None
+    if optimizer.schedule == "wsd" and saved.step > start:
+        saved = checkpoint.newest(run / "checkpoints", warn, last=start)
+        if saved is None or saved.step != start:
+            raise RunError(
+                f"resume_from: {run} has no checkpoint of step {start}, before its decay; restore "
+                "it, or start a new run with student.init"
+            )
+    return saved
+
+
+def check_schedule(config: Optimizer, saved: Saved, num_steps: int) -> None:
+    """Refuse a schedule that has ended, or is still in its warm-up, where another run is left.
+
+    Raises:
+        RunError: names the key to change.
+    """
+    warmup = config.warmup(num_steps)
+    if saved.step >= num_steps:
+        raise RunError(
+            f"resume_from: {saved.folder} is at step {saved.step} and this run ends at step "
+            f"{num_steps}; set train.max_steps to more"
+        )
+    if saved.step < warmup:
+        raise RunError(
+            f"resume_from: {saved.folder} is at step {saved.step}, within this run's warm-up of "
+            f"{warmup} steps; set optimizer.warmup_ratio to at most {saved.step / num_steps:.2g}"
+        )
+
+
 def check_same_run(
-    config: RunConfig, manifest: Manifest, teacher: Teacher | None, saved: Saved
+    config: RunConfig,
+    manifest: Manifest,
+    teacher: Teacher | None,
+    saved: Saved,
+    may_change: Sequence[str] = (),
 ) -> None:
     """Refuse to continue a checkpoint with another recipe, other data or another teacher."""
     # A sealed file of this format has all keys, unless another program wrote it.
     if lacking := [key for key in _NEEDED if key not in saved.state]:
         raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
     before, now = flatten(saved.state["shaping"]), flatten(config.shaping())
+    with suppress(ValidationError):  # keys that its version did not have are at their defaults
+        before = flatten(RunConfig.model_validate(saved.state["config"]).shaping()) | before
     changes = [
         f"{key} was {before.get(key)} and is now {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+        if before.get(key) != now.get(key) and key not in may_change
     ]
     if saved.state["shards"] != manifest.digest:
         changes.append(f"the shards in {config.shards} are other ones")

@@ -31,6 +31,8 @@ def check_output(config: RunConfig) -> None:
         inputs["teacher"] = [teacher, teacher.partition("@")[0]]
     if isinstance(init, str) and init not in ("teacher", "random"):
         inputs["student.init"] = [init]
+    if config.resume_from is not None:
+        inputs["resume_from"] = [str(config.resume_from)]
     # Links resolved, so that two names of one folder are equal.
     here = Path(os.path.realpath(output))
     for key, names in inputs.items():
@@ -117,12 +119,14 @@ def check_model(folder: Path) -> None:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Refuse missing shards, and a teacher's path without a model.
+    """Refuse missing shards, a teacher's path without a model, and a run without a checkpoint.
 
     Raises:
         CorpusError, RunError: names the path.
     """
     load_manifest(config.shards)
+    if config.resume_from is not None:
+        check_run(config.resume_from)
     if config.teacher is not None:
         check_teacher(config.teacher)
 

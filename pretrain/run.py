@@ -59,6 +59,13 @@ class Run:
     state: TrainState
     ended: Ended = "up to date"
     micro_batch: dict[str, Any] | None = None
+    resumed_at: int | None = None  # the step at which it left the run that `resume_from` names
+
+    @property
+    def before_decay(self) -> bool:
+        """Return whether this is the last step at the peak of the rate in schedule wsd."""
+        config = self.config.optimizer
+        return config.schedule == "wsd" and self.state.step == config.decay_start(self.num_steps)
 
     @property
     def share(self) -> int:
@@ -150,6 +157,7 @@ def build(
         spikes=SpikeDetector(),
         num_steps=config.train.max_steps or epochs,
         state=inputs.state,
+        resumed_at=inputs.resumed_at,
     )
 
 
@@ -170,6 +178,8 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
     state = {
         **run.state.write(),
         "num_steps": run.num_steps,
+        "before_decay": run.before_decay,
+        "resumed_at": run.resumed_at,
         "config": config.model_dump(mode="json"),
         "micro_batch": run.micro_batch,
         "shaping": config.shaping(),

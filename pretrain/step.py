@@ -131,8 +131,16 @@ def micro_batches(run: Run, rows: MaskedRows) -> list[MicroBatch]:
 
 
 def learning_rate(config: Optimizer, step: int, num_steps: int) -> float:
-    """Warm up linearly to the peak, then decay linearly towards 0; `step` counts from 0."""
-    warmup = round(config.warmup_ratio * num_steps)
+    """Return the rate of a step, counted from 0: up to the peak in a line, then towards 0."""
+    peak, warmup, start = (
+        config.learning_rate,
+        config.warmup(num_steps),
+        config.decay_start(num_steps),
+    )
     if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
-    return config.learning_rate * (num_steps - step) / (num_steps - warmup)
+        return peak * (step + 1) / warmup
+    if step < start:
+        return peak
+    if config.schedule == "cosine":
+        return peak * (1 + math.cos(math.pi * (step - start) / (num_steps - start))) / 2
+    return peak * (num_steps - step) / (num_steps - start)

@@ -158,7 +158,7 @@ def loop(run: Run, batches: Iterator[MaskedRows], last: int, signals: Signals) -
         if run.due(config.evaluation.every):
             validate(run)
             clock.rates(state.tokens)  # evaluation is not training time
-        if state.step == last or run.due(config.checkpoint.every):
+        if state.step == last or run.due(config.checkpoint.every) or run.before_decay:
             save_checkpoint(run, wait=state.step == last)
     run.ended = "finished" if last == run.num_steps else "stopped"
 

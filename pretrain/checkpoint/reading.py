@@ -54,15 +54,21 @@ class DamagedError(ValueError):
     """Report that a checkpoint differs from what was written, and where."""
 
 
-def newest(root: Path, warn: Callable[[str], None]) -> Saved | None:
+def newest(root: Path, warn: Callable[[str], None], last: int | None = None) -> Saved | None:
     """Return the newest checkpoint that verifies; `warn` of each that was skipped, and why.
+
+    With `last`, only checkpoints of at most that step count.
 
     Raises:
         RunError: no checkpoint verifies, or one is of another version.
     """
     skipped: set[Path] = set()
     # List again each time: a running training may remove one while it is read here.
-    while left := [item for item in checkpoints(root).items() if item[1] not in skipped]:
+    while left := [
+        (step, folder)
+        for step, folder in checkpoints(root).items()
+        if folder not in skipped and (last is None or step <= last)
+    ]:
         step, folder = left[0]
         try:
             return Saved(step, folder, read_state(folder))

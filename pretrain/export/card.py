@@ -44,6 +44,8 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
         )
     elif teacher is not None:
         how += "; no term compares it with the teacher"
+    if state.get("resumed_at"):
+        how += f"; continued from step {state['resumed_at']:,} of another run"
     size = sum(p.numel() for p in student.parameters())
 
     # Validation figures.

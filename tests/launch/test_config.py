@@ -44,15 +44,17 @@ def test_the_paper_config_has_the_published_values() -> None:
         "weight_decay": 0.0,
         "warmup_ratio": 0.05,
         "max_grad_norm": 5.0,
+        "schedule": "linear",
+        "decay_ratio": 0.1,  # of wsd alone
     }
 
 
-def test_a_run_has_fewer_than_ninety_keys() -> None:
+def test_both_configs_have_fewer_than_130_keys() -> None:
     from launch.config import _keys
 
     paths = _keys(RunConfig)[0] | _keys(CorpusConfig)[0]
     sections = {path.rpartition(".")[0] for path in paths}
-    assert len(paths - sections) < 90
+    assert len(paths - sections) < 130
 
 
 def test_overrides_reach_nested_keys_and_lists(tmp_path: Path) -> None:
