@@ -15,6 +15,7 @@ from pretrain.objectives.mlm import MaskedLanguageModel
 
 Objective = Annotated[DistilBert | MaskedLanguageModel, Field(discriminator="name")]
 ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
+_Share = Annotated[float, Field(ge=0, lt=1)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -65,10 +66,21 @@ class Student(Keys):
 
 
 class MaskingConfig(Keys):
-    """Select the tokens to predict: 15 % of each row, uniformly or weighted by frequency."""
+    """Select the tokens to predict: 15 % of each row.
 
-    probability: float = Field(0.15, gt=0, lt=1)  # as BERT
-    mode: Literal["uniform", "smoothed"] = "uniform"  # "smoothed" by count ** -0.7, as the authors
+    `probability: [0.3, 0.15]` changes linearly from the first step to the last, and 0 corrupts
+    nothing. Tokens are drawn uniformly, weighted by count ** -0.7 ("smoothed", as DistilBERT's
+    authors), as whole words, or as spans of 3.8 words in the mean (SpanBERT). Evaluation is uniform
+    at 15 % in every run, so that runs compare.
+    """
+
+    probability: _Share | tuple[_Share, _Share] = 0.15  # as BERT
+    mode: Literal["uniform", "smoothed", "whole_word", "span"] = "uniform"
+
+    @property
+    def ends(self) -> tuple[float, float | None]:
+        """Return the probability at the first step, and at the last if it changes."""
+        return self.probability if isinstance(self.probability, tuple) else (self.probability, None)
 
 
 class Optimizer(Keys):
@@ -205,6 +217,11 @@ class RunConfig(Keys):
     @model_validator(mode="after")
     def _teacher_or_model(self) -> RunConfig:
         name = self.objective.name
+        if (term := self.objective.on_masked) and not any(self.masking.ends):
+            raise ValueError(
+                f"masking.probability is 0, and the term {term} of objective {name} is computed on "
+                f"masked tokens: set another probability, or objective.{term}: 0"
+            )
         if self.objective.needs_teacher:
             if self.teacher is None:
                 raise ValueError(f"objective {name} needs `teacher:`, a folder or a hub name")

@@ -82,12 +82,15 @@ def load_inputs(
     manifest = load_manifest(config.shards)
     config = with_defaults(config, ranks.device.type, ranks.num_processes)
     accumulation_steps(config, ranks.num_processes)  # raises if they do not divide
+    num_rows = manifest.splits["train"].rows
+    order = Order(num_rows, config.train.global_batch_size, config.train.seed)
+    num_steps = config.train.max_steps or order.steps_for(config.train.epochs)
     # Before precision and teacher: a resumed run keeps its precision.
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
     resumed_at = saved.state.get("resumed_at") if saved else None
     branches = saved is None and config.resume_from is not None
     if saved is None and config.resume_from is not None:
-        saved = branch_point(config.resume_from, progress.say)
+        saved = branch_point(config.resume_from, config.optimizer, num_steps, progress.say)
         resumed_at = saved.step
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
     teacher = None
@@ -119,18 +122,14 @@ def load_inputs(
     state = TrainState.from_checkpoint(saved.state) if saved else TrainState()
     for first, last in skip_rows:
         state.skip_rows = with_skip(state.skip_rows, Skip(first, last, state.step))
-    rows = open_shards(config.shards)
     dataset = StepDataset(
-        rows,
-        Order(len(rows), config.train.global_batch_size, config.train.seed),
-        build_masking(config.masking, config.shards, manifest, config.train.seed),
+        open_shards(config.shards),
+        order,
+        build_masking(config.masking, config.shards, manifest, config.train.seed, num_steps),
         rank=ranks.process_index,
         world=ranks.num_processes,
         skips=state.skip_rows,
     )
-    if branches and saved is not None:
-        num_steps = config.train.max_steps or dataset.order.steps_for(config.train.epochs)
-        check_schedule(config.optimizer, saved, num_steps)
     positions = student.config.max_position_embeddings
     tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
     return Inputs(
@@ -181,39 +180,39 @@ def resolve_precision(
     return config.with_train(precision=precision)
 
 
-def branch_point(run: Path, warn: Callable[[str], None]) -> Saved:
+def branch_point(
+    run: Path, config: Optimizer, num_steps: int, warn: Callable[[str], None]
+) -> Saved:
     """Return the checkpoint of another run that `resume_from` continues from.
 
+    Args:
+        run: the other run.
+        config: of this run.
+        num_steps: of this run.
+        warn: receives checkpoints that do not verify.
+
     Raises:
-        RunError: it has none, or another version wrote it.
+        RunError: it has none, another version wrote it, or this run's schedule has ended there or
+            is still in its warm-up.
     """
     saved = checkpoint.newest(run / "checkpoints", warn)
     if saved is None:
         raise no_checkpoint(run)
     try:
-        optimizer = RunConfig.model_validate(saved.state["config"]).optimizer
-        start = optimizer.decay_start(int(saved.state["num_steps"]))
+        theirs = RunConfig.model_validate(saved.state["config"]).optimizer
+        start = theirs.decay_start(int(saved.state["num_steps"]))
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(
             f"resume_from: {saved.folder}: state.json is not as this version writes it "
             f"({error_line(error)})"
         ) from None
-    if optimizer.schedule == "wsd" and saved.step > start:
+    if theirs.schedule == "wsd" and saved.step > start:
         saved = checkpoint.newest(run / "checkpoints", warn, last=start)
         if saved is None or saved.step != start:
             raise RunError(
                 f"resume_from: {run} has no checkpoint of step {start}, before its decay; restore "
                 "it, or start a new run with student.init"
             )
-    return saved
-
-
-def check_schedule(config: Optimizer, saved: Saved, num_steps: int) -> None:
-    """Refuse a schedule that has ended, or is still in its warm-up, where another run is left.
-
-    Raises:
-        RunError: names the key to change.
-    """
     warmup = config.warmup(num_steps)
     if saved.step >= num_steps:
         raise RunError(
@@ -225,6 +224,7 @@ def check_schedule(config: Optimizer, saved: Saved, num_steps: int) -> None:
             f"resume_from: {saved.folder} is at step {saved.step}, within this run's warm-up of "
             f"{warmup} steps; set optimizer.warmup_ratio to at most {saved.step / num_steps:.2g}"
         )
+    return saved
 
 
 def check_same_run(

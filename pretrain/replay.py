@@ -93,8 +93,8 @@ class Replay:
             raise RunError(f"rank {rank}: the ranks of this layout are 0 to {self.world_size - 1}")
         from pretrain.data.rows import build_masking
 
-        folder, manifest = self.shards.folder, self.shards.manifest
-        masking = build_masking(self.config.masking, folder, manifest, self.config.train.seed)
+        folder, manifest, seed = self.shards.folder, self.shards.manifest, self.config.train.seed
+        masking = build_masking(self.config.masking, folder, manifest, seed, self.num_steps)
         return self._rows(masking, range(self.world_size) if rank is None else [rank])
 
     def _rows(self, masking: Masking, ranks: Iterable[int]) -> Iterator[ReplayedRow]:

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.data.hashing import MASK32, derive, root
+from pretrain.data.words import draw_words
 
 IGNORE = -100  # label of a slot without a prediction: the default of torch's cross-entropy
 
 _MASKING = 2  # this use of the seed; order and dropout have other numbers
-_SELECT, _ACTION, _REPLACE = range(3)
+_SELECT, _ACTION, _REPLACE, _LENGTH = range(4)
 _POSITION_BITS = 12  # row lengths up to 4,096
 _POSITION = (1 << _POSITION_BITS) - 1
 _UNSELECTABLE = (1 << 63) - (1 << _POSITION_BITS)
@@ -43,6 +44,7 @@ class Masking:
 
     Args:
         probability: share of a row's ordinary tokens that is selected (0.15 in BERT).
+        final: the share at the last of `num_steps` steps; in between it changes linearly.
         special_ids: ids that are neither selected nor inserted.
         mask_id: the id of [MASK].
         vocab_size: V.
@@ -50,6 +52,8 @@ class Masking:
         smoothing: None draws uniformly; for frequency-weighted masking, an integer table [V]
             proportional to count**0.7: a token is drawn with weight count**-0.7, so rare tokens are
             predicted more often (XLM; DistilBERT's training code).
+        goes_on: None draws single tokens; for whole words, which tokens continue one [V].
+        spans: draw spans of words; each is replaced as a whole, 80/10/10 (SpanBERT, section 3.1).
         replace: "80/10/10" for training; "mask" puts [MASK] everywhere, for evaluation.
     """
 
@@ -59,25 +63,31 @@ class Masking:
     vocab_size: int
     seed: int
     smoothing: NDArray[np.int64] | None = None
+    final: float | None = None
+    num_steps: int = 1
+    goes_on: NDArray[np.bool_] | None = None
+    spans: bool = False
     replace: Literal["80/10/10", "mask"] = "80/10/10"
 
     def num_slots(self, row_length: int) -> int:
         """Return K, the most tokens that can be selected in a row of `row_length`."""
-        return max(1, int(self._num_wanted(np.int64(row_length))))
+        shares = (self._share(0), self._share(self.num_steps - 1))
+        return max(1, int(_num_wanted(np.int64(row_length), max(shares))))
 
     def __call__(
-        self, input_ids: NDArray[Any], epochs: NDArray[Any], rows: NDArray[Any]
+        self, input_ids: NDArray[Any], epochs: NDArray[Any], rows: NDArray[Any], step: int = 0
     ) -> MaskedRows:
-        """Corrupt rows `input_ids` [B, L], given each row's epoch [B] and number [B].
+        """Corrupt rows `input_ids` [B, L], given each row's epoch [B] and number [B], and the step.
 
         The result is int64, except for its `input_ids`: they keep their type, which in the shards
         takes a quarter of the memory.
         """
         num_rows, length = input_ids.shape
         assert length <= 1 << _POSITION_BITS
-        # `keys` [3, B, 1]: one 32-bit key for each purpose (selection, action, replacement) and
-        # row. It is a bijection of the row number, so no two rows of an epoch share a mask.
-        words: list[Any] = [np.asarray(x, dtype=np.uint32) for x in (epochs, np.arange(3), rows)]
+        # `keys` [4, B, 1]: one 32-bit key for each purpose (selection, action, replacement, length
+        # of spans) and row. It is a bijection of the row number, so no two rows of an epoch share a
+        # mask.
+        words: list[Any] = [np.asarray(x, dtype=np.uint32) for x in (epochs, np.arange(4), rows)]
         epoch, purpose, number = words  # uint32, in which `mix` is fast
         base = derive(root(self.seed, _MASKING), epoch)
         keys = derive(derive(base, purpose[:, None]), number)[:, :, None]
@@ -93,16 +103,20 @@ class Masking:
             block = slice(start, start + size)
             result.input_ids[block] = input_ids[block]
             ids = np.asarray(input_ids[block], dtype=np.int64)  # the fastest index into tables
-            self._corrupt(ids, MaskedRows(*(values[block] for values in result)), keys[:, block])
+            parts = MaskedRows(*(values[block] for values in result))
+            self._corrupt(ids, parts, keys[:, block], self._share(step))
         return result
 
-    def _corrupt(self, ids: NDArray[np.int64], rows: MaskedRows, keys: NDArray[Any]) -> None:
+    def _corrupt(
+        self, ids: NDArray[np.int64], rows: MaskedRows, keys: NDArray[Any], share: int
+    ) -> None:
         """Select tokens and replace them, 80/10/10; fill in positions and labels.
 
         Args:
             ids: [B, L] int64.
             rows: the result, written in place; its `input_ids` begin as a copy of `ids`.
-            keys: [3, B, 1], a key of each row for selection, action and random replacement.
+            keys: [4, B, 1], a key of each row for each purpose.
+            share: of a row's ordinary tokens to select, in units of 2**-16.
         """
         num_rows, length = ids.shape
         num_slots = rows.positions.shape[1]
@@ -116,12 +130,22 @@ class Masking:
             # variates. The table of weights holds 1 / w up to a factor, so the product is E / w.
             chance = np.asarray(draw >> 16, dtype=np.int64)
             draw = _EXPONENTIAL[chance] * self.smoothing[ids]  # int64
+        drawn = None
+        if self.goes_on is not None:
+            lengths = derive(keys[_LENGTH], np.arange(length, dtype=keys.dtype))
+            drawn = draw_words(
+                draw, ids, self.goes_on, self._special, lengths if self.spans else None
+            )
+            draw = drawn.draw
         # Padding, [CLS], [SEP] and the like are special, so no slot points at them while ordinary
         # tokens are left.
         selectable = ~self._special[ids]
         slots = first_slots(draw, selectable, num_slots)
         # A row with fewer ordinary tokens uses fewer slots. The shape stays the same.
-        used = np.arange(num_slots) < self._num_wanted(selectable.sum(1))[:, None]
+        wanted = _num_wanted(selectable.sum(1), share)
+        used = np.arange(num_slots) < wanted[:, None]
+        if drawn is not None:
+            used &= _whole(drawn.word, slots, wanted, selectable)
 
         # One flat index per slot.
         flat = slots + np.arange(0, num_rows * length, length)[:, None]
@@ -133,7 +157,10 @@ class Masking:
         else:
             # Two more 32-bit draws per slot [B, K], with keys of their own, so they are independent
             # of the selection: `action` chooses among the three cases, `number` the random token.
-            action, number = derive(keys[_ACTION:], np.asarray(slots, dtype=keys.dtype))
+            # A span has one action, drawn at its origin.
+            spots = slots if drawn is None or not self.spans else _at(drawn.origin, slots)
+            action = derive(keys[_ACTION], np.asarray(spots, dtype=keys.dtype))
+            number = derive(keys[_REPLACE], np.asarray(slots, dtype=keys.dtype))
             action %= 10  # 0 to 7: [MASK]; 8: the original token; 9: a random ordinary token
             # number * n / 2**32 without a division; special tokens are never drawn.
             ordinary = np.flatnonzero(~self._special)
@@ -145,18 +172,48 @@ class Masking:
         rows.positions[:] = slots
         rows.labels[:] = np.where(used, original, IGNORE)
 
-    def _num_wanted(self, num_selectable: Any) -> Any:
-        """Return round(probability * ordinary tokens) [B], but at least 1 where there is one."""
-        # Integer arithmetic, rounded to nearest, so that every machine agrees to the bit.
-        share = int(self.probability * (1 << 16) + 0.5)
-        wanted = (num_selectable * share + (1 << 15)) >> 16
-        return wanted + ((wanted == 0) & (num_selectable > 0))
+    def _share(self, step: int) -> int:
+        """Return the share of ordinary tokens to select at a step, in units of 2**-16."""
+        probability = self.probability
+        if self.final is not None:
+            probability += (self.final - probability) * step / max(1, self.num_steps - 1)
+        return int(probability * (1 << 16) + 0.5)
 
     @cached_property
     def _special(self) -> NDArray[np.bool_]:
         special = np.zeros(self.vocab_size, dtype=bool)
         special[list(self.special_ids)] = True
         return special
+
+
+def _num_wanted(num_selectable: Any, share: int) -> Any:
+    """Return round(share * ordinary tokens) [B]; at least 1 of some tokens, unless share is 0."""
+    # Integer arithmetic, rounded to nearest, so that every machine agrees to the bit.
+    wanted = (num_selectable * share + (1 << 15)) >> 16
+    return wanted + ((wanted == 0) & (num_selectable > 0) & (share > 0))
+
+
+def _at(values_BL: NDArray[np.int64], slots_BK: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.take_along_axis(values_BL, slots_BK, axis=1)
+
+
+def _whole(
+    words: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    wanted: NDArray[np.int64],
+    selectable: NDArray[np.bool_],
+) -> NDArray[np.bool_]:
+    """Return which slots stay if a word that did not fit whole is left out [B, K].
+
+    Only the last selected word can be cut. It stays as it is if it is a row's only one.
+    """
+    last = np.maximum(wanted - 1, 0)[:, None]
+    of_slots, last_word = _at(words, slots), _at(words, _at(slots, last))
+    in_last = (of_slots == last_word) & (np.arange(slots.shape[1]) < wanted[:, None])
+    size = ((words == last_word) & selectable).sum(1)
+    count = in_last.sum(1)
+    cut = (count < size) & (count < wanted)
+    return ~(in_last & cut[:, None])
 
 
 def integer_exponential() -> NDArray[np.int32]:

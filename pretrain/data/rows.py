@@ -29,6 +29,7 @@ from pretrain import RunError
 from pretrain.config import MaskingConfig
 from pretrain.data.masking import MaskedRows, Masking
 from pretrain.data.order import Order
+from pretrain.data.words import continuations
 from pretrain.environment import SUPERVISOR, TIMEOUT
 from pretrain.signals import Interrupted, Signals, stop_signals
 
@@ -79,7 +80,8 @@ class StepDataset(Dataset[MaskedRows]):
     def __getitem__(self, step: int) -> MaskedRows:
         """Return this rank's rows of optimizer step `step`, counted from 0."""
         epochs, rows = (values[self.mine] for values in self.order.at(step))
-        return corrupt(self.shards, self.masking, epochs, rows, skipped(rows, step, self.skips))
+        left_out = skipped(rows, step, self.skips)
+        return corrupt(self.shards, self.masking, epochs, rows, left_out, step)
 
 
 def corrupt(
@@ -88,8 +90,9 @@ def corrupt(
     epochs: Any,
     rows: Any,
     skipped: NDArray[np.bool_] | None = None,
+    step: int = 0,
 ) -> MaskedRows:
-    """Read rows [R], pad those `skipped` [R], and mask the others as their epochs [R] demand.
+    """Read rows [R], pad those `skipped` [R], and mask the others by their epochs [R] and the step.
 
     The host makes the masks, not the GPU: one core masks tens of millions of tokens a second, ahead
     of the step that needs them, and no GPU trains on two million a second.
@@ -102,7 +105,7 @@ def corrupt(
     if skipped is not None:
         # Padding is special, so masking selects nothing there.
         ids[skipped] = shards.manifest.tokenizer.special_ids.pad
-    masked = masking(ids, epochs, rows)
+    masked = masking(ids, epochs, rows, step)
     return MaskedRows(
         torch.from_numpy(masked.input_ids),
         torch.from_numpy(masked.positions.astype(np.int16)),
@@ -199,13 +202,38 @@ def check_workers(num_workers: int) -> None:
         )
 
 
-def build_masking(config: MaskingConfig, folder: Path, manifest: Manifest, seed: int) -> Masking:
-    """Return the masking of a training run, over the shards' vocabulary."""
-    smoothing = None
+def build_masking(
+    config: MaskingConfig, folder: Path, manifest: Manifest, seed: int, num_steps: int = 1
+) -> Masking:
+    """Return the masking of a training run of `num_steps`, over the shards' vocabulary.
+
+    Raises:
+        CorpusError: a file of the shards is damaged.
+        RunError: mode whole_word or span, and the tokenizer does not mark where words begin.
+    """
+    smoothing, goes_on = None, None
     if config.mode == "smoothed":
         table = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))
         smoothing = np.asarray(table["smoothing"], dtype=np.int64)
-    return replace(masking_over(manifest, config.probability, seed), smoothing=smoothing)
+    if config.mode in ("whole_word", "span"):
+        try:
+            goes_on = continuations(read_listed(folder, manifest, "tokenizer/tokenizer.json"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"masking.mode {config.mode}: {folder} holds no words: {error}; take mode uniform"
+            ) from None
+        # Tokens that were added to the vocabulary later are words.
+        later = manifest.tokenizer.vocab_size - len(goes_on)
+        goes_on = np.pad(goes_on, (0, max(later, 0)))
+    first, final = config.ends
+    return replace(
+        masking_over(manifest, first, seed),
+        smoothing=smoothing,
+        final=final,
+        num_steps=num_steps,
+        goes_on=goes_on,
+        spans=config.mode == "span",
+    )
 
 
 def masking_over(manifest: Manifest, probability: float, seed: int) -> Masking:

@@ -40,6 +40,12 @@ class DistilBert(Keys):
         return self
 
     @property
+    def on_masked(self) -> str:
+        """Return the key of a term that needs masked tokens; empty if none does."""
+        masked = {"mlm": self.mlm, "kl": self.kl if self.kl_positions == "masked" else 0}
+        return next((key for key, weight in masked.items() if weight > 0), "")
+
+    @property
     def published(self) -> str:
         """Return the paper's name if this is its objective; empty for an ablation or a variant."""
         return "the objective of DistilBERT, arXiv 1910.01108" if self == DistilBert() else ""

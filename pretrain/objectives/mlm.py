@@ -14,6 +14,7 @@ class MaskedLanguageModel(Keys):
     """Train a BERT of the sizes under `model:`, for instance to be a teacher."""
 
     needs_teacher: ClassVar[bool] = False
+    on_masked: ClassVar[str] = "mlm"
     published: ClassVar[str] = ""  # no paper: BERT's objective has a second term
 
     name: Literal["mlm"] = "mlm"
