@@ -18,6 +18,7 @@ from launch.commands.inspect import inspect
 from launch.commands.launch import launch
 from launch.commands.prepare import prepare
 from launch.commands.pretrain import pretrain
+from launch.commands.recipe import recipe
 from launch.commands.replay import replay
 from launch.commands.verify import verify
 from pretrain.environment import HEARTBEATS
@@ -33,7 +34,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(prepare, verify, inspect, audit),
-    *(pretrain, launch, evaluate, replay, export, demo, bench),
+    *(pretrain, launch, recipe, evaluate, replay, export, demo, bench),
 )
 for command in COMMANDS:
     app.command()(command)

@@ -24,6 +24,7 @@ def train(texts: Callable[[], Iterator[str]], settings: TrainByteLevelBPE) -> To
         CorpusError: there is no text.
     """
     backend = Tokenizer(models.BPE())
+    # The order matters: composed characters first, then without their accents, then in lower case.
     steps: list[Any] = []
     if settings.strip_accents:
         steps += [normalizers.NFD(), normalizers.StripAccents(), normalizers.NFC()]

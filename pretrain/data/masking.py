@@ -144,6 +144,7 @@ class Masking:
         # A row with fewer ordinary tokens uses fewer slots. The shape stays the same.
         wanted = _num_wanted(selectable.sum(1), share)
         used = np.arange(num_slots) < wanted[:, None]
+        # The last word may not fit; half of it would be no whole word.
         if drawn is not None:
             used &= _whole(drawn.word, slots, wanted, selectable)
 

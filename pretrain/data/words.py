@@ -88,6 +88,7 @@ def draw_words(
             draws words.
     """
     num_rows, length = ids.shape
+    # Words: a token begins one unless it goes on with the one before, which is not special.
     borders = special[ids]
     begins = ~goes_on[ids] | borders
     begins[:, 0] = True
@@ -98,7 +99,7 @@ def draw_words(
     if lengths is None:
         return Drawn(by_word, word, first)
 
-    # The same by number of word [B, L]; entries behind a row's last word reach nothing.
+    # Spans: the same by number of word [B, L]; entries behind a row's last word reach nothing.
     row = np.arange(num_rows)[:, None]
     origin = np.full((num_rows, length), length - 1)
     own = np.full((num_rows, length), _NO_DRAW, dtype=np.int64)
@@ -108,12 +109,14 @@ def draw_words(
     origin[row, word], own[row, word] = first, by_word
     document[row, word] = np.cumsum(borders, axis=1)
     reach[row, word] = np.take_along_axis(sizes, first, axis=1)
+    # The span of a word reaches the next `reach` words of its document, itself included.
     best, source = own.copy(), origin.copy()
     for far in range(1, LONGEST):
         reaches = (reach[:, :-far] > far) & (document[:, :-far] == document[:, far:])
         better = reaches & (own[:, :-far] < best[:, far:])
         best[:, far:] = np.where(better, own[:, :-far], best[:, far:])
         source[:, far:] = np.where(better, origin[:, :-far], source[:, far:])
+    # Back from words to tokens.
     of_tokens = (np.take_along_axis(values, word, axis=1) for values in (best, source))
     by_span, of_span = of_tokens
     return Drawn(by_span, word, of_span)

@@ -26,7 +26,9 @@ from data_prep.disk.json_files import (
     parse_object,
     read_regular_text,
 )
+from data_prep.messages import warn
 from pretrain import RunError
+from pretrain.checkpoint import newest
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
@@ -52,10 +54,11 @@ class Words(NamedTuple):
 def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str | None]:
     """Return (folder, None) of a local model, or (cached folder, commit) of a hub's.
 
-    No code is downloaded, and pickled weights only if there are no others.
+    Of a run's output it is the student in its newest checkpoint. No code is downloaded, and pickled
+    weights only if there are no others.
     """
     if Path(name).is_dir():
-        return Path(name), None
+        return student_of(Path(name)), None
     try:
         for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
             folder = Path(
@@ -69,6 +72,16 @@ def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str |
             "check the name, or give the path of a folder"
         ) from error
     return folder, folder.name
+
+
+def student_of(folder: Path) -> Path:
+    """Return the student in the newest checkpoint of a run; any other folder is itself a model.
+
+    Raises:
+        RunError: no checkpoint verifies.
+    """
+    saved = newest(folder / "checkpoints", warn)
+    return saved.folder / "student" if saved else folder
 
 
 def read_text(who: str, path: Path, limit: int) -> str:

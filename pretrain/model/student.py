@@ -14,6 +14,7 @@ from pretrain import RunError
 from pretrain.config import Model, Student
 from pretrain.kernels.attention import IMPLEMENTATION
 from pretrain.model.loading import check_row_length, load_model
+from pretrain.model.model_files import student_of
 from pretrain.model.teacher import Teacher, check_vocabulary
 
 _PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as in the authors' released code
@@ -152,6 +153,7 @@ def _student_config(bert: BertConfig, num_layers: int, config: Student) -> Disti
 
 def _continue_from(folder: Path, config: Student, teacher: Teacher) -> DistilBertForMaskedLM:
     bert = teacher.model.config
+    folder = student_of(folder)
     if not (folder / "config.json").is_file():
         raise RunError(
             f"student.init: {folder} is not a folder with a config.json; give a DistilBERT's "

@@ -1,0 +1,118 @@
+"""Test recipes: runs in their order, each up to date or continued, and mistakes before any run."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from processes import ROOT, assert_refused, wait_until
+
+Distil = Callable[..., Any]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, shards: Path) -> Path:
+    """Write a recipe of a tiny BERT, and a student of it."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    values = {
+        "defaults": {
+            "shards": str(shards),
+            "train": {"max_steps": 2, "global_batch_size": 4, "precision": "fp32"},
+            "evaluation": {"rows": 4},
+        },
+        "runs": [
+            {
+                "output": str(tmp_path / "teacher"),
+                "objective": {"name": "mlm"},
+                "model": {**sizes, "num_hidden_layers": 2},
+                "train": {"max_steps": 3},
+            },
+            {"output": str(tmp_path / "student"), "teacher": str(tmp_path / "teacher")},
+        ],
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def ends(folder: Path) -> list[tuple[str, int]]:
+    """Return how the runs in a folder ended, and at which step."""
+    found = [json.loads(path.read_bytes()) for path in sorted(folder.glob("*/exit_status.json"))]
+    return [(status["ended"], status["step"]) for status in found]
+
+
+def test_the_runs_of_a_recipe_are_trained_in_order(distil: Distil, recipe: Path) -> None:
+    assert distil("recipe", recipe, "--dry-run").out.count("run ") == 2
+    assert not (recipe.parent / "teacher").exists()
+    assert distil("recipe", recipe).code == 0
+    assert ends(recipe.parent) == [("finished", 2), ("finished", 3)]
+    config = json.loads((recipe.parent / "student" / "config.json").read_bytes())
+    assert (config["train"]["max_steps"], config["train"]["global_batch_size"]) == (2, 4)
+    files = {path: path.stat().st_mtime_ns for path in recipe.parent.rglob("*.safetensors")}
+    assert distil("recipe", recipe).out.count("up to date") == 2
+    assert files == {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_the_student_of_another_teacher_is_not_taken_as_up_to_date(
+    distil: Distil, recipe: Path
+) -> None:
+    assert distil("recipe", recipe).code == 0
+    other = recipe.parent / "other"
+    changes = [f"runs.0.output={other}", "runs.0.train.seed=1", f"runs.1.teacher={other}"]
+    code, _, err = distil("recipe", recipe, *changes)
+    assert code == 2 and "has other weights" in err
+    assert ends(recipe.parent) == [("finished", 3), ("finished", 2), ("finished", 3)]
+
+
+def test_a_run_that_fails_ends_the_recipe_with_its_exit_code(distil: Distil, recipe: Path) -> None:
+    code, _, err = distil("recipe", recipe, "runs.1.student.num_layers=9")
+    assert code == 2 and "num_layers 9 is more than the teacher's 2" in err
+    code, out, _ = distil("recipe", recipe)
+    assert code == 0 and out.count("up to date") == 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_recipe_continues(distil: Distil, recipe: Path) -> None:
+    argv = [sys.executable, "-m", "launch", "recipe", str(recipe), "runs.0.train.max_steps=300"]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        log = recipe.parent / "teacher" / "metrics.jsonl"
+        wait_until(log.exists, lambda: "no step was made", alive=lambda: process.poll() is None)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=240) == 75
+    assert not (recipe.parent / "student").exists()
+    assert distil("recipe", recipe, "runs.0.train.max_steps=300").code == 0
+    assert ends(recipe.parent) == [("finished", 2), ("finished", 300)]
+
+
+@pytest.mark.slow
+def test_a_recipe_is_launched_on_several_processes(distil: Distil, recipe: Path) -> None:
+    assert distil("recipe", recipe, "--gpus", "2").code == 0
+    assert ends(recipe.parent) == [("finished", 2), ("finished", 3)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["runs.1.train.max_stepz=1"], "unknown key runs.1.train.max_stepz"),
+        (["defaults.train.max_stepz=1"], "unknown key runs.0.train.max_stepz"),
+        (["runs.1.output=null"], "runs.1.output"),
+        (["runs=[]"], "runs: tuple should have at least 1 item"),
+        (["defaults.shards=nowhere"], "nowhere holds no finished shards"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_any_run_is_answered_before_the_first(
+    distil: Distil, recipe: Path, overrides: list[str], message: str
+) -> None:
+    assert_refused(distil("recipe", recipe, *overrides), message)
+    assert not (recipe.parent / "teacher").exists()
+
+
+def test_two_runs_with_one_output_are_refused(distil: Distil, recipe: Path) -> None:
+    output = f"runs.1.output={recipe.parent / 'teacher'}"
+    assert_refused(distil("recipe", recipe, output), "two runs have the output")
