@@ -57,6 +57,7 @@ setup(
         "pretrain.kernels.attention",
         "pretrain.kernels.head",
         "pretrain.model",
+        "pretrain.model.families",
         "pretrain.monitor",
         "pretrain.objectives",
     ],

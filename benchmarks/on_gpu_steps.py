@@ -22,7 +22,7 @@ from pretrain.bench.subjects import PAD, batch, models
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head import Backend
 from pretrain.model.distillation import Distillation
-from pretrain.model.encoder import MaskedLM, recompute_activations
+from pretrain.model.families import MaskedLM
 from pretrain.objectives.terms import Term, cosine_term, kl_term, mlm_term
 
 GATE_ROWS = 9  # 9 x 512 positions are more than a chunk of the head
@@ -84,10 +84,6 @@ class Subjects:
         """Build our step, by default with the fastest head."""
         student, dtype = self.student, PRECISIONS[precision].dtype
         teacher: MaskedLM = self.teacher
-        if checkpointing:
-            student = twin(student)
-            student.set_attn_implementation(self.student.config._attn_implementation)
-            recompute_activations(student)
         if teacher.dtype != dtype:
             if dtype not in self.teachers:
                 self.teachers[dtype] = nn.Module.to(copy.deepcopy(teacher), dtype)
@@ -96,7 +92,13 @@ class Subjects:
         terms: list[Term] = [over, mlm_term(2.0), cosine_term(1.0)]
         backend = cast(Backend, head or (self.heads[-1] if self.heads else "torch"))
         module = Distillation(
-            student, teacher, terms, pad_id=PAD, backend=backend, compiled=compiled
+            student,
+            teacher,
+            terms,
+            pad_id=PAD,
+            backend=backend,
+            compiled=compiled,
+            recompute=checkpointing,
         )
         moved = batch(self.sizes, rows).to(self.device)
         return OurStep(module, moved, PRECISIONS[precision])

@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 from pretrain.bench.cost import flops_per_token
-from pretrain.kernels.attention import IMPLEMENTATION
 from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.objectives.terms import Term, cosine_term, kl_term, mlm_term
 
@@ -148,9 +147,8 @@ def table(options: argparse.Namespace) -> str:
 
 def models(layers: int) -> tuple[DistilBertForMaskedLM, BertForMaskedLM]:
     """Return a student with half the layers and a teacher: BERT-base's width, random weights."""
-    packed: dict[str, Any] = {"attn_implementation": IMPLEMENTATION}
-    teacher = BertForMaskedLM(BertConfig(num_hidden_layers=layers, **packed))
-    student = DistilBertForMaskedLM(DistilBertConfig(n_layers=layers // 2, **packed))
+    teacher = BertForMaskedLM(BertConfig(num_hidden_layers=layers))
+    student = DistilBertForMaskedLM(DistilBertConfig(n_layers=layers // 2))
     return student.train(), teacher.eval().requires_grad_(False)
 
 

@@ -43,12 +43,18 @@ class Model(Keys):
 class Student(Keys):
     """Hold the depth of the student and the source of its weights.
 
-    `init` is "teacher" (its layers, evenly spaced), a list of teacher layers counted from 0,
-    "random", or a folder with a DistilBERT to continue from. `num_layers` defaults to half the
-    teacher's.
+    `architecture` is "distilbert", the default for a BERT or DistilBERT teacher, or "same": the
+    teacher's own. `init` is "teacher" (its layers, evenly spaced), a list of teacher layers counted
+    from 0, "random", or a folder to continue from. `num_layers` defaults to half the teacher's. The
+    other sizes are the teacher's by default, and others need `init: random` or a folder.
     """
 
+    # None: the teacher's own, but a BERT's student is a DistilBERT.
+    architecture: Literal["distilbert", "same"] | None = None
     num_layers: int | None = Field(None, ge=1, le=256)  # None: half the teacher's
+    hidden_size: int | None = Field(None, ge=1, le=2**14)  # None: as the teacher's, and so below
+    num_attention_heads: int | None = Field(None, ge=1, le=2**10)
+    intermediate_size: int | None = Field(None, ge=1, le=2**16)
     init: tuple[int, ...] | str = "teacher"  # the paper loses 3.7 points of GLUE with "random"
     dropout: float = Field(0.1, ge=0, lt=1)  # the config's own, also for a folder that has another
     attention_dropout: float = Field(0.1, ge=0, lt=1)

@@ -26,7 +26,7 @@ from pretrain.data.masking import IGNORE, Masking
 from pretrain.data.rows import corrupt, masking_over, special_ids
 from pretrain.device.gpu import check_kernels
 from pretrain.model.distillation import Distillation, micro_batch
-from pretrain.model.encoder import MaskedLM
+from pretrain.model.families import MaskedLM
 from pretrain.model.loading import check_row_length, load_model
 from pretrain.model.teacher import check_vocabulary, load_teacher
 from pretrain.objectives.terms import Term, VocabularyTerm, cross_entropy, kl_divergence
@@ -152,7 +152,7 @@ def evaluate_folder(
         model / "checkpoints", lambda folder: load_student(folder / "student"), warn
     )
     student = found[1] if found else load_student(model)
-    check_row_length(str(model), student.config.max_position_embeddings, manifest)
+    check_row_length(str(model), student.config, manifest)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     check_kernels(accelerator.device)
     loaded = load_teacher(teacher, manifest, shards).model if teacher else None

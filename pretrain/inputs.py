@@ -22,7 +22,7 @@ from pretrain.data.order import Order
 from pretrain.data.rows import Skip, StepDataset, build_masking, check_workers, with_skip
 from pretrain.device.precision import PRECISIONS, choose
 from pretrain.model import tokenizer_files
-from pretrain.model.encoder import MaskedLM
+from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.loading import check_row_length, load_model
 from pretrain.model.student import build_bert, build_student
 from pretrain.model.teacher import Teacher, load_teacher
@@ -116,7 +116,7 @@ def load_inputs(
     else:
         assert config.model is not None
         student = build_bert(config.model, manifest, config.train.seed)
-    check_row_length("student.init", student.config.max_position_embeddings, manifest)
+    check_row_length("student.init", student.config, manifest)
 
     # Rows left out by an earlier start stay left out; new ones count from the present step on.
     state = TrainState.from_checkpoint(saved.state) if saved else TrainState()
@@ -130,7 +130,7 @@ def load_inputs(
         world=ranks.num_processes,
         skips=state.skip_rows,
     )
-    positions = student.config.max_position_embeddings
+    positions = family_of(student).row_length(student.config)
     tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
     return Inputs(
         config,

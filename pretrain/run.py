@@ -23,7 +23,7 @@ from pretrain.inputs import Inputs
 from pretrain.kernels.compilation import check_compiler
 from pretrain.kernels.head.triton_support import use_triton
 from pretrain.model.distillation import Distillation
-from pretrain.model.encoder import MaskedLM, recompute_activations
+from pretrain.model.families import MaskedLM
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress
@@ -109,8 +109,6 @@ def build(
         # The sha256 is computed and the student has its layers: fp32 is no longer needed.
         teacher.model.to(device, PRECISIONS[train.precision].dtype)
     student.to(device)
-    if train.activation_checkpointing:
-        recompute_activations(student)
     if train.compile:
         jointly(accelerator, lambda: check_compiler(device))
     # Triton's head reads the logits less often. The compiled one is for devices without it.
@@ -122,6 +120,7 @@ def build(
         pad_id=manifest.tokenizer.special_ids.pad,
         backend="compiled" if compiled_head else "auto",
         compiled=train.compile,
+        recompute=train.activation_checkpointing,
     )
     # Then wrap: DDP or ZeRO owns the optimizer from here on.
     optimizer = build_optimizer(student, config.optimizer, accelerator.device)

@@ -81,11 +81,11 @@ CORE = [
     ROOT / "pretrain" / name
     for name in (
         *("__init__.py", "data/__init__.py", "data/hashing.py", "data/words.py"),
-        *("data/masking.py", "model/__init__.py", "model/distillation.py", "model/encoder.py"),
-        *("device/__init__.py", "device/precision.py"),
+        *("data/masking.py", "model/__init__.py", "model/distillation.py"),
         *("objectives/__init__.py", "objectives/terms.py"),
+        *("device/__init__.py", "device/precision.py"),
     )
-]
+] + modules("pretrain/model/families")
 MEASURING = ("baseline", "cost", "footprint", "host", "measure", "sizes", "subjects")
 
 

@@ -124,9 +124,9 @@ def test_wrong_head_fails_its_gate() -> None:
 
 
 def test_attention_across_documents_fails_its_gate() -> None:
-    def mixing(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
+    def mixing(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, *settings: Any) -> Tensor:
         rows = torch.arange(len(q) + 1, dtype=cu.dtype) * q.shape[2]
-        return masked(q, k, v, rows, dropout, scale)
+        return masked(q, k, v, rows, *settings)
 
     sizes = replace(TINY, width=128, length=24)
     assert attention_error(masked, torch.float32, CPU, sizes) < 1e-5

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertForMaskedLM
 
 from pretrain.data.masking import IGNORE
 from pretrain.device.precision import PRECISIONS, Precision
 from pretrain.kernels.cpu_layers import use_torch_layers
 from pretrain.model.distillation import MicroBatch
-from pretrain.model.encoder import MaskedLM
+from pretrain.model.families import MaskedLM
 
 Model = TypeVar("Model", bound=MaskedLM)
 
@@ -112,9 +111,8 @@ class BaselineStep:
         hidden = []
         with self.precision.autocast(input_ids.device):
             for model, gradients in ((self.student, True), (self.teacher, False)):
-                encoder = model.bert if isinstance(model, BertForMaskedLM) else model.distilbert
                 with torch.set_grad_enabled(gradients):
-                    outputs = encoder(input_ids=input_ids, attention_mask=attention_mask)
+                    outputs = model.base_model(input_ids=input_ids, attention_mask=attention_mask)
                 hidden.append(outputs.last_hidden_state)
         return hidden
 
@@ -126,12 +124,11 @@ def selected(values_BLX: Tensor, mask_BL: Tensor) -> Tensor:
 
 
 def twin(model: Model) -> Model:
-    """Return the same model and parameters with Transformers' attention and torch's layers.
+    """Return the same model and parameters with torch's layers.
 
     It has its own configuration and dropout; weights and their gradients are shared.
     """
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     other = copy.deepcopy(model, shared)
-    other.set_attn_implementation("sdpa")
     use_torch_layers(other)
     return other

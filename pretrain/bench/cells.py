@@ -21,7 +21,7 @@ from pretrain.device.memory import out_of_memory
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head.triton_support import use_triton
 from pretrain.model.distillation import Distillation, MicroBatch
-from pretrain.model.encoder import MaskedLM
+from pretrain.model.families import MaskedLM
 from pretrain.objectives.terms import Term, VocabularyTerm
 
 Result = TypeVar("Result")
@@ -43,6 +43,7 @@ class Pair:
     device: torch.device
     pad_id: int
     compiled: bool
+    recompute: bool
 
     @classmethod
     def of(
@@ -54,6 +55,7 @@ class Pair:
         *,
         pad_id: int,
         compiled: bool = False,
+        recompute: bool = False,
     ) -> Pair:
         """Move both models to the device and make the baseline's twins."""
         nn.Module.to(student, device)
@@ -65,7 +67,8 @@ class Pair:
             # A copy only where the precision differs: the weights are the largest part of the
             # memory.
             teachers[precision] = teacher if same else nn.Module.to(copy.deepcopy(teacher), dtype)
-        return cls(student, teachers, twin(student), twin(teacher), device, pad_id, compiled)
+        twins = twin(student), twin(teacher)
+        return cls(student, teachers, *twins, device, pad_id, compiled, recompute)
 
     def ours(self, terms: Sequence[Term], batch: MicroBatch, precision: str) -> OurStep:
         """Return our step on a micro-batch in the host's memory."""
@@ -77,6 +80,7 @@ class Pair:
             pad_id=self.pad_id,
             backend="compiled" if self.compiled and not use_triton("auto", weight) else "auto",
             compiled=self.compiled,
+            recompute=self.recompute,
         )
         return OurStep(module, batch.to(self.device), PRECISIONS[precision])
 

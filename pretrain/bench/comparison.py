@@ -24,7 +24,6 @@ from pretrain.data.rows import build_masking
 from pretrain.device.precision import allow_tf32
 from pretrain.device.precision import choose as choose_precision
 from pretrain.model.distillation import MicroBatch
-from pretrain.model.encoder import recompute_activations
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher
 from pretrain.objectives.distilbert import DistilBert
@@ -213,9 +212,8 @@ def configured(config: RunConfig, device: torch.device, settings: Settings) -> S
         settings.precisions,
         pad_id=special.pad,
         compiled=settings.compiled,
+        recompute=config.train.activation_checkpointing,
     )
-    if config.train.activation_checkpointing:
-        recompute_activations(student)
     sizes = teacher.model.config
     what = (
         f"{objective.name}: {sizes.num_hidden_layers} -> {student.config.num_hidden_layers} layers "

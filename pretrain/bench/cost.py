@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.cpu_layers import have_product, product
-from pretrain.model.encoder import MaskedLM
+from pretrain.model.families import MaskedLM
 
 
 def flops_per_token(

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from pretrain.kernels.head import vocabulary_losses
 from pretrain.model.distillation import Distillation, MicroBatch
-from pretrain.model.encoder import projection
+from pretrain.model.families import family_of
 
 aten = torch.ops.aten
 Module = TypeVar("Module", bound=nn.Module)
@@ -223,7 +223,7 @@ def of_head(
                 if model is not None:
                     size = rows, model.config.hidden_size
                     hidden = torch.zeros(size, dtype=model.dtype, device=device)
-                    heads.append(projection(model, hidden))
+                    heads.append(family_of(model).projection(model, hidden))
         student, teacher = heads[0], heads[1] if len(heads) > 1 else None
         student.hidden_ND.requires_grad_()
         labels = torch.zeros(slots, dtype=torch.int64, device=device)

@@ -25,7 +25,7 @@ from pretrain.bench.cost import flops_per_token
 from pretrain.bench.footprint import Counter
 from pretrain.device.precision import PRECISIONS, Precision
 from pretrain.model.distillation import Distillation, MicroBatch
-from pretrain.model.encoder import MaskedLM
+from pretrain.model.families import MaskedLM
 
 
 @dataclass

@@ -15,7 +15,6 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 
 from pretrain.bench.sizes import Sizes
 from pretrain.data.masking import Masking
-from pretrain.kernels.attention import IMPLEMENTATION
 from pretrain.model.distillation import MicroBatch, micro_batch
 
 PAD, CLS, SEP, MASK = 0, 101, 102, 103
@@ -27,18 +26,17 @@ def models(sizes: Sizes, *, dropout: float = 0.1) -> tuple[DistilBertForMaskedLM
     width, heads = sizes.width, max(1, sizes.width // 64)
     torch.manual_seed(0)
     teacher = BertForMaskedLM(
-        BertConfig(  # type: ignore[call-arg]
+        BertConfig(
             vocab_size=sizes.vocabulary,
             hidden_size=width,
             num_hidden_layers=sizes.layers,
             num_attention_heads=heads,
             intermediate_size=4 * width,
             max_position_embeddings=sizes.length,
-            attn_implementation=IMPLEMENTATION,
         )
     )
     student = DistilBertForMaskedLM(
-        DistilBertConfig(  # type: ignore[call-arg]
+        DistilBertConfig(
             vocab_size=sizes.vocabulary,
             dim=width,
             n_layers=sizes.layers // 2,
@@ -47,7 +45,6 @@ def models(sizes: Sizes, *, dropout: float = 0.1) -> tuple[DistilBertForMaskedLM
             max_position_embeddings=sizes.length,
             dropout=dropout,
             attention_dropout=dropout,
-            attn_implementation=IMPLEMENTATION,
         )
     )
     # Scale logits to a deviation of about 2, so that the divergence is larger than its rounding.

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from data_prep.messages import one_line
 from pretrain.config import Objective
-from pretrain.model.encoder import MaskedLM
+from pretrain.model.families import MaskedLM
 
 _OBJECTIVE: TypeAdapter[Objective] = TypeAdapter(Objective)
 _FIGURES = {

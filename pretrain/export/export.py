@@ -18,7 +18,7 @@ from pretrain.export.arguments import check_target, target_taken
 from pretrain.export.card import model_card
 from pretrain.files import writing_to
 from pretrain.model import tokenizer_files
-from pretrain.model.encoder import MaskedLM
+from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.loading import load_model
 from pretrain.model.model_files import first_line
 from pretrain.output import no_checkpoint
@@ -63,7 +63,7 @@ def export(
 
     def load_saved(saved: Path) -> tuple[MaskedLM, dict[str, bytes]]:
         model = load_model(saved / "student").eval()
-        positions = model.config.max_position_embeddings
+        positions = family_of(model).row_length(model.config)
         return model, tokenizer_files.of_checkpoint(saved / "student", positions)
 
     try:
@@ -123,7 +123,8 @@ def read_back(student: MaskedLM, folder: Path) -> float:
     """Return the largest difference of logits between the student and its export, in fp32."""
     # Plain transformers, as a user will load it, with another attention than ours.
     reloaded = AutoModelForMaskedLM.from_pretrained(folder).eval()
-    vocabulary, length = student.config.vocab_size, min(32, student.config.max_position_embeddings)
+    vocabulary = student.config.vocab_size
+    length = min(32, family_of(student).row_length(student.config))
     # Fixed ids over the whole vocabulary; 7,919 is a prime, so neighbours are far apart.
     ids = torch.arange(4 * length).reshape(4, length) * 7919 % vocabulary
     mask = torch.ones_like(ids)

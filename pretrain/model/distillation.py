@@ -19,7 +19,7 @@ from pretrain.kernels.attention import Packing, find_documents
 from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, vocabulary_losses
-from pretrain.model.encoder import MaskedLM, encoder, last_hidden_state, projection
+from pretrain.model.families import MaskedLM, encode, family_of, walk
 from pretrain.objectives.terms import Encoded, SignalTerm, Term, VocabularyTerm
 
 
@@ -95,6 +95,7 @@ class Distillation(nn.Module):
     Args:
         backend: of the LM head, see `vocabulary_losses`.
         compiled: compile both encoders, at the first call and again for each new shape.
+        recompute: keep only each layer's input of the student; see `families.encode`.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Distillation(nn.Module):
         pad_id: int,
         backend: Backend = "auto",
         compiled: bool = False,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.student = student
@@ -116,18 +118,17 @@ class Distillation(nn.Module):
         self.signal_terms = [term for term in terms if isinstance(term, SignalTerm)]
         self.terms: list[Term] = [*self.vocabulary_terms, *self.signal_terms]
         self.pad_id = pad_id
-        self.backend, self.compiled = backend, compiled
+        self.backend, self.compiled, self.recompute = backend, compiled, recompute
         for model in (student, self.teacher):
             if model is not None:
                 use_cpu_layers(model)
-        self._last_hidden_state = last_hidden_state
+        self._walk, self._encode = walk, encode
         if compiled:
-            self._last_hidden_state = compile_static(last_hidden_state, whole=False)
-            # Leave the embeddings out of the graph. Their compiled backward pass adds up rows in
-            # the order in which threads reach them (torch 2.13, also with its option
+            # Leave the student's embeddings out of the graph. Their compiled backward pass adds up
+            # rows in the order in which threads reach them (torch 2.13, also with its option
             # `deterministic`), so no two runs would have the same bits.
-            embeddings = encoder(student).embeddings
-            embeddings.forward = torch.compiler.disable(embeddings.forward)
+            self._walk = compile_static(walk, whole=False)
+            self._encode = compile_static(encode, whole=False)
 
     @property
     def teacher(self) -> MaskedLM | None:
@@ -165,15 +166,18 @@ class Distillation(nn.Module):
             # counts come from the host: a boolean index would be a device sync.
             everywhere = any(term.over == "tokens" for term in self.vocabulary_terms)
             index_N = order[: num_tokens if everywhere else num_masked]
+            student_projection = family_of(self.student).projection(
+                self.student, hidden_BLD.flatten(0, 1).index_select(0, index_N)
+            )
             teacher_projection = None
             if any(term.needs_teacher for term in self.vocabulary_terms):
                 assert self.teacher is not None and teacher_BLD is not None
                 with _inference(self.teacher):
-                    teacher_projection = projection(
+                    teacher_projection = family_of(self.teacher).projection(
                         self.teacher, teacher_BLD.flatten(0, 1).index_select(0, index_N)
                     )
             head_loss, head_sums = vocabulary_losses(
-                projection(self.student, hidden_BLD.flatten(0, 1).index_select(0, index_N)),
+                student_projection,
                 teacher_projection,
                 labels_BL.flatten()[order[:num_masked]],
                 self.vocabulary_terms,
@@ -198,12 +202,17 @@ class Distillation(nn.Module):
             torch._dynamo.mark_dynamic(cu_seqlens, 0)
         packing = find_documents(input_ids, cu_seqlens, pad_id=self.pad_id)
         # Compiled or not, the same function; compiled once per shape of the rows.
-        hidden_BLD = self._last_hidden_state(self.student, input_ids, packing)
+        hidden_BLD = self._walk(
+            self.student,
+            family_of(self.student).embed(self.student, input_ids, packing),
+            packing,
+            recompute=self.recompute,
+        )
         # An objective without a teacher, for instance MLM, costs no second forward pass.
         if self.teacher is None:
             return packing, hidden_BLD, None
         with _inference(self.teacher):
-            return packing, hidden_BLD, self._last_hidden_state(self.teacher, input_ids, packing)
+            return packing, hidden_BLD, self._encode(self.teacher, input_ids, packing)
 
 
 @contextmanager

@@ -1,18 +1,17 @@
-"""Load a BERT or DistilBERT with its MLM head from a folder that is not trusted."""
+"""Load a masked language model of a known family from a folder that is not trusted."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 from data_prep.shards import Manifest
 from pretrain import RunError
-from pretrain.kernels.attention import IMPLEMENTATION
-from pretrain.model.encoder import MaskedLM
+from pretrain.model.families import FAMILIES, Family, MaskedLM
 from pretrain.model.model_files import first_line, read_config, read_tensors
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -20,30 +19,27 @@ _LABELS = ("id2label", "label2id", "num_labels", "_num_labels")
 _UNTRAINED = 2**20  # parameters that tiny weights may lack: an error below names the missing ones
 
 
-def load_model(folder: Path) -> MaskedLM:
-    """Return a BERT or DistilBERT with its MLM head, as a run saved it, in fp32.
+def load_model(folder: Path, changes: Mapping[str, float] | None = None) -> MaskedLM:
+    """Return a model with its MLM head, as a run saved it, in fp32.
+
+    Args:
+        folder: of the model.
+        changes: other values for keys of its config.json.
 
     Raises:
-        RunError: it cannot be read, could run code, is neither, or has no such head.
+        RunError: it cannot be read, could run code, is of no known family, or has no such head.
     """
-    kinds: dict[str, Any] = {
-        "bert": (BertForMaskedLM, BertConfig),
-        "distilbert": (DistilBertForMaskedLM, DistilBertConfig),
-    }
     raw = read_config(str(folder), folder)
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise RunError(f"{folder}: a {kind} model; only {' and '.join(kinds)} can be used here")
-    architecture, config = kinds[kind]
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise RunError(f"{folder}: a {kind} model; only {', '.join(FAMILIES)} can be used here")
     tensors = read_tensors(str(folder), folder)
-    loaded: MaskedLM = assemble(str(folder), architecture, config, raw, tensors)
+    loaded: MaskedLM = assemble(str(folder), FAMILIES[kind], {**raw, **(changes or {})}, tensors)
     return loaded
 
 
-def assemble(
-    who: str, architecture: Any, config: Any, raw: dict[str, Any], tensors: dict[str, Tensor]
-) -> Any:
-    """Build a model of a class of transformers from its config.json and all its weights, in fp32.
+def assemble(who: str, family: Family, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """Build a model of a family from its config.json and all its weights, in fp32.
 
     Raises:
         RunError: they do not give a trained MLM head; the message begins with `who`.
@@ -57,7 +53,7 @@ def assemble(
     try:
         # A classifier's labels are not part of a language model, and there may be very many.
         values = {key: value for key, value in raw.items() if key not in _LABELS}
-        settings = config.from_dict(values)
+        settings = family.config.from_dict(values)
         # Refuse a config that describes far more than its weights hold, before that is allocated.
         key = settings.attribute_map.get("num_hidden_layers", "num_hidden_layers")
         num_layers = settings.num_hidden_layers
@@ -66,20 +62,20 @@ def assemble(
                 f"{who}: its weights do not fit its config.json: {key} is {num_layers} there, and "
                 f"the weights have {len(tensors)} tensors"
             )
+        family.row_length(settings)  # raises if the positions cannot be counted
         with torch.device("meta"):
-            described = sum(p.numel() for p in architecture(settings).parameters())
+            described = sum(p.numel() for p in family.architecture(settings).parameters())
         held = sum(tensor.numel() for tensor in tensors.values())
         if described > 2 * held + _UNTRAINED:  # old files lack a tied matrix
             raise RunError(
                 f"{who}: its weights do not fit its config.json: config.json describes "
                 f"{described:,} parameters, the weights hold {held:,}"
             )
-        model, report = architecture.from_pretrained(
+        model, report = family.architecture.from_pretrained(
             None,
             config=settings,
             state_dict=tensors,
             dtype=torch.float32,
-            attn_implementation=IMPLEMENTATION,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
@@ -95,24 +91,26 @@ def assemble(
     model.config.return_dict = True
     # Old files lack the decoder: it is tied to the embeddings, and its bias to `predictions.bias`.
     missing = sorted(key for key in report["missing_keys"] if ".decoder." not in key)
-    if any(key.startswith(("cls.predictions", "vocab_")) for key in missing):
+    if any(key.startswith(family.head) for key in missing):
         raise RunError(
             f"{who}: it has no trained masked-language-model head ({missing[0]} is not in its "
-            f"weights); take one that was saved as {architecture.__name__}"
+            f"weights); take one that was saved as {family.architecture.__name__}"
         )
     # An unused pooler or next-sentence head is fine. A layer beyond the number in config.json was
     # meant to be part of the model.
-    unused = [key for key in report["unexpected_keys"] if ".layer." in key]
+    layers = f".{family.layer_prefix.split('.')[-2]}."
+    unused = [key for key in report["unexpected_keys"] if layers in key]
     if odd := [*missing, *sorted(unused)]:
         raise RunError(f"{who}: its weights do not fit its config.json (see {odd[0]})")
     return model
 
 
-def check_row_length(who: str, max_position_embeddings: int, manifest: Manifest) -> None:
+def check_row_length(who: str, config: Any, manifest: Manifest) -> None:
     """Refuse rows that are longer than a model's positions."""
-    if manifest.row_length > max_position_embeddings:
+    longest = FAMILIES[config.model_type].row_length(config)
+    if manifest.row_length > longest:
         raise RunError(
-            f"{who}: rows of {manifest.row_length} tokens need as many positions, but "
-            f"max_position_embeddings is {max_position_embeddings}; prepare the corpus with "
-            f"row_length: {max_position_embeddings}"
+            f"{who}: rows of {manifest.row_length} tokens need as many positions, but it has "
+            f"{longest} (max_position_embeddings is {config.max_position_embeddings}); prepare the "
+            f"corpus with row_length: {longest}"
         )

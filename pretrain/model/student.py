@@ -6,42 +6,82 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, DistilBertForMaskedLM
 
 from data_prep.shards import Manifest
 from pretrain import RunError
 from pretrain.config import Model, Student
-from pretrain.kernels.attention import IMPLEMENTATION
+from pretrain.model.families import FAMILIES, Family, MaskedLM, family_of
+from pretrain.model.families.bert import Bert
+from pretrain.model.families.distil_bert import DistilBert
 from pretrain.model.loading import check_row_length, load_model
-from pretrain.model.model_files import student_of
+from pretrain.model.model_files import first_line, student_of
 from pretrain.model.teacher import Teacher, check_vocabulary
 
+_SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")
+_CUT_FROM = ("bert", "distilbert")  # the teachers of a DistilBERT
 _PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as in the authors' released code
 
 
-def build_student(config: Student, teacher: Teacher, seed: int) -> DistilBertForMaskedLM:
+def build_student(config: Student, teacher: Teacher, seed: int) -> MaskedLM:
     """Build the student of a config, in fp32 and in training mode.
 
     Raises:
-        RunError: the teacher lacks a layer, or the folder does not fit it.
+        RunError: the teacher lacks a layer, sizes do not fit, or the folder does not fit it.
     """
-    bert = teacher.model.config
+    theirs, kind = teacher.model.config, teacher.model.config.model_type
+    # By default a BERT is cut down to a DistilBERT, as in the paper, and others to their own kind.
+    architecture = kind
+    if kind in _CUT_FROM:
+        architecture = kind if config.architecture == "same" else "distilbert"
+    elif config.architecture not in (None, "same"):
+        raise RunError(
+            f"student.architecture distilbert: the teacher is a {kind}, whose layers and tokens a "
+            "DistilBERT does not have; set student.architecture: same"
+        )
+    family = FAMILIES[architecture]
+    sizes = {name: getattr(config, name) for name in _SIZES if getattr(config, name) is not None}
+    dropouts = {key: getattr(config, which) for key, which in family.dropouts.items()}
     if isinstance(config.init, str) and config.init not in ("teacher", "random"):
-        return _continue_from(Path(config.init), config, teacher)
-    num_layers = config.num_layers or max(1, bert.num_hidden_layers // 2)
-    if config.init == "random":
-        student = DistilBertForMaskedLM(_student_config(bert, num_layers, config))
-        reinitialise(student, seed)
-        return student.train()
+        if config.num_layers is not None:
+            sizes["num_hidden_layers"] = config.num_layers
+        return _continue_from(Path(config.init), teacher, family, sizes, dropouts)
+
+    # Which layers of the teacher it starts from, and how many it has.
+    num_layers = config.num_layers or max(1, theirs.num_hidden_layers // 2)
+    layers: tuple[int, ...] = ()
     if config.init == "teacher":
-        layers = default_layers(bert.num_hidden_layers, num_layers)
+        layers = default_layers(theirs.num_hidden_layers, num_layers)
+    elif not isinstance(config.init, str):
+        layers, num_layers = config.init, len(config.init)
+    if bad := [layer for layer in layers if not 0 <= layer < theirs.num_hidden_layers]:
+        raise RunError(
+            f"student.init: the teacher has layers 0 to {theirs.num_hidden_layers - 1}, not "
+            f"{bad[0]}"
+        )
+    for name, size in sizes.items():
+        size_there = getattr(theirs, FAMILIES[kind].own_names.get(name, name))
+        if layers and size != size_there:
+            raise RunError(
+                f"student.{name} {size}: the teacher has {size_there}, so its layers cannot be "
+                "copied; set student.init: random"
+            )
+
+    # Build it, and fill it.
+    changes = {"num_hidden_layers": num_layers, **sizes, **dropouts}
+    try:
+        student = family.architecture(family.student_config(theirs, changes, layers))
+    except ValueError as error:  # the width is not a multiple of the number of heads
+        raise RunError(f"student: its sizes cannot be used ({first_line(error)})") from error
+    if not layers:
+        reinitialise(student, seed)
+    elif architecture == kind:
+        copy_same(teacher.model, student, layers)
     else:
-        assert not isinstance(config.init, str)
-        layers = config.init
-    student = DistilBertForMaskedLM(_student_config(bert, len(layers), config))
-    copy_layers(teacher.model, student, layers)
-    return student.train()
+        copy_layers(teacher.model, student, layers)
+    trained: MaskedLM = student.train()
+    return trained
 
 
 def default_layers(num_teacher_layers: int, num_layers: int) -> tuple[int, ...]:
@@ -60,10 +100,28 @@ def default_layers(num_teacher_layers: int, num_layers: int) -> tuple[int, ...]:
     return tuple(i * num_teacher_layers // num_layers for i in range(num_layers))
 
 
+def copy_same(teacher: MaskedLM, student: MaskedLM, layers: tuple[int, ...]) -> None:
+    """Copy everything of a model of the same family, with the given layers (from 0)."""
+    ours, weights = student.state_dict(), teacher.state_dict()
+    prefix = family_of(teacher).layer_prefix
+    found: dict[str, Tensor] = {}
+    for i, layer in enumerate(layers):
+        names, theirs = (
+            {name.removeprefix(begin) for name in state if name.startswith(begin)}
+            for begin, state in ((f"{prefix}{i}.", ours), (f"{prefix}{layer}.", weights))
+        )
+        # ModernBERT's first layer has no norm before attention, so it cannot be another layer.
+        if odd := sorted(names ^ theirs):
+            raise RunError(
+                f"student.init: the teacher's layer {layer} cannot be the student's layer {i}, "
+                f"because only one of these layers has {odd[0]}; list layer 0 first, and only there"
+            )
+        found |= {f"{prefix}{i}.{name}": weights[f"{prefix}{layer}.{name}"] for name in names}
+    student.load_state_dict({name: weights[name] for name in ours.keys() - found.keys()} | found)
+
+
 @torch.no_grad()
-def copy_layers(
-    teacher: BertForMaskedLM, student: DistilBertForMaskedLM, layers: tuple[int, ...]
-) -> None:
+def copy_layers(teacher: MaskedLM, student: DistilBertForMaskedLM, layers: tuple[int, ...]) -> None:
     """Copy embeddings, the given layers (from 0) and the whole MLM head into the student.
 
     A DistilBERT has no token-type embeddings; the teacher always sees type 0, so its row 0 is added
@@ -76,33 +134,18 @@ def copy_layers(
             f"the teacher's layer_norm_eps is {teacher.config.layer_norm_eps}; DistilBERT fixes it "
             "at 1e-12, so its layers cannot be copied; set student.init: random"
         )
-    bad = [layer for layer in layers if not 0 <= layer < len(teacher.bert.encoder.layer)]
-    if bad:
-        raise RunError(
-            f"student.init: the teacher has layers 0 to {len(teacher.bert.encoder.layer) - 1}, "
-            f"not {bad[0]}"
-        )
-    bert, ours = teacher.bert.embeddings, student.distilbert.embeddings
+    theirs: Any = teacher
+    bert, ours = theirs.bert.embeddings, student.distilbert.embeddings
     ours.word_embeddings.load_state_dict(bert.word_embeddings.state_dict())
     ours.LayerNorm.load_state_dict(bert.LayerNorm.state_dict())
     types = bert.token_type_embeddings.weight[0]
     ours.position_embeddings.weight.copy_(bert.position_embeddings.weight + types)
-    block: Any
-    theirs: Any
-    for block, layer in zip(student.distilbert.transformer.layer, layers, strict=True):
-        theirs = teacher.bert.encoder.layer[layer]
-        for target, source in (
-            (block.attention.q_lin, theirs.attention.self.query),
-            (block.attention.k_lin, theirs.attention.self.key),
-            (block.attention.v_lin, theirs.attention.self.value),
-            (block.attention.out_lin, theirs.attention.output.dense),
-            (block.sa_layer_norm, theirs.attention.output.LayerNorm),
-            (block.ffn.lin1, theirs.intermediate.dense),
-            (block.ffn.lin2, theirs.output.dense),
-            (block.output_layer_norm, theirs.output.LayerNorm),
-        ):
-            target.load_state_dict(source.state_dict())
-    head = teacher.cls.predictions
+    for i, layer in enumerate(layers):
+        pairs = zip(DistilBert().parts(student, i), Bert().parts(teacher, layer), strict=True)
+        for target, source in pairs:
+            if isinstance(target, nn.Linear | nn.LayerNorm) and isinstance(source, nn.Module):
+                target.load_state_dict(source.state_dict())
+    head = theirs.cls.predictions
     student.vocab_transform.load_state_dict(head.transform.dense.state_dict())
     student.vocab_layer_norm.load_state_dict(head.transform.LayerNorm.state_dict())
     student.vocab_projector.bias.copy_(head.decoder.bias)
@@ -110,13 +153,12 @@ def copy_layers(
 
 def build_bert(config: Model, manifest: Manifest, seed: int) -> BertForMaskedLM:
     """Build a randomly initialised BERT for `objective: mlm`, over the shards' vocabulary."""
-    check_row_length("model", config.max_position_embeddings, manifest)
-    bert = BertConfig(  # type: ignore[call-arg]  # any PreTrainedConfig takes it
+    bert = BertConfig(
         vocab_size=manifest.tokenizer.vocab_size,
         pad_token_id=manifest.tokenizer.special_ids.pad,
-        attn_implementation=IMPLEMENTATION,
         **config.model_dump(),
     )
+    check_row_length("model", bert, manifest)
     model = BertForMaskedLM(bert)
     reinitialise(model, seed)
     return model.train()
@@ -135,48 +177,34 @@ def reinitialise(model: nn.Module, seed: int) -> None:
             parameter.fill_(1.0 if name.lower().endswith("norm.weight") else 0.0)
 
 
-def _student_config(bert: BertConfig, num_layers: int, config: Student) -> DistilBertConfig:
-    return DistilBertConfig(  # type: ignore[call-arg]
-        vocab_size=bert.vocab_size,
-        max_position_embeddings=bert.max_position_embeddings,
-        n_layers=num_layers,
-        n_heads=bert.num_attention_heads,
-        dim=bert.hidden_size,
-        hidden_dim=bert.intermediate_size,
-        activation=bert.hidden_act,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
-        pad_token_id=bert.pad_token_id,
-        attn_implementation=IMPLEMENTATION,
-    )
-
-
-def _continue_from(folder: Path, config: Student, teacher: Teacher) -> DistilBertForMaskedLM:
-    bert = teacher.model.config
+def _continue_from(
+    folder: Path,
+    teacher: Teacher,
+    family: Family,
+    sizes: dict[str, int],
+    dropouts: dict[str, float],
+) -> MaskedLM:
     folder = student_of(folder)
     if not (folder / "config.json").is_file():
         raise RunError(
-            f"student.init: {folder} is not a folder with a config.json; give a DistilBERT's "
-            "folder, a list of teacher layers, teacher or random"
+            f"student.init: {folder} is not a folder with a config.json; give a "
+            f"{family.model_type}'s folder, a list of teacher layers, teacher or random"
         )
-    model = load_model(folder)
-    if not isinstance(model, DistilBertForMaskedLM):
-        raise RunError(f"student.init: {folder} holds a {model.config.model_type}, no DistilBERT")
-    wanted = {"vocab_size": bert.vocab_size, "dim": bert.hidden_size}
-    if config.num_layers is not None:
-        wanted["n_layers"] = config.num_layers
-    for key, value in wanted.items():
-        if getattr(model.config, key) != value:
+    # A folder's own dropout is replaced by this config's, in the layers and in its config.json.
+    model = load_model(folder, dropouts)
+    if model.config.model_type != family.model_type:
+        raise RunError(
+            f"student.init: {folder} holds a {model.config.model_type}, no {family.model_type}"
+        )
+    theirs = teacher.model.config
+    wanted = {"vocab_size": theirs.vocab_size, "hidden_size": theirs.hidden_size, **sizes}
+    for name, size in wanted.items():
+        own_name = family.own_names.get(name, name)
+        if getattr(model.config, own_name) != size:
             raise RunError(
-                f"student.init: {folder} has {key} {getattr(model.config, key)}, but this run "
-                f"needs {value} (the losses compare student and teacher position by position)"
+                f"student.init: {folder} has {own_name} {getattr(model.config, own_name)}, but "
+                f"this run needs {size}, as its teacher or `student:` has"
             )
     if teacher.manifest is not None:
         check_vocabulary(f"student.init: {folder}", folder, model.config, teacher.manifest)
-    # A folder's own dropout is replaced by this config's, in the layers and in its config.json.
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout):
-            module.p = config.attention_dropout if "attention" in name else config.dropout
-    model.config.dropout = config.dropout
-    model.config.attention_dropout = config.attention_dropout
     return model.train()

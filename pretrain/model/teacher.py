@@ -1,4 +1,4 @@
-"""Load the teacher, a BERT with a trained MLM head, and compare it with the shards."""
+"""Load the teacher, a model with a trained MLM head, and compare it with the shards."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM
 
 from data_prep.shards import CorpusError, Manifest, vocabulary_sha256
 from data_prep.tokens.comparison import difference
 from pretrain import RunError
+from pretrain.model.families import FAMILIES, MaskedLM
 from pretrain.model.loading import assemble, check_row_length
 from pretrain.model.model_files import fetch, read_config, read_tensors, read_words
 from pretrain.output import check_teacher
 
+# Models of which a class ...ForMaskedLM exists, but which were trained to do something else.
+_NO_LM_HEAD = {
+    "electra": "tells replaced words from right ones, and its masked-language-model head is random",
+    "deberta-v2": "tells replaced words from right ones (DeBERTa-v3), and has no trained head",
+}
+
 
 @dataclass(frozen=True)
 class Teacher:
-    """Hold a frozen BERT with a trained MLM head, and its name and digests."""
+    """Hold a frozen model with a trained MLM head, and its name and digests."""
 
-    model: BertForMaskedLM
+    model: MaskedLM
     name: str
     local: bool  # a folder of this machine
     revision: str | None  # the commit, where it came from a hub
@@ -43,8 +49,8 @@ def load_teacher(
             a text differently.
 
     Raises:
-        RunError: it cannot be read, is not a BERT, has no trained MLM head, its tokenizer is not
-            the shards', or its positions are fewer than a row's.
+        RunError: it cannot be read, is of no supported family, has no trained MLM head, its
+            tokenizer is not the shards', or its positions are fewer than a row's.
         CorpusError: the shards' tokenizer is damaged.
     """
     check_teacher(name)
@@ -53,21 +59,25 @@ def load_teacher(
     source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     folder, commit = fetch(who, source, revision or None)
     raw = read_config(who, folder)
-    # A BERT (old configs name no model_type) whose LM head a DistilBERT can have, and no other.
+    # A student's LM head is tied to its embeddings.
     if raw.get("tie_word_embeddings") is False:
         raise RunError(
             f"{who}: its tie_word_embeddings is false, so its head cannot be copied to a "
-            "DistilBERT, whose output embedding is tied"
+            "student, whose output embedding is tied"
         )
-    if raw.get("model_type", "bert") != "bert":
+    kind = str(raw.get("model_type", "bert"))  # old configs of BERT name none
+    if kind in _NO_LM_HEAD:
+        raise RunError(f"{who}: a {kind} {_NO_LM_HEAD[kind]}; it cannot teach words")
+    if kind not in FAMILIES:
         raise RunError(
-            f"{who}: a {raw['model_type']} cannot be a teacher here; objective distilbert takes a "
-            "BERT with a masked-language-model head"
+            f"{who}: its model_type {kind} cannot be a teacher here; supported are "
+            f"{', '.join(FAMILIES)}, with a masked-language-model head (docs/ARCHITECTURE.md says "
+            "what another family needs)"
         )
     if raw.get("is_decoder"):
         raise RunError(f"{who}: its is_decoder is true; a teacher looks at both sides of a word")
     tensors = read_tensors(who, folder, pickled=True)
-    model = assemble(who, BertForMaskedLM, BertConfig, raw, tensors)
+    model = assemble(who, FAMILIES[kind], raw, tensors)
     # First the vocabulary, then whole texts: the same tokens may still be cut differently (case,
     # accents).
     check_vocabulary(who, folder, model.config, manifest, required=not same_vocabulary)
@@ -82,7 +92,7 @@ def load_teacher(
                 "its tokenizer, or set `teacher_vocabulary: same` if the shards are as you want "
                 "them"
             )
-    check_row_length(who, model.config.max_position_embeddings, manifest)
+    check_row_length(who, model.config, manifest)
     # Without dropout and gradients: the teacher is a function.
     model.eval().requires_grad_(False)
     return Teacher(model, name, commit is None, commit, parameters_sha256(model), manifest)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pretrain.config import RunConfig
 from pretrain.model.distillation import Distillation, MicroBatch
-from pretrain.model.encoder import MaskedLM, recompute_activations
+from pretrain.model.families import MaskedLM
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.train import train
@@ -47,9 +47,7 @@ def test_gradients_are_the_same_bits_and_layers_keep_little(
 
     def step(recomputes: bool) -> tuple[Tensor, list[Tensor], int]:
         student = with_dropout(tiny_distilbert(6) if teacher else tiny_bert(6))
-        if recomputes:
-            recompute_activations(student)
-        module = Distillation(student, teacher, terms, pad_id=0)
+        module = Distillation(student, teacher, terms, pad_id=0, recompute=recomputes)
         kept: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Check that attention computes every document of a packed row as if it were alone."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,10 @@ import torch.nn.functional as F
 from operators import Operators
 from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
-from transformers import BertForMaskedLM
 
-from pretrain.kernels.attention import IMPLEMENTATION, Packing, block_diagonal_mask, find_documents
+from pretrain.kernels.attention import Packing, block_diagonal_mask, find_documents
 from pretrain.model.distillation import micro_batch
-from pretrain.model.encoder import MaskedLM, last_hidden_state, projection
+from pretrain.model.families import MaskedLM, encode, family_of
 
 CLS, PAD = 2, 0
 Row = list[list[int]]
@@ -33,8 +33,8 @@ def packed(ids: Tensor) -> Packing:
 def packed_outputs(model: MaskedLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return last hidden states [B, L, D] and logits [B, L, V], computed as in training."""
     with torch.no_grad():
-        hidden = last_hidden_state(model, ids, packed(ids))
-        logits = F.linear(*projection(model, hidden.flatten(0, 1)))
+        hidden = encode(model, ids, packed(ids))
+        logits = F.linear(*family_of(model).projection(model, hidden.flatten(0, 1)))
     return hidden, logits.unflatten(0, ids.shape)
 
 
@@ -137,29 +137,22 @@ def test_the_comparison_can_fail(model: Any, packed_ids: Tensor, documents: list
         packing._replace(position_ids=counting),
     ):
         with torch.no_grad():
-            found = last_hidden_state(model, packed_ids, wrong)[0, here]
+            found = encode(model, packed_ids, wrong)[0, here]
         assert (found - right).abs().max() > 1e-2
 
 
-# Transformers' interface
-
-
-def with_sdpa(model: Any) -> Any:
-    """Return a model with the same weights and Transformers' attention."""
-    other = type(model)(type(model.config).from_dict(model.config.to_dict()))
-    other.set_attn_implementation("sdpa")
-    other.load_state_dict(model.state_dict())
-    return other.train(model.training)
+# Transformers' own forward pass
 
 
 def test_gradients_equal_those_of_sdpa_with_a_mask(model: Any, packed_ids: Tensor) -> None:
     """Compare all gradients of an encoder without dropout."""
-    packing = packed(packed_ids)
+    packing, other = packed(packed_ids), copy.deepcopy(model)
     mask = block_diagonal_mask(packing.cu_seqlens, *packed_ids.shape)
-    other = with_sdpa(model)
-    hidden = last_hidden_state(model, packed_ids, packing)
-    trunk = other.bert if isinstance(other, BertForMaskedLM) else other.distilbert
-    expected = trunk(packed_ids, attention_mask=mask, position_ids=packing.position_ids)[0]
+    assert other.config._attn_implementation == "sdpa"
+    hidden = encode(model, packed_ids, packing)
+    expected = other.base_model(packed_ids, attention_mask=mask, position_ids=packing.position_ids)[
+        0
+    ]
     assert (hidden - expected).abs().max() < 1e-5
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
     (hidden * weights).sum().backward(), (expected * weights).sum().backward()
@@ -174,9 +167,10 @@ def test_gradients_equal_those_of_sdpa_with_a_mask(model: Any, packed_ids: Tenso
     assert compared > 20
 
 
-def test_without_bounds_it_is_sdpa(model: Any, packed_ids: Tensor) -> None:
+def test_the_walk_leaves_transformers_forward_as_it_is(model: Any, packed_ids: Tensor) -> None:
     """Compare without mask, with padding masks (one without padding) and with a 4-D mask."""
-    other, ids = with_sdpa(model), packed_ids.clamp(min=1)
+    other, ids = copy.deepcopy(model), packed_ids.clamp(min=1)
+    encode(model, packed_ids, packed(packed_ids))
     padding = torch.ones_like(ids)
     padding[0, 20:] = padding[2, 5:] = 0
     four = torch.rand(3, 1, 32, 32, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -189,23 +183,20 @@ def test_without_bounds_it_is_sdpa(model: Any, packed_ids: Tensor) -> None:
     assert not torch.equal(outputs[0], outputs[1])  # the mask was heeded
 
 
-def test_a_mask_together_with_bounds_is_refused(model: Any, packed_ids: Tensor) -> None:
-    bounds = packed(packed_ids).cu_seqlens
-    with pytest.raises(ValueError, match="not both"):
-        model(packed_ids, attention_mask=packed_ids > 0, cu_seqlens=bounds)
+def test_documents_stay_apart_whatever_attention_a_model_names(
+    model: Any, packed_ids: Tensor
+) -> None:
+    expected = packed_outputs(model, packed_ids)
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+    for ours, theirs in zip(packed_outputs(model, packed_ids), expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
-def test_a_model_with_another_attention_is_refused(model: Any, packed_ids: Tensor) -> None:
-    with pytest.raises(ValueError, match="attn_implementation='packed'"):
-        last_hidden_state(with_sdpa(model), packed_ids, packed(packed_ids))
-
-
-def test_a_saved_model_does_not_name_this_attention(model: Any, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "ours")
-    with_sdpa(model).save_pretrained(tmp_path / "theirs")
-    ours = (tmp_path / "ours" / "config.json").read_text(encoding="utf-8")
-    assert ours == (tmp_path / "theirs" / "config.json").read_text(encoding="utf-8")
-    assert IMPLEMENTATION not in ours
+def test_a_saved_model_names_no_attention(model: Any, packed_ids: Tensor, tmp_path: Path) -> None:
+    encode(model, packed_ids, packed(packed_ids))
+    model.save_pretrained(tmp_path)
+    assert "attn" not in (tmp_path / "config.json").read_text(encoding="utf-8")
 
 
 def test_no_mask_and_no_sync_on_a_gpu(model: Any, packed_ids: Tensor) -> None:
@@ -214,12 +205,12 @@ def test_no_mask_and_no_sync_on_a_gpu(model: Any, packed_ids: Tensor) -> None:
     on_meta, ids = model.to("meta").bfloat16().train(), packed_ids.to("meta")
     shape = (3, 1, 32, 32)  # of a mask
     with Operators() as called:
-        last_hidden_state(on_meta, ids, packing).sum().backward()
+        encode(on_meta, ids, packing).sum().backward()
     assert not any(call.returns(shape) for call in called.calls)
     assert "aten._flash_attention_forward.default" in called.names
     assert "aten._flash_attention_backward.default" in called.names
     with torch.inference_mode(), Operators() as called:
-        last_hidden_state(on_meta.float(), ids, packing)
+        encode(on_meta.float(), ids, packing)
     assert not any(call.returns(shape) for call in called.calls)
     assert "aten._efficient_attention_forward.default" in called.names
     with Operators() as called:  # it sees one that is there

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.kernels.attention import _attention, cpu
+from pretrain.kernels import attention
+from pretrain.kernels.attention import cpu
 from pretrain.kernels.attention.dispatch import by_document, flash, masked, memory_efficient, usable
 from pretrain.kernels.cpu_layers import draw, drop_levels
 
@@ -28,10 +29,10 @@ def bounds(device: torch.device | str = "cpu") -> Tensor:
 
 
 def attended(
-    tensors: list[Tensor], dropout: float = 0.0, attend: Any = by_document
+    tensors: list[Tensor], dropout: float = 0.0, attend: Any = by_document, window: Any = None
 ) -> list[Tensor]:
     """Return the output of a kernel and its gradients."""
-    output = attend(*tensors[:3], bounds(tensors[0].device), dropout, SCALE)
+    output = attend(*tensors[:3], bounds(tensors[0].device), dropout, SCALE, window)
     return with_gradients(output, tensors)
 
 
@@ -41,13 +42,22 @@ def with_gradients(output: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
 
 
-def naive(tensors: list[Tensor], kept: list[Tensor] | None = None, keep: float = 1.0) -> Tensor:
+def naive(
+    tensors: list[Tensor],
+    kept: list[Tensor] | None = None,
+    keep: float = 1.0,
+    window: int | None = None,
+) -> Tensor:
     """Compute each document by the formula; `kept` [H, n, n] of each."""
     q, k, v = (t.transpose(1, 2).flatten(0, 1).transpose(0, 1) for t in tensors[:3])  # [H, N, D]
     outputs = []
     spans = [(a, b) for a, b in pairwise(BOUNDS) if b > a]
     for number, (a, b) in enumerate(spans):
-        weights = (q[:, a:b] @ k[:, a:b].transpose(1, 2) * SCALE).softmax(-1)
+        scores = q[:, a:b] @ k[:, a:b].transpose(1, 2) * SCALE
+        if window is not None:
+            far = [[abs(i - j) > window for j in range(b - a)] for i in range(b - a)]
+            scores = scores.masked_fill(torch.tensor(far), -torch.inf)
+        weights = scores.softmax(-1)
         if kept is not None:
             weights = weights * kept[number] / keep
         outputs.append(weights @ v[:, a:b])
@@ -58,10 +68,13 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def compare(found: list[Tensor], tensors: list[Tensor], bound: float, *dropped: Any) -> None:
+def compare(
+    found: list[Tensor], tensors: list[Tensor], bound: float, *dropped: Any, window: Any = None
+) -> None:
     """Compare an output and its gradients with `naive` in fp64."""
     exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
-    for ours, theirs in zip(found, with_gradients(naive(exact, *dropped), exact), strict=True):
+    expected = with_gradients(naive(exact, *dropped, window=window), exact)
+    for ours, theirs in zip(found, expected, strict=True):
         assert relative(ours.cpu(), theirs) < bound
 
 
@@ -79,6 +92,14 @@ def test_output_and_gradients_are_those_of_the_formula(
     found = attended(tensors, attend=attend)
     assert {t.dtype for t in found} == {dtype}
     compare(found, tensors, bound)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("window", [1, 4, 23])
+def test_a_window_limits_the_distance(window: int, dtype: torch.dtype, bound: float) -> None:
+    tensors = inputs(dtype=dtype)
+    assert usable(tensors[0].device, dtype, 8, window) == [masked]
+    compare(attended(tensors, attend=masked, window=window), tensors, bound, window=window)
 
 
 @PRECISIONS
@@ -172,10 +193,14 @@ def test_nan_is_not_hidden() -> None:
 
 def test_autocast_computes_in_half_precision_as_sdpa_does() -> None:
     tensors = inputs(dtype=torch.float32)
-    module, arguments = torch.nn.Module(), {"scaling": SCALE, "cu_seqlens": bounds()}
+
+    def attend(dropout: float) -> Tensor:
+        query, key, value = (t.transpose(1, 2).flatten(2) for t in tensors[:3])
+        query = query * (SCALE * 8**0.5)  # ours divides by the root of the head width
+        return attention.attend(query, key, value, bounds(), 3, dropout).unflatten(2, (3, 8))
+
     with torch.autocast("cpu", torch.bfloat16):
-        half, _ = _attention(module, *tensors[:3], None, **arguments)
-        dropped, _ = _attention(module, *tensors[:3], None, dropout=0.5, **arguments)
+        half, dropped = attend(0.0), attend(0.5)
         plain = masked(*tensors[:3], bounds(), 0.0, SCALE)
     assert half.dtype == dropped.dtype == plain.dtype == torch.bfloat16
     found = with_gradients(half, tensors)
@@ -212,8 +237,8 @@ def test_compiled_graphs_break_at_the_cpu_kernel() -> None:
 
 
 def test_which_kernel_is_used_where() -> None:
-    def names(device: str, dtype: torch.dtype, width: int = 64) -> list[str]:
-        return [b.__name__ for b in usable(torch.device(device), dtype, width)]
+    def names(device: str, dtype: torch.dtype, width: int = 64, window: Any = None) -> list[str]:
+        return [b.__name__ for b in usable(torch.device(device), dtype, width, window)]
 
     assert names("cpu", torch.bfloat16) == names("cpu", torch.float32) == ["by_document", "masked"]
     assert names("meta", torch.bfloat16) == ["flash", "memory_efficient", "masked"]
@@ -221,6 +246,9 @@ def test_which_kernel_is_used_where() -> None:
     assert names("meta", torch.float64) == ["masked"]
     assert names("meta", torch.bfloat16, 20) == ["masked"]
     assert names("mps", torch.float16) == ["masked"]
+    assert names("cpu", torch.float32, window=64) == ["masked"]
+    assert names("meta", torch.bfloat16, window=64) == ["flash", "masked"]
+    assert names("meta", torch.float32, window=64) == ["masked"]
 
 
 @pytest.mark.parametrize(
@@ -249,27 +277,31 @@ def test_the_operators_take_these_arguments() -> None:
         output = attend(*tensors[:3], bounds("meta"), 0.1, SCALE)
         assert output.shape == (2, 24, 3, 8) and output.dtype == torch.bfloat16
         assert output.requires_grad
-    for grad in attended(tensors, 0.1, flash)[1:]:
-        assert grad.shape == (2, 3, 24, 8) and grad.dtype == torch.bfloat16
+    for window in (None, 4):
+        for grad in attended(tensors, 0.1, flash, window)[1:]:
+            assert grad.shape == (2, 3, 24, 8) and grad.dtype == torch.bfloat16
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("width", [8, 64, 192])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("attend", [flash, memory_efficient, masked])
-def test_the_kernels_of_a_gpu(attend: Any, dtype: torch.dtype, width: int) -> None:
+def test_the_kernels_of_a_gpu(
+    attend: Any, dtype: torch.dtype, width: int, window: int | None
+) -> None:
     """Compare with the formula; with dropout, check that backward drops what forward dropped.
 
     For a given draw the output is linear in the values, so <d values, values> = <d out, out>.
     """
-    if attend not in usable(torch.device("cuda", 0), dtype, width):
-        pytest.skip(f"{attend.__name__} has no kernel of {dtype} for this GPU")
+    if attend not in usable(torch.device("cuda", 0), dtype, width, window):
+        pytest.skip(f"{attend.__name__} has no kernel of {dtype} and window {window} for this GPU")
     drawn = inputs(width=width, dtype=dtype)
     drawn[0] = (drawn[0] * (8 / width) ** 0.5).detach()  # else wide heads have one-hot softmaxes
     tensors = [t.detach().to("cuda").requires_grad_() for t in drawn]
-    found = attended(tensors, attend=attend)
-    compare(found, tensors, 1e-5 if dtype == torch.float32 else 2e-2)
-    output, _, _, grad_value = attended(tensors, 0.5, attend)
+    found = attended(tensors, attend=attend, window=window)
+    compare(found, tensors, 1e-5 if dtype == torch.float32 else 2e-2, window=window)
+    output, _, _, grad_value = attended(tensors, 0.5, attend, window)
     one = (grad_value.double() * tensors[2].double()).sum()
     other = (tensors[3].double() * output.double()).sum()
     size = (tensors[3].double() * output.double()).abs().sum()

@@ -15,7 +15,6 @@ from pretrain.bench import cells, measure
 from pretrain.bench.baseline import BaselineStep, Padded, padded, twin
 from pretrain.bench.documents import LAYOUTS, drawn, packed, typical
 from pretrain.bench.documents import SpecialIds as Special
-from pretrain.kernels.attention import IMPLEMENTATION
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
 
@@ -40,8 +39,6 @@ def batch() -> MicroBatch:
 def pair() -> cells.Pair:
     """Return tiny models in both steps, the student in training mode."""
     teacher, student = tiny_bert().requires_grad_(False), tiny_distilbert().train()
-    for model in (teacher, student):
-        model.set_attn_implementation(IMPLEMENTATION)
     return cells.Pair.of(student, teacher, CPU, ["fp32", "bf16"], pad_id=0)
 
 
@@ -101,7 +98,6 @@ def test_a_twin_shares_weights_and_nothing_else(pair: cells.Pair) -> None:
     pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
     assert all(a is b and name == same for (name, a), (same, b) in pairs)
     assert other.config._attn_implementation == "sdpa"
-    assert one.config._attn_implementation == IMPLEMENTATION
     with measure.without_dropout(other):
         assert other.distilbert.embeddings.dropout.p == 0
         assert one.distilbert.embeddings.dropout.p == 0.1

@@ -250,8 +250,8 @@ def test_the_teacher_runs_only_where_a_term_needs_it(
     weights: dict[str, float], runs: bool, models: Sequence[Any], batch: MicroBatch
 ) -> None:
     calls = []
-    models[1].register_forward_pre_hook(lambda *inputs: calls.append(inputs))
-    models[1].bert.register_forward_pre_hook(lambda *inputs: calls.append(inputs))
+    for part in models[1].modules():
+        part.register_forward_pre_hook(lambda *inputs: calls.append(inputs))
     loss, _ = step(module(models, DistilBert.model_validate(weights)), batch)
     assert bool(calls) == runs
     loss.backward()

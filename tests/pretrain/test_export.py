@@ -23,7 +23,7 @@ from pretrain.evaluate import evaluate_folder
 from pretrain.export.arguments import check_repository, hub_token
 from pretrain.export.card import model_card
 from pretrain.export.export import export
-from pretrain.model.encoder import MaskedLM
+from pretrain.model.families import MaskedLM
 from pretrain.model.loading import load_model
 
 

@@ -23,11 +23,11 @@ from pretrain.bench.baseline import BaselineStep, Padded, twin
 from pretrain.bench.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels import attention, cpu_layers
-from pretrain.kernels.attention import IMPLEMENTATION, find_documents
+from pretrain.kernels.attention import find_documents
 from pretrain.kernels.attention.dispatch import flash
 from pretrain.kernels.head import closed_form, vocabulary
 from pretrain.model.distillation import Distillation, MicroBatch
-from pretrain.model.encoder import last_hidden_state, recompute_activations
+from pretrain.model.families import encode
 from pretrain.objectives.distilbert import DistilBert
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "footprint.json"
@@ -41,9 +41,9 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 def base(kl_positions: Any, precision: str) -> Distillation:
     """Return BERT-base and a student of half its layers as shapes, in the precision of a run."""
     with torch.device("meta"):
-        teacher = BertForMaskedLM(BertConfig(attn_implementation=IMPLEMENTATION))
+        teacher = BertForMaskedLM(BertConfig())
         teacher.requires_grad_(False).eval().to(DTYPES[precision] or torch.float32)
-        student = DistilBertForMaskedLM(DistilBertConfig(attn_implementation=IMPLEMENTATION))
+        student = DistilBertForMaskedLM(DistilBertConfig())
     terms = DistilBert(kl_positions=kl_positions).terms()
     return Distillation(student, teacher, terms, pad_id=0)
 
@@ -170,12 +170,11 @@ def test_a_layer_of_bert_base_takes_24_d_squared_and_4_s_d() -> None:
     counts = []
     for layers in (1, 2):
         with torch.device("meta"):
-            config = BertConfig(num_hidden_layers=layers, attn_implementation=IMPLEMENTATION)
-            model = BertForMaskedLM(config).eval()
+            model = BertForMaskedLM(BertConfig(num_hidden_layers=layers)).eval()
         cu_seqlens = torch.arange(0, 3 * L, L, dtype=torch.int32)
         with shapes_only(model) as shapes, torch.inference_mode(), Counter() as counter:
             ids = torch.zeros(2, L, dtype=torch.int64)
-            last_hidden_state(shapes, ids, find_documents(ids, cu_seqlens, pad_id=1))
+            encode(shapes, ids, find_documents(ids, cu_seqlens, pad_id=1))
         counts.append(counter.flops)
     assert counts[1] - counts[0] == 2 * L * (24 * D**2 + 4 * L * D)
 
@@ -358,8 +357,7 @@ def test_rows_that_16_gb_take_by_shapes(
     """Count in fp16; docs/performance.md has these numbers."""
     as_on_a_gpu(monkeypatch)
     module = base(where, "bf16")  # of fp16's size
-    if checkpointing:
-        recompute_activations(module.student.train())
+    module.recompute = checkpointing
 
     def peak(rows: int) -> int:
         return of_micro_step(module, rows, L, autocast=torch.float16).peak

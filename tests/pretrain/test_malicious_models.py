@@ -186,7 +186,7 @@ STUDENT = [
     ("positions", "config.json describes", configure, "max_position_embeddings", 2**40),
     ("labels", "", configure, "num_labels", 10**10),
     ("activation", "nonsense", configure, "activation", "nonsense"),
-    ("kind", "model; only bert and distilbert", configure, "model_type", ["distilbert"]),
+    ("kind", "model; only bert, distilbert, roberta", configure, "model_type", ["distilbert"]),
     ("config-fifo", "there is no", replace, "config.json", os.mkfifo),
     ("weights-fifo", "there is no", replace, "model.safetensors", os.mkfifo),
 ]

@@ -23,7 +23,12 @@ from safetensors.torch import load_file, save_file
 from tiny import save_teacher, tiny_bert, tiny_distilbert
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import BertForMaskedLM, DistilBertForMaskedLM
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    BertForMaskedLM,
+    DistilBertForMaskedLM,
+)
 from traps import edit
 
 import pretrain.train
@@ -191,8 +196,10 @@ def change_weights(folder: Path, change: Callable[[str, Tensor], Tensor | None])
     save_file(kept, path, metadata={"format": "pt"})
 
 
-def teacher_is_a_distilbert(place: Place) -> None:
-    place.distilbert(4).save_pretrained(place.teacher)
+def teacher_is_an_albert(place: Place) -> None:
+    sizes = {"hidden_size": 32, "embedding_size": 32, "num_attention_heads": 4}
+    config = AlbertConfig(vocab_size=200, num_hidden_layers=1, **sizes)
+    AlbertForMaskedLM(config).save_pretrained(place.teacher)
 
 
 def teacher_without_head(place: Place) -> None:
@@ -295,7 +302,7 @@ MODELS = [
     ),
     (partial(mlm, max_position_embeddings=16), "model", "positions", "row_length: 16"),
     (student_with_few_positions, "student.init", "positions", "row_length: 31"),
-    (teacher_is_a_distilbert, "a distilbert cannot be a teacher", "takes a BERT"),
+    (teacher_is_an_albert, "albert cannot be a teacher", "supported are bert, distilbert"),
     (teacher_without_head, "no trained masked-language-model head", "BertForMaskedLM"),
     (partial(teacher_config, num_hidden_layers=5), "do not fit its config.json", "layer.4"),
     (partial(teacher_config, num_hidden_layers=3), "do not fit its config.json", "layer.3"),
@@ -303,7 +310,7 @@ MODELS = [
     (partial(teacher_config, is_decoder=True), "is_decoder is true", "both sides"),
     (student_is_wider, "student.init", "has dim 48, but this run needs 32"),
     (student_without_head, "masked-language-model head", "saved as DistilBertForMaskedLM"),
-    (student_is_a_bert, "student.init", "holds a bert, no DistilBERT"),
+    (student_is_a_bert, "student.init", "holds a bert, no distilbert"),
 ]
 SHARDS = [
     (shards_with_ids_outside_the_vocabulary, "id 200 is outside the vocabulary"),

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
-from pretrain.kernels.attention import IMPLEMENTATION
 from pretrain.model.teacher import Teacher
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4
@@ -40,7 +39,6 @@ def tiny_bert(
         "num_attention_heads": 4,
         "intermediate_size": 2 * width,
         "max_position_embeddings": 2 * ROW_LENGTH,
-        "attn_implementation": IMPLEMENTATION,
     }
     return _randomised(BertForMaskedLM(BertConfig(**values | changes)), seed)
 
@@ -54,7 +52,6 @@ def tiny_distilbert(layers: int = 2, *, seed: int = 1, width: int = 32) -> Disti
         n_heads=4,
         hidden_dim=2 * width,
         max_position_embeddings=2 * ROW_LENGTH,
-        attn_implementation=IMPLEMENTATION,
     )
     return _randomised(DistilBertForMaskedLM(config), seed)
 

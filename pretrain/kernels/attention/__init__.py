@@ -1,63 +1,45 @@
-"""Register attention for packed sequences with Transformers, under the name "packed".
+"""Attend within the documents of packed rows.
 
-It computes Transformers' `sdpa` with a block-diagonal mask: documents of a row do not attend to one
-another. It runs in every layer of student and teacher. Given the bounds of the documents, a layer
-calls the kernel of its device, without a mask of [rows, length, length]; without bounds it calls
-`sdpa`, masks included.
+It computes torch's `scaled_dot_product_attention` with a block-diagonal mask: documents of a row do
+not attend to one another. The walk over the layers (`pretrain/model/families`) calls it in student
+and teacher. Given the bounds of the documents it calls the kernel of the device, without a mask of
+[rows, length, length].
 
-Transformers' own functions cannot replace it: with packed `position_ids` and no mask, `sdpa` lets
-documents attend to one another silently, and `eager` *adds* a boolean mask.
-
-Shapes: B rows, H heads, L row length, D head width.
+Shapes: B rows, L row length, H heads, D head width.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch import Tensor
 
 from pretrain.kernels.attention.dispatch import usable
 from pretrain.kernels.attention.packing import Packing, block_diagonal_mask, find_documents
 
-__all__ = ["IMPLEMENTATION", "Packing", "block_diagonal_mask", "find_documents"]
-
-IMPLEMENTATION = "packed"
-_SDPA, _SDPA_MASK = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
+__all__ = ["Packing", "attend", "block_diagonal_mask", "find_documents"]
 
 
-def _attention(
-    module: nn.Module,
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend in a layer of Transformers: [B, H, L, D] to ([B, L, H, D], None)."""
-    if cu_seqlens is None:
-        return _SDPA(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    if attention_mask is not None:
-        raise ValueError("give cu_seqlens or attention_mask, not both: neither knows of the other")
-    device = query.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    cu_seqlens: Tensor,
+    num_heads: int,
+    dropout: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attend with all heads; query, key, value and the result are [B, L, H * D].
+
+    With a `window` a query attends to keys at a distance of at most so many tokens.
+    """
+    device, split = query.device, (*query.shape[:2], num_heads, -1)
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         # As sdpa does: compute in the half precision of the autocast region.
-        dtype = torch.get_autocast_dtype(device)
+        dtype = torch.get_autocast_dtype(device.type)
         query, key, value = (
             t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
         )
+    q, k, v = (t.view(split).transpose(1, 2) for t in (query, key, value))
     # Chosen at each call, because autocast decides the dtype.
-    width = query.shape[-1]
-    attend = usable(query.device, query.dtype, width)[0]
-    return attend(query, key, value, cu_seqlens, dropout, scaling or width**-0.5), None
-
-
-AttentionInterface.register(IMPLEMENTATION, _attention)
-AttentionMaskInterface.register(IMPLEMENTATION, _SDPA_MASK)
+    kernel = usable(device, q.dtype, q.shape[-1], window)[0]
+    return kernel(q, k, v, cu_seqlens, dropout, q.shape[-1] ** -0.5, window).flatten(2)

@@ -31,8 +31,10 @@ def by_document(
     cu_seqlens: Tensor,
     dropout: float,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Attend within one document after the other; `cu_seqlens` may repeat its last bound."""
+    assert window is None  # `usable` leaves this kernel out
     # On a CPU this list costs no device sync.
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
     # [H, N, D], with no copy where a model split heads off its width.

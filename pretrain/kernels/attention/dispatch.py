@@ -1,7 +1,7 @@
 """Choose the attention kernel for packed rows, by device and dtype.
 
-Every kernel takes (query, key, value [B, H, L, D], cu_seqlens [S + 1], dropout, scale), returns
-[B, L, H, D], and needs no sync. All compute what `masked` computes: torch's
+Every kernel takes (query, key, value [B, H, L, D], cu_seqlens [S + 1], dropout, scale, window),
+returns [B, L, H, D], and needs no sync. All compute what `masked` computes: torch's
 `scaled_dot_product_attention` with a block-diagonal mask.
 
 Shapes: B rows, H heads, L row length, D head width, N = B * L positions, S documents.
@@ -18,17 +18,21 @@ from torch import Tensor
 from pretrain.kernels.attention.cpu import by_document
 from pretrain.kernels.attention.packing import block_diagonal_mask
 
-Backend = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Tensor]
+Backend = Callable[[Tensor, Tensor, Tensor, Tensor, float, float, int | None], Tensor]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def usable(device: torch.device, dtype: torch.dtype, head_width: int) -> list[Backend]:
+def usable(
+    device: torch.device, dtype: torch.dtype, head_width: int, window: int | None = None
+) -> list[Backend]:
     """Return the kernels that can be used, the fastest first and `masked`, which always can, last.
+
+    Of the faster ones only `flash` supports a window.
 
     The meta device counts as a GPU of compute capability 9.0.
     """
     if device.type == "cpu":
-        return [by_document, masked]
+        return [by_document, masked] if window is None else [masked]
     if device.type == "meta":
         capability = (9, 0)
     elif device.type == "cuda" and torch.version.cuda:
@@ -40,17 +44,37 @@ def usable(device: torch.device, dtype: torch.dtype, head_width: int) -> list[Ba
     if dtype in _HALF and capability >= (8, 0) and head_width % 8 == 0 and head_width <= 192:
         found.append(flash)
     dtypes = (torch.float32, *_HALF) if capability >= (8, 0) else (torch.float32, torch.float16)
-    if dtype in dtypes and head_width % 8 == 0:
+    if dtype in dtypes and head_width % 8 == 0 and window is None:
         found.append(memory_efficient)
     return [*found, masked]
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu: Tensor,
+    dropout: float,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
     """Attend by FlashAttention 2: half precision on GPUs of compute capability 8.0 or more."""
     length = q.shape[2]  # an upper bound of the lengths of documents
     q_NHD, k_NHD, v_NHD = (_positions(t) for t in (q, k, v))
     output = torch.ops.aten._flash_attention_forward(
-        q_NHD, k_NHD, v_NHD, cu, cu, length, length, dropout, False, False, scale=scale
+        q_NHD,
+        k_NHD,
+        v_NHD,
+        cu,
+        cu,
+        length,
+        length,
+        dropout,
+        False,
+        False,
+        scale=scale,
+        window_size_left=window,
+        window_size_right=window,
     )[0]
     return output.unflatten(0, (len(q), length))
 
@@ -58,9 +82,16 @@ def flash(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: fl
 # Compiled, its backward fails in torch 2.13: the operator's shape function takes other arguments.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def memory_efficient(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu: Tensor,
+    dropout: float,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Attend by the kernels of xFormers: older GPUs, and fp32."""
+    assert window is None  # `usable` leaves this kernel out
     length = q.shape[2]
     one_row = [_positions(t)[None] for t in (q, k, v)]
     output = torch.ops.aten._efficient_attention_forward(
@@ -69,10 +100,21 @@ def memory_efficient(
     return output[0].unflatten(0, (len(q), length))
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, dropout: float, scale: float) -> Tensor:
+def masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu: Tensor,
+    dropout: float,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
     """Attend with a mask: any device and dtype, and the reference for the other kernels."""
     # [rows, 1, length, length]: the memory that the other kernels avoid.
     mask = block_diagonal_mask(cu, len(q), q.shape[2])
+    if window is not None:
+        index = torch.arange(q.shape[2], device=q.device)
+        mask = mask & ((index[:, None] - index).abs() <= window)
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return output.transpose(1, 2)
 

@@ -1,0 +1,93 @@
+"""Define what a family of models offers to the walk over its encoder.
+
+Shapes: B rows, L row length, N positions, D width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pretrain.kernels.attention import Packing
+from pretrain.kernels.head import Projection
+
+MaskedLM = PreTrainedModel  # a `...ForMaskedLM` of one of the families
+
+
+class Family(ABC):
+    """Name the parts of one kind of encoder once, for the walk, the heads and copies of layers.
+
+    A model is a `...ForMaskedLM` of transformers.
+    """
+
+    model_type: str  # of config.json
+    layer_prefix: str  # the names of a layer's weights begin with it and the layer's number
+    architecture: Any  # its class in transformers, with a masked-language-model head
+    config: Any  # the class of its config
+    head: tuple[str, ...]  # how the names of the head's weights begin
+    # The keys of config.json that hold dropouts, and the run's setting for each.
+    dropouts: ClassVar[Mapping[str, str]]
+    # Sizes that config.json does not name as BERT does.
+    own_names: ClassVar[Mapping[str, str]] = {}
+    begins_after_padding = False  # is the first position the one after the id of padding?
+
+    def layers(self, model: Any) -> nn.ModuleList:
+        """Return the layers, from the embeddings to the head."""
+        # One name says where layers are, in the model and in its weights.
+        layers: Any = model.get_submodule(self.layer_prefix.removesuffix("."))
+        return layers
+
+    @abstractmethod
+    def embed(self, model: Any, input_ids: Tensor, packing: Packing) -> Tensor:
+        """Return the output of the embeddings [B, L, D] for packed rows."""
+
+    def prepare(self, model: Any, hidden: Tensor, packing: Packing) -> Any:
+        """Return what all layers need besides hidden states; by default the packing."""
+        return packing
+
+    @abstractmethod
+    def layer(self, model: Any, index: int, hidden: Tensor, prepared: Any) -> Tensor:
+        """Return the output of one layer [B, L, D], given the result of `prepare`."""
+
+    def finish(self, model: Any, hidden: Tensor) -> Tensor:
+        """Return the last hidden state, given the output of the last layer."""
+        return hidden
+
+    @abstractmethod
+    def projection(self, model: Any, hidden_ND: Tensor) -> Projection:
+        """Return the MLM transform of some positions, with weight and bias of the LM head."""
+
+    def student_config(
+        self, teacher: Any, changes: Mapping[str, float], copied: Sequence[int] = ()
+    ) -> Any:
+        """Return the config of a student of this family.
+
+        Args:
+            teacher: config of a teacher of this family.
+            changes: sizes, named as in `BertConfig`, and dropouts, named as in config.json.
+            copied: the teacher's layers that it starts from; none for a random student.
+        """
+        values = teacher.to_dict()
+        for name, value in changes.items():
+            values[self.own_names.get(name, name)] = value
+        # A copied layer keeps its kind of attention. Without this list, transformers repeats the
+        # family's own pattern.
+        if kinds := values.pop("layer_types", None):
+            values["layer_types"] = [kinds[layer] for layer in copied] or None
+        return self.config.from_dict(values)
+
+    def first_position(self, config: Any) -> int:
+        """Return the position of a document's first token."""
+        if not self.begins_after_padding:
+            return 0
+        if config.pad_token_id is None:
+            raise ValueError("pad_token_id is null, but positions begin after it")
+        return int(config.pad_token_id) + 1
+
+    def row_length(self, config: Any) -> int:
+        """Return the length of the longest row that the model has positions for."""
+        return int(config.max_position_embeddings) - self.first_position(config)

@@ -1,0 +1,110 @@
+"""Name the parts of ModernBERT: norms before each block, rotary positions, local attention, GeGLU.
+
+    hidden = hidden + out(attention(rotate(query), rotate(key), value))    of norm(hidden)
+    hidden = hidden + down(activation(up) * gate)                          of norm(hidden)
+
+Most layers attend only to the tokens at a distance of at most half of `local_attention`. The first
+layer has no norm of its own, because the embeddings end with one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import ModernBertConfig, ModernBertForMaskedLM
+from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_emb
+
+from pretrain.kernels.attention import Packing, attend
+from pretrain.kernels.head import Projection
+from pretrain.model.families.family import Family
+
+
+class Rotated(NamedTuple):
+    """Hold the documents of packed rows, and the angles of their positions by kind of layer."""
+
+    packing: Packing
+    angles: dict[str, tuple[Tensor, Tensor]]  # cosines and sines [B, L, head width]
+
+
+class ModernBert(Family):
+    """Name the parts of a `ModernBertForMaskedLM`."""
+
+    model_type = "modernbert"
+    layer_prefix = "model.layers."
+    architecture: Any = ModernBertForMaskedLM
+    config: Any = ModernBertConfig
+    head = ("head.", "decoder.")
+    dropouts: ClassVar = {
+        "embedding_dropout": "dropout",
+        "mlp_dropout": "dropout",
+        "attention_dropout": "attention_dropout",
+    }
+
+    def embed(self, model: Any, input_ids: Tensor, packing: Packing) -> Tensor:
+        """Return the output of the embeddings [B, L, D], which know no positions."""
+        embeddings: Tensor = model.model.embeddings(input_ids)
+        return embeddings
+
+    def prepare(self, model: Any, hidden: Tensor, packing: Packing) -> Rotated:
+        """Compute the angles once for all layers: position / base ** (i / head width)."""
+        config = model.config
+        width, angles = config.hidden_size // config.num_attention_heads, {}
+        # In fp32 and from the config: a model in half precision has cast its own frequencies, too,
+        # and an error of 0.4 % in a frequency is two radians at position 500.
+        even = torch.arange(0, width, 2, dtype=torch.float32, device=hidden.device)
+        for kind in sorted(set(config.layer_types)):  # global and local layers have their own base
+            frequency = 1.0 / config.rope_parameters[kind]["rope_theta"] ** (even / width)
+            turned = packing.position_ids[..., None].float() * frequency
+            both_halves = torch.cat((turned, turned), dim=-1)
+            angles[kind] = both_halves.cos().to(hidden.dtype), both_halves.sin().to(hidden.dtype)
+        return Rotated(packing, angles)
+
+    def layer(self, model: Any, index: int, hidden: Tensor, prepared: Rotated) -> Tensor:
+        """Return the output of one layer [B, L, D]."""
+        layer: Any = self.layers(model)[index]
+        attention, mlp, split = layer.attn, layer.mlp, (*hidden.shape[:2], -1, layer.attn.head_dim)
+        query, key, value = attention.Wqkv(layer.attn_norm(hidden)).chunk(3, dim=-1)
+        q, k = (t.view(split).transpose(1, 2) for t in (query, key))
+        q, k = apply_rotary_pos_emb(q, k, *prepared.angles[layer.attention_type])
+        query, key = (t.transpose(1, 2).flatten(2) for t in (q, k))
+        # A local layer sees `local_attention` tokens around each, half of them on either side.
+        local = layer.attention_type == "sliding_attention"
+        context = attend(
+            query,
+            key,
+            value,
+            prepared.packing.cu_seqlens,
+            model.config.num_attention_heads,
+            attention.attention_dropout if model.training else 0.0,
+            window=model.config.local_attention // 2 if local else None,
+        )
+        hidden = hidden + attention.out_drop(attention.Wo(context))
+        # As in `post_norm.py`: without a graph, what no name holds is free.
+        del query, key, value, q, k, context
+        up, gate = mlp.Wi(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+        return hidden + mlp.Wo(mlp.drop(mlp.act(up) * gate))
+
+    def finish(self, model: Any, hidden: Tensor) -> Tensor:
+        """Normalise the output of the last layer."""
+        normalised: Tensor = model.model.final_norm(hidden)
+        return normalised
+
+    def row_length(self, config: Any) -> int:
+        """Return the length of the longest row that the model has positions for.
+
+        Raises:
+            ValueError: its angles are not those of `prepare`.
+        """
+        for kind, rope in config.rope_parameters.items():
+            if rope["rope_type"] != "default":
+                raise ValueError(f"rope_type {rope['rope_type']} of {kind} is not supported")
+        return super().row_length(config)
+
+    def projection(self, model: Any, hidden_ND: Tensor) -> Projection:
+        """Return the MLM transform of some positions, with weight and bias of the LM head."""
+        weight, bias = model.decoder.weight, model.decoder.bias
+        if bias is None:  # the LM head's kernels take one
+            bias = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
+        return Projection(model.head(hidden_ND), weight, bias)

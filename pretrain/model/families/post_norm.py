@@ -1,0 +1,71 @@
+"""Compute a layer of an encoder that normalises after each sum: BERT, DistilBERT, RoBERTa.
+
+    attended = norm(hidden + out(attention(query, key, value)))
+    hidden   = norm(attended + down(activation(up(attended))))
+
+The operators and their order are those of transformers, so results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from pretrain.kernels.attention import Packing, attend
+from pretrain.model.families.family import Family
+
+
+class Parts(NamedTuple):
+    """Name the parts of a layer; the first eight have weights."""
+
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    out: nn.Module
+    attention_norm: nn.Module
+    up: nn.Module
+    down: nn.Module
+    norm: nn.Module
+    activation: Callable[[Tensor], Tensor]
+    num_heads: int
+    attention_dropout: nn.Dropout
+    out_dropout: nn.Module | None
+    down_dropout: nn.Module
+
+
+class PostNorm(Family):
+    """Walk a post-norm layer by its `parts`."""
+
+    def embed(self, model: Any, input_ids: Tensor, packing: Packing) -> Tensor:
+        """Return the output of the embeddings [B, L, D]; every token has type 0."""
+        # Without token types, transformers takes type 0.
+        positions, first = packing.position_ids, self.first_position(model.config)
+        if first:
+            positions = positions + first
+        embedded: Tensor = model.base_model.embeddings(input_ids=input_ids, position_ids=positions)
+        return embedded
+
+    @abstractmethod
+    def parts(self, model: Any, index: int) -> Parts:
+        """Return the parts of a layer."""
+
+    def layer(self, model: Any, index: int, hidden: Tensor, packing: Packing) -> Tensor:
+        """Return the output of one layer [B, L, D]."""
+        part = self.parts(model, index)
+        query, key, value = part.query(hidden), part.key(hidden), part.value(hidden)
+        dropout = part.attention_dropout.p if model.training else 0.0
+        context = attend(query, key, value, packing.cu_seqlens, part.num_heads, dropout)
+        # A teacher has no graph: what no name holds is free before the widest tensors are made.
+        del query, key, value
+        out = part.out(context)
+        del context
+        if part.out_dropout is not None:
+            out = part.out_dropout(out)
+        attended = part.attention_norm(out + hidden)
+        del out
+        inner = part.down_dropout(part.down(part.activation(part.up(attended))))
+        output: Tensor = part.norm(inner + attended)
+        return output

@@ -1,0 +1,534 @@
+"""Compare the walk of every family with Transformers' own forward pass, one document at a time."""
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from operators import Operators
+from runs import history, refused, start
+from tiny import VOCAB_SIZE, as_teacher, save_teacher, tiny_bert
+from torch import Tensor
+from transformers import (
+    AutoModelForMaskedLM,
+    BertConfig,
+    CamembertConfig,
+    DistilBertConfig,
+    ModernBertConfig,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
+
+from data_prep.shards import Manifest
+from pretrain.config import Student
+from pretrain.export.export import export
+from pretrain.kernels import attention
+from pretrain.kernels.attention import Packing, find_documents
+from pretrain.kernels.attention.dispatch import by_document, masked, usable
+from pretrain.model.distillation import micro_batch
+from pretrain.model.families import FAMILIES, MaskedLM, encode, family_of
+from pretrain.model.loading import load_model
+from pretrain.model.student import build_student
+from pretrain.model.teacher import load_teacher, parameters_sha256
+
+LENGTHS = [[9, 14, 6], [31], [3, 20, 1]]  # of documents in rows of 32; the rest is padding
+L, CLS = 32, 7
+SPREAD = 5.0  # of logits: small ones would hide errors
+BOUND = 1e-5
+
+BERT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+MODERN: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 40,
+    "global_attn_every_n_layers": 2,
+    "local_attention": 6,
+    "norm_eps": 1e-3,
+    "bos_token_id": 7,
+    "cls_token_id": 7,
+    "eos_token_id": 8,
+    "sep_token_id": 8,
+}
+ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 300.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+}
+
+# No value that shapes the outputs is transformers' default.
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "bert": lambda **changes: BertConfig(
+        **BERT
+        | {"max_position_embeddings": 37, "layer_norm_eps": 1e-3, "hidden_act": "relu"}
+        | {"type_vocab_size": 3, "pad_token_id": 4}
+        | changes
+    ),
+    "distilbert": lambda **changes: DistilBertConfig(
+        **{"vocab_size": VOCAB_SIZE, "dim": 32, "n_layers": 4, "n_heads": 4, "hidden_dim": 48}
+        | {"max_position_embeddings": 35, "activation": "relu", "pad_token_id": 3}
+        | {"dropout": 0.0, "attention_dropout": 0.0}
+        | changes
+    ),
+    "roberta": lambda **changes: RobertaConfig(
+        **BERT
+        | {"max_position_embeddings": 36, "layer_norm_eps": 1e-4, "hidden_act": "relu"}
+        | {"pad_token_id": 3}
+        | changes
+    ),
+    "xlm-roberta": lambda **changes: XLMRobertaConfig(
+        **BERT
+        | {"max_position_embeddings": 34, "layer_norm_eps": 1e-3, "hidden_act": "silu"}
+        | changes
+    ),
+    "camembert": lambda **changes: CamembertConfig(
+        **BERT
+        | {"max_position_embeddings": 60, "layer_norm_eps": 1e-6, "hidden_act": "gelu_new"}
+        | {"pad_token_id": 0, "type_vocab_size": 1}
+        | changes
+    ),
+    "modernbert": lambda **changes: ModernBertConfig(
+        **MODERN
+        | {"rope_parameters": copy.deepcopy(ROPE), "hidden_activation": "silu"}
+        | {"classifier_activation": "relu", "pad_token_id": 5}
+        | changes
+    ),
+    # With every bias that a config can add, without the decoder's, and keys of older files.
+    "modernbert-biases": lambda **changes: ModernBertConfig(
+        **MODERN
+        | {"global_rope_theta": 500.0, "local_rope_theta": 30.0, "hidden_activation": "relu"}
+        | {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True}
+        | {"decoder_bias": False, "global_attn_every_n_layers": 3, "pad_token_id": 0}
+        | changes
+    ),
+}
+every_family = pytest.mark.parametrize("kind", CONFIGS)
+
+
+class Packed(NamedTuple):
+    """Hold documents, and the same ones in packed rows."""
+
+    documents: list[list[Tensor]]  # of each row
+    ids: Tensor  # [3, L]
+    packing: Packing
+
+
+@torch.no_grad()
+def build(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """Build a model in eval mode whose every parameter is random, with widely spread logits."""
+    model = AutoModelForMaskedLM.from_config(CONFIGS[kind](**changes))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            # The embeddings of the vocabulary are the LM head, too.
+            parameter.copy_((1.5 if len(parameter) == VOCAB_SIZE else 0.2) * noise)
+        else:
+            parameter.copy_(0.2 * noise + float(name.lower().endswith("norm.weight")))
+    return model.eval()
+
+
+def pack(model: MaskedLM) -> Packed:
+    """Draw documents, and pack them."""
+    pad, generator = model.config.pad_token_id, torch.Generator().manual_seed(1)
+    ids, documents = torch.full((len(LENGTHS), L), pad), []
+    for row, lengths in enumerate(LENGTHS):
+        begin, in_row = 0, []
+        for length in lengths:
+            document = torch.randint(10, VOCAB_SIZE, (length,), generator=generator)
+            document[0] = CLS
+            ids[row, begin : begin + length] = document
+            in_row.append(document)
+            begin += length
+        documents.append(in_row)
+    nothing = torch.zeros(len(ids), 0, dtype=torch.int64)
+    batch = micro_batch(ids, nothing, nothing, cls_id=CLS, pad_id=pad)
+    return Packed(documents, ids, find_documents(ids, batch.cu_seqlens, pad_id=pad))
+
+
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """Return the logits of hidden states by the head that training uses."""
+    projected = family_of(model).projection(model, hidden.flatten(0, 1))
+    return F.linear(*projected).unflatten(0, hidden.shape[:2])
+
+
+def in_documents(values_BLX: Tensor) -> list[Tensor]:
+    """Cut packed values into those of each document."""
+    return [
+        values_BLX[row, begin:end]
+        for row, lengths in enumerate(LENGTHS)
+        for begin, end in pairwise([sum(lengths[:i]) for i in range(len(lengths) + 1)])
+    ]
+
+
+@pytest.fixture(params=[by_document, masked], ids=lambda kernel: kernel.__name__)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Use one attention kernel of the two that a CPU has, wherever it can be used."""
+
+    def only(*arguments: Any) -> list[Any]:
+        found = usable(*arguments)
+        return [request.param] if request.param in found else found
+
+    monkeypatch.setattr(attention, "usable", only)
+    return request.param
+
+
+# --- the walk ----------------------------------------------------------------------------------
+
+
+@every_family
+def test_packed_documents_have_the_outputs_and_gradients_of_documents_alone(
+    kind: str, kernel: Any
+) -> None:
+    """Compare logits, last hidden states and all gradients; no mask and no padding in theirs."""
+    model = build(kind)
+    theirs, packed = copy.deepcopy(model), pack(model)
+    hidden = encode(model, packed.ids, packed.packing)
+    logits = logits_of(model, hidden)
+    assert torch.isfinite(logits).all()  # of padding, too
+
+    generator, losses = torch.Generator().manual_seed(2), []
+    found = zip(in_documents(hidden), in_documents(logits), strict=True)
+    alone = [document for row in packed.documents for document in row]
+    for (our_hidden, our_logits), document in zip(found, alone, strict=True):
+        outputs = theirs(input_ids=document[None], output_hidden_states=True)
+        last, expected = outputs.hidden_states[-1][0], outputs.logits[0]
+        assert len(document) == 1 or expected.std() > SPREAD
+        assert (our_logits - expected).abs().max() < BOUND * expected.std()
+        assert (our_hidden - last).abs().max() < BOUND * last.std()
+        weights = torch.randn(expected.shape, generator=generator)
+        losses.append(((our_logits * weights).sum(), (expected * weights).sum()))
+
+    for loss in zip(*losses, strict=True):
+        torch.stack(loss).sum().backward()
+    typical = torch.cat([p.grad.flatten() for p in theirs.parameters()]).square().mean().sqrt()
+    for (name, one), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        size = other.grad.norm()
+        if name.endswith(("key.bias", "k_lin.bias")):  # whose true gradient is 0
+            size = typical
+        assert size > 0 and (one.grad - other.grad).norm() < BOUND * size, name
+
+
+@every_family
+@pytest.mark.parametrize("change", ["epsilon", "activation", "position", "window", "rope"])
+def test_the_comparison_sees_a_wrong_setting(kind: str, change: str) -> None:
+    """Change one setting of a copy: its outputs are far from the right ones."""
+    model, modern = build(kind), kind.startswith("modernbert")
+    packed, other = pack(model), copy.deepcopy(model)
+    if change == "epsilon":
+        for module in other.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.eps += 1e-2
+    elif change == "activation":
+        for module in other.modules():
+            for name in ("act", "activation", "intermediate_act_fn"):
+                if name in module._modules:
+                    setattr(module, name, torch.nn.Tanh())
+    elif change == "position":
+        counting = torch.arange(L).expand_as(packed.ids)
+        packed = packed._replace(packing=packed.packing._replace(position_ids=counting))
+    elif modern and change == "window":
+        other.config.local_attention += 4
+    elif modern:
+        other.config.rope_parameters["sliding_attention"]["rope_theta"] *= 1.5
+    else:
+        pytest.skip("a setting of ModernBERT")
+    with torch.no_grad():
+        right = encode(model, packed.ids, pack(model).packing)
+        found = encode(other, packed.ids, packed.packing)
+    if modern and change == "position":  # only distances within a document matter
+        assert torch.allclose(found, right, atol=1e-4)
+    else:
+        assert (found - right).abs().max() > 100 * BOUND * right.std()
+
+
+@every_family
+def test_recomputed_layers_have_the_same_gradients(kind: str) -> None:
+    """Draw dropout in both passes, and count what is kept for the backward pass."""
+    rates = dict.fromkeys(FAMILIES[kind.removesuffix("-biases")].dropouts, 0.1)
+    found = []
+    for recompute in (False, True):
+        model = build(kind, **rates).train()
+        packed, kept = pack(model), 0
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = encode(model, packed.ids, packed.packing, recompute=recompute)
+        hidden.square().sum().backward()
+        found.append((kept, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (kept, gradients), (less, again) = found
+    assert less < kept / 3 and gradients.keys() == again.keys()
+    assert all(torch.equal(gradients[name], again[name]) for name in gradients)
+
+
+@every_family
+def test_no_mask_on_a_gpu_in_half_precision(kind: str) -> None:
+    """Run on the meta device, which uses a GPU's kernels and refuses a read."""
+    model = build(kind)
+    packed = pack(model)
+    packing = Packing(*(t.to("meta") for t in packed.packing))
+    on_meta = model.to("meta").bfloat16().train()
+    with Operators() as called:
+        encode(on_meta, packed.ids.to("meta"), packing).sum().backward()
+    assert not any(call.returns((3, 1, L, L)) for call in called.calls)
+    assert "aten._flash_attention_backward.default" in called.names
+
+
+def test_a_modernbert_in_half_precision_has_the_angles_of_fp32() -> None:
+    model = build("modernbert", max_position_embeddings=600)
+    ids = torch.full((1, 600), 9)
+    packing = find_documents(ids, torch.tensor([0, 600], dtype=torch.int32), pad_id=5)
+    exact = family_of(model).prepare(model, torch.zeros(1), packing).angles
+    half = family_of(model).prepare(model.bfloat16(), torch.zeros(1).bfloat16(), packing).angles
+    assert exact.keys() == half.keys() == {"full_attention", "sliding_attention"}
+    for kind, angles in exact.items():
+        assert all(torch.equal(a.bfloat16(), b) for a, b in zip(angles, half[kind], strict=True))
+
+
+# --- teachers ----------------------------------------------------------------------------------
+
+
+@every_family
+def test_a_saved_model_is_loaded_as_it_was(kind: str, tmp_path: Path, manifest: Manifest) -> None:
+    """Save it with Transformers; load it as a teacher and as a run's student."""
+    # The ids of the shards' tokenizer.
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    if kind.startswith("modernbert"):
+        special |= {"cls_token_id": 2, "sep_token_id": 3}
+    model = build(kind, **special)
+    save_teacher(tmp_path, model)
+    teacher = load_teacher(str(tmp_path), manifest)
+    for loaded in (teacher.model, load_model(tmp_path)):
+        assert type(loaded) is type(model)
+        assert parameters_sha256(loaded) == parameters_sha256(model)
+        packed = pack(model)
+        with torch.no_grad():
+            ours, theirs = (encode(m, packed.ids, packed.packing) for m in (loaded, model))
+        assert torch.equal(ours, theirs)
+    assert not teacher.model.training
+    assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
+
+
+@every_family
+def test_a_layer_too_many_and_a_missing_head_are_refused(
+    kind: str, tmp_path: Path, manifest: Manifest
+) -> None:
+    model, family = build(kind, pad_token_id=0), FAMILIES[kind.removesuffix("-biases")]
+    weights = model.state_dict()
+    without_layer = build(kind, pad_token_id=0, num_hidden_layers=3)
+    without_layer.save_pretrained(tmp_path, state_dict=dict(weights))
+    with refused("do not fit its config.json", family.layer_prefix):
+        load_model(tmp_path)
+    headless = {n: t for n, t in weights.items() if not n.startswith(family.head)}
+    assert len(headless) < len(weights)
+    model.save_pretrained(tmp_path, state_dict=headless)
+    with refused("no trained masked-language-model head", type(model).__name__):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions"), [("roberta", 33), ("camembert", 33), ("bert", 32), ("modernbert", 32)]
+)
+def test_rows_may_be_as_long_as_there_are_positions(
+    kind: str, positions: int, tmp_path: Path, manifest: Manifest
+) -> None:
+    """Count a RoBERTa's positions from the one after padding, whose id is 0 here."""
+    save_teacher(tmp_path, build(kind, max_position_embeddings=positions, pad_token_id=0))
+    load_teacher(str(tmp_path), manifest)
+    save_teacher(tmp_path, build(kind, max_position_embeddings=positions - 1, pad_token_id=0))
+    with refused("rows of 32 tokens need as many positions, but it has 31", "row_length: 31"):
+        load_teacher(str(tmp_path), manifest)
+
+
+def test_a_modernbert_with_scaled_angles_is_refused(tmp_path: Path) -> None:
+    model = build("modernbert")
+    model.config.rope_parameters["full_attention"] |= {"rope_type": "linear", "factor": 2.0}
+    model.save_pretrained(tmp_path)
+    with refused("config.json cannot be used", "rope_type linear of full_attention"):
+        load_model(tmp_path)
+
+
+def test_a_roberta_without_padding_is_refused(tmp_path: Path) -> None:
+    model = build("roberta")
+    model.config.pad_token_id = None
+    model.save_pretrained(tmp_path)
+    with refused("pad_token_id is null"):
+        load_model(tmp_path)
+
+
+# --- students ----------------------------------------------------------------------------------
+
+
+@every_family
+def test_a_student_is_the_teacher_cut_to_its_layers(kind: str) -> None:
+    """Compare every tensor, and the outputs of Transformers, with a teacher cut by hand."""
+    model, layers = build(kind), (0, 3, 1)
+    student = build_student(
+        Student(architecture="same", init=layers, dropout=0, attention_dropout=0),
+        as_teacher(model),
+        seed=0,
+    )
+    assert type(student) is type(model) and student.training
+    prefix = family_of(model).layer_prefix
+    weights, copied = model.state_dict(), 0
+    for name, tensor in student.state_dict().items():
+        if name.startswith(prefix):
+            index, _, rest = name.removeprefix(prefix).partition(".")
+            name, copied = f"{prefix}{layers[int(index)]}.{rest}", copied + 1
+        assert torch.equal(tensor, weights[name]), name
+        assert tensor.data_ptr() != weights[name].data_ptr()
+    assert copied > 3 * 5
+
+    cut = copy.deepcopy(model)
+    path, _, last = prefix.removesuffix(".").rpartition(".")
+    all_layers = family_of(cut).layers(cut)
+    setattr(cut.get_submodule(path), last, torch.nn.ModuleList(all_layers[i] for i in layers))
+    packed = pack(model)
+    with torch.no_grad():
+        ours = encode(student.eval(), packed.ids, packed.packing)
+        assert (ours - encode(cut, packed.ids, packed.packing)).abs().max() == 0
+        document = packed.documents[1][0][None]
+        expected = cut(input_ids=document).logits
+        assert expected.std() > SPREAD
+        # As a user will load it: with what config.json says about its layers.
+        assert (student(input_ids=document).logits - expected).abs().max() < BOUND * SPREAD
+
+
+@every_family
+def test_a_random_student_may_have_other_sizes(kind: str) -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 40}
+    config = Student(architecture="same", init="random", num_layers=6, **sizes)
+    student = build_student(config, as_teacher(build(kind)), seed=0)
+    own_names = family_of(student).own_names
+    for name, size in {**sizes, "num_hidden_layers": 6}.items():
+        assert getattr(student.config, own_names.get(name, name)) == size
+    assert len(family_of(student).layers(student)) == 6
+    packed = pack(student)
+    assert encode(student, packed.ids, packed.packing).shape == (3, L, 16)
+    if kind.startswith("modernbert"):  # the kinds of its layers go on as in the teacher
+        every = 3 if kind.endswith("biases") else 2
+        kinds = ["sliding_attention" if i % every else "full_attention" for i in range(6)]
+        assert student.config.layer_types == kinds
+
+
+def test_other_sizes_need_a_random_student() -> None:
+    for kind in ("bert", "distilbert", "modernbert"):
+        teacher = as_teacher(build(kind))
+        for name, there in (("hidden_size", 32), ("num_attention_heads", 4)):
+            config = Student(architecture="same", **{name: 2})
+            with refused(f"student.{name} 2: the teacher has {there}", "init: random"):
+                build_student(config, teacher, seed=0)
+        config = Student(architecture="same", init="random", num_attention_heads=5)
+        with refused("student: its sizes cannot be used"):
+            build_student(config, teacher, seed=0)
+        # The teacher's own size changes nothing.
+        build_student(Student(architecture="same", hidden_size=32), teacher, seed=0)
+
+
+def test_which_student_a_teacher_gets() -> None:
+    for kind, architecture, expected in [
+        ("bert", None, "distilbert"),
+        ("bert", "distilbert", "distilbert"),
+        ("bert", "same", "bert"),
+        ("distilbert", None, "distilbert"),
+        ("distilbert", "same", "distilbert"),
+        ("roberta", None, "roberta"),
+        ("xlm-roberta", "same", "xlm-roberta"),
+        ("modernbert", None, "modernbert"),
+    ]:
+        teacher = as_teacher(build(kind, **({"layer_norm_eps": 1e-12} if kind == "bert" else {})))
+        student = build_student(Student(architecture=architecture), teacher, seed=0)
+        assert student.config.model_type == expected
+    with refused("student.architecture distilbert: the teacher is a roberta", "same"):
+        build_student(Student(architecture="distilbert"), as_teacher(build("roberta")), seed=0)
+
+
+def test_the_first_layer_of_a_modernbert_stays_the_first() -> None:
+    """Refuse copies that would drop or miss a norm: the first layer has none before attention."""
+    teacher = as_teacher(build("modernbert"))
+    for layers in ((2, 3), (0, 0), (0, 2, 0)):
+        with refused("student.init: the teacher's layer", "attn_norm", "layer 0 first"):
+            build_student(Student(init=layers), teacher, seed=0)
+    student = build_student(Student(init=(0, 3, 3)), teacher, seed=0)
+    full, local = "full_attention", "sliding_attention"
+    assert student.config.layer_types == [full, local, local]
+
+
+@every_family
+def test_dropouts_come_from_the_config(kind: str, tmp_path: Path) -> None:
+    teacher, family = as_teacher(build(kind)), FAMILIES[kind.removesuffix("-biases")]
+    first = build_student(Student(architecture="same", init="random"), teacher, seed=0)
+    first.save_pretrained(tmp_path)
+    rates = {"dropout": 0.25, "attention_dropout": 0.125}
+    for init in ("random", "teacher", str(tmp_path)):
+        config = Student(architecture="same", init=init, **rates)
+        student = build_student(config, teacher, seed=0)
+        assert student.training
+        for key, rate in family.dropouts.items():
+            assert getattr(student.config, key) == rates[rate]
+        found = {m.p for m in student.modules() if isinstance(m, torch.nn.Dropout)}
+        assert found == {0.25, 0.125}
+
+
+# --- runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "roberta", "modernbert"])
+def test_a_run_with_a_student_of_the_teachers_family(
+    kind: str, tmp_path: Path, run_config: Callable[..., dict[str, Any]]
+) -> None:
+    """Train, stop, continue from the checkpoint, evaluate, and export."""
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    if kind == "modernbert":
+        special |= {"cls_token_id": 2, "sep_token_id": 3}
+    save_teacher(tmp_path / "teacher", build(kind, **special))
+    values = run_config(
+        tmp_path / "run",
+        tmp_path / "teacher",
+        student={"architecture": "same", "num_layers": 2},
+        optimizer={"learning_rate": 1e-3},
+        train={"max_steps": 4, "global_batch_size": 4, "micro_batch_size": 2},
+        evaluation={"every": 2},
+        checkpoint={"every": 2},
+    )
+    start(values, stop_after=2)
+    start(values)
+    entries = history(tmp_path / "run")
+    assert [entry["step"] for entry in entries if "loss" in entry] != []
+    export(tmp_path / "run", tmp_path / "exported", pytest.fail)
+    exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "exported")
+    assert exported.config.model_type == kind and exported.config.num_hidden_layers == 2
+    values["output"] = str(tmp_path / "again")
+    start(values)
+    assert history(tmp_path / "again") == entries
+
+
+def test_a_bert_student_may_continue_from_a_folder(tmp_path: Path) -> None:
+    teacher = as_teacher(tiny_bert())
+    saved = build_student(Student(architecture="same"), teacher, seed=0)
+    saved.save_pretrained(tmp_path)
+    config = Student(architecture="same", init=str(tmp_path))
+    assert parameters_sha256(build_student(config, teacher, seed=1)) == parameters_sha256(saved)
+    with refused(f"{tmp_path} holds a bert, no distilbert"):
+        build_student(Student(init=str(tmp_path)), teacher, seed=0)
+    wider = config.model_copy(update={"hidden_size": 64})
+    with refused("has hidden_size 32, but this run needs 64"):
+        build_student(wider, teacher, seed=0)
