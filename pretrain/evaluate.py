@@ -62,7 +62,7 @@ def evaluate(
     masking = evaluation_masking(shards.manifest, probability)
 
     def term(name: str, values: Callable[..., Tensor], needs_teacher: bool = False) -> Term:
-        return VocabularyTerm(name, 1.0, "masked", values, needs_teacher, name)
+        return VocabularyTerm(name, 1.0, "masked", values, needs_teacher)
 
     # None of them has a fused form, so the LM head computes their own functions on each chunk.
     terms = [

@@ -22,11 +22,12 @@ from pretrain.data.order import Order
 from pretrain.data.rows import Skip, StepDataset, build_masking, check_workers, with_skip
 from pretrain.device.precision import PRECISIONS, choose
 from pretrain.model import tokenizer_files
-from pretrain.model.families import MaskedLM, family_of
+from pretrain.model.families import MaskedLM, family_of, shape_of
 from pretrain.model.loading import check_row_length, load_model
 from pretrain.model.student import build_bert, build_student
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
+from pretrain.objectives.terms import Term
 from pretrain.output import no_checkpoint
 from pretrain.state import FIELDS, TrainState
 
@@ -49,6 +50,7 @@ class Inputs:
     saved: Saved | None
     state: TrainState
     student: MaskedLM
+    terms: tuple[Term, ...]
     optimizer: dict[str, Tensor]
     dataset: StepDataset
     tokenizer: dict[str, bytes]  # its files, by name
@@ -104,11 +106,6 @@ def load_inputs(
     if saved is not None:
         check_same_run(config, manifest, teacher, saved, _SCHEDULE if branches else ())
         student = load_model(saved.folder / "student").train()
-        if teacher and student.config.hidden_size != teacher.model.config.hidden_size:
-            raise RunError(
-                f"{saved.folder}: its student has width {student.config.hidden_size}, the teacher "
-                f"{teacher.model.config.hidden_size}; continue from another checkpoint"
-            )
         optimizer = saved.optimizer()
         check_optimizer(optimizer, student)
     elif teacher is not None:
@@ -117,6 +114,10 @@ def load_inputs(
         assert config.model is not None
         student = build_bert(config.model, manifest, config.train.seed)
     check_row_length("student.init", student.config, manifest)
+    # Here, because they refuse sizes that do not fit, and a refusal writes nothing.
+    terms = config.objective.terms(
+        shape_of(student), shape_of(teacher.model) if teacher is not None else None
+    )
 
     # Rows left out by an earlier start stay left out; new ones count from the present step on.
     state = TrainState.from_checkpoint(saved.state) if saved else TrainState()
@@ -139,6 +140,7 @@ def load_inputs(
         saved,
         state,
         student,
+        terms,
         optimizer,
         dataset,
         tokenizer,

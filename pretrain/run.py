@@ -116,7 +116,7 @@ def build(
     module = Distillation(
         student,
         teacher.model if teacher else None,
-        config.objective.terms(),
+        inputs.terms,
         pad_id=manifest.tokenizer.special_ids.pad,
         backend="compiled" if compiled_head else "auto",
         compiled=train.compile,

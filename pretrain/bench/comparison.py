@@ -24,6 +24,7 @@ from pretrain.data.rows import build_masking
 from pretrain.device.precision import allow_tf32
 from pretrain.device.precision import choose as choose_precision
 from pretrain.model.distillation import MicroBatch
+from pretrain.model.families import shape_of
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher
 from pretrain.objectives.distilbert import DistilBert
@@ -153,7 +154,7 @@ def synthetic(
         f"random weights: {sizes.layers} -> {sizes.layers // 2} layers x {sizes.width}, "
         f"{sizes.vocabulary:,} words; random rows of {sizes.length} tokens"
     )
-    return Subject(what, pair, sizes.length, _terms(DistilBert()), rows, documents)
+    return Subject(what, pair, sizes.length, _terms(DistilBert(), pair), rows, documents)
 
 
 def configured(config: RunConfig, device: torch.device, settings: Settings) -> Subject:
@@ -220,7 +221,7 @@ def configured(config: RunConfig, device: torch.device, settings: Settings) -> S
         f"x {sizes.hidden_size}, {sizes.vocab_size:,} words; rows of {length} tokens from the "
         f"config's shards, digest {manifest.digest[:16]}"
     )
-    return Subject(what, pair, length, _terms(objective), rows, documents)
+    return Subject(what, pair, length, _terms(objective, pair), rows, documents)
 
 
 def _documents(row: Document, special: SpecialIds) -> list[Document]:
@@ -229,8 +230,9 @@ def _documents(row: Document, special: SpecialIds) -> list[Document]:
     return [d for d in np.split(tokens, np.flatnonzero(tokens == special.cls)) if len(d)]
 
 
-def _terms(objective: DistilBert) -> Callable[[str], Sequence[Term]]:
-    return lambda kl: objective.model_copy(update={"kl_positions": kl}).terms()
+def _terms(objective: DistilBert, pair: cells.Pair) -> Callable[[str], Sequence[Term]]:
+    shapes = shape_of(pair.student), shape_of(pair.usual_teacher)
+    return lambda kl: objective.model_copy(update={"kl_positions": kl}).terms(*shapes)
 
 
 def measure(subject: Subject, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:

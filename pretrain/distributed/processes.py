@@ -28,7 +28,6 @@ from pretrain.data.hashing import root
 from pretrain.device.gpu import check_kernels
 from pretrain.device.precision import PRECISIONS, allow_tf32
 from pretrain.distributed.parallel import uses_deepspeed
-from pretrain.objectives.terms import VocabularyTerm
 
 Result = TypeVar("Result")
 
@@ -114,7 +113,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     # Accelerate keeps the first precision of a process; a second run may use another.
     AcceleratorState._reset_state()
     # The LM head gets no gradient when no term reads logits, and DDP would wait for it.
-    unused = not any(isinstance(term, VocabularyTerm) for term in config.objective.terms())
+    unused = not config.objective.needs_logits
     return Accelerator(
         cpu=device.type == "cpu" and not uses_deepspeed(),
         mixed_precision=precision.deepspeed if uses_deepspeed() else precision.accelerate,

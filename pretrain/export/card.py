@@ -28,19 +28,17 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
     """Build the card from a checkpoint's state; it contains measured figures only."""
     config, teacher, evaluation = state["config"], state["teacher"], state["evaluation"]
     objective = _OBJECTIVE.validate_python(config["objective"])
-    compares = any(term.needs_teacher for term in objective.terms())
-    distilled = teacher is not None and compares
+    distilled = teacher is not None and objective.compares
 
     # How it was trained.
-    terms = " + ".join(f"{term.weight:g} x {term.description}" for term in objective.terms())
-    how = f"Trained by masked language modelling ({terms})"
+    how = f"Trained by masked language modelling ({objective.sentence})"
     if distilled:
         revision = f" at revision `{_escape(teacher['revision'])}`" if teacher["revision"] else ""
         name = _escape(teacher["name"] or "a local BERT")
         paper = f" ({objective.published})" if objective.published else ""
         how = (
             f"Distilled from {name}{revision} (weights sha256 `{teacher['sha256'][:16]}`) with "
-            f"{terms}{paper}"
+            f"{objective.sentence}{paper}"
         )
     elif teacher is not None:
         how += "; no term compares it with the teacher"

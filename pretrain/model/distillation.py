@@ -20,7 +20,7 @@ from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, vocabulary_losses
 from pretrain.model.families import MaskedLM, encode, family_of, walk
-from pretrain.objectives.terms import Encoded, SignalTerm, Term, VocabularyTerm
+from pretrain.objectives.terms import Encoded, Signal, SignalTerm, Term, VocabularyTerm
 
 
 class MicroBatch(NamedTuple):
@@ -117,6 +117,9 @@ class Distillation(nn.Module):
         self.vocabulary_terms = [term for term in terms if isinstance(term, VocabularyTerm)]
         self.signal_terms = [term for term in terms if isinstance(term, SignalTerm)]
         self.terms: list[Term] = [*self.vocabulary_terms, *self.signal_terms]
+        # What the encoders return besides their last hidden state.
+        self._student_needs = frozenset[Signal]().union(*(t.student for t in self.signal_terms))
+        self._teacher_needs = frozenset[Signal]().union(*(t.teacher for t in self.signal_terms))
         self.pad_id = pad_id
         self.backend, self.compiled, self.recompute = backend, compiled, recompute
         for model in (student, self.teacher):
@@ -151,7 +154,8 @@ class Distillation(nn.Module):
             input_ids .. num_masked: the fields of a `MicroBatch`; DDP and DeepSpeed pass them on.
             factors_T: the factor of each term's sum; the caller divides by a count.
         """
-        packing, hidden_BLD, teacher_BLD = self.encode(input_ids, cu_seqlens)
+        packing, student, teacher = self.encode(input_ids, cu_seqlens)
+        hidden_BLD = student.last_hidden_state
         loss = hidden_BLD.new_zeros((), dtype=torch.float32)
         sums = []
 
@@ -171,10 +175,11 @@ class Distillation(nn.Module):
             )
             teacher_projection = None
             if any(term.needs_teacher for term in self.vocabulary_terms):
-                assert self.teacher is not None and teacher_BLD is not None
+                assert self.teacher is not None and teacher is not None
                 with _inference(self.teacher):
                     teacher_projection = family_of(self.teacher).projection(
-                        self.teacher, teacher_BLD.flatten(0, 1).index_select(0, index_N)
+                        self.teacher,
+                        teacher.last_hidden_state.flatten(0, 1).index_select(0, index_N),
                     )
             head_loss, head_sums = vocabulary_losses(
                 student_projection,
@@ -186,33 +191,37 @@ class Distillation(nn.Module):
             )
             loss, sums = loss + head_loss, [*head_sums]
 
-        # Terms on hidden states.
-        for term, factor in zip(self.signal_terms, factors_T[num:], strict=True):
+        # Terms on hidden states and signals.
+        if self.signal_terms and teacher is not None:
             # Autograd cannot save a tensor of inference mode, but a clone of it.
-            teacher = None if teacher_BLD is None else Encoded(teacher_BLD.clone())
-            total = term.total(Encoded(hidden_BLD), teacher, packing.token_mask)
+            signals = {name: signal.clone() for name, signal in teacher.signals.items()}
+            teacher = Encoded(teacher.last_hidden_state.clone(), signals)
+        for term, factor in zip(self.signal_terms, factors_T[num:], strict=True):
+            total = term.total(student, teacher, packing)
             loss, sums = loss + factor * total, [*sums, total.detach()]
         return loss, torch.stack(sums)
 
     def encode(
         self, input_ids: Tensor, cu_seqlens: Tensor
-    ) -> tuple[Packing, Tensor, Tensor | None]:
-        """Return (packing, last hidden states of the student and of the teacher [B, L, D])."""
+    ) -> tuple[Packing, Encoded, Encoded | None]:
+        """Return (packing, the student's output, the teacher's output or None)."""
         if self.compiled:  # only the number of documents changes from step to step
             torch._dynamo.mark_dynamic(cu_seqlens, 0)
         packing = find_documents(input_ids, cu_seqlens, pad_id=self.pad_id)
         # Compiled or not, the same function; compiled once per shape of the rows.
-        hidden_BLD = self._walk(
+        student = self._walk(
             self.student,
             family_of(self.student).embed(self.student, input_ids, packing),
             packing,
+            self._student_needs,
             recompute=self.recompute,
         )
         # An objective without a teacher, for instance MLM, costs no second forward pass.
         if self.teacher is None:
-            return packing, hidden_BLD, None
+            return packing, student, None
         with _inference(self.teacher):
-            return packing, hidden_BLD, self._encode(self.teacher, input_ids, packing)
+            teacher = self._encode(self.teacher, input_ids, packing, self._teacher_needs)
+        return packing, student, teacher
 
 
 @contextmanager

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from data_prep.keys import Keys
+from pretrain import RunError
+from pretrain.objectives.objective import Objective
 
 if TYPE_CHECKING:
-    from pretrain.objectives.terms import Count, Term
+    from pretrain.objectives.terms import Count, Shape, Term
 
 
-class DistilBert(Keys):
+class DistilBert(Objective):
     """Configure the triple loss; a term of weight 0 is not computed (the paper's ablations)."""
 
     needs_teacher: ClassVar[bool] = True  # also where no term compares: the student is cut from it
@@ -50,8 +51,36 @@ class DistilBert(Keys):
         """Return the paper's name if this is its objective; empty for an ablation or a variant."""
         return "the objective of DistilBERT, arXiv 1910.01108" if self == DistilBert() else ""
 
-    def terms(self) -> tuple[Term, ...]:
+    @property
+    def needs_logits(self) -> bool:
+        """Return whether KL or cross-entropy is computed."""
+        return self.kl > 0 or self.mlm > 0
+
+    @property
+    def compares(self) -> bool:
+        """Return False for an ablation without KL and cosine."""
+        return self.kl > 0 or self.cosine > 0
+
+    @property
+    def sentence(self) -> str:
+        """Return the terms and their weights, for the model card."""
+        kl = f"KL(teacher || student) at temperature {self.temperature:g} over {self.kl_positions}"
+        texts = (
+            (self.kl, f"{kl} tokens"),
+            (self.mlm, "cross-entropy of the masked tokens"),
+            (self.cosine, "cosine distance of the last hidden states"),
+        )
+        return " + ".join(f"{weight:g} x {text}" for weight, text in texts if weight > 0)
+
+    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return the terms with a weight above 0."""
+        # The other two terms compare logits, whose width is the vocabulary's.
+        if self.cosine > 0 and teacher and student.hidden_size != teacher.hidden_size:
+            raise RunError(
+                f"objective.cosine {self.cosine:g}: compares hidden states of equal width, but the "
+                f"student has {student.hidden_size} and the teacher {teacher.hidden_size}; set "
+                "objective.cosine: 0, or take a student of the teacher's width"
+            )
         from pretrain.objectives.terms import cosine_term, kl_term, mlm_term
 
         over: Count = "tokens" if self.kl_positions == "all" else "masked"

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from data_prep.keys import Keys
+from pretrain.objectives.objective import Objective
 
 if TYPE_CHECKING:
-    from pretrain.objectives.terms import Term
+    from pretrain.objectives.terms import Shape, Term
 
 
-class MaskedLanguageModel(Keys):
+class MaskedLanguageModel(Objective):
     """Train a BERT of the sizes under `model:`, for instance to be a teacher."""
 
     needs_teacher: ClassVar[bool] = False
     on_masked: ClassVar[str] = "mlm"
-    published: ClassVar[str] = ""  # no paper: BERT's objective has a second term
+    # Not published by a paper: BERT's objective has a second term.
+    sentence: ClassVar[str] = "1 x cross-entropy of the masked tokens"
 
     name: Literal["mlm"] = "mlm"
 
-    def terms(self) -> tuple[Term, ...]:
+    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return the cross-entropy of the masked tokens, with weight 1."""
         from pretrain.objectives.terms import mlm_term
 

@@ -15,8 +15,9 @@ without a tensor of [positions, vocabulary], in one of two ways:
 - Otherwise the functions below run with autograd, for all vocabulary terms: one term without
   `fused` is enough. The figures of an evaluation are such terms.
 
-A `SignalTerm` sees only the fields of `Encoded`: today the last hidden state, and neither other
-layers nor attention.
+A `SignalTerm` sees the fields of `Encoded`: the last hidden state, and the signals that it names
+(outputs of layers, query, key and value). Attention scores are no signal: a term computes them from
+query and key, in chunks of rows, so that the fast attention kernels stay on.
 
 All functions compute in fp32 whatever the precision of their inputs (fp64 stays fp64): a bf16
 softmax over 30,000 tokens is wrong in the second digit.
@@ -26,14 +27,17 @@ Shapes: N positions, V vocabulary, B rows, L row length, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain.kernels.attention import Packing
+
 Count = Literal["tokens", "masked"]
+Kind = Literal["hidden", "query", "key", "value"]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -79,28 +83,47 @@ class VocabularyTerm(NamedTuple):
     # -> values [N]
     values: Callable[[Tensor, Tensor | None, Tensor], Tensor]
     needs_teacher: bool
-    description: str  # for the model card
     fused: Literal["kl", "cross_entropy"] | None = None  # the LM head computes this formula
     temperature: float = 1.0  # of the fused formula
+
+
+class Shape(NamedTuple):
+    """Hold the sizes of an encoder."""
+
+    num_layers: int
+    hidden_size: int  # of query, key and value, too, with all heads side by side
+    num_heads: int
+
+
+class Signal(NamedTuple):
+    """Name a tensor inside an encoder: the output of a layer, or its query, key or value.
+
+    Query and key are those that attention multiplies, with the heads side by side.
+    """
+
+    kind: Kind
+    layer: int  # from 0; "hidden" of layer -1 is the output of the embeddings
 
 
 class Encoded(NamedTuple):
     """Hold the output of a model's encoder for one micro-batch: all that a `SignalTerm` reads."""
 
-    last_hidden_state: Tensor  # [B, L, D]
+    last_hidden_state: Tensor  # [B, L, D], after the encoder's final norm where it has one
+    signals: Mapping[Signal, Tensor] = {}  # [B, L, D], those that the terms name
 
 
 class SignalTerm(NamedTuple):
-    """Hold a term on the outputs of the encoders."""
+    """Hold a term on the outputs of the encoders, and the signals that it reads of each."""
 
     name: str
     weight: float
     over: Count
-    # (student, teacher or None, 1 where there is a token and 0 at padding [B, L])
-    # -> the sum over the micro-batch [], in fp32
-    total: Callable[[Encoded, Encoded | None, Tensor], Tensor]
+    # (student, teacher or None, documents and padding) -> the sum over the micro-batch [], in fp32
+    total: Callable[[Encoded, Encoded | None, Packing], Tensor]
     needs_teacher: bool
-    description: str  # for the model card
+    # Named in advance, so that the walk returns these and keeps nothing else.
+    student: frozenset[Signal] = frozenset()
+    teacher: frozenset[Signal] = frozenset()
 
 
 Term = VocabularyTerm | SignalTerm
@@ -113,9 +136,7 @@ def kl_term(weight: float, *, temperature: float, over: Count = "tokens") -> Voc
         assert teacher_NV is not None
         return kl_divergence(student_NV, teacher_NV, temperature=temperature)
 
-    positions = "all" if over == "tokens" else "masked"
-    description = f"KL(teacher || student) at temperature {temperature:g} over {positions} tokens"
-    return VocabularyTerm("kl", weight, over, values, True, description, "kl", temperature)
+    return VocabularyTerm("kl", weight, over, values, True, "kl", temperature)
 
 
 def mlm_term(weight: float) -> VocabularyTerm:
@@ -124,19 +145,17 @@ def mlm_term(weight: float) -> VocabularyTerm:
     def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
         return cross_entropy(student_NV, labels_N)
 
-    description = "cross-entropy of the masked tokens"
-    return VocabularyTerm("mlm", weight, "masked", values, False, description, "cross_entropy")
+    return VocabularyTerm("mlm", weight, "masked", values, False, "cross_entropy")
 
 
 def cosine_term(weight: float) -> SignalTerm:
     """Return the cosine term: last hidden states of student and teacher."""
 
-    def total(student: Encoded, teacher: Encoded | None, token_mask_BL: Tensor) -> Tensor:
+    def total(student: Encoded, teacher: Encoded | None, packing: Packing) -> Tensor:
         assert teacher is not None
         # The mask leaves padding out, whose hidden states mean nothing. `count` is the number of
         # tokens, so this sum becomes the mean over all tokens.
         values_BL = cosine_distance(student.last_hidden_state, teacher.last_hidden_state)
-        return (values_BL * token_mask_BL).sum()
+        return (values_BL * packing.token_mask).sum()
 
-    description = "cosine distance of the last hidden states"
-    return SignalTerm("cosine", weight, "tokens", total, True, description)
+    return SignalTerm("cosine", weight, "tokens", total, True)

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from pretrain.data.masking import Masking
 from pretrain.model.distillation import MicroBatch, micro_batch
-from pretrain.objectives.terms import Term
+from pretrain.objectives.objective import Objective
+from pretrain.objectives.terms import Shape, Term
+
+
+def terms_of(objective: Objective) -> tuple[Term, ...]:
+    """Return an objective's terms for a tiny student and a tiny teacher."""
+    return objective.terms(Shape(2, 32, 4), Shape(4, 32, 4))
 
 
 def mean_coefficients(terms: Sequence[Term], batch: MicroBatch, **options: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from batches import terms_of
 from torch import Tensor
 
 from pretrain.kernels.head import Projection
@@ -31,7 +32,7 @@ def projections(
 
 def logit_terms(**changes: float | str) -> list[VocabularyTerm]:
     """Return the terms over logits of DistilBERT's objective."""
-    terms = DistilBert.model_validate(changes).terms()
+    terms = terms_of(DistilBert.model_validate(changes))
     return [term for term in terms if isinstance(term, VocabularyTerm)]
 
 

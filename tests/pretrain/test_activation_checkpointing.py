@@ -9,7 +9,7 @@ import pytest
 import rank_work
 import ranks
 import torch
-from batches import masked_batch
+from batches import masked_batch, terms_of
 from results import history, weights
 from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
@@ -43,7 +43,7 @@ def test_gradients_are_the_same_bits_and_layers_keep_little(
     kind: str, precision: str, batch: MicroBatch
 ) -> None:
     teacher = tiny_bert(seed=5).requires_grad_(False) if kind == "distilbert" else None
-    terms = DistilBert().terms() if teacher else MaskedLanguageModel().terms()
+    terms = terms_of(DistilBert()) if teacher else terms_of(MaskedLanguageModel())
 
     def step(recomputes: bool) -> tuple[Tensor, list[Tensor], int]:
         student = with_dropout(tiny_distilbert(6) if teacher else tiny_bert(6))
@@ -78,7 +78,7 @@ def test_gradients_are_the_same_bits_and_layers_keep_little(
 def test_dropout_is_on(batch: MicroBatch) -> None:
     """Check that dropout is drawn, which the test above needs."""
     student = with_dropout(tiny_distilbert())
-    module = Distillation(student, None, MaskedLanguageModel().terms(), pad_id=0)
+    module = Distillation(student, None, terms_of(MaskedLanguageModel()), pad_id=0)
     losses = {module(*batch, torch.ones(1))[0].item() for _ in range(2)}
     assert len(losses) == 2
 

@@ -33,7 +33,7 @@ def packed(ids: Tensor) -> Packing:
 def packed_outputs(model: MaskedLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return last hidden states [B, L, D] and logits [B, L, V], computed as in training."""
     with torch.no_grad():
-        hidden = encode(model, ids, packed(ids))
+        hidden = encode(model, ids, packed(ids)).last_hidden_state
         logits = F.linear(*family_of(model).projection(model, hidden.flatten(0, 1)))
     return hidden, logits.unflatten(0, ids.shape)
 
@@ -137,7 +137,7 @@ def test_the_comparison_can_fail(model: Any, packed_ids: Tensor, documents: list
         packing._replace(position_ids=counting),
     ):
         with torch.no_grad():
-            found = encode(model, packed_ids, wrong)[0, here]
+            found = encode(model, packed_ids, wrong).last_hidden_state[0, here]
         assert (found - right).abs().max() > 1e-2
 
 
@@ -149,7 +149,7 @@ def test_gradients_equal_those_of_sdpa_with_a_mask(model: Any, packed_ids: Tenso
     packing, other = packed(packed_ids), copy.deepcopy(model)
     mask = block_diagonal_mask(packing.cu_seqlens, *packed_ids.shape)
     assert other.config._attn_implementation == "sdpa"
-    hidden = encode(model, packed_ids, packing)
+    hidden = encode(model, packed_ids, packing).last_hidden_state
     expected = other.base_model(packed_ids, attention_mask=mask, position_ids=packing.position_ids)[
         0
     ]
@@ -205,7 +205,7 @@ def test_no_mask_and_no_sync_on_a_gpu(model: Any, packed_ids: Tensor) -> None:
     on_meta, ids = model.to("meta").bfloat16().train(), packed_ids.to("meta")
     shape = (3, 1, 32, 32)  # of a mask
     with Operators() as called:
-        encode(on_meta, ids, packing).sum().backward()
+        encode(on_meta, ids, packing).last_hidden_state.sum().backward()
     assert not any(call.returns(shape) for call in called.calls)
     assert "aten._flash_attention_forward.default" in called.names
     assert "aten._flash_attention_backward.default" in called.names

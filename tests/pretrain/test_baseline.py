@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from allocator import allocated_peak
-from batches import masked_batch
+from batches import masked_batch, terms_of
 from tiny import tiny_bert, tiny_distilbert
 
 from pretrain import NumericalError
@@ -88,7 +88,7 @@ def test_the_baseline_equals_the_formulas(
 
 
 def test_a_term_without_weight_is_not_computed(pair: cells.Pair, batch: MicroBatch) -> None:
-    step = pair.usual(DistilBert(kl=0, cosine=0).terms(), batch, "fp32")
+    step = pair.usual(terms_of(DistilBert(kl=0, cosine=0)), batch, "fp32")
     step()
     assert list(step.terms) == ["mlm"]
 
@@ -109,7 +109,7 @@ def test_a_twin_shares_weights_and_nothing_else(pair: cells.Pair) -> None:
 def test_both_steps_are_the_same_function(
     pair: cells.Pair, batch: MicroBatch, precision: str, positions: str
 ) -> None:
-    terms = DistilBert(kl_positions=positions).terms()
+    terms = terms_of(DistilBert(kl_positions=positions))
     ours, usual = pair.ours(terms, batch, precision), pair.usual(terms, batch, precision)
     found = measure.check(ours, usual, precision)
     assert found.gradient > 0
@@ -147,14 +147,14 @@ def test_a_step_with_other_values_is_refused(
     objective: DistilBert,
     change: Callable[[MicroBatch], MicroBatch] | None,
 ) -> None:
-    ours = pair.ours(objective.terms(), change(batch) if change else batch, precision)
-    usual = pair.usual(DistilBert().terms(), batch, precision)
+    ours = pair.ours(terms_of(objective), change(batch) if change else batch, precision)
+    usual = pair.usual(terms_of(DistilBert()), batch, precision)
     with pytest.raises(NumericalError, match=r"differ: a (term|gradient)"):
         measure.check(ours, usual, precision)
 
 
 def test_peak_memory_equals_the_allocators(pair: cells.Pair, batch: MicroBatch) -> None:
-    terms = DistilBert().terms()
+    terms = terms_of(DistilBert())
     models = (pair.student, pair.usual_teacher)
     weights = sum(p.numel() * 4 for model in models for p in model.parameters())
     weights += sum(b.numel() * b.element_size() for model in models for b in model.buffers())
@@ -203,7 +203,7 @@ class Starving(cells.Pair):
 
 def test_a_step_that_does_not_fit_is_reported(pair: cells.Pair, batch: MicroBatch) -> None:
     starving = Starving(**vars(pair))
-    terms = DistilBert().terms()
+    terms = terms_of(DistilBert())
     found = cells.rows(starving, terms, batch, "fp32", 1)
     assert found["steps"]["usual"] == {"error": "out of memory"} and found["ratio"] is None
     assert found["steps"]["ours"]["tokens_per_second"] > 0

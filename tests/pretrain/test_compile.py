@@ -8,6 +8,7 @@ import pytest
 import rank_work
 import ranks
 import torch
+from batches import terms_of
 from naive_head import logit_terms, naive_sums, projections
 from results import difference, history, weights
 from tiny import save_teacher, tiny_bert, tiny_distilbert
@@ -163,7 +164,7 @@ def test_an_interrupted_compiled_run_is_identical_to_the_uninterrupted_one(
 def test_compiled_gradients_have_the_same_bits_every_time_with_several_threads() -> None:
     """Use many threads and few tokens: the compiler's gradient of an embedding is a race."""
     teacher = tiny_bert().requires_grad_(False)
-    terms = DistilBert(kl=0, mlm=0).terms()
+    terms = terms_of(DistilBert(kl=0, mlm=0))
     student = tiny_distilbert()
     module = Distillation(student, teacher, terms, pad_id=0, compiled=True)
     ids = torch.randint(5, 9, (64, 24), generator=torch.Generator().manual_seed(0))

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import terms_of
 from operators import Operators
 from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor, nn
@@ -139,7 +140,7 @@ def test_models_keep_parameters_names_and_results() -> None:
     student, teacher = tiny_distilbert(), tiny_bert()
     before = {name: id(tensor) for name, tensor in student.named_parameters()}
     plain = copy.deepcopy(student)
-    Distillation(student, teacher, DistilBert().terms(), pad_id=0)
+    Distillation(student, teacher, terms_of(DistilBert()), pad_id=0)
     assert {name: id(tensor) for name, tensor in student.named_parameters()} == before
     for model in (student, teacher):
         types = [type(module) for module in model.modules()]

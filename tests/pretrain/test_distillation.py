@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from batches import masked_batch, mean_coefficients
+from batches import masked_batch, mean_coefficients, terms_of
 from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
@@ -48,7 +48,7 @@ def models() -> Models:
 
 def module(models: Sequence[Any], objective: DistilBert) -> Distillation:
     student, teacher = models
-    return Distillation(student, teacher, objective.terms(), pad_id=PAD)
+    return Distillation(student, teacher, terms_of(objective), pad_id=PAD)
 
 
 def step(distillation: Distillation, batch: MicroBatch) -> tuple[Tensor, Tensor]:

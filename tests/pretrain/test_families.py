@@ -14,6 +14,8 @@ from runs import history, refused, start
 from tiny import VOCAB_SIZE, as_teacher, save_teacher, tiny_bert
 from torch import Tensor
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForMaskedLM,
     BertConfig,
     CamembertConfig,
@@ -29,11 +31,13 @@ from pretrain.export.export import export
 from pretrain.kernels import attention
 from pretrain.kernels.attention import Packing, find_documents
 from pretrain.kernels.attention.dispatch import by_document, masked, usable
+from pretrain.kernels.compilation import compile_static
 from pretrain.model.distillation import micro_batch
-from pretrain.model.families import FAMILIES, MaskedLM, encode, family_of
+from pretrain.model.families import FAMILIES, MaskedLM, encode, family_of, shape_of, walk
 from pretrain.model.loading import load_model
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher, parameters_sha256
+from pretrain.objectives.terms import Signal
 
 LENGTHS = [[9, 14, 6], [31], [3, 20, 1]]  # of documents in rows of 32; the rest is padding
 L, CLS = 32, 7
@@ -159,6 +163,11 @@ def pack(model: MaskedLM) -> Packed:
     return Packed(documents, ids, find_documents(ids, batch.cu_seqlens, pad_id=pad))
 
 
+def last_of(model: Any, packed: Packed, **settings: Any) -> Tensor:
+    """Return last hidden states [3, L, D]."""
+    return encode(model, packed.ids, packed.packing, **settings).last_hidden_state
+
+
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
     """Return the logits of hidden states by the head that training uses."""
     projected = family_of(model).projection(model, hidden.flatten(0, 1))
@@ -196,7 +205,7 @@ def test_packed_documents_have_the_outputs_and_gradients_of_documents_alone(
     """Compare logits, last hidden states and all gradients; no mask and no padding in theirs."""
     model = build(kind)
     theirs, packed = copy.deepcopy(model), pack(model)
-    hidden = encode(model, packed.ids, packed.packing)
+    hidden = last_of(model, packed)
     logits = logits_of(model, hidden)
     assert torch.isfinite(logits).all()  # of padding, too
 
@@ -247,8 +256,7 @@ def test_the_comparison_sees_a_wrong_setting(kind: str, change: str) -> None:
     else:
         pytest.skip("a setting of ModernBERT")
     with torch.no_grad():
-        right = encode(model, packed.ids, pack(model).packing)
-        found = encode(other, packed.ids, packed.packing)
+        right, found = last_of(model, pack(model)), last_of(other, packed)
     if modern and change == "position":  # only distances within a document matter
         assert torch.allclose(found, right, atol=1e-4)
     else:
@@ -271,7 +279,7 @@ def test_recomputed_layers_have_the_same_gradients(kind: str) -> None:
 
         torch.manual_seed(3)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            hidden = encode(model, packed.ids, packed.packing, recompute=recompute)
+            hidden = last_of(model, packed, recompute=recompute)
         hidden.square().sum().backward()
         found.append((kept, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
     (kept, gradients), (less, again) = found
@@ -287,7 +295,7 @@ def test_no_mask_on_a_gpu_in_half_precision(kind: str) -> None:
     packing = Packing(*(t.to("meta") for t in packed.packing))
     on_meta = model.to("meta").bfloat16().train()
     with Operators() as called:
-        encode(on_meta, packed.ids.to("meta"), packing).sum().backward()
+        encode(on_meta, packed.ids.to("meta"), packing).last_hidden_state.sum().backward()
     assert not any(call.returns((3, 1, L, L)) for call in called.calls)
     assert "aten._flash_attention_backward.default" in called.names
 
@@ -301,6 +309,117 @@ def test_a_modernbert_in_half_precision_has_the_angles_of_fp32() -> None:
     assert exact.keys() == half.keys() == {"full_attention", "sliding_attention"}
     for kind, angles in exact.items():
         assert all(torch.equal(a.bfloat16(), b) for a, b in zip(angles, half[kind], strict=True))
+
+
+# --- signals -----------------------------------------------------------------------------------
+
+
+def every_signal(model: MaskedLM) -> frozenset[Signal]:
+    layers = range(shape_of(model).num_layers)
+    inside = {Signal(kind, i) for kind in ("hidden", "query", "key", "value") for i in layers}
+    return frozenset({Signal("hidden", -1)} | inside)
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+    """Return a list to which Transformers' layers append their query, key and value.
+
+    A model with the attention "spy" computes `sdpa`.
+    """
+    seen: list[tuple[Tensor, ...]] = []
+
+    def spy(module: Any, *arguments: Any, **settings: Any) -> Any:
+        seen.append(tuple(t.transpose(1, 2).flatten(2)[0] for t in arguments[:3]))
+        return AttentionInterface()["sdpa"](module, *arguments, **settings)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "spy", spy)
+    sdpa_mask = AttentionMaskInterface()["sdpa"]
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "spy", sdpa_mask)
+    return seen
+
+
+@every_family
+def test_signals_are_what_transformers_computes_for_documents_alone(
+    kind: str, attended: list[tuple[Tensor, ...]]
+) -> None:
+    """Compare hidden states of all layers, their queries, keys and values, and gradients."""
+    model = build(kind)
+    theirs, packed, needs = copy.deepcopy(model), pack(model), every_signal(model)
+    theirs.set_attn_implementation("spy")
+    found = encode(model, packed.ids, packed.packing, needs)
+    assert found.signals.keys() == needs
+    ours = {signal: in_documents(value) for signal, value in found.signals.items()}
+
+    losses, generator = [], torch.Generator().manual_seed(4)
+    num_layers = shape_of(model).num_layers
+    documents = [document for row in packed.documents for document in row]
+    for number, document in enumerate(documents):
+        attended.clear()
+        hidden = theirs(input_ids=document[None], output_hidden_states=True).hidden_states
+        assert len(hidden) == num_layers + 1 and len(attended) == num_layers
+        for signal in sorted(needs):
+            one = ours[signal][number]
+            if signal.kind != "hidden":
+                other = attended[signal.layer][("query", "key", "value").index(signal.kind)]
+            else:
+                other = hidden[signal.layer + 1][0]
+                if signal.layer == num_layers - 1:  # ModernBERT's ends with a norm
+                    one = family_of(model).finish(model, one)
+            assert one.shape == other.shape and other.std() > 0.1
+            assert (one - other).abs().max() < BOUND * other.std(), signal
+            weights = torch.randn(one.shape, generator=generator)
+            losses.append(((one * weights).sum(), (other * weights).sum()))
+    for loss in zip(*losses, strict=True):
+        torch.stack(loss).sum().backward()
+    compared = 0
+    for (name, one), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        if other.grad is None:
+            assert one.grad is None, name  # the head
+        else:
+            assert (one.grad - other.grad).norm() < BOUND * other.grad.norm(), name
+            compared += 1
+    assert compared > 20
+
+
+@every_family
+def test_signals_change_no_output(kind: str) -> None:
+    """Compare the bits with and without them, and when layers are recomputed."""
+    model = build(kind)
+    packed, needs = pack(model), every_signal(model)
+    found = encode(model, packed.ids, packed.packing, needs)
+    assert torch.equal(found.last_hidden_state, last_of(model, packed))
+    assert encode(model, packed.ids, packed.packing).signals == {}
+    again = encode(model, packed.ids, packed.packing, needs, recompute=True)
+    assert all(torch.equal(value, again.signals[signal]) for signal, value in found.signals.items())
+    total = sum(value.square().sum() for value in again.signals.values())
+    total.backward()
+    for layer in (num := shape_of(model).num_layers, -2):
+        with pytest.raises(AssertionError, match="does not have"):
+            encode(model, packed.ids, packed.packing, frozenset({Signal("hidden", layer)}))
+    assert num == len(family_of(model).layers(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
+def test_the_compiled_walk_returns_the_same_signals(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    models = [build(kind), build(kind)]
+    packed, needs, gradients = pack(models[0]), every_signal(models[0]), []
+    found = []
+    for model, run in zip(models, (walk, compile_static(walk, whole=False)), strict=True):
+        hidden = family_of(model).embed(model, packed.ids, packed.packing)
+        found.append(run(model, hidden, packed.packing, needs))
+        sum(value.square().sum() for value in found[-1].signals.values()).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert found[0].signals.keys() == found[1].signals.keys() == needs
+    for signal, value in found[0].signals.items():
+        assert (value - found[1].signals[signal]).abs().max() < BOUND * value.std()
+    for name, gradient in gradients[0].items():
+        assert (gradient - gradients[1][name]).norm() < BOUND * gradient.norm(), name
+    torch._dynamo.reset()
 
 
 # --- teachers ----------------------------------------------------------------------------------
@@ -321,7 +440,7 @@ def test_a_saved_model_is_loaded_as_it_was(kind: str, tmp_path: Path, manifest: 
         assert parameters_sha256(loaded) == parameters_sha256(model)
         packed = pack(model)
         with torch.no_grad():
-            ours, theirs = (encode(m, packed.ids, packed.packing) for m in (loaded, model))
+            ours, theirs = (last_of(m, packed) for m in (loaded, model))
         assert torch.equal(ours, theirs)
     assert not teacher.model.training
     assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
@@ -403,8 +522,7 @@ def test_a_student_is_the_teacher_cut_to_its_layers(kind: str) -> None:
     setattr(cut.get_submodule(path), last, torch.nn.ModuleList(all_layers[i] for i in layers))
     packed = pack(model)
     with torch.no_grad():
-        ours = encode(student.eval(), packed.ids, packed.packing)
-        assert (ours - encode(cut, packed.ids, packed.packing)).abs().max() == 0
+        assert torch.equal(last_of(student.eval(), packed), last_of(cut, packed))
         document = packed.documents[1][0][None]
         expected = cut(input_ids=document).logits
         assert expected.std() > SPREAD
@@ -421,8 +539,7 @@ def test_a_random_student_may_have_other_sizes(kind: str) -> None:
     for name, size in {**sizes, "num_hidden_layers": 6}.items():
         assert getattr(student.config, own_names.get(name, name)) == size
     assert len(family_of(student).layers(student)) == 6
-    packed = pack(student)
-    assert encode(student, packed.ids, packed.packing).shape == (3, L, 16)
+    assert last_of(student, pack(student)).shape == (3, L, 16)
     if kind.startswith("modernbert"):  # the kinds of its layers go on as in the teacher
         every = 3 if kind.endswith("biases") else 2
         kinds = ["sliding_attention" if i % every else "full_attention" for i in range(6)]

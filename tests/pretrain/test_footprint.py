@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from allocator import allocated_peak
+from batches import terms_of
 from tiny import tiny_bert, tiny_distilbert
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
@@ -44,7 +45,7 @@ def base(kl_positions: Any, precision: str) -> Distillation:
         teacher = BertForMaskedLM(BertConfig())
         teacher.requires_grad_(False).eval().to(DTYPES[precision] or torch.float32)
         student = DistilBertForMaskedLM(DistilBertConfig())
-    terms = DistilBert(kl_positions=kl_positions).terms()
+    terms = terms_of(DistilBert(kl_positions=kl_positions))
     return Distillation(student, teacher, terms, pad_id=0)
 
 
@@ -200,7 +201,9 @@ def test_a_step_takes_what_the_cost_model_says(
 @pytest.fixture
 def small() -> Distillation:
     teacher = tiny_bert(width=64).requires_grad_(False)
-    return Distillation(tiny_distilbert(width=64).train(), teacher, DistilBert().terms(), pad_id=0)
+    return Distillation(
+        tiny_distilbert(width=64).train(), teacher, terms_of(DistilBert()), pad_id=0
+    )
 
 
 def really(module: Distillation, dtype: torch.dtype | None) -> None:

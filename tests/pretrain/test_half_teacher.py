@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import masked_batch, mean_coefficients
+from batches import masked_batch, mean_coefficients, terms_of
 from operators import Operators
 from results import state
 from tiny import tiny_bert, tiny_distilbert
@@ -86,7 +86,7 @@ def test_a_step_with_a_half_teacher_is_close_to_fp64(batch: MicroBatch) -> None:
     def step(
         student: DistilBertForMaskedLM, teacher: BertForMaskedLM, *, autocast: bool
     ) -> tuple[Tensor, Tensor]:
-        module = Distillation(student, teacher.requires_grad_(False), objective.terms(), pad_id=0)
+        module = Distillation(student, teacher.requires_grad_(False), terms_of(objective), pad_id=0)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss, sums = module(*batch, mean_coefficients(module.terms, batch))
         loss.backward()
@@ -103,7 +103,7 @@ def test_a_step_with_a_half_teacher_is_close_to_fp64(batch: MicroBatch) -> None:
 
 def test_the_teacher_is_not_cast_during_a_step(batch: MicroBatch) -> None:
     def casts(teacher: BertForMaskedLM | None) -> int:
-        module = Distillation(tiny_distilbert(), teacher, DistilBert().terms(), pad_id=0)
+        module = Distillation(tiny_distilbert(), teacher, terms_of(DistilBert()), pad_id=0)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Operators() as called:
             module.encode(batch.input_ids, batch.cu_seqlens)
         pairs = [(c.args[0], c.result) for c in called.calls if c.name in CASTS]

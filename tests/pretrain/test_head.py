@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from batches import terms_of
 from naive_head import draw, logit_terms, naive_sums, projections
 from torch import Tensor
 
@@ -87,7 +88,7 @@ def test_a_term_alone(changes: dict[str, float], names: list[str]) -> None:
 
 
 def test_masked_language_model_objective() -> None:
-    (term,) = MaskedLanguageModel().terms()
+    (term,) = terms_of(MaskedLanguageModel())
     student, _ = projections(*SIZES)
     logits = student.hidden_ND @ student.weight_VD.T + student.bias_V
     expected = torch.nn.functional.cross_entropy(logits[:9], LABELS, reduction="sum").detach()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import masked_batch
+from batches import masked_batch, terms_of
 from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -98,7 +98,7 @@ def make() -> Make:
     def module(device: torch.device, objective: DistilBert, *more: Term) -> Distillation:
         student: Any = tiny_distilbert().train()
         teacher: Any = tiny_bert().requires_grad_(False)
-        terms = [*objective.terms(), *more]
+        terms = [*terms_of(objective), *more]
         # A GPU's kernels for half precision; torch's for fp32 lacks a backward pass on meta.
         dtype = torch.bfloat16 if device.type == "meta" else torch.float32
         models = student.to(device, dtype), teacher.to(device, dtype)
@@ -175,10 +175,14 @@ def with_term(
 
     term: Term
     if where == "logits":
-        term = VocabularyTerm("theirs", 1.0, "masked", lambda s, t, labels: of(s), False, "")
+        term = VocabularyTerm("theirs", 1.0, "masked", lambda s, t, labels: of(s), False)
     else:
         term = SignalTerm(
-            "theirs", 1.0, "tokens", lambda s, t, mask: (of(s[0]) * mask).sum(), False, ""
+            "theirs",
+            1.0,
+            "tokens",
+            lambda s, t, packing: (of(s.last_hidden_state) * packing.token_mask).sum(),
+            False,
         )
     return make(device, DistilBert(kl_positions="masked"), term)
 

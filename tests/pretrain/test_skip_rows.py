@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from batches import terms_of
 from numpy.typing import NDArray
 from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
@@ -121,7 +122,7 @@ def by_hand(
 @pytest.fixture
 def module() -> Distillation:
     teacher = tiny_bert().requires_grad_(False)
-    return Distillation(tiny_distilbert(), teacher, DistilBert().terms(), pad_id=PAD)
+    return Distillation(tiny_distilbert(), teacher, terms_of(DistilBert()), pad_id=PAD)
 
 
 def accumulate(
@@ -196,7 +197,7 @@ def test_a_step_equals_the_step_of_a_run_without_these_rows(
 def test_a_micro_batch_of_padding_alone_gives_zero(
     dataset: StepDataset, module: Distillation, positions: str, dtype: torch.dtype
 ) -> None:
-    terms = DistilBert(kl_positions=positions).terms()
+    terms = terms_of(DistilBert(kl_positions=positions))
     module = Distillation(module.student.train(), module.teacher, terms, pad_id=PAD)
     rows = np.arange(MICRO)
     skipped = np.ones(MICRO, dtype=bool)

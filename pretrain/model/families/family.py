@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from pretrain.kernels.attention import Packing
 from pretrain.kernels.head import Projection
+from pretrain.objectives.terms import Kind
 
 MaskedLM = PreTrainedModel  # a `...ForMaskedLM` of one of the families
 
@@ -50,8 +51,14 @@ class Family(ABC):
         return packing
 
     @abstractmethod
-    def layer(self, model: Any, index: int, hidden: Tensor, prepared: Any) -> Tensor:
-        """Return the output of one layer [B, L, D], given the result of `prepare`."""
+    def layer(
+        self, model: Any, index: int, hidden: Tensor, prepared: Any, kinds: frozenset[Kind]
+    ) -> dict[Kind, Tensor]:
+        """Compute one layer, given the result of `prepare`.
+
+        Return its output as "hidden", and its query, key or value if `kinds` names them, each
+        [B, L, D].
+        """
 
     def finish(self, model: Any, hidden: Tensor) -> Tensor:
         """Return the last hidden state, given the output of the last layer."""

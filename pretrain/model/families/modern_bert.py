@@ -19,6 +19,7 @@ from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_
 from pretrain.kernels.attention import Packing, attend
 from pretrain.kernels.head import Projection
 from pretrain.model.families.family import Family
+from pretrain.objectives.terms import Kind
 
 
 class Rotated(NamedTuple):
@@ -61,14 +62,19 @@ class ModernBert(Family):
             angles[kind] = both_halves.cos().to(hidden.dtype), both_halves.sin().to(hidden.dtype)
         return Rotated(packing, angles)
 
-    def layer(self, model: Any, index: int, hidden: Tensor, prepared: Rotated) -> Tensor:
-        """Return the output of one layer [B, L, D]."""
+    def layer(
+        self, model: Any, index: int, hidden: Tensor, prepared: Rotated, kinds: frozenset[Kind]
+    ) -> dict[Kind, Tensor]:
+        """Return the output of one layer, and the signals of these kinds."""
         layer: Any = self.layers(model)[index]
         attention, mlp, split = layer.attn, layer.mlp, (*hidden.shape[:2], -1, layer.attn.head_dim)
         query, key, value = attention.Wqkv(layer.attn_norm(hidden)).chunk(3, dim=-1)
         q, k = (t.view(split).transpose(1, 2) for t in (query, key))
         q, k = apply_rotary_pos_emb(q, k, *prepared.angles[layer.attention_type])
         query, key = (t.transpose(1, 2).flatten(2) for t in (q, k))
+        # Query and key as attention multiplies them, that is rotated.
+        outputs: dict[Kind, Tensor] = {"query": query, "key": key, "value": value}
+        outputs = {kind: outputs[kind] for kind in kinds if kind in outputs}
         # A local layer sees `local_attention` tokens around each, half of them on either side.
         local = layer.attention_type == "sliding_attention"
         context = attend(
@@ -84,7 +90,8 @@ class ModernBert(Family):
         # As in `post_norm.py`: without a graph, what no name holds is free.
         del query, key, value, q, k, context
         up, gate = mlp.Wi(layer.mlp_norm(hidden)).chunk(2, dim=-1)
-        return hidden + mlp.Wo(mlp.drop(mlp.act(up) * gate))
+        outputs["hidden"] = hidden + mlp.Wo(mlp.drop(mlp.act(up) * gate))
+        return outputs
 
     def finish(self, model: Any, hidden: Tensor) -> Tensor:
         """Normalise the output of the last layer."""

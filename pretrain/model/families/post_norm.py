@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pretrain.kernels.attention import Packing, attend
 from pretrain.model.families.family import Family
+from pretrain.objectives.terms import Kind
 
 
 class Parts(NamedTuple):
@@ -52,10 +53,15 @@ class PostNorm(Family):
     def parts(self, model: Any, index: int) -> Parts:
         """Return the parts of a layer."""
 
-    def layer(self, model: Any, index: int, hidden: Tensor, packing: Packing) -> Tensor:
-        """Return the output of one layer [B, L, D]."""
+    def layer(
+        self, model: Any, index: int, hidden: Tensor, packing: Packing, kinds: frozenset[Kind]
+    ) -> dict[Kind, Tensor]:
+        """Return the output of one layer, and the signals of these kinds."""
         part = self.parts(model, index)
         query, key, value = part.query(hidden), part.key(hidden), part.value(hidden)
+        # Signals are values; a hook would see nothing in a compiled layer.
+        outputs: dict[Kind, Tensor] = {"query": query, "key": key, "value": value}
+        outputs = {kind: outputs[kind] for kind in kinds if kind in outputs}
         dropout = part.attention_dropout.p if model.training else 0.0
         context = attend(query, key, value, packing.cu_seqlens, part.num_heads, dropout)
         # A teacher has no graph: what no name holds is free before the widest tensors are made.
@@ -67,5 +73,5 @@ class PostNorm(Family):
         attended = part.attention_norm(out + hidden)
         del out
         inner = part.down_dropout(part.down(part.activation(part.up(attended))))
-        output: Tensor = part.norm(inner + attended)
-        return output
+        outputs["hidden"] = part.norm(inner + attended)
+        return outputs

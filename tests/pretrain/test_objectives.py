@@ -1,0 +1,79 @@
+"""Check what each objective tells a run: its terms for two sizes, its sentence, what it needs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import RECIPE, history, refused, start
+
+from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.mlm import MaskedLanguageModel
+from pretrain.objectives.objective import Objective
+from pretrain.objectives.terms import Shape, VocabularyTerm
+
+STUDENT, TEACHER = Shape(2, 32, 4), Shape(4, 32, 4)
+NARROW = {"init": "random", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+
+Settings = Callable[..., dict[str, Any]]
+
+
+@pytest.mark.parametrize(
+    ("objective", "names", "compares"),
+    [
+        (DistilBert(), ["kl", "mlm", "cosine"], True),
+        (DistilBert(kl=0), ["mlm", "cosine"], True),
+        (DistilBert(mlm=0, cosine=0), ["kl"], True),
+        (DistilBert(kl=0, mlm=0), ["cosine"], True),
+        (DistilBert(kl=0, cosine=0), ["mlm"], False),
+        (MaskedLanguageModel(), ["mlm"], False),
+    ],
+    ids=str,
+)
+def test_properties_agree_with_the_terms(
+    objective: Objective, names: list[str], compares: bool
+) -> None:
+    """Compare what is known before models are loaded with the terms themselves."""
+    terms = objective.terms(STUDENT, TEACHER if objective.needs_teacher else None)
+    assert [term.name for term in terms] == names
+    assert objective.compares == compares == any(term.needs_teacher for term in terms)
+    assert objective.needs_logits == any(isinstance(term, VocabularyTerm) for term in terms)
+    assert objective.sentence.count(" + ") == len(terms) - 1
+    for term in terms:
+        assert f"{term.weight:g} x " in objective.sentence
+
+
+def test_the_sentence_of_the_card() -> None:
+    assert DistilBert(kl_positions="masked", cosine=0.5).sentence == (
+        "5 x KL(teacher || student) at temperature 2 over masked tokens + 2 x cross-entropy of the "
+        "masked tokens + 0.5 x cosine distance of the last hidden states"
+    )
+    assert MaskedLanguageModel().sentence == "1 x cross-entropy of the masked tokens"
+
+
+def test_only_the_papers_own_values_are_called_published() -> None:
+    assert "arXiv 1910.01108" in DistilBert().published
+    assert DistilBert(kl=4).published == MaskedLanguageModel().published == ""
+
+
+def test_cosine_needs_equal_widths() -> None:
+    narrow = STUDENT._replace(hidden_size=16)
+    with refused("objective.cosine 1", "the student has 16 and the teacher 32", "cosine: 0"):
+        DistilBert().terms(narrow, TEACHER)
+    assert len(DistilBert(cosine=0).terms(narrow, TEACHER)) == 2
+
+
+def test_a_narrow_student_is_refused_with_cosine_and_trained_without(
+    tmp_path: Path, teacher_folder: Path, run_config: Settings
+) -> None:
+    """Stop and resume the second one, whose width is neither its teacher's nor a default."""
+    values = run_config(tmp_path / "run", teacher_folder, **RECIPE | {"student": NARROW})
+    with refused("objective.cosine 1", "the student has 16 and the teacher 32"):
+        start(values)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    values["objective"] = {"name": "distilbert", "cosine": 0.0}
+    start(values, stop_after=2)
+    start(values)
+    whole = {**values, "output": str(tmp_path / "whole")}
+    start(whole)
+    assert history(values["output"]) == history(whole["output"])
