@@ -114,6 +114,8 @@ def load_inputs(
         assert config.model is not None
         student = build_bert(config.model, manifest, config.train.seed)
     check_row_length("student.init", student.config, manifest)
+    if saved is None and (note := family_of(student).note(student.config)):
+        progress.say(f"note: {note}")
     # Here, because they refuse sizes that do not fit, and a refusal writes nothing.
     terms = config.objective.terms(
         shape_of(student), shape_of(teacher.model) if teacher is not None else None

@@ -53,7 +53,7 @@ def assemble(who: str, family: Family, raw: dict[str, Any], tensors: dict[str, T
     try:
         # A classifier's labels are not part of a language model, and there may be very many.
         values = {key: value for key, value in raw.items() if key not in _LABELS}
-        settings = family.config.from_dict(values)
+        settings = family.completed(family.config.from_dict(values))
         # Refuse a config that describes far more than its weights hold, before that is allocated.
         key = settings.attribute_map.get("num_hidden_layers", "num_hidden_layers")
         num_layers = settings.num_hidden_layers

@@ -52,7 +52,8 @@ def build_student(config: Student, teacher: Teacher, seed: int) -> MaskedLM:
     num_layers = config.num_layers or max(1, theirs.num_hidden_layers // 2)
     layers: tuple[int, ...] = ()
     if config.init == "teacher":
-        layers = default_layers(theirs.num_hidden_layers, num_layers)
+        period = family.period(theirs) if architecture == kind else 1
+        layers = default_layers(theirs.num_hidden_layers, num_layers, period)
     elif not isinstance(config.init, str):
         layers, num_layers = config.init, len(config.init)
     if bad := [layer for layer in layers if not 0 <= layer < theirs.num_hidden_layers]:
@@ -84,10 +85,11 @@ def build_student(config: Student, teacher: Teacher, seed: int) -> MaskedLM:
     return trained
 
 
-def default_layers(num_teacher_layers: int, num_layers: int) -> tuple[int, ...]:
+def default_layers(num_teacher_layers: int, num_layers: int, period: int = 1) -> tuple[int, ...]:
     """Return the teacher's layers that a student starts from.
 
-    They are the authors' choice for six of twelve layers, and evenly spaced otherwise.
+    They are the authors' choice for six of twelve layers, and evenly spaced otherwise. Where the
+    kinds of layers repeat after `period`, each is of the kind that the student has at its place.
     """
     if num_layers > num_teacher_layers:
         raise RunError(
@@ -95,9 +97,14 @@ def default_layers(num_teacher_layers: int, num_layers: int) -> tuple[int, ...]:
             "ask for fewer, or set student.init: random"
         )
     # Not evenly spaced: the last layer of the teacher is among them.
-    if (num_teacher_layers, num_layers) == (12, 6):
+    if (num_teacher_layers, num_layers, period) == (12, 6, 1):
         return _PAPER_LAYERS
-    return tuple(i * num_teacher_layers // num_layers for i in range(num_layers))
+    layers = []
+    for i in range(num_layers):
+        evenly = i * num_teacher_layers // num_layers
+        same_kind = range(i % period, num_teacher_layers, period)
+        layers.append(min(same_kind, key=lambda layer: abs(layer - evenly)))
+    return tuple(layers)
 
 
 def copy_same(teacher: MaskedLM, student: MaskedLM, layers: tuple[int, ...]) -> None:

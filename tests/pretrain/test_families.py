@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from operators import Operators
 from runs import history, refused, start
+from test_precision import Said
 from tiny import VOCAB_SIZE, as_teacher, save_teacher, tiny_bert
 from torch import Tensor
 from transformers import (
@@ -499,7 +500,7 @@ def test_a_roberta_without_padding_is_refused(tmp_path: Path) -> None:
 @every_family
 def test_a_student_is_the_teacher_cut_to_its_layers(kind: str) -> None:
     """Compare every tensor, and the outputs of Transformers, with a teacher cut by hand."""
-    model, layers = build(kind), (0, 3, 1)
+    model, layers = build(kind), (0, 4, 2) if kind == "modernbert-biases" else (0, 3, 1)
     student = build_student(
         Student(architecture="same", init=layers, dropout=0, attention_dropout=0),
         as_teacher(model),
@@ -587,6 +588,29 @@ def test_the_first_layer_of_a_modernbert_stays_the_first() -> None:
     student = build_student(Student(init=(0, 3, 3)), teacher, seed=0)
     full, local = "full_attention", "sliding_attention"
     assert student.config.layer_types == [full, local, local]
+    assert student.config.global_attn_every_n_layers == 3
+
+
+def test_a_modernbert_cut_shorter_keeps_the_period_of_global_layers(
+    tmp_path: Path, run_config: Callable[..., dict[str, Any]]
+) -> None:
+    """Cut 22 layers, of which every third is global, to 7, as a published teacher would be."""
+    teacher = build("modernbert", num_hidden_layers=22, global_attn_every_n_layers=3)
+    student = build_student(Student(num_layers=7), as_teacher(teacher), seed=0)
+    kinds = [kind == "full_attention" for kind in student.config.layer_types]
+    assert kinds == [True, False, False, True, False, False, True]
+    assert student.config.global_attn_every_n_layers == 3
+    with refused("layers [0, 3, 4, 5, 6] of the teacher have global attention at places that do"):
+        build_student(Student(init=(0, 3, 4, 5, 6)), as_teacher(teacher), seed=0)
+
+    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    special |= {"cls_token_id": 2, "sep_token_id": 3}
+    save_teacher(tmp_path / "teacher", build("modernbert", **special))
+    said = Said()
+    values = run_config(tmp_path / "run", tmp_path / "teacher", student={"num_layers": 2})
+    values["train"] |= {"max_steps": 1, "global_batch_size": 2}
+    start(values, progress=said)
+    assert any("last layer attends to 6 tokens" in line for line in said.lines), said.lines
 
 
 @every_family

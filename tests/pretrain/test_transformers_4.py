@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 import torch
 import use_export
+from safetensors.torch import load_file
+from test_families import CONFIGS, SPREAD, build
+from tiny import as_teacher
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import RobertaProcessing
 from tokenizers.trainers import BpeTrainer
@@ -22,8 +25,10 @@ from transformers import DistilBertForMaskedLM
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, Student
 from pretrain.export.export import export
+from pretrain.model.loading import load_model
+from pretrain.model.student import build_student
 from pretrain.train import train
 
 pytestmark = pytest.mark.slow
@@ -118,7 +123,7 @@ def byte_level(path: Path) -> str:
     return str(path)
 
 
-def in_4(python: Path, *folders: Path) -> list[dict[str, Any]]:
+def in_4(python: Path, *folders: Path, ask: str = "answers") -> list[dict[str, Any]]:
     """Return the answers of transformers 4.57, none of whose modules is this environment's."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {key: value for key, value in os.environ.items() if key not in ours}
@@ -134,7 +139,7 @@ def in_4(python: Path, *folders: Path) -> list[dict[str, Any]]:
             check=True,
             timeout=600,
         ).stdout
-        for arguments in (["-c", code], [use_export.__file__, *map(str, folders)])
+        for arguments in (["-c", code], [use_export.__file__, ask, *map(str, folders)])
     ]
     assert ran[0] == "[]\n"
     found: list[dict[str, Any]] = json.loads(ran[1])
@@ -172,3 +177,40 @@ def test_a_checkpoint_is_the_same_in_4_and_5(exports: dict[str, Path], python_4:
             with torch.no_grad():
                 ours = model(torch.tensor([ids])).logits[0]
             np.testing.assert_allclose(logits, ours.numpy(), rtol=0, atol=TOLERANCE)
+
+
+# What one version names otherwise, or has no more: none of it changes an output.
+OTHERWISE = {
+    *("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures"),
+    *("rope_parameters", "rope_scaling", "layer_types"),
+}
+
+
+def test_every_family_is_the_same_in_4_and_5(tmp_path: Path, python_4: Path) -> None:
+    """Save a teacher and its student of each family, and load both in both versions."""
+    folders = []
+    for kind in CONFIGS:
+        model = build(kind)
+        model.save_pretrained(tmp_path / kind / "plain")  # as transformers saves it
+        loaded = load_model(tmp_path / kind / "plain")
+        loaded.save_pretrained(tmp_path / kind / "teacher")
+        student = build_student(Student(architecture="same"), as_teacher(loaded), seed=0)
+        student.save_pretrained(tmp_path / kind / "student")
+        plain, ours = (
+            load_file(tmp_path / kind / name / "model.safetensors") for name in ("plain", "teacher")
+        )
+        assert plain.keys() == ours.keys()
+        assert all(plain[name].equal(ours[name]) for name in ours)
+        folders += [tmp_path / kind / "teacher", tmp_path / kind / "student"]
+    for old, folder in zip(in_4(python_4, *folders, ask="model"), folders, strict=True):
+        new = use_export.model_answers(str(folder))
+        assert np.std(new["logits"]) > SPREAD, folder
+        np.testing.assert_allclose(old["logits"], new["logits"], rtol=0, atol=1e-4, err_msg=folder)
+        assert old["missing"] == new["missing"] == [], folder
+        # BERT's pooler is not trained here, so none is saved.
+        for missing in (old["missing_body"], new["missing_body"]):
+            assert all("pooler" in name for name in missing), folder
+        both = old["config"].keys() & new["config"].keys() - OTHERWISE
+        assert {"vocab_size", "num_hidden_layers"} <= both or "distilbert" in str(folder)
+        for key in both:
+            assert old["config"][key] == new["config"][key], f"{folder}: {key}"

@@ -36,5 +36,28 @@ def answers(folder: str) -> dict[str, Any]:
     }
 
 
+def model_answers(folder: str) -> dict[str, Any]:
+    """Return logits of fixed ids, the config as loaded, and the tensors that were not there."""
+    import torch
+    import transformers
+
+    model, report = transformers.AutoModelForMaskedLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    ids = torch.arange(10, 34)[None]
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+    _, body = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    return {
+        "version": transformers.__version__,
+        "logits": logits.tolist(),
+        "config": config,
+        "missing": sorted(report["missing_keys"]) + sorted(report["unexpected_keys"]),
+        "missing_body": sorted(body["missing_keys"]),
+    }
+
+
 if __name__ == "__main__":
-    json.dump([answers(folder) for folder in sys.argv[1:]], sys.stdout)
+    ask = model_answers if sys.argv[1] == "model" else answers
+    json.dump([ask(folder) for folder in sys.argv[2:]], sys.stdout)

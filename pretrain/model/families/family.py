@@ -81,11 +81,23 @@ class Family(ABC):
         values = teacher.to_dict()
         for name, value in changes.items():
             values[self.own_names.get(name, name)] = value
-        # A copied layer keeps its kind of attention. Without this list, transformers repeats the
-        # family's own pattern.
-        if kinds := values.pop("layer_types", None):
-            values["layer_types"] = [kinds[layer] for layer in copied] or None
-        return self.config.from_dict(values)
+        return self.completed(self.config.from_dict({**values, **self.kinds(teacher, copied)}))
+
+    def kinds(self, teacher: Any, copied: Sequence[int]) -> dict[str, Any]:
+        """Return the keys of config.json that say of which kind the copied layers are."""
+        return {}
+
+    def completed(self, config: Any) -> Any:
+        """Return the config with all keys that transformers 4 and 5 read, to be saved with them."""
+        return config
+
+    def note(self, config: Any) -> str:
+        """Return what a user should know about a new student; empty if nothing."""
+        return ""
+
+    def period(self, config: Any) -> int:
+        """Return after how many layers their kinds repeat."""
+        return 1
 
     def first_position(self, config: Any) -> int:
         """Return the position of a document's first token."""

@@ -9,6 +9,7 @@ layer has no norm of its own, because the embeddings end with one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from pretrain.kernels.attention import Packing, attend
 from pretrain.kernels.head import Projection
 from pretrain.model.families.family import Family
 from pretrain.objectives.terms import Kind
+
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 
 
 class Rotated(NamedTuple):
@@ -76,7 +79,7 @@ class ModernBert(Family):
         outputs: dict[Kind, Tensor] = {"query": query, "key": key, "value": value}
         outputs = {kind: outputs[kind] for kind in kinds if kind in outputs}
         # A local layer sees `local_attention` tokens around each, half of them on either side.
-        local = layer.attention_type == "sliding_attention"
+        local = layer.attention_type == _LOCAL
         context = attend(
             query,
             key,
@@ -92,6 +95,43 @@ class ModernBert(Family):
         up, gate = mlp.Wi(layer.mlp_norm(hidden)).chunk(2, dim=-1)
         outputs["hidden"] = hidden + mlp.Wo(mlp.drop(mlp.act(up) * gate))
         return outputs
+
+    def kinds(self, teacher: Any, copied: Sequence[int]) -> dict[str, Any]:
+        """Return the kinds of attention: of a copied layer its own, else by the period.
+
+        Raises:
+            ValueError: the kinds of the copied layers do not repeat, as transformers 4 needs it.
+        """
+        if not copied:
+            return {"layer_types": None}
+        kinds = [teacher.layer_types[layer] for layer in copied]
+        for period in range(1, len(kinds) + 1):
+            if kinds == [_LOCAL if i % period else _GLOBAL for i in range(len(kinds))]:
+                return {"layer_types": kinds, "global_attn_every_n_layers": period}
+        raise ValueError(
+            f"layers {list(copied)} of the teacher have global attention at places that do not "
+            "repeat; list layers whose kinds do"
+        )
+
+    def completed(self, config: Any) -> Any:
+        """Return the config with the bases of its angles under the names of both versions."""
+        # Transformers 4.57 reads these two, 5 reads `rope_parameters`; each ignores the other.
+        config.global_rope_theta = config.rope_parameters[_GLOBAL]["rope_theta"]
+        config.local_rope_theta = config.rope_parameters[_LOCAL]["rope_theta"]
+        return config
+
+    def note(self, config: Any) -> str:
+        """Return that the last layer sees near tokens only, if so."""
+        if config.layer_types[-1] == _GLOBAL:
+            return ""
+        return (
+            f"the student's last layer attends to {config.local_attention} tokens around each "
+            "alone; with another student.num_layers it would attend to all"
+        )
+
+    def period(self, config: Any) -> int:
+        """Return after how many layers one has global attention."""
+        return int(config.global_attn_every_n_layers)
 
     def finish(self, model: Any, hidden: Tensor) -> Tensor:
         """Normalise the output of the last layer."""
