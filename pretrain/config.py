@@ -11,9 +11,10 @@ from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.device.precision import PrecisionName
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 
-Objective = Annotated[DistilBert | MaskedLanguageModel, Field(discriminator="name")]
+Objective = Annotated[DistilBert | MiniLM | MaskedLanguageModel, Field(discriminator="name")]
 ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
 _Share = Annotated[float, Field(ge=0, lt=1)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]

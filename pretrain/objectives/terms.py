@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.kernels.attention import Packing
+from pretrain.kernels.relations import relation_divergence
 
 Count = Literal["tokens", "masked"]
 Kind = Literal["hidden", "query", "key", "value"]
@@ -159,3 +160,24 @@ def cosine_term(weight: float) -> SignalTerm:
         return (values_BL * packing.token_mask).sum()
 
     return SignalTerm("cosine", weight, "tokens", total, True)
+
+
+def relation_term(
+    name: str, *, heads: int, student: tuple[Signal, Signal], teacher: tuple[Signal, Signal]
+) -> SignalTerm:
+    """Return the KL term of MiniLM: how a document's tokens are related in both models.
+
+    Args:
+        name: of the relation.
+        heads: relation heads, which divide both widths.
+        student: the two signals of the student whose products are compared.
+        teacher: those of the teacher.
+    """
+
+    def total(ours: Encoded, theirs: Encoded | None, packing: Packing) -> Tensor:
+        assert theirs is not None
+        x, y = (ours.signals[signal] for signal in student)
+        tx, ty = (theirs.signals[signal] for signal in teacher)
+        return relation_divergence((x, y), (tx, ty), packing.cu_seqlens, packing.token_mask, heads)
+
+    return SignalTerm(name, 1.0, "tokens", total, True, frozenset(student), frozenset(teacher))

@@ -8,6 +8,7 @@ import pytest
 from runs import RECIPE, history, refused, start
 
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
 from pretrain.objectives.terms import Shape, VocabularyTerm
@@ -27,6 +28,7 @@ Settings = Callable[..., dict[str, Any]]
         (DistilBert(kl=0, mlm=0), ["cosine"], True),
         (DistilBert(kl=0, cosine=0), ["mlm"], False),
         (MaskedLanguageModel(), ["mlm"], False),
+        (MiniLM(relation_heads=8), ["queries", "keys", "values"], True),
     ],
     ids=str,
 )
@@ -38,9 +40,10 @@ def test_properties_agree_with_the_terms(
     assert [term.name for term in terms] == names
     assert objective.compares == compares == any(term.needs_teacher for term in terms)
     assert objective.needs_logits == any(isinstance(term, VocabularyTerm) for term in terms)
-    assert objective.sentence.count(" + ") == len(terms) - 1
+    weighted = not isinstance(objective, MiniLM)  # whose three terms are one phrase
+    assert objective.sentence.count(" x ") == weighted * len(terms)
     for term in terms:
-        assert f"{term.weight:g} x " in objective.sentence
+        assert f"{term.weight:g} x " in objective.sentence or not weighted
 
 
 def test_the_sentence_of_the_card() -> None:

@@ -1,0 +1,104 @@
+"""Compare the relations of MiniLM with a loop over documents and heads in fp64."""
+
+import math
+from itertools import accumulate, chain
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.kernels import relations
+from pretrain.kernels.relations import relation_divergence
+
+LENGTHS = [[5, 3], [8], [2, 1, 5]]  # of documents in rows of 8; the last of row 2 is padding
+PADDED = 2
+
+
+def naive(x: Tensor, y: Tensor, tx: Tensor, ty: Tensor, tokens: Tensor, heads: int) -> Tensor:
+    """Return the sum over tokens of the mean over heads, document by document."""
+    total = x.new_zeros(())
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for length in lengths:
+            here = slice(start, start + length)
+            start += length
+            if not tokens[row, here].all():
+                continue
+            for head in range(heads):
+                both = []
+                for a, b in ((x, y), (tx, ty)):
+                    d = a.shape[-1] // heads
+                    part = slice(head * d, (head + 1) * d)
+                    scores = a[row, here, part] @ b[row, here, part].T / math.sqrt(d)
+                    both.append(scores.softmax(-1))
+                student, teacher = both
+                total = total + (teacher * (teacher.log() - student.log())).sum() / heads
+    return total
+
+
+@pytest.mark.parametrize("elements", [1, 200, 2**20])
+@pytest.mark.parametrize("itself", [True, False])
+def test_value_and_gradients_equal_a_loop(
+    itself: bool, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(relations._ELEMENTS, "cpu", elements)
+    generator = torch.Generator().manual_seed(0)
+    x, y, tx, ty = (
+        torch.randn(3, 8, width, generator=generator, dtype=torch.float64)
+        for width in (12, 12, 24, 24)
+    )
+    if itself:
+        y, ty = x, tx
+    starts = torch.tensor([0, *accumulate(chain(*LENGTHS))], dtype=torch.int32)
+    tokens = torch.ones(3, 8, dtype=torch.bool)
+    tokens[PADDED, 3:] = False
+    x, y = x.requires_grad_(), y.requires_grad_()
+    expected = naive(x, y, tx, ty, tokens, 6)
+    found = relation_divergence((x, y), (tx, ty), starts, tokens, 6)
+    assert expected > 1 and (found - expected).abs() < 1e-9
+    inputs = [x] if itself else [x, y]
+    for ours, theirs in zip(
+        torch.autograd.grad(3 * found, inputs),
+        torch.autograd.grad(3 * expected, inputs),
+        strict=True,
+    ):
+        assert theirs.abs().max() > 0.1 and (ours - theirs).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)]
+)
+def test_half_precision_is_computed_in_fp32(dtype: torch.dtype, bound: float) -> None:
+    """Compare with the loop on the same rounded inputs; gradients are rounded once, at the end."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(3, 8, width, generator=generator).to(dtype) for width in (12, 24)]
+    starts = torch.tensor([0, *accumulate(chain(*LENGTHS))], dtype=torch.int32)
+    tokens = torch.ones(3, 8, dtype=torch.bool)
+    exact, tx = (t.double() for t in drawn)
+    x, exact = drawn[0].requires_grad_(), exact.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):  # which it leaves
+        found = relation_divergence((x, x), (drawn[1], drawn[1]), starts, tokens, 6)
+    expected = naive(exact, exact, tx, tx, tokens, 6)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs() < 1e-5 * expected
+    # As a step scales it: 1 / tokens, which fp16 itself would not hold.
+    (ours,) = torch.autograd.grad(found * 1e-9 * 2**24, [x])
+    (theirs,) = torch.autograd.grad(expected * 1e-9 * 2**24, [exact])
+    assert ours.dtype == dtype
+    assert (ours.double() - theirs).norm() < bound * theirs.norm()
+
+
+def test_scores_do_not_outlive_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count what autograd keeps: the gradient of a relation with itself, and nothing else."""
+    monkeypatch.setitem(relations._ELEMENTS, "cpu", 8 * 8)
+    x = torch.randn(3, 8, 12, requires_grad=True)
+    starts = torch.tensor([0, *accumulate(chain(*LENGTHS))], dtype=torch.int32)
+    tokens, kept = torch.ones(3, 8, dtype=torch.bool), set[int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.add(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        relation_divergence((x, x), (x.detach(), x.detach()), starts, tokens, 6)
+    assert kept == {3 * 8 * 12 * 4}
