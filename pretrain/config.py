@@ -21,8 +21,14 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Model(Keys):
-    """Hold the sizes of the BERT that `objective: mlm` trains, named as in `BertConfig`."""
+    """Hold the model that `objective: mlm` trains, with sizes named as in `BertConfig`.
 
+    It is random, or with `init`, a folder, a run or a hub's name, an existing one that is trained
+    on: domain-adaptive pretraining. That has its own sizes, and gets a head if it has none.
+    """
+
+    init: str | None = None
+    architecture: Literal["bert", "roberta", "modernbert"] = "bert"
     hidden_size: int = Field(768, ge=1, le=2**14)
     num_hidden_layers: int = Field(12, ge=1, le=256)
     num_attention_heads: int = Field(12, ge=1, le=2**10)
@@ -32,7 +38,12 @@ class Model(Keys):
     attention_probs_dropout_prob: float = Field(0.1, ge=0, lt=1)
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> Model:
+    def sizes_fit(self) -> Model:
+        """Refuse sizes that `init` would ignore, and heads that do not divide the width."""
+        usable = {"init", "hidden_dropout_prob", "attention_probs_dropout_prob"}
+        for name, field in type(self).model_fields.items() if self.init is not None else ():
+            if name not in usable and getattr(self, name) != field.default:
+                raise ValueError(f"{name} is that of init: remove it")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} does not divide "
@@ -242,7 +253,9 @@ class RunConfig(Keys):
             if self.teacher_vocabulary is not None:
                 raise ValueError(f"objective {name} has no teacher: remove teacher_vocabulary")
             if self.model is None:
-                raise ValueError(f"objective {name} needs `model:`, the sizes of a BERT")
+                raise ValueError(
+                    f"objective {name} needs `model:`, the sizes of a BERT or {{init: FOLDER}}"
+                )
         return self
 
     def with_train(self, **changes: Any) -> RunConfig:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from pydantic import ValidationError
 from torch import Tensor
 
 from data_prep.messages import error_line
@@ -24,11 +22,11 @@ from pretrain.device.precision import PRECISIONS, choose
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of, shape_of
 from pretrain.model.loading import check_row_length, load_model
-from pretrain.model.student import build_bert, build_student
+from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
 from pretrain.objectives.terms import Term
-from pretrain.output import no_checkpoint
+from pretrain.output import another_run, no_checkpoint, recipe_changes
 from pretrain.state import FIELDS, TrainState
 
 # What a run that continues another one may change.
@@ -95,24 +93,26 @@ def load_inputs(
         saved = branch_point(config.resume_from, config.optimizer, num_steps, progress.say)
         resumed_at = saved.step
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
-    teacher = None
+    teacher, needs_head = None, config.objective.needs_logits
     if config.teacher is not None:
         same = config.teacher_vocabulary == "same"
-        teacher = load_teacher(config.teacher, manifest, config.shards, same_vocabulary=same)
+        teacher = load_teacher(
+            config.teacher, manifest, config.shards, same_vocabulary=same, needs_head=needs_head
+        )
 
     # A checkpoint wins over `student.init`, so that the same command starts and resumes a run.
     student: MaskedLM
     optimizer: dict[str, Tensor] = {}
     if saved is not None:
         check_same_run(config, manifest, teacher, saved, _SCHEDULE if branches else ())
-        student = load_model(saved.folder / "student").train()
+        student = load_model(saved.folder / "student", needs_head=needs_head).train()
         optimizer = saved.optimizer()
         check_optimizer(optimizer, student)
     elif teacher is not None:
-        student = build_student(config.student, teacher, config.train.seed)
+        student = build_student(config.student, teacher, config.train.seed, needs_head=needs_head)
     else:
         assert config.model is not None
-        student = build_bert(config.model, manifest, config.train.seed)
+        student = build_model(config.model, manifest, config.train.seed, progress.say)
     check_row_length("student.init", student.config, manifest)
     if saved is None and (note := family_of(student).note(student.config)):
         progress.say(f"note: {note}")
@@ -242,32 +242,11 @@ def check_same_run(
     # A sealed file of this format has all keys, unless another program wrote it.
     if lacking := [key for key in _NEEDED if key not in saved.state]:
         raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
-    before, now = flatten(saved.state["shaping"]), flatten(config.shaping())
-    with suppress(ValidationError):  # keys that its version did not have are at their defaults
-        before = flatten(RunConfig.model_validate(saved.state["config"]).shaping()) | before
-    changes = [
-        f"{key} was {before.get(key)} and is now {now.get(key)}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and key not in may_change
-    ]
+    changes = recipe_changes(saved.state, config, may_change)
     if saved.state["shards"] != manifest.digest:
         changes.append(f"the shards in {config.shards} are other ones")
     before_sha256 = (saved.state["teacher"] or {}).get("sha256")
     if teacher is not None and before_sha256 not in (None, teacher.sha256):
         changes.append(f"the teacher {teacher.name} has other weights")
     if changes:
-        raise RunError(
-            f"{saved.folder} was made by another run: {'; '.join(changes)}. Revert the change, "
-            "or set a different `output:` to start a new run"
-        )
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested keys joined by dots: {"a": {"b": 1}} gives {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+        raise another_run(saved.folder, changes)

@@ -5,11 +5,18 @@ Nothing here imports torch, so that a mistake is answered at once.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from data_prep.disk import refuse_if_held
+from data_prep.disk.json_files import parse_object
 from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig
@@ -31,6 +38,8 @@ def check_output(config: RunConfig) -> None:
         inputs["teacher"] = [teacher, teacher.partition("@")[0]]
     if isinstance(init, str) and init not in ("teacher", "random"):
         inputs["student.init"] = [init]
+    if config.model is not None and config.model.init is not None:
+        inputs["model.init"] = [config.model.init]
     if config.resume_from is not None:
         inputs["resume_from"] = [str(config.resume_from)]
     # Links resolved, so that two names of one folder are equal.
@@ -58,7 +67,13 @@ def check_output(config: RunConfig) -> None:
             f"output {output} holds {path.name}, which no run has written; set another "
             "`output:`, a new or an empty folder"
         )
-    # With a checkpoint, `check_same_run` compares the recipe later, against a sealed file.
+    # `check_same_run` compares this later with a checkpoint that was verified, corpus and teacher
+    # included; here it takes no imports.
+    if (found := sealed_state(output)) is not None:
+        checkpoint, state = found
+        auto = ["train.precision"] if config.train.precision == "auto" else []
+        if changes := recipe_changes(state, config, auto):
+            raise another_run(checkpoint, changes)
     before = None if _has_checkpoint(output) else _recorded(output)
     if before is None:
         return
@@ -156,4 +171,52 @@ def _recorded(folder: Path) -> RunConfig | None:
     try:
         return RunConfig.model_validate_json((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
+        return None
+
+
+def another_run(folder: Path, changes: Sequence[str]) -> RunError:
+    """Return the error of a run or checkpoint that this config cannot continue."""
+    return RunError(
+        f"{folder} was made by another run: {'; '.join(changes)}. Revert the change, or set a "
+        "different `output:` to start a new run"
+    )
+
+
+def recipe_changes(
+    state: Mapping[str, Any], config: RunConfig, may_change: Sequence[str]
+) -> list[str]:
+    """Return in which keys a checkpoint's recipe differs from the config's, one text for each."""
+    before, now = flatten(state["shaping"]), flatten(config.shaping())
+    with suppress(ValidationError):  # keys that its version did not have are at their defaults
+        before = flatten(RunConfig.model_validate(state["config"]).shaping()) | before
+    return [
+        f"{key} was {before.get(key)} and is now {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and key not in may_change
+    ]
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested keys joined by dots: {"a": {"b": 1}} gives {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def sealed_state(run: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint and its state.json; None if it does not match its manifest.
+
+    `checkpoint.newest` verifies the whole checkpoint, but imports torch.
+    """
+    try:
+        folder = max((run / "checkpoints").glob("step-*/manifest.json")).parent
+        state = (folder / "state.json").read_bytes()
+        listed = parse_object((folder / "manifest.json").read_bytes())["files"]["state.json"]
+        whole = hashlib.sha256(state).hexdigest() == listed["sha256"]
+        return (folder, parse_object(state)) if whole else None
+    except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -8,7 +8,6 @@ step K is the update after which the log prints "step K".
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from data_prep.disk.json_files import parse_object
 from data_prep.messages import error_line
 from data_prep.shards import ShardSet, open_shards, read_listed
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.data.order import Order
-from pretrain.output import check_run, no_checkpoint
+from pretrain.output import check_run, no_checkpoint, sealed_state
 
 if TYPE_CHECKING:  # these import torch, which takes seconds: arguments are checked before
     from pretrain.checkpoint import Saved
@@ -174,8 +172,8 @@ def replay(
     """
     check_run(run)
     # Refuse a bad argument before torch is imported, which takes seconds.
-    if (state := _sealed_state(run)) is not None:
-        _plan(run, step, state, world_size, micro_batch_size, shards)
+    if (found := sealed_state(run)) is not None:
+        _plan(run, step, found[1], world_size, micro_batch_size, shards)
 
     from pretrain import checkpoint
 
@@ -189,21 +187,6 @@ def replay(
             "config, and the skipped rows in metrics.jsonl, would train it"
         )
     return replace(planned, skips=recorded_skips(run, saved))
-
-
-def _sealed_state(run: Path) -> dict[str, Any] | None:
-    """Read the newest checkpoint's state.json; return None if it does not match its manifest.
-
-    `checkpoint.newest` verifies the whole checkpoint, but imports torch.
-    """
-    try:
-        folder = max((run / "checkpoints").glob("step-*/manifest.json")).parent
-        state = (folder / "state.json").read_bytes()
-        listed = parse_object((folder / "manifest.json").read_bytes())["files"]["state.json"]
-        whole = hashlib.sha256(state).hexdigest() == listed["sha256"]
-        return parse_object(state) if whole else None
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
 
 
 def _plan(

@@ -32,6 +32,19 @@ CODE = "code.json"  # what made the shards
 Progress = Callable[[str, int, int], None]
 
 
+def check_destination(destination: Path) -> None:
+    """Refuse a file, and a folder that holds anything but a corpus in Parquet.
+
+    Raises:
+        CorpusError: names the destination.
+    """
+    if destination.exists() and not destination.is_dir():
+        raise CorpusError(f"{destination}: a file stands there: choose another folder")
+    ours = (destination / PROVENANCE / MANIFEST).is_file()
+    if destination.exists() and any(destination.iterdir()) and not ours:
+        raise CorpusError(f"{destination}: not empty: choose an empty or a new folder")
+
+
 def to_parquet(
     folder: Path, destination: Path, progress: Progress | None = None, file_bytes: int = FILE_BYTES
 ) -> Literal["done", "up to date"]:
@@ -52,11 +65,8 @@ def to_parquet(
     """
     destination = Path(os.path.abspath(destination))
     manifest = load_manifest(folder)
-    if destination.exists() and not destination.is_dir():
-        raise CorpusError(f"{destination}: a file stands there: choose another folder")
+    check_destination(destination)
     if destination.exists() and any(destination.iterdir()):
-        if not (destination / PROVENANCE / MANIFEST).is_file():
-            raise CorpusError(f"{destination}: not empty: choose an empty or a new folder")
         there = load_manifest(destination / PROVENANCE)
         if (there.digest, there.sources) != (manifest.digest, manifest.sources):
             raise CorpusError(f"{destination}: holds another corpus: choose another folder")

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
-from fsspec.registry import known_implementations
+from fsspec.registry import get_filesystem_class, known_implementations
 
 from data_prep import CorpusError
 from data_prep.disk import hash_file
@@ -48,10 +48,8 @@ def upload(
     manifest = load_manifest(folder)
     shards = chain.from_iterable(split.shards for split in manifest.splits.values())
     records: list[ShardRecord | FileRecord] = [*shards, *manifest.files]
+    protocol = check_url(url)
     shown, secrets = _without_secrets(url)
-    protocol = url.split("://", 1)[0].lower() if "://" in url else "file"
-    if "::" in url:
-        raise CorpusError(f"{shown}: chained URLs are not supported: give a plain one")
     what = "cannot be opened"
     try:
         fs, root = url_to_fs(url)
@@ -102,10 +100,6 @@ def upload(
         return "done"
     except CorpusError:
         raise
-    except ImportError as error:
-        needed = known_implementations.get(protocol, {}).get("err") or error
-        needed = extra(DRIVERS[protocol][1]) if protocol in DRIVERS else needed
-        raise CorpusError(f"{shown}: needs a package: {needed}") from None
     except Exception as error:  # every driver has errors of its own
         reason = " ".join(str(error).split()) or type(error).__name__
         for secret in secrets:
@@ -114,6 +108,29 @@ def upload(
             f"{shown}: {what} ({reason[:300]}): check the URL, your access and the network, then "
             "run the same command again; what is there already stays"
         ) from None
+
+
+def check_url(url: str) -> str:
+    """Return the protocol of a URL that can be written to, if its place can be reached.
+
+    Raises:
+        CorpusError: it is chained, nobody knows its protocol, or a package is missing.
+    """
+    shown, _ = _without_secrets(url)
+    protocol = url.split("://", 1)[0].lower() if "://" in url else "file"
+    if "::" in url:
+        raise CorpusError(f"{shown}: chained URLs are not supported: give a plain one")
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        needed = known_implementations.get(protocol, {}).get("err") or error
+        needed = extra(DRIVERS[protocol][1]) if protocol in DRIVERS else needed
+        raise CorpusError(f"{shown}: needs a package: {needed}") from None
+    except ValueError:
+        raise CorpusError(
+            f"{shown}: cannot be opened (protocol {protocol} is not known): check the URL"
+        ) from None
+    return protocol
 
 
 def _holds(fs: AbstractFileSystem, place: str, manifest: Path) -> bool | None:

@@ -74,6 +74,16 @@ def prepare(
             "--parquet and --upload: need finished shards: use them without --stage and --dry-run"
         )
     settings = load_config(CorpusConfig, config, overrides or [])
+    # Places that cannot be written to are refused before the corpus is made, which may take hours.
+    if parquet is not None or upload is not None:
+        from data_prep.publish import check_destination, check_url
+
+        several = len(settings.row_lengths) > 1
+        if parquet is not None:
+            for row_length in settings.row_lengths:
+                check_destination(parquet / str(row_length) if several else parquet)
+        if upload is not None:
+            check_url(upload)
     if not dry_run:
         keep_going()
     show(config_line(config))

@@ -29,6 +29,7 @@ from launch.torchrun.command import LATE, PORT, Head, Layout
 from launch.torchrun.hardware import Device, Hardware, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
+from pretrain.device.precision import check_precision
 from pretrain.exit_codes import ExitCode
 from pretrain.output import check_inputs, check_output
 
@@ -176,8 +177,8 @@ def describe(
     config = with_defaults(config, layout.device, world)
     accumulation = accumulation_steps(config, world)
     train = config.train
-    if train.precision == "fp16" and layout.device == "cpu":
-        raise RunError("train.precision fp16 needs a CUDA GPU, this is cpu; use bf16 or fp32")
+    if train.precision != "auto" and layout.device == "cpu":
+        check_precision(train.precision, layout.device)
     if asked.gpus is None and preset is None and layout.device == "cpu":
         yield "no GPU can be seen here: one process on CPU; --gpus M starts M of them"
     if preset is not None and added:

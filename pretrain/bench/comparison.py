@@ -21,7 +21,7 @@ from pretrain.bench.documents import LAYOUTS, Document, SpecialIds, batch, drawn
 from pretrain.bench.sizes import Sizes
 from pretrain.config import RunConfig
 from pretrain.data.rows import build_masking
-from pretrain.device.precision import allow_tf32
+from pretrain.device.precision import PRECISIONS, allow_tf32
 from pretrain.device.precision import choose as choose_precision
 from pretrain.model.distillation import MicroBatch
 from pretrain.model.families import shape_of
@@ -31,7 +31,6 @@ from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.terms import Term
 
 SCHEMA = 1
-PRECISIONS = ("fp32", "bf16", "fp16")
 _DOCUMENTS = 2000  # drawn for a layout
 # Our step reaches about this share of the peak, the baseline half of it: for an estimate of time.
 _REACHED = {"cpu": 0.6, "cuda": 0.4}
@@ -97,8 +96,9 @@ def choose(
     for precision in settings.precisions:
         if precision not in PRECISIONS:
             raise RunError(f"--precision {precision}: there are {', '.join(PRECISIONS)}")
-        if precision == "fp16" and not on_gpu:
-            raise RunError("--precision fp16: needs a GPU; on a CPU use bf16 or fp32")
+        if PRECISIONS[precision].scaled and not on_gpu:
+            others = " or ".join(name for name, known in PRECISIONS.items() if not known.scaled)
+            raise RunError(f"--precision {precision}: needs a GPU; on a CPU use {others}")
     for name in settings.kl:
         if name not in ("all", "masked"):
             raise RunError(f"--kl {name}: there are all and masked")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pretrain import RunError
+
 if TYPE_CHECKING:
     import torch  # at run time inside functions: a config must load without it
 
@@ -71,6 +73,17 @@ if TYPE_CHECKING:
     PrecisionName = str  # mypy takes no Literal of a table's keys
 else:
     PrecisionName = Literal[_NAMES]
+
+
+def check_precision(name: str, device: str) -> None:
+    """Refuse a precision that needs a loss scale where there is none.
+
+    Raises:
+        RunError: names the others.
+    """
+    if PRECISIONS[name].scaled and device != "cuda":
+        others = " or ".join(sorted(known for known, p in PRECISIONS.items() if not p.scaled))
+        raise RunError(f"train.precision {name} needs a CUDA GPU, this is {device}; use {others}")
 
 
 def choose(device: torch.device) -> tuple[str, str]:

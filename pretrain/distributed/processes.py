@@ -26,7 +26,7 @@ from pretrain import RunError, environment
 from pretrain.config import RunConfig
 from pretrain.data.hashing import root
 from pretrain.device.gpu import check_kernels
-from pretrain.device.precision import PRECISIONS, allow_tf32
+from pretrain.device.precision import PRECISIONS, allow_tf32, check_precision
 from pretrain.distributed.parallel import uses_deepspeed
 
 Result = TypeVar("Result")
@@ -83,11 +83,8 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
     precision, device = config.train.precision, ranks.device.type
     if config.logging.tensorboard:
         _need("tensorboard", "logging.tensorboard")
-    if precision != "auto" and PRECISIONS[precision].scaled and device != "cuda":
-        others = " or ".join(sorted(name for name, p in PRECISIONS.items() if not p.scaled))
-        raise RunError(
-            f"train.precision {precision} needs a CUDA GPU, this is {device}; use {others}"
-        )
+    if precision != "auto":
+        check_precision(precision, device)
     ended = False
     try:
         yield ranks

@@ -62,7 +62,7 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
     for section in ("objective", "model", "student", "masking", "optimizer", "train"):
         for key, value in (config[section] or {}).items():
             # A published card must not contain paths of this machine.
-            if section == "student" and key == "init" and "/" in str(value):
+            if key == "init" and "/" in str(value):
                 value = "a local checkpoint"
             if (section, key) == ("train", "epochs") and config["train"]["max_steps"] is not None:
                 continue  # max_steps overrides it

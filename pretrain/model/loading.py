@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_prep.shards import Manifest
 from pretrain import RunError
@@ -19,12 +19,15 @@ _LABELS = ("id2label", "label2id", "num_labels", "_num_labels")
 _UNTRAINED = 2**20  # parameters that tiny weights may lack: an error below names the missing ones
 
 
-def load_model(folder: Path, changes: Mapping[str, float] | None = None) -> MaskedLM:
+def load_model(
+    folder: Path, changes: Mapping[str, float] | None = None, *, needs_head: bool = True
+) -> MaskedLM:
     """Return a model with its MLM head, as a run saved it, in fp32.
 
     Args:
         folder: of the model.
         changes: other values for keys of its config.json.
+        needs_head: refuse a model without a trained head; otherwise it gets a random one.
 
     Raises:
         RunError: it cannot be read, could run code, is of no known family, or has no such head.
@@ -34,15 +37,26 @@ def load_model(folder: Path, changes: Mapping[str, float] | None = None) -> Mask
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise RunError(f"{folder}: a {kind} model; only {', '.join(FAMILIES)} can be used here")
     tensors = read_tensors(str(folder), folder)
-    loaded: MaskedLM = assemble(str(folder), FAMILIES[kind], {**raw, **(changes or {})}, tensors)
-    return loaded
+    raw |= changes or {}
+    return assemble(str(folder), FAMILIES[kind], raw, tensors, needs_head=needs_head)[0]
 
 
-def assemble(who: str, family: Family, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+def assemble(
+    who: str,
+    family: Family,
+    raw: dict[str, Any],
+    tensors: dict[str, Tensor],
+    *,
+    needs_head: bool = True,
+) -> tuple[Any, bool]:
     """Build a model of a family from its config.json and all its weights, in fp32.
 
+    Returns:
+        The model, and whether its MLM head is trained. One that is not is the same at every call.
+
     Raises:
-        RunError: they do not give a trained MLM head; the message begins with `who`.
+        RunError: they do not give a whole encoder, or with `needs_head` no trained MLM head; the
+            message begins with `who`.
     """
     for name, tensor in tensors.items():
         # Quantised weights, cast without their scale, would be another model.
@@ -91,18 +105,43 @@ def assemble(who: str, family: Family, raw: dict[str, Any], tensors: dict[str, T
     model.config.return_dict = True
     # Old files lack the decoder: it is tied to the embeddings, and its bias to `predictions.bias`.
     missing = sorted(key for key in report["missing_keys"] if ".decoder." not in key)
-    if any(key.startswith(family.head) for key in missing):
+    headless = [key for key in missing if key.startswith(family.head)]
+    if headless and needs_head:
         raise RunError(
-            f"{who}: it has no trained masked-language-model head ({missing[0]} is not in its "
+            f"{who}: it has no trained masked-language-model head ({headless[0]} is not in its "
             f"weights); take one that was saved as {family.architecture.__name__}"
         )
+    missing = [key for key in missing if key not in headless]
     # An unused pooler or next-sentence head is fine. A layer beyond the number in config.json was
     # meant to be part of the model.
     layers = f".{family.layer_prefix.split('.')[-2]}."
     unused = [key for key in report["unexpected_keys"] if layers in key]
     if odd := [*missing, *sorted(unused)]:
         raise RunError(f"{who}: its weights do not fit its config.json (see {odd[0]})")
-    return model
+    if headless:
+        reinitialise(model, 0, only=family.head)
+    return model, not headless
+
+
+@torch.no_grad()
+def reinitialise(model: nn.Module, seed: int, only: tuple[str, ...] = ("",)) -> None:
+    """Initialise as BERT does: normal 0.02, biases 0, LayerNorm weights 1.
+
+    Args:
+        model: tied weights count under their first name.
+        seed: of the random numbers.
+        only: how the names of the parameters begin.
+    """
+    # With a generator of its own, and parameters in name order, no other random number changes a
+    # run's first weights.
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if not name.startswith(only):
+            continue
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 0.02, generator=generator)
+        else:
+            parameter.fill_(1.0 if name.lower().endswith("norm.weight") else 0.0)
 
 
 def check_row_length(who: str, config: Any, manifest: Manifest) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, DistilBertForMaskedLM
+from transformers import DistilBertForMaskedLM
 
 from data_prep.shards import Manifest
 from pretrain import RunError
@@ -15,8 +16,8 @@ from pretrain.config import Model, Student
 from pretrain.model.families import FAMILIES, Family, MaskedLM, family_of
 from pretrain.model.families.bert import Bert
 from pretrain.model.families.distil_bert import DistilBert
-from pretrain.model.loading import check_row_length, load_model
-from pretrain.model.model_files import first_line, student_of
+from pretrain.model.loading import assemble, check_row_length, load_model, reinitialise
+from pretrain.model.model_files import fetch, first_line, read_config, read_tensors, student_of
 from pretrain.model.teacher import Teacher, check_vocabulary
 
 _SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")
@@ -24,8 +25,12 @@ _CUT_FROM = ("bert", "distilbert")  # the teachers of a DistilBERT
 _PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as in the authors' released code
 
 
-def build_student(config: Student, teacher: Teacher, seed: int) -> MaskedLM:
+def build_student(
+    config: Student, teacher: Teacher, seed: int, *, needs_head: bool = True
+) -> MaskedLM:
     """Build the student of a config, in fp32 and in training mode.
+
+    Without `needs_head` its LM head is never trained, so `init` may be a folder without one.
 
     Raises:
         RunError: the teacher lacks a layer, sizes do not fit, or the folder does not fit it.
@@ -34,8 +39,8 @@ def build_student(config: Student, teacher: Teacher, seed: int) -> MaskedLM:
     # By default a BERT is cut down to a DistilBERT, as in the paper, and others to their own kind.
     architecture = kind
     if kind in _CUT_FROM:
-        architecture = kind if config.architecture == "same" else "distilbert"
-    elif config.architecture not in (None, "same"):
+        architecture = kind if config.architecture == "same" else DistilBert.model_type
+    elif config.architecture == DistilBert.model_type:
         raise RunError(
             f"student.architecture distilbert: the teacher is a {kind}, whose layers and tokens a "
             "DistilBERT does not have; set student.architecture: same"
@@ -46,7 +51,7 @@ def build_student(config: Student, teacher: Teacher, seed: int) -> MaskedLM:
     if isinstance(config.init, str) and config.init not in ("teacher", "random"):
         if config.num_layers is not None:
             sizes["num_hidden_layers"] = config.num_layers
-        return _continue_from(Path(config.init), teacher, family, sizes, dropouts)
+        return _continue_from(Path(config.init), teacher, family, sizes, dropouts, needs_head)
 
     # Which layers of the teacher it starts from, and how many it has.
     num_layers = config.num_layers or max(1, theirs.num_hidden_layers // 2)
@@ -158,30 +163,47 @@ def copy_layers(teacher: MaskedLM, student: DistilBertForMaskedLM, layers: tuple
     student.vocab_projector.bias.copy_(head.decoder.bias)
 
 
-def build_bert(config: Model, manifest: Manifest, seed: int) -> BertForMaskedLM:
-    """Build a randomly initialised BERT for `objective: mlm`, over the shards' vocabulary."""
-    bert = BertConfig(
-        vocab_size=manifest.tokenizer.vocab_size,
-        pad_token_id=manifest.tokenizer.special_ids.pad,
-        **config.model_dump(),
-    )
-    check_row_length("model", bert, manifest)
-    model = BertForMaskedLM(bert)
-    reinitialise(model, seed)
+def build_model(
+    config: Model, manifest: Manifest, seed: int, say: Callable[[str], None]
+) -> MaskedLM:
+    """Build the model that `objective: mlm` trains: a random one, or one to continue from.
+
+    Raises:
+        RunError: the model to continue cannot be read, or does not fit the shards.
+    """
+    rates = {"dropout": config.hidden_dropout_prob}
+    rates["attention_dropout"] = config.attention_probs_dropout_prob
+    if config.init is None:
+        family = FAMILIES[config.architecture]
+        dropouts = {key: rates[which] for key, which in family.dropouts.items()}
+        sizes = {name: getattr(config, name) for name in (*_SIZES, "num_hidden_layers")}
+        sizes["max_position_embeddings"] = config.max_position_embeddings
+        tokenizer = manifest.tokenizer
+        settings = family.new_config(
+            {**sizes, **dropouts, "vocab_size": tokenizer.vocab_size},
+            tokenizer.special_ids.model_dump(),
+        )
+        check_row_length("model", settings, manifest)
+        model: MaskedLM = family.architecture(settings)
+        reinitialise(model, seed)
+        return model.train()
+    who = f"model.init {config.init}"
+    folder, _ = fetch(who, config.init)
+    raw = read_config(who, folder)
+    kind = str(raw.get("model_type"))
+    if kind not in FAMILIES:
+        raise RunError(f"{who}: a {kind} model; only {', '.join(FAMILIES)} can be continued here")
+    family = FAMILIES[kind]
+    raw |= {key: rates[which] for key, which in family.dropouts.items()}
+    tensors = read_tensors(who, folder, pickled=True)
+    model, has_head = assemble(who, family, raw, tensors, needs_head=False)
+    check_vocabulary(who, folder, model.config, manifest)
+    if not has_head:
+        say(
+            f"note: {who} has no trained masked-language-model head: it gets a new one, tied to "
+            "its embeddings"
+        )
     return model.train()
-
-
-@torch.no_grad()
-def reinitialise(model: nn.Module, seed: int) -> None:
-    """Initialise as BERT does: normal 0.02, biases 0, LayerNorm weights 1."""
-    # With a generator of its own, and parameters in name order, no other random number changes a
-    # run's first weights.
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.dim() > 1:
-            parameter.normal_(0.0, 0.02, generator=generator)
-        else:
-            parameter.fill_(1.0 if name.lower().endswith("norm.weight") else 0.0)
 
 
 def _continue_from(
@@ -190,6 +212,7 @@ def _continue_from(
     family: Family,
     sizes: dict[str, int],
     dropouts: dict[str, float],
+    needs_head: bool,
 ) -> MaskedLM:
     folder = student_of(folder)
     if not (folder / "config.json").is_file():
@@ -198,7 +221,7 @@ def _continue_from(
             f"{family.model_type}'s folder, a list of teacher layers, teacher or random"
         )
     # A folder's own dropout is replaced by this config's, in the layers and in its config.json.
-    model = load_model(folder, dropouts)
+    model = load_model(folder, dropouts, needs_head=needs_head)
     if model.config.model_type != family.model_type:
         raise RunError(
             f"student.init: {folder} holds a {model.config.model_type}, no {family.model_type}"

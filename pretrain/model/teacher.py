@@ -37,7 +37,12 @@ class Teacher:
 
 
 def load_teacher(
-    name: str, manifest: Manifest, shards: Path | None = None, *, same_vocabulary: bool = False
+    name: str,
+    manifest: Manifest,
+    shards: Path | None = None,
+    *,
+    same_vocabulary: bool = False,
+    needs_head: bool = True,
 ) -> Teacher:
     """Load a teacher from a folder, a hub name or `name@revision`, and compare it with the shards.
 
@@ -47,6 +52,7 @@ def load_teacher(
         shards: their folder, to compare the two tokenizers on a text.
         same_vocabulary: accept a teacher without tokenizer files, or with a tokenizer that encodes
             a text differently.
+        needs_head: refuse a teacher without a trained MLM head.
 
     Raises:
         RunError: it cannot be read, is of no supported family, has no trained MLM head, its
@@ -77,7 +83,7 @@ def load_teacher(
     if raw.get("is_decoder"):
         raise RunError(f"{who}: its is_decoder is true; a teacher looks at both sides of a word")
     tensors = read_tensors(who, folder, pickled=True)
-    model = assemble(who, FAMILIES[kind], raw, tensors)
+    model, _ = assemble(who, FAMILIES[kind], raw, tensors, needs_head=needs_head)
     # First the vocabulary, then whole texts: the same tokens may still be cut differently (case,
     # accents).
     check_vocabulary(who, folder, model.config, manifest, required=not same_vocabulary)

@@ -503,7 +503,7 @@ def test_no_secret_is_shown(folder: Path, watched: type[Watched]) -> None:
 
 
 def test_a_missing_driver_names_its_package(folder: Path) -> None:
-    with pytest.raises(CorpusError, match=r"cannot be opened .*Protocol not known: nowhere"):
+    with pytest.raises(CorpusError, match=r"nowhere is not known.: check the URL"):
         upload(folder, "nowhere://a")
     fsspec.register_implementation(
         "absent", "not_installed.Driver", clobber=True, errtxt="Install not_installed"

@@ -1,5 +1,6 @@
 """Check that a mistake is answered before torch is imported, which takes seconds."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,27 @@ def test_missing_shards_are_refused_without_torch(trained: Path, tmp_path: Path)
     check_refused(message, "replay", trained, "--step", "1", "--shards", tmp_path)
     check_refused(message, "pretrain", "shipped:demo.yaml", f"shards={tmp_path}")
     check_refused(message, "launch", "shipped:demo.yaml", f"shards={tmp_path}")
+
+
+def test_another_recipe_than_the_checkpoints_is_refused_without_torch(
+    shards: Path, tmp_path: Path, seal: Callable[[Path, Mapping[str, Any]], Path]
+) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").touch()
+    values = {"output": tmp_path / "run", "shards": shards, "teacher": str(teacher)}
+    values |= {"train": {"max_steps": 5, "global_batch_size": 8}}
+    config = RunConfig.model_validate(values)
+    recorded = config.model_dump(mode="json")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(recorded), encoding="utf-8")
+    state = {"step": 5, "config": recorded, "shaping": config.shaping(), "num_processes": 1}
+    seal(tmp_path / "run", state)
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(recorded), encoding="utf-8")
+    message = "was made by another run: train.max_steps was 5 and is now 6. Revert the change"
+    for command in ("pretrain", "launch"):
+        check_refused(message, command, path, "train.max_steps=6")
 
 
 def test_a_missing_teacher_is_refused_without_torch(

@@ -110,8 +110,8 @@ def break_on_purpose(control: str) -> None:
         masked = pretrain.data.rows.corrupt
         calls = iter(range(10**9))
 
-        def unkeyed(shards: Any, masking: Any, epochs: Any, rows: Any, skipped: Any = None) -> Any:
-            return masked(shards, masking, epochs + next(calls), rows, skipped)
+        def unkeyed(shards: Any, masking: Any, epochs: Any, *rest: Any) -> Any:
+            return masked(shards, masking, epochs + next(calls), *rest)
 
         pretrain.data.rows.corrupt = unkeyed
     else:

@@ -28,7 +28,7 @@ from data_prep.shards import Manifest
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sha256
 from pretrain.config import Model, Student
 from pretrain.model.loading import load_model
-from pretrain.model.student import build_bert, build_student, default_layers
+from pretrain.model.student import build_model, build_student, default_layers
 from pretrain.model.teacher import Teacher, load_teacher, parameters_sha256
 
 MakeBert = Callable[..., BertForMaskedLM]
@@ -182,7 +182,7 @@ def test_a_teacher_with_another_epsilon() -> None:
         build_student(Student(), as_teacher(tiny_bert(2, layer_norm_eps=1e-5)), seed=0)
 
 
-def test_build_bert(manifest: Manifest) -> None:
+def test_a_new_bert_has_the_sizes_of_the_config(manifest: Manifest) -> None:
     sizes = Model(
         hidden_size=32,
         num_hidden_layers=2,
@@ -190,13 +190,17 @@ def test_build_bert(manifest: Manifest) -> None:
         intermediate_size=64,
         max_position_embeddings=32,
     )
-    model = build_bert(sizes, manifest, seed=3)
+    model = build_model(sizes, manifest, 3, pytest.fail)
     assert model.training and model.config.vocab_size == 200
     # Embeddings 8,640 + 64, layers 2 x 8,544, head 1,056 + 64 + 200.
     assert sum(p.numel() for p in model.parameters()) == (232 + 2) * 32 + 64 + 2 * 8544 + 1320
-    assert parameters_sha256(model) == parameters_sha256(build_bert(sizes, manifest, seed=3))
+    assert parameters_sha256(model) == parameters_sha256(
+        build_model(sizes, manifest, 3, pytest.fail)
+    )
     with refused("rows of 32 tokens need as many positions"):
-        build_bert(sizes.model_copy(update={"max_position_embeddings": 31}), manifest, seed=3)
+        build_model(
+            sizes.model_copy(update={"max_position_embeddings": 31}), manifest, 3, pytest.fail
+        )
 
 
 def test_load_student_returns_what_was_saved(teacher: Teacher, tmp_path: Path) -> None:

@@ -83,6 +83,16 @@ class Family(ABC):
             values[self.own_names.get(name, name)] = value
         return self.completed(self.config.from_dict({**values, **self.kinds(teacher, copied)}))
 
+    def new_config(self, values: Mapping[str, Any], special: Mapping[str, int]) -> Any:
+        """Return the config of a new model.
+
+        Args:
+            values: sizes named as in `BertConfig`, dropouts as in config.json. Of
+                `max_position_embeddings` a row may have all.
+            special: ids of the special tokens by role: pad, cls, sep.
+        """
+        return self.completed(self.config(**values, pad_token_id=special["pad"]))
+
     def kinds(self, teacher: Any, copied: Sequence[int]) -> dict[str, Any]:
         """Return the keys of config.json that say of which kind the copied layers are."""
         return {}

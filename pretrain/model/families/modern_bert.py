@@ -9,7 +9,7 @@ layer has no norm of its own, because the embeddings end with one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -95,6 +95,12 @@ class ModernBert(Family):
         up, gate = mlp.Wi(layer.mlp_norm(hidden)).chunk(2, dim=-1)
         outputs["hidden"] = hidden + mlp.Wo(mlp.drop(mlp.act(up) * gate))
         return outputs
+
+    def new_config(self, values: Mapping[str, Any], special: Mapping[str, int]) -> Any:
+        """Return the config of a new model."""
+        ids = {"bos_token_id": special["cls"], "cls_token_id": special["cls"]}
+        ids |= {"eos_token_id": special["sep"], "sep_token_id": special["sep"]}
+        return super().new_config({**values, **ids}, special)
 
     def kinds(self, teacher: Any, copied: Sequence[int]) -> dict[str, Any]:
         """Return the kinds of attention: of a copied layer its own, else by the period.

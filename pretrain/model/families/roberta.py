@@ -6,6 +6,7 @@ positions takes rows of 512 tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +33,16 @@ class Roberta(Bert):
     config: Any = RobertaConfig
     head = ("lm_head.",)
     begins_after_padding = True
+
+    def new_config(self, values: Mapping[str, Any], special: Mapping[str, int]) -> Any:
+        """Return the config of a new model, with positions for the ids up to padding."""
+        positions = values["max_position_embeddings"] + special["pad"] + 1
+        return self.config(
+            **{**values, "max_position_embeddings": positions, "type_vocab_size": 1},
+            pad_token_id=special["pad"],
+            bos_token_id=special["cls"],
+            eos_token_id=special["sep"],
+        )
 
     def projection(self, model: Any, hidden_ND: Tensor) -> Projection:
         """Return the MLM transform of some positions, with weight and bias of the LM head."""
