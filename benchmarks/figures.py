@@ -22,7 +22,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 RIDDLES = ("what", "whether", "who", "how")
 BEGINNINGS = "docstrings that begin with What, Whether, Who, How, %"
 CEILINGS = {
-    "functions per 100 lines": 3.9,
+    "functions per 100 lines": 4.0,
     "private functions, %": 22.9,
     "private functions called once, %": 37.9,
     "functions whose name is used once, %": 22.4,

@@ -45,5 +45,6 @@ def merged(shared: Any, own: Any) -> Any:
     # A section whose `name` differs, such as another objective, has other keys.
     if "name" in shared and "name" in own and shared["name"] != own["name"]:
         return own
+    # Lists and single values are replaced: to join two lists would be a guess.
     keys = {**shared, **own}
     return {key: merged(shared.get(key), own[key]) if key in own else keys[key] for key in keys}

@@ -115,6 +115,7 @@ class Optimizer(Keys):
     weight_decay: float = Field(0.0, ge=0, le=100)  # on matrices only
     warmup_ratio: float = Field(0.05, ge=0, lt=1)  # of all steps
     max_grad_norm: float = Field(5.0, gt=0, le=1e9)  # of the whole gradient, before the update
+    # A schedule that ends at 0 cannot be extended; wsd can, from the checkpoint before its decay.
     schedule: Literal["linear", "cosine", "wsd"] = "linear"  # as the authors
     decay_ratio: float = Field(0.1, gt=0, le=1)  # of all steps, with schedule wsd
 

@@ -88,6 +88,8 @@ def load_inputs(
     # Before precision and teacher: a resumed run keeps its precision.
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
     resumed_at = saved.state.get("resumed_at") if saved else None
+    # Only the first start of such a run reads the other run; later ones have a checkpoint of their
+    # own, which says where it began.
     branches = saved is None and config.resume_from is not None
     if saved is None and config.resume_from is not None:
         saved = branch_point(config.resume_from, config.optimizer, num_steps, progress.say)

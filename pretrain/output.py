@@ -157,6 +157,7 @@ def check_teacher(name: str) -> None:
         raise RunError(
             f"teacher {name}: a file; give the folder that holds config.json and weights"
         )
+    # A hub's name has one slash at most, so anything else must be a folder here.
     is_path = path.is_dir() or name.count("/") > 1 or name.startswith((".", "/", "~"))
     if is_path and not (path / "config.json").exists():
         raise RunError(f"teacher {name}: there is no {path / 'config.json'}; check the path")
@@ -213,6 +214,7 @@ def sealed_state(run: Path) -> tuple[Path, dict[str, Any]] | None:
     `checkpoint.newest` verifies the whole checkpoint, but imports torch.
     """
     try:
+        # Numbers in names have eight digits, so the last name is the newest step.
         folder = max((run / "checkpoints").glob("step-*/manifest.json")).parent
         state = (folder / "state.json").read_bytes()
         listed = parse_object((folder / "manifest.json").read_bytes())["files"]["state.json"]

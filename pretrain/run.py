@@ -64,6 +64,7 @@ class Run:
     @property
     def before_decay(self) -> bool:
         """Return whether this is the last step at the peak of the rate in schedule wsd."""
+        # A later run may continue from here with more steps, so its checkpoint is kept.
         config = self.config.optimizer
         return config.schedule == "wsd" and self.state.step == config.decay_start(self.num_steps)
 

@@ -137,6 +137,7 @@ def learning_rate(config: Optimizer, step: int, num_steps: int) -> float:
         config.warmup(num_steps),
         config.decay_start(num_steps),
     )
+    # The first step is not 0, or it would train nothing.
     if step < warmup:
         return peak * (step + 1) / warmup
     if step < start:

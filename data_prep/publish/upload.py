@@ -120,6 +120,7 @@ def check_url(url: str) -> str:
     protocol = url.split("://", 1)[0].lower() if "://" in url else "file"
     if "::" in url:
         raise CorpusError(f"{shown}: chained URLs are not supported: give a plain one")
+    # Imports the driver, and opens no connection yet.
     try:
         get_filesystem_class(protocol)
     except ImportError as error:

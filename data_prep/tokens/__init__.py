@@ -309,6 +309,7 @@ def normalizer(normalization: Normalization, *steps: Any) -> Any:
     """Return Unicode's normalisation followed by `steps`; one step stands alone."""
     unicode: dict[str, list[Any]]
     unicode = {"none": [], "nfc": [normalizers.NFC()], "nfkc": [normalizers.NFKC()]}
+    # A single step stays what it was before this key: the fingerprint of old corpora depends on it.
     all_steps = [*unicode[normalization], *steps]
     return all_steps[0] if len(all_steps) == 1 else normalizers.Sequence(all_steps)
 

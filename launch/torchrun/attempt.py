@@ -145,7 +145,7 @@ def _until_over(
                     os.kill(beat.pid, signal.SIGTERM)
             if not watch.beats:
                 torchrun.terminate()
-            say(f"told to stop: at most {grace:g} s to save and end; a second signal kills")
+            say(f"interrupted: at most {grace:g} s to save and end; a second signal kills")
         # One signal may arrive twice: from the scheduler's step and from its script.
         if told is not None and (now - told > grace or signals[-1] - signals[0] > 1):
             return True

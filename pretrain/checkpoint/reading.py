@@ -64,6 +64,7 @@ def newest(root: Path, warn: Callable[[str], None], last: int | None = None) -> 
     """
     skipped: set[Path] = set()
     # List again each time: a running training may remove one while it is read here.
+    # `last` leaves out what came after the point that another run continues from.
     while left := [
         (step, folder)
         for step, folder in checkpoints(root).items()

@@ -175,6 +175,7 @@ class Masking:
 
     def _share(self, step: int) -> int:
         """Return the share of ordinary tokens to select at a step, in units of 2**-16."""
+        # The first and the last step have exactly the two shares of the config.
         probability = self.probability
         if self.final is not None:
             probability += (self.final - probability) * step / max(1, self.num_steps - 1)

@@ -118,6 +118,7 @@ def assemble(
     unused = [key for key in report["unexpected_keys"] if layers in key]
     if odd := [*missing, *sorted(unused)]:
         raise RunError(f"{who}: its weights do not fit its config.json (see {odd[0]})")
+    # Transformers has drawn it from the global stream; the same bits at every start are needed.
     if headless:
         reinitialise(model, 0, only=family.head)
     return model, not headless

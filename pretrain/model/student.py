@@ -171,6 +171,7 @@ def build_model(
     Raises:
         RunError: the model to continue cannot be read, or does not fit the shards.
     """
+    # Families name their dropouts differently, so each key asks for one of two rates.
     rates = {"dropout": config.hidden_dropout_prob}
     rates["attention_dropout"] = config.attention_probs_dropout_prob
     if config.init is None:
@@ -187,6 +188,7 @@ def build_model(
         model: MaskedLM = family.architecture(settings)
         reinitialise(model, seed)
         return model.train()
+    # To continue: its folder is read as carefully as a teacher's.
     who = f"model.init {config.init}"
     folder, _ = fetch(who, config.init)
     raw = read_config(who, folder)

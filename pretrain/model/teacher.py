@@ -129,7 +129,7 @@ def check_vocabulary(
     tokenizer = manifest.tokenizer
     if config.vocab_size != tokenizer.vocab_size:
         raise RunError(
-            f"{who}: it knows {config.vocab_size} words, the shards were made with "
+            f"{who}: its vocabulary has {config.vocab_size} tokens, that of the shards "
             f"{tokenizer.vocab_size}; prepare the corpus with its tokenizer"
         )
     words = read_words(who, folder)
@@ -141,7 +141,7 @@ def check_vocabulary(
         )
     if words and vocabulary_sha256(words.vocabulary) != tokenizer.vocabulary_sha256:
         raise RunError(
-            f"{who}: its vocabulary has the shards' size but other words; prepare the corpus with "
+            f"{who}: its vocabulary has the shards' size but other tokens; prepare the corpus with "
             "its tokenizer"
         )
     # Equal vocabularies may still use a token for another role.

@@ -35,7 +35,7 @@ def double_or_fail(unit: int) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_engines(workers: int) -> None:
+def test_results_come_in_order_and_an_error_is_raised(workers: int) -> None:
     assert run(double_or_fail, list(range(20)), workers) == [2 * unit for unit in range(20)]
     with pytest.raises(CorpusError, match="unit -1"):
         run(double_or_fail, [1, 2, -1, 3], workers)

@@ -125,7 +125,7 @@ HOLES = [
 
 
 @pytest.mark.parametrize(("text", "expected"), HOLES)
-def test_repaired(text: str, expected: str | None) -> None:
+def test_leftovers_of_markup_are_repaired(text: str, expected: str | None) -> None:
     if expected is None:
         expected = text.replace("References.\n", "")
     assert repaired(text) == expected

@@ -407,7 +407,7 @@ def test_smoothing_table_agrees_with_floats() -> None:
         assert abs(table[id] - max(int(counts[id]), 1) ** 0.7 * scale) <= 0.51
 
 
-def test_summary(make_config: Any) -> None:
+def test_the_summary_counts_documents_and_tokens(make_config: Any) -> None:
     config = make_config()
     manifest = prepare(config)
     shown = summary(config.output, rows=2)

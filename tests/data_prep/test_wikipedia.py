@@ -82,7 +82,7 @@ MARKUP = [
 
 @both_ways
 @pytest.mark.parametrize(("wikitext", "expected"), MARKUP)
-def test_markup(wikitext: str, expected: str, read_wikitext: Read) -> None:
+def test_wikitext_becomes_plain_text(wikitext: str, expected: str, read_wikitext: Read) -> None:
     assert clean(prose(read_wikitext(wikitext, NOT_PROSE))) == expected
 
 

@@ -154,7 +154,7 @@ def test_a_run_stays_on_loopback_and_saves_when_told_to_stop(start: Start) -> No
     status = read_status(run.output)
     assert status is not None
     assert (status["launch"], status["ended"]) == ("it", "interrupted")
-    assert re.fullmatch(r"rank 0 is under way\ntold to stop: at most 60 s .+\n", run.screen)
+    assert re.fullmatch(r"rank 0 is under way\ninterrupted: at most 60 s .+\n", run.screen)
     assert [run.log(rank) for rank in range(2)] == [f"rank {r} is under way\n" for r in range(2)]
 
 

@@ -124,7 +124,9 @@ def test_documents_do_not_influence_one_another(
     assert same.all()
 
 
-def test_the_comparison_can_fail(model: Any, packed_ids: Tensor, documents: list[Row]) -> None:
+def test_attention_across_documents_fails_the_comparison(
+    model: Any, packed_ids: Tensor, documents: list[Row]
+) -> None:
     """Break it: with bounds of rows only, or positions that go on, document 2 is wrong."""
     packing = packed(packed_ids)
     first, second = len(documents[0][0]), len(documents[0][1])

@@ -175,7 +175,7 @@ def test_dropout_rates_near_0_and_1_stay_finite(dropout: float) -> None:
     assert all(t.isfinite().all() for t in attended(inputs(), dropout))
 
 
-def test_nan_is_not_hidden() -> None:
+def test_nan_in_the_input_is_nan_in_the_output() -> None:
     """Check that a NaN reaches the output also where it is dropped."""
     tensors = inputs()
     with torch.no_grad():

@@ -42,7 +42,7 @@ def names() -> set[str]:
     return found | embeddings | {"vocab_projector.bias"}
 
 
-def test_parameters(student: DistilBertForMaskedLM) -> None:
+def test_the_number_of_parameters_is_the_published_one(student: DistilBertForMaskedLM) -> None:
     assert sum(parameter.numel() for parameter in student.parameters()) == 66_985_530
     state = student.state_dict()
     assert set(state) == names() | {"vocab_projector.weight"}

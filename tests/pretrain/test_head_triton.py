@@ -214,7 +214,7 @@ def head_errors(kl_over: Count, dtype: torch.dtype, num_labels: int, chunk: int)
 @needs_triton
 @DTYPES
 @pytest.mark.parametrize("chunk", [4, 512])
-def test_head(call: Call, dtype: torch.dtype, chunk: int) -> None:
+def test_the_triton_head_equals_full_logits(call: Call, dtype: torch.dtype, chunk: int) -> None:
     """Check chunks with labels everywhere, at the beginning, and nowhere."""
     assert max(call(head_errors, "tokens", dtype, 6, chunk)) <= TOLERANCE[dtype]
 

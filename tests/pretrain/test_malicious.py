@@ -62,7 +62,7 @@ def test_a_careless_reader_runs_it(
     assert (tmp_path / "canary").exists()
 
 
-def test_a_careless_extraction_escapes(tmp_path: Path) -> None:
+def test_the_archives_escape_a_plain_extraction(tmp_path: Path) -> None:
     escaping_tar(tmp_path / "a.tar")
     (tmp_path / "inside").mkdir()
     with tarfile.open(tmp_path / "a.tar") as archive:
@@ -238,7 +238,9 @@ def hub(tmp_path: Path, teacher_folder: Path, monkeypatch: pytest.MonkeyPatch) -
     return snapshot
 
 
-def test_names_of_a_hub_are_looked_at_alike(hub: Path, canary: Path, manifest: Manifest) -> None:
+def test_a_teacher_from_a_hub_is_checked_like_a_folder(
+    hub: Path, canary: Path, manifest: Manifest
+) -> None:
     found = load_teacher("some/bert", manifest)
     assert (found.name, found.local, found.revision) == ("some/bert", False, "a" * 40)
     assert len(load_tokenizer("some/bert").vocabulary) == 200

@@ -201,7 +201,7 @@ def test_a_term_that_waits_is_found(
 
 @pytest.mark.parametrize("where", ["logits", "last_hidden_state"])
 @pytest.mark.parametrize("what", HARMLESS)
-def test_a_term_that_does_not_wait_passes(
+def test_a_term_without_a_sync_is_accepted(
     what: str, where: str, make: Make, batch: MicroBatch, meta: torch.device
 ) -> None:
     module, inputs = with_term(HARMLESS[what], where, make, meta), batch.to(meta)

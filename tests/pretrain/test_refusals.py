@@ -264,9 +264,9 @@ def shards_edited(place: Place) -> None:
 VOCAB_SIZE, MASK_ID = "tokenizer.vocab_size", "tokenizer.special_ids.mask"
 
 WORDS = [
-    (partial(teacher_words, swap=(7, 8)), "teacher", "the shards' size but other words"),
-    (teacher_tokenizer_json_of_other_words, "teacher", "the shards' size but other words"),
-    (partial(teacher_words, swap=(2, 4)), "teacher", "other words"),
+    (partial(teacher_words, swap=(7, 8)), "teacher", "the shards' size but other tokens"),
+    (teacher_tokenizer_json_of_other_words, "teacher", "the shards' size but other tokens"),
+    (partial(teacher_words, swap=(2, 4)), "teacher", "other tokens"),
     (
         partial(teacher_settings, mask_token="[CLS]", cls_token="[MASK]"),
         "its cls token has id 4, the shards' has 2",
@@ -277,13 +277,19 @@ WORDS = [
         "its mask token has id None, the shards' has 4",
     ),
     (partial(teacher_config, pad_token_id=1), "its pad token has id 1, the shards' has 0"),
-    (partial(small_teacher, vocab_size=199), "it knows 199 words, the shards were made with 200"),
-    (partial(small_teacher, vocab_size=201), "it knows 201 words, the shards were made with 200"),
+    (
+        partial(small_teacher, vocab_size=199),
+        "its vocabulary has 199 tokens, that of the shards 200",
+    ),
+    (
+        partial(small_teacher, vocab_size=201),
+        "its vocabulary has 201 tokens, that of the shards 200",
+    ),
     (
         partial(teacher_settings, do_lower_case=False),
         "it keeps case, keeps accents, the shards' lower-cases, strips accents",
     ),
-    (student_words_swapped, "student.init", "other words"),
+    (student_words_swapped, "student.init", "other tokens"),
     (partial(Place.student, pad_token_id=1), "student.init", "its pad token has id 1"),
 ]
 MODELS = [
@@ -347,7 +353,7 @@ def test_teacher_vocabulary_same_accepts_a_teacher_without_tokenizer(place: Plac
     assert place.checkpoint(2).is_dir()
     place.save_teacher(place.teacher, place.bert(4), swapped(place.words, 7, 8))
     place.values["teacher_vocabulary"] = "same"
-    assert_refused(place, "other words")
+    assert_refused(place, "other tokens")
 
 
 # --- a run that was begun -------------------------------------------------------------------

@@ -138,7 +138,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
     return folder
 
 
-def test_there_is_something_to_search(folder: Path) -> None:
+def test_the_searched_files_are_not_empty(folder: Path) -> None:
     log = (folder / "failing.log").read_text(encoding="utf-8")
     poisoned, bug, _ = log.split("exit code")
     assert "Traceback" in poisoned and "the loss is nan" in poisoned
@@ -156,7 +156,7 @@ def test_no_secret_is_in_any_file(folder: Path) -> None:
     assert leaks(folder) == []
 
 
-def test_the_search_would_find_one(tmp_path: Path) -> None:
+def test_the_search_finds_a_planted_secret(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "log").write_text(f"environment: {SECRETS}", encoding="utf-8")
     assert leaks(tmp_path) == [str(tmp_path / "below" / "log")]
@@ -171,7 +171,7 @@ def test_a_run_listens_to_nobody_outside(folder: Path) -> None:
     assert outside((folder / "heard").read_text(encoding="utf-8").split()) == set()
 
 
-def test_a_listener_would_be_seen() -> None:
+def test_a_listening_socket_is_found() -> None:
     with socket.create_server(("0.0.0.0", 0)):
         assert outside(listeners(os.getpid())) == {"0.0.0.0"}
     with socket.create_server(("127.0.0.1", 0)):

@@ -321,7 +321,9 @@ def test_an_untied_output_embedding_is_refused(tmp_path: Path, load: Load) -> No
         load()
 
 
-def test_an_old_checkpoint(tmp_path: Path, load: Load, ids: Tensor) -> None:
+def test_a_teacher_saved_by_an_old_version_is_loaded(
+    tmp_path: Path, load: Load, ids: Tensor
+) -> None:
     """Load `.bin`, gamma and beta, no model_type, no decoder.bias: the same model as today's."""
     model = save_teacher(tmp_path)
     state = {}
@@ -410,5 +412,5 @@ def test_the_real_teacher(real_teacher: Path, manifest: Manifest, tmp_path: Path
         load_teacher(str(real_teacher), longer)
     shutil.copytree(real_teacher, tmp_path / "copy")
     (tmp_path / "copy" / "vocab.txt").write_text("\n".join(words[::-1]) + "\n")
-    with refused(str(tmp_path / "copy"), "other words"):
+    with refused(str(tmp_path / "copy"), "other tokens"):
         load_teacher(str(tmp_path / "copy"), fitting)

@@ -114,7 +114,7 @@ def _row(
     E: tl.constexpr,
     TAIL: tl.constexpr,
 ) -> None:
-    """With s and t the logits, q = softmax(s / T), p = softmax(t / T) and r = softmax(s):
+    """Compute a row of logits s and t: q = softmax(s / T), p = softmax(t / T), r = softmax(s),
     z_q = sum exp((s - s_max) / T), z_r = sum exp(s - s_max), z_p = sum exp((t - t_max) / T),
     gap = sum exp((t - t_max) / T) ((t - s) - (t_max - s_max)), by thread, then combined.
     """
