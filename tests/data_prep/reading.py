@@ -1,11 +1,26 @@
 """Share what the tests of all readers need."""
 
-from collections.abc import Iterator
+import bz2
+import gzip
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+import pytest
+import zstandard
 
 from data_prep.sources import Document, Rejected
 
 LIMITS = (1, 7, 64, 1000, 10**9)
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".zst": zstandard.compress,
+}
 
 
 def read_all(source: Any, limit: int = 10**9) -> list[Document | Rejected]:
@@ -29,3 +44,39 @@ def lines_of(raw: bytes) -> Iterator[tuple[int, bytes]]:
     for line in raw.split(b"\n"):
         yield offset, line.removesuffix(b"\r")
         offset += len(line) + 1
+
+
+def real_files(archive: str, part: str, num: int = 10**9) -> dict[str, bytes]:
+    """Return the first files of an archive whose path has this part; skip a test without it."""
+    path = Path(__file__).parents[3] / "shared/data" / archive
+    if not path.is_file():
+        pytest.skip(f"no {archive} in ../shared/data")
+    found: dict[str, bytes] = {}
+    with tarfile.open(path, "r|xz") as tar:
+        for member in tar:
+            if part in member.name and member.isfile():
+                content = tar.extractfile(member)
+                assert content is not None
+                found[Path(member.name).name] = content.read()
+            if len(found) == num:
+                break
+    return found
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serve whole files only, as the standard library does, without its log."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def served(handler: Callable[..., Any]) -> Iterator[str]:
+    """Answer requests with a handler in a thread; yield host and port."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()

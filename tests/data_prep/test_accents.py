@@ -5,11 +5,11 @@ rule.
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reading import real_files
 from transformers import AutoTokenizer, BertTokenizer
 
 from data_prep.config import CorpusConfig, TrainWordPiece
@@ -23,7 +23,6 @@ from launch.commands.prepare import corpus_lines
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 TEXT = "Einf\u00fcgen \u00dcBER caf\u00e9"
-REAL = Path(__file__).parents[3] / "shared/data/vocab.tar.xz"
 
 
 @pytest.mark.parametrize(
@@ -145,21 +144,21 @@ def teacher(folder: Path, upper: bool, **settings: Any) -> Path:
     return folder
 
 
-def same(folder: Path, spec: Path) -> None:
-    theirs = AutoTokenizer.from_pretrained(folder)
+def assert_same_ids(theirs: Any, spec: Path) -> None:
+    """Check that the tokenizer read from `spec` gives the same ids as that of transformers."""
     ours = load(spec)
     for text in TEXTS:
         expected = theirs(text, add_special_tokens=False)["input_ids"]
-        assert ours.encode(text).tolist() == expected, ascii(text)
+        assert ours.encode(text).tolist() == expected, (spec.name, ascii(text))
 
 
 @pytest.mark.parametrize("upper", [False, True], ids=["uncased", "cased"])
 def test_a_given_vocabulary_has_the_teachers_rule(tmp_path: Path, upper: bool) -> None:
     folder = teacher(tmp_path, upper, do_lower_case=not upper)
-    same(folder, folder / "vocab.txt")
-    same(folder, folder)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "saved")
-    same(folder, tmp_path / "saved" / "tokenizer.json")
+    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs.save_pretrained(tmp_path / "saved")
+    for spec in (folder / "vocab.txt", folder, tmp_path / "saved" / "tokenizer.json"):
+        assert_same_ids(theirs, spec)
 
 
 @pytest.mark.parametrize(
@@ -175,20 +174,12 @@ def test_a_teachers_folder_has_the_rule_of_its_settings(
     tmp_path: Path, settings: dict[str, bool]
 ) -> None:
     folder = teacher(tmp_path, True, **settings)
-    same(folder, folder)
+    assert_same_ids(AutoTokenizer.from_pretrained(folder), folder)
 
 
 def test_the_published_vocabulary_has_the_published_rule(tmp_path: Path) -> None:
-    if not REAL.is_file():
-        pytest.skip("no vocab.tar.xz in ../shared/data")
-    with tarfile.open(REAL) as archive:
-        for name in ("bert-base-uncased-vocab.txt", "bert-uncased-tokenizer.json"):
-            file = archive.extractfile(f"vocab/{name}")
-            assert file is not None
-            (tmp_path / name).write_bytes(file.read())
+    for name, content in real_files("vocab.tar.xz", "vocab/bert-").items():
+        (tmp_path / name).write_bytes(content)
     theirs = BertTokenizer(str(tmp_path / "bert-base-uncased-vocab.txt"), do_lower_case=True)
     for name in ("bert-base-uncased-vocab.txt", "bert-uncased-tokenizer.json"):
-        ours = load(tmp_path / name)
-        for text in TEXTS:
-            expected = theirs(text, add_special_tokens=False)["input_ids"]
-            assert ours.encode(text).tolist() == expected, (name, ascii(text))
+        assert_same_ids(theirs, tmp_path / name)

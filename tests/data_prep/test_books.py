@@ -5,10 +5,10 @@ present.
 from __future__ import annotations
 
 import re
-import tarfile
 from pathlib import Path
 
 import pytest
+from reading import documents, read_all, real_files
 
 from data_prep.sources import Books, Document, Piece, Rejected
 from data_prep.text import language
@@ -99,8 +99,7 @@ def test_each_file_is_one_piece_and_one_document(tmp_path: Path) -> None:
     source = Books(path=str(tmp_path))
     found = source.inputs(10)
     assert [piece.size for piece in found] == [len(BODY)] * 2
-    documents = [item for piece in found for item in source.documents(piece)]
-    assert [(d.id, d.text) for d in documents if isinstance(d, Document)] == [
+    assert [(item.id, item.text) for item in documents(read_all(source))] == [
         ("a/c.txt", PLAIN),
         ("b.txt", PLAIN),
     ]
@@ -226,20 +225,9 @@ def test_hostile_books_take_linear_time(tmp_path: Path, unit: str) -> None:
 
 
 def test_real_books(tmp_path: Path) -> None:
-    archive = Path(__file__).parents[3] / "shared/data/books.tar.xz"
-    if not archive.is_file():
-        pytest.skip("no books.tar.xz in ../shared/data")
-    with tarfile.open(archive, "r|xz") as tar:
-        for member in tar:
-            if member.name.endswith(".txt") and "/pg_with_header/" in member.name:
-                content = tar.extractfile(member)
-                assert content is not None
-                (tmp_path / Path(member.name).name).write_bytes(content.read())
-            if len(list(tmp_path.iterdir())) == 8:
-                break
-    source = Books(path=str(tmp_path))
-    items = [item for piece in source.inputs(1) for item in source.documents(piece)]
-    books = [item for item in items if isinstance(item, Document)]
+    for name, content in real_files("books.tar.xz", "/pg_with_header/", 8).items():
+        (tmp_path / name).write_bytes(content)
+    books = documents(read_all(Books(path=str(tmp_path))))
     assert len(books) == 8
     for item in books:
         raw = (tmp_path / item.id).read_text(encoding="utf-8-sig")

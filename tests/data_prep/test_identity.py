@@ -6,15 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from reading import Quiet, served
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
@@ -114,14 +114,11 @@ def test_a_file_rewritten_with_its_size_and_time_is_noticed(
         prepare(make_config(sources=sources))
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Quiet):
     """Imitate the part of the Hugging Face hub that two datasets of one file need."""
 
     heads: ClassVar[dict[str, str]] = {}  # dataset -> commit
     texts: ClassVar[dict[str, list[str]]] = {}  # commit -> documents
-
-    def log_message(self, *args: object) -> None:
-        pass
 
     def _answer(self, code: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(code)
@@ -153,14 +150,11 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    yield Hub
-    server.shutdown()
-    server.server_close()
+    with served(Hub) as address:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://{address}")
+        yield Hub
 
 
 def test_a_dataset_of_the_hub_is_its_name_and_its_commit(make_config: Any, hub: Any) -> None:
@@ -205,11 +199,8 @@ class Silent(MemoryFileSystem):  # type: ignore[misc]
         return {key: known[key] for key in ("name", "size", "type")}
 
 
-class Undated(SimpleHTTPRequestHandler):
+class Undated(Quiet):
     """Imitate a server that sends neither an ETag nor a date of change."""
-
-    def log_message(self, *args: object) -> None:
-        pass
 
     def send_header(self, keyword: str, value: str) -> None:
         if keyword != "Last-Modified":
@@ -223,31 +214,23 @@ def test_an_input_without_a_version_is_compared_by_content(
     site = tmp_path / "site"
     site.mkdir()
     fsspec.register_implementation("silent", Silent, clobber=True)
-    server = ThreadingHTTPServer(
-        ("127.0.0.1", 0), lambda *args: Undated(*args, directory=str(site))
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = "silent://lines.txt"
     if kind == "http":
         pytest.importorskip("aiohttp")
-        url = f"http://127.0.0.1:{server.server_port}/lines.txt"
-    sources = [{"kind": "text", "path": url, "document": "line"}]
 
     def write(texts: list[str]) -> None:
         (site / "lines.txt").write_text("\n".join(texts))
         with fsspec.open("silent://lines.txt", "w") as file:
             file.write("\n".join(texts))
 
-    try:
+    with served(partial(Undated, directory=str(site))) as address:
+        url = f"http://{address}/lines.txt" if kind == "http" else "silent://lines.txt"
+        sources = [{"kind": "text", "path": url, "document": "line"}]
         write(TEXTS)
         first = prepare(make_config(sources=sources), **SMALL)
         assert prepare(make_config(sources=sources), **SMALL) == first
         write(TEXTS[::-1])  # the same size
         with pytest.raises(CorpusError, match=r"input lines\.txt has changed"):
             prepare(make_config(sources=sources), **SMALL)
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_an_edited_package_is_another_input(

@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reading import documents, read_all, reasons
 
 from data_prep import CorpusError
-from data_prep.sources import Document, Parquet, Rejected, WikiExtractor
+from data_prep.sources import Document, Parquet, WikiExtractor
 from data_prep.text.wikipedia import repaired
 from data_prep.text.wikipedia.leftovers import CLASSES, find
 
@@ -154,14 +155,11 @@ def test_wikiextractor(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert files[0].size == (tmp_path / "AA/wiki_00").stat().st_size
     found = [item for piece in files[:2] for item in source.documents(piece)]
-    assert [d for d in found if isinstance(d, Document)] == [
+    assert documents(found) == [
         Document("Text (born)\nhere.", "7", "A & B", "http://e.org/wiki?curid=7"),
         Document("J.", "9", "T", ""),
     ]
-    assert [(r.where, r.reason) for r in found if isinstance(r, Rejected)] == [
-        ("AA/wiki_00#6", "empty"),
-        ("AA/wiki_01#2", "malformed json"),
-    ]
+    assert reasons(found) == [("AA/wiki_00#6", "empty"), ("AA/wiki_01#2", "malformed json")]
     with pytest.raises(CorpusError, match="wiki_02"):
         list(source.documents(files[2]))
 
@@ -177,8 +175,7 @@ def test_wikimedia_parquet(tmp_path: Path) -> None:
     table = pa.table({"id": ["1", "2"], "url": ["u", "v"], "title": ["A", "B"], "text": articles})
     pq.write_table(table, tmp_path / "train-0.parquet")
     source = Parquet(path=str(tmp_path), cleaning="wikipedia")
-    found = [document for piece in source.inputs(1 << 20) for document in source.documents(piece)]
-    assert [document.text for document in found if isinstance(document, Document)] == [
+    assert [article.text for article in documents(read_all(source, 1 << 20))] == [
         "Albert (14 March 1879 \u2013 1955) was born in Ulm, Germany.\n\nLife\n\nHe lived.",
         "A species of moth.",
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import re
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,9 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reading import documents, read_all, real_files
 
 from data_prep import CorpusError
-from data_prep.sources import Document, Mediawiki, Rejected, Source
+from data_prep.sources import Document, Mediawiki, Rejected
 from data_prep.text.cleaning import clean
 from data_prep.text.wikipedia import plain_text
 from data_prep.text.wikipedia.articles import prose
@@ -239,10 +239,6 @@ def _cleaned(document: Document) -> Document:
     return Document(clean(document.text), document.id, document.title, document.url)
 
 
-def articles(source: Source) -> list[Document | Rejected]:
-    return [item for piece in source.inputs(1 << 20) for item in source.documents(piece)]
-
-
 def test_bad_dumps_are_named(tmp_path: Path) -> None:
     entity = dump(PAGES, '<!DOCTYPE m [<!ENTITY a "b">]>')
     whole = bz2.compress(dump(PAGES + "<!--" + str(list(range(9000))) + "-->").encode())
@@ -256,7 +252,7 @@ def test_bad_dumps_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         source = Mediawiki(path=str(tmp_path / name))
         with pytest.raises(CorpusError, match=message) as caught:
-            articles(source)
+            read_all(source, 1 << 20)
         assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -264,24 +260,18 @@ LEFTOVERS = r"\{\{|\}\}|\[\[|\]\]|\{\||\|\}|</?[a-zA-Z][^<>]*>|''|__[A-Z]{3}|&[a
 
 
 def test_real_dump(tmp_path: Path) -> None:
-    archive = Path(__file__).parents[3] / "shared/data/wiki.tar.xz"
-    if not archive.is_file():
-        pytest.skip("no wiki.tar.xz in ../shared/data")
+    (packed,) = real_files("wiki.tar.xz", ".bz2", 1).values()
     file = tmp_path / "enwiki.xml.bz2"
-    with tarfile.open(archive, "r|xz") as tar:
-        member = next(member for member in tar if member.name.endswith(".bz2"))
-        content = tar.extractfile(member)
-        assert content is not None
-        file.write_bytes(content.read())
-    documents = [d for d in articles(Mediawiki(path=str(file))) if isinstance(d, Document)]
-    found = {document.id: document.text for document in documents}
-    assert len(found) == 106 and not any(document.notes for document in documents)
+    file.write_bytes(packed)
+    articles = documents(read_all(Mediawiki(path=str(file)), 1 << 20))
+    found = {article.id: article.text for article in articles}
+    assert len(found) == 106 and not any(article.notes for article in articles)
     whole = clean("\n".join(found.values()))
     assert not re.findall(LEFTOVERS, whole)
     assert not list(find(whole))
     assert "At 1,300 miles, Alabama has one of the longest navigable inland waterways" in whole
     nested = same = 0
-    for element in ElementTree.fromstring(bz2.decompress(file.read_bytes())).iterfind("{*}page"):
+    for element in ElementTree.fromstring(bz2.decompress(packed)).iterfind("{*}page"):
         id, wikitext = element.findtext("{*}id"), element.findtext("{*}revision/{*}text")
         if id in found and wikitext:
             assert is_ordinary(wikitext), id
