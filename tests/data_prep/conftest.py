@@ -1,6 +1,8 @@
 """Provide a small corpus that every stage can be tried on."""
 
+import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,22 @@ def words() -> list[str]:
     """Return a vocabulary of plain words, none of them part of another."""
     draw = random.Random(3)
     return sorted({"".join(draw.choices("abcdefghij", k=5)) for _ in range(60)})
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let Ray's workers import the project; return the engine's name, or skip without Ray."""
+    pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((root, *sys.path[1:])))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return "ray"
+
+
+@pytest.fixture
+def known(make_config: Any) -> list[str]:
+    """Return the plain words of the vocabulary that `make_config` wrote."""
+    return words()
 
 
 @pytest.fixture

@@ -24,12 +24,6 @@ TITLE = "A title\nof two lines"
 
 
 @pytest.fixture
-def known(tmp_path: Path, make_config: Any) -> list[str]:
-    """Return the words of the vocabulary that `make_config` wrote."""
-    return (tmp_path / "vocab.txt").read_text(encoding="utf-8").split()[16:]
-
-
-@pytest.fixture
 def texts(known: list[str]) -> dict[str, str]:
     """Return documents by id: the same words in 30 orders, so that none is a near-duplicate."""
     draw = random.Random(8)

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 
 from data_prep import CorpusError
 from data_prep.pipeline.engines import Engine, Report, WorkerDiedError, started
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(
@@ -74,14 +71,6 @@ class Once:
             return unit
         os.kill(os.getpid(), 9)
         raise AssertionError
-
-
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, *sys.path[1:]))))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return "ray"
 
 
 @pytest.mark.slow

@@ -15,10 +15,13 @@ from data_prep.prepare import prepare
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_sample_of_an_even_corpus_gives_its_size(
-    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool
+    make_config: Any,
+    tmp_path: Path,
+    known: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    compressed: bool,
 ) -> None:
     draw = random.Random(1)
-    known = (tmp_path / "vocab.txt").read_text().split()[20:]
     texts = [
         " ".join(draw.choices([*known, "stranger"], k=draw.randint(5, 60))) for _ in range(3000)
     ]

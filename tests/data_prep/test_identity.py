@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from preparing import SMALL, contents, records_source, unit_times
 from reading import Quiet, served
 
 from data_prep import CorpusError
@@ -27,7 +28,6 @@ from data_prep.shards.writing import file_record
 from data_prep.sources import HuggingFace, Piece, PythonDocs
 
 ROOT = Path(__file__).parents[2]
-SMALL: dict[str, Any] = {"part_bytes": 2_000, "piece_bytes": 500}
 TEXTS = [f"document {number} of a few plain words" for number in range(30)]
 # `prepare` of one config after another, or a task of a stage.
 RUN = """
@@ -75,8 +75,7 @@ def save_dataset(kind: str, folder: Path, texts: list[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if kind == "files":
         folder.mkdir()
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (folder / "train.jsonl").write_text(lines)
+        records_source(folder / "train.jsonl", texts)
     elif kind == "saved":
         datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder)
     else:
@@ -102,8 +101,7 @@ def test_a_file_rewritten_with_its_size_and_time_is_noticed(
     make_config: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "notes.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    sources = [{"kind": "jsonl", "path": str(path)}]
+    sources = [records_source(path, TEXTS)]
     prepare(make_config(sources=sources))
     before = path.stat()
     text = path.read_text()
@@ -274,44 +272,37 @@ REWORDED = {
 }
 
 
-def made(config: CorpusConfig) -> dict[str, int]:
-    records = sorted((config.output / ".work").glob("*/*.json"))
-    return {f"{record.parent.name}/{record.stem}": record.stat().st_mtime_ns for record in records}
-
-
 def test_units_are_kept_after_a_docstring_changed_and_repeated_after_code_changed(
     make_config: Any, copy: Any
 ) -> None:
     config = make_config()
     prepare_stage(config, "extract", **SMALL)
-    before = made(config)
+    before = unit_times(config)
     reworded = copy("reworded", REWORDED)
     assert run(reworded, config, "extract", 1, 1).returncode == 0
-    assert made(config) == before
+    assert unit_times(config) == before
     other = run(copy("other", CLEANER), config, "extract", 1, 1)
     assert other.returncode == 0 and "made by other code" in other.stdout
-    after = made(config)
+    after = unit_times(config)
     assert after.keys() == before.keys()
     assert all(after[name] != moment for name, moment in before.items())
 
 
 @pytest.mark.parametrize("engine", ["pool", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_worker_with_other_code_is_refused(
-    make_config: Any, copy: Any, monkeypatch: pytest.MonkeyPatch, engine: str
+    make_config: Any, copy: Any, monkeypatch: pytest.MonkeyPatch, request: Any, engine: str
 ) -> None:
+    runner: Any = request.getfixturevalue("ray") if engine == "ray" else "processes"
     config = make_config(workers=2)
     other = str(copy("other", CLEANER))
-    if engine == "ray":
-        pytest.importorskip("ray", reason="Ray is an extra: pip install 'distil-pretraining[ray]'")
     # Workers get these paths; this process has imported its modules already.
     monkeypatch.syspath_prepend(other)
     # Ray's workers look first where the engine's own file lies.
     monkeypatch.setattr(engines, "__file__", f"{other}/data_prep/pipeline/engines.py")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    runner: Any = "ray" if engine == "ray" else "processes"
     with pytest.raises(CorpusError, match="has other code") as caught:
         prepare(config, engine=runner, **SMALL)
-    assert "\n" not in str(caught.value) and not made(config)
+    assert "\n" not in str(caught.value) and not unit_times(config)
 
 
 def test_a_task_with_other_code_is_refused(make_config: Any, copy: Any) -> None:
@@ -389,10 +380,6 @@ def other_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     code.code_of.cache_clear()
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("what", ["source", "libraries"])
 def test_shards_of_other_code_can_be_kept(make_config: Any, other_code: Any, what: str) -> None:
     config = make_config(row_length=[32, 64])
@@ -412,7 +399,7 @@ def test_shards_of_other_code_can_be_kept(make_config: Any, other_code: Any, wha
     assert prepare(config) == first
     after = contents(config.output)
     assert before.items() <= after.items()
-    accepted = {str(config.folder(length) / "accepted_code.json") for length in (32, 64)}
+    accepted = {"32/accepted_code.json", "64/accepted_code.json"}
     assert after.keys() - before.keys() == accepted
     assert not any(verify(config.folder(length)) for length in (32, 64))
     other_code("installed", lambda package: "99.2")  # what was accepted was one version

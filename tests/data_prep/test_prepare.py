@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from preparing import contents, lines_source, records_source
+from reading import documents, read_all
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
@@ -19,20 +21,8 @@ from data_prep.pipeline.smoothing import smoothing
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest, open_shards, verify
 from data_prep.shards.manifest import SpecialIds
-from data_prep.sources import Document
 
 SMALL_PARTS = 2_000  # bytes: several parts, units and shards from a few kB
-
-
-def documents(config: CorpusConfig) -> list[tuple[int, Document]]:
-    """Return all documents, straight from the readers."""
-    found = []
-    for number, source in enumerate(config.sources):
-        for piece in source.inputs(10**9):
-            found += [
-                (number, item) for item in source.documents(piece) if isinstance(item, Document)
-            ]
-    return found
 
 
 def read_back(folder: Path, manifest: Manifest, split: str) -> dict[tuple[int, str], list[str]]:
@@ -73,9 +63,9 @@ def test_prepared_rows_decode_to_the_documents(make_config: Any, row_length: int
     found = splits["train"] | splits["validation"]
     seen: set[str] = set()
     expected = {}
-    for number, document in documents(config):
+    for document in documents(read_all(config.sources[0])):
         if document.text not in seen:  # the first of equal texts survives
-            expected[number, document.id] = spaced(document.text)
+            expected[0, document.id] = spaced(document.text)
         seen.add(document.text)
     assert found.keys() == expected.keys()
     for key, segments in found.items():
@@ -119,10 +109,9 @@ def test_documents_in_are_kept_plus_dropped(make_config: Any, tmp_path: Path) ->
 
 
 def test_the_first_source_keeps_a_duplicate(make_config: Any, tmp_path: Path) -> None:
-    for name, text in (("b", "mask and pad\nstay text\n"), ("a", "stay text\nmask and pad\nsep\n")):
-        (tmp_path / f"{name}.txt").write_text(text)
     sources = [
-        {"kind": "text", "path": str(tmp_path / f"{name}.txt"), "document": "line"} for name in "ba"
+        lines_source(tmp_path / "b.txt", ["mask and pad", "stay text"]),
+        lines_source(tmp_path / "a.txt", ["stay text", "mask and pad", "sep"]),
     ]
     config = make_config(sources=sources, validation=0)
     manifest = prepare(config)
@@ -130,15 +119,6 @@ def test_the_first_source_keeps_a_duplicate(make_config: Any, tmp_path: Path) ->
     assert "validation" not in manifest.splits
     with pytest.raises(CorpusError, match="no validation split"):
         open_shards(config.output, "validation")
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """Return every file of a folder but those that hold input times."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -155,7 +135,7 @@ def test_the_number_of_workers_does_not_change_bytes(
     ]
     assert len(manifests[0].splits["train"].shards) > 2
     assert manifests[0].digest == manifests[1].digest
-    assert tree(tmp_path / "out1") == tree(tmp_path / "out2")
+    assert contents(tmp_path / "out1") == contents(tmp_path / "out2")
     assert not (tmp_path / "out1" / ".work").exists()
 
 
@@ -185,11 +165,10 @@ def test_sentences_are_never_cut(make_config: Any, tmp_path: Path) -> None:
 
 
 def test_fraction_is_nested_and_independent_of_the_split(make_config: Any, tmp_path: Path) -> None:
-    path = tmp_path / "lines.txt"
-    path.write_text("".join(f"text {'and ' * (i % 7)}{i}\n" for i in range(2000)))
+    lines = [f"text {'and ' * (i % 7)}{i}" for i in range(2000)]
     ids = {}
     for fraction in (0.25, 0.5):
-        source = {"kind": "text", "path": str(path), "document": "line", "fraction": fraction}
+        source = lines_source(tmp_path / "lines.txt", lines, fraction=fraction)
         config = make_config(output=tmp_path / str(fraction), sources=[source])
         manifest = prepare(config)
         record = manifest.sources[0]
@@ -210,11 +189,8 @@ def test_fraction_is_nested_and_independent_of_the_split(make_config: Any, tmp_p
 def test_neither_split_is_left_empty(
     make_config: Any, tmp_path: Path, documents: int, validation: float, held_out: int
 ) -> None:
-    path = tmp_path / "few.txt"
-    path.write_text(
-        "\n".join(["mask", "pad", "sep", "cls", "and", "stay", "text", "a", "]"][:documents])
-    )
-    sources = [{"kind": "text", "path": str(path), "document": "line"}]
+    lines = ["mask", "pad", "sep", "cls", "and", "stay", "text", "a", "]"][:documents]
+    sources = [lines_source(tmp_path / "few.txt", lines)]
     (record,) = prepare(make_config(sources=sources, validation=validation)).sources
     assert (record.documents_kept, record.documents_validation) == (documents, held_out)
 
@@ -227,10 +203,7 @@ def test_a_cluster_of_near_duplicates_lies_in_one_split(make_config: Any, tmp_pa
         for copy in range(3):  # two words in a row changed: Jaccard of 0.91
             words[40 * copy : 40 * copy + 2] = [f"x{group}{copy}", f"y{group}{copy}"]
             texts.append(" ".join(words))
-    path = tmp_path / "near.txt"
-    path.write_text("\n".join(texts))
-    sources = [{"kind": "text", "path": str(path), "document": "line"}]
-    config = make_config(sources=sources)
+    config = make_config(sources=[lines_source(tmp_path / "near.txt", texts)])
     (record,) = prepare(config).sources
     assert (record.documents_kept, record.dropped) == (40, {"near duplicate": 80})
     firsts = {
@@ -245,20 +218,17 @@ def test_a_cluster_of_near_duplicates_lies_in_one_split(make_config: Any, tmp_pa
 
 
 def test_repeated_paragraphs_are_taken_out_of_later_documents(
-    make_config: Any, tmp_path: Path
+    make_config: Any, tmp_path: Path, known: list[str]
 ) -> None:
     draw = random.Random(7)
-    known = (tmp_path / "vocab.txt").read_text().split()[20:]
     lines = [" ".join(draw.choices(known, k=20)) for _ in range(12)]
-    documents_of_lines = [
+    documents = [
         [lines[0], "a", lines[1]],
         [lines[2], lines[0], "a"],  # lines[0] and the short line are known
         [lines[2], lines[0], "a"],  # a whole duplicate: goes as one
         [lines[1], lines[3]],
     ]
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"text": "\n".join(d)}) + "\n" for d in documents_of_lines))
-    sources = [{"kind": "jsonl", "path": str(path)}]
+    sources = [records_source(tmp_path / "p.jsonl", ["\n".join(lines) for lines in documents])]
     changes = {"documents": "exact", "paragraphs": "exact"}
     config = make_config(sources=sources, validation=0, deduplicate=changes, row_length=128)
     (record,) = prepare(config).sources
@@ -271,18 +241,15 @@ def test_repeated_paragraphs_are_taken_out_of_later_documents(
 
 
 def test_texts_of_evaluation_files_are_reported_and_removed(
-    make_config: Any, tmp_path: Path
+    make_config: Any, tmp_path: Path, known: list[str]
 ) -> None:
     draw = random.Random(8)
-    known = (tmp_path / "vocab.txt").read_text().split()[20:]
     sentence = " ".join(draw.choices(known, k=14))
     dev = tmp_path / "dev.tsv"
     dev.write_text(f"sentence\tlabel\n{sentence.capitalize()}!\t1\n")
     lines = [" ".join(draw.choices(known, k=40)) for _ in range(5)]
     lines[2] = f"{lines[2]} {sentence} {lines[2]}"
-    path = tmp_path / "t.txt"
-    path.write_text("\n".join(lines))
-    sources = [{"kind": "text", "path": str(path), "document": "line"}]
+    sources = [lines_source(tmp_path / "t.txt", lines)]
     for remove, kept in ((False, 5), (True, 4)):
         settings = {"files": [str(dev)], "remove": remove}
         out = tmp_path / str(remove)
@@ -311,7 +278,7 @@ def test_second_run_is_up_to_date(make_config: Any, tmp_path: Path) -> None:
 def test_another_corpus_is_refused(make_config: Any, tmp_path: Path) -> None:
     config = make_config()
     prepare(config)
-    before = tree(config.output)
+    before = contents(config.output)
     other = tmp_path / "other.txt"
     other.write_text((tmp_path / "vocab.txt").read_text() + "more\n")
     changes: list[tuple[dict[str, Any], str]] = [
@@ -331,7 +298,7 @@ def test_another_corpus_is_refused(make_config: Any, tmp_path: Path) -> None:
     (tmp_path / "texts" / "9.txt").write_text("new\n")
     with pytest.raises(CorpusError, match="6 pieces of input there, 7 here"):
         prepare(config)
-    assert tree(config.output) == before
+    assert contents(config.output) == before
 
 
 def test_foreign_files_are_not_touched(make_config: Any) -> None:
@@ -370,10 +337,10 @@ def test_an_output_that_holds_an_input_is_refused(
         "tokenizer": {"tokenizer": str(hidden / "vocab.txt")},
         "evaluation": {"decontaminate": {"files": [str(hidden / "texts" / "0.txt")]}},
     }.get(which) or {"sources": [{"kind": "text", "path": str(places[which])}]}
-    before = tree(tmp_path)
+    before = contents(tmp_path)
     with pytest.raises(CorpusError, match=r"out: holds .*, which is read: use another `output`"):
         prepare(make_config(**changes))
-    assert tree(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_a_corpus_without_training_rows_is_refused(make_config: Any) -> None:
@@ -414,7 +381,8 @@ def test_the_summary_counts_documents_and_tokens(make_config: Any) -> None:
     assert shown["digest"] == manifest.digest
     assert shown["unknown"] == 0
     assert shown["splits"]["train"]["fill"] > 0.9
-    texts = {document.id: " ".join(spaced(document.text)) for _, document in documents(config)}
+    found = documents(read_all(config.sources[0]))
+    texts = {document.id: " ".join(spaced(document.text)) for document in found}
     assert len(shown["rows"]) == 2
     for row in shown["rows"]:
         for segment in row["segments"]:

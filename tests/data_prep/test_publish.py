@@ -21,6 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
 from huggingface_hub import DatasetCard, HfApi, HfFileSystem
 from markdown_it import MarkdownIt
+from preparing import contents, flip_bit
 from transformers import AutoTokenizer
 
 from data_prep import CorpusError
@@ -58,12 +59,6 @@ def make_shards(tmp_path: Path, make_config: Any) -> Callable[..., Path]:
 def folder(make_shards: Any) -> Path:
     """Return a finished folder."""
     return make_shards()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
-    }
 
 
 def all_rows(folder: Path, split: str) -> np.ndarray:
@@ -176,9 +171,7 @@ def test_a_destination_that_is_taken_is_refused_and_the_same_corpus_is_up_to_dat
 
 def test_damaged_shards_are_not_published(folder: Path, tmp_path: Path) -> None:
     shard = folder / load_manifest(folder).splits["train"].shards[1].file
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    flip_bit(shard)
     with pytest.raises(CorpusError, match=shard.name):
         to_parquet(folder, tmp_path / "hub")
     assert not (tmp_path / "hub").exists() and not list(tmp_path.glob(".tmp-*"))
@@ -482,10 +475,7 @@ def test_a_place_that_holds_another_corpus_is_refused(make_shards: Any, tmp_path
 
 
 def test_damaged_shards_are_not_uploaded(folder: Path, watched: type[Watched]) -> None:
-    table = folder / "segments" / "train-00001.parquet"
-    data = bytearray(table.read_bytes())
-    data[len(data) // 2] ^= 1
-    table.write_bytes(data)
+    flip_bit(folder / "segments" / "train-00001.parquet")
     with pytest.raises(CorpusError, match=r"train-00001\.parquet: missing or damaged"):
         upload(folder, "watched://a")
     assert "/a/manifest.json" not in watched.store

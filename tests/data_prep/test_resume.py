@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preparing import SMALL, contents, flip_bit, unit_times
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
@@ -21,7 +22,6 @@ from data_prep.prepare import finalise, prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
 
 KILLS = int(os.environ.get("DISTIL_KILLS", "5"))  # of the slow tests
-SMALL: dict[str, Any] = {"part_bytes": 2_000, "piece_bytes": 500}
 RUN = """
 import resource, sys
 from data_prep.config import CorpusConfig
@@ -58,23 +58,15 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
 
 def shards(folder: Path) -> dict[str, bytes]:
     """Return every file but those that hold input times."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in ("manifest.json", "provenance.jsonl")
-    }
+    timed = ("manifest.json", "provenance.jsonl")
+    return {name: data for name, data in contents(folder).items() if Path(name).name not in timed}
 
 
 def stop_before_finishing(config: CorpusConfig) -> dict[str, int]:
     """Run all stages without finalising; return the time of each unit's record."""
     for stage in STAGES:
         prepare_stage(config, stage, **SMALL)
-    return times(config)
-
-
-def times(config: CorpusConfig) -> dict[str, int]:
-    records = sorted((config.output / ".work").glob("*/*.json"))
-    return {f"{record.parent.name}/{record.stem}": record.stat().st_mtime_ns for record in records}
+    return unit_times(config)
 
 
 def redone(before: dict[str, int], config: CorpusConfig) -> set[str]:
@@ -130,18 +122,17 @@ def test_finished_units_are_not_made_again(make_config: Any) -> None:
 def test_an_altered_output_is_made_again_with_the_same_bytes(make_config: Any) -> None:
     config = make_config()
     before = stop_before_finishing(config)
-    unit = config.output / ".work" / "extract" / "000001"
-    part = unit / "part-00000.arrow"
-    data = bytearray(part.read_bytes())
-    data[len(data) // 2] ^= 1
-    part.write_bytes(data)
+    work = config.output / ".work"
+    part = work / "extract" / "000001" / "part-00000.arrow"
+    data = part.read_bytes()
+    flip_bit(part)
     assert redone(before, config) == {"extract"}
-    assert part.read_bytes() != bytes(data)
-    before = times(config)
-    (config.output / ".work" / "pack" / "000000" / "32" / "shard.arrow").unlink()
+    assert part.read_bytes() == data
+    before = unit_times(config)
+    (work / "pack" / "000000" / "32" / "shard.arrow").unlink()
     assert redone(before, config) == {"pack"}
-    before = times(config)
-    (config.output / ".work" / "deduplicate" / "000000.json").write_text('{"half": ')
+    before = unit_times(config)
+    (work / "deduplicate" / "000000.json").write_text('{"half": ')
     assert redone(before, config) == {"deduplicate"}
 
 
@@ -192,7 +183,7 @@ def test_a_full_disk_keeps_what_is_finished(
 ) -> None:
     config = make_config(workers=workers, row_length=2048)  # a file-size limit stands in for it
     assert start(config, 7000).wait() == 2
-    before = times(config)
+    before = unit_times(config)
     assert any(name.startswith("extract") for name in before)
     prepared = prepare(config, **SMALL)
     fresh = make_config(output=tmp_path / "fresh", row_length=2048)
@@ -217,15 +208,10 @@ def test_tasks_of_stages_give_the_same_bytes(make_config: Any, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_ray_gives_the_same_bytes(
-    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
-    path = os.pathsep.join((str(Path(__file__).parents[2]), *sys.path[1:]))
-    monkeypatch.setenv("PYTHONPATH", path)
+def test_ray_gives_the_same_bytes(make_config: Any, tmp_path: Path, ray: Any) -> None:
     manifests = [
         prepare(make_config(output=tmp_path / engine, workers=2), engine=engine, **SMALL)
-        for engine in ("processes", "ray")
+        for engine in ("processes", ray)
     ]
     assert manifests[0].digest == manifests[1].digest
     assert shards(tmp_path / "processes") == shards(tmp_path / "ray")
@@ -265,16 +251,15 @@ def test_a_stage_on_its_own_checks_what_it_reads(
     make_config: Any, tmp_path: Path, stage: str, file: str, later: str, gone: bool
 ) -> None:
     config = make_config()
-    for name in [*STAGES][: [*STAGES].index("pack" if later == "finish" else later)]:  # type: ignore[arg-type]
+    stages = [*STAGES]
+    for name in stages if later == "finish" else stages[: stages.index(later)]:  # type: ignore[arg-type]
         prepare_stage(config, name, **SMALL)
-    if later == "finish":
-        prepare_stage(config, "pack", **SMALL)
     path = config.output / ".work" / file
     data = path.read_bytes()
     if gone:
         path.unlink()
     else:
-        path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        flip_bit(path, -9)
 
     def go_on() -> None:
         if later == "finish":
@@ -312,7 +297,7 @@ def test_an_edited_record_is_ignored(make_config: Any) -> None:
     record.write_text(text.replace('"dropped":{}', '"dropped":{"spam":50}'))
     assert redone(before, config) == {"extract"}
     assert record.read_text() == text
-    before = times(config)
+    before = unit_times(config)
     record.unlink()
     record.mkdir()  # whatever stands in the way
     (record.parent / ".nfs0001").touch()
@@ -324,8 +309,7 @@ def test_files_of_the_users_are_never_removed(make_config: Any) -> None:
     digest = prepare(config, **SMALL).digest
     shard, notes = config.output / "64" / "train-00000.arrow", config.output / "64" / "notes.txt"
     notes.write_text("mine")
-    data = shard.read_bytes()
-    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    flip_bit(shard, -1)
     for command in (prepare, finalise):
         with pytest.raises(CorpusError, match=r"64: holds notes\.txt, no part of"):
             command(config, **SMALL)
@@ -374,17 +358,9 @@ def test_tasks_next_to_a_whole_run_give_identical_bytes(
     ],
 )
 def test_a_file_that_is_gone_is_an_error_in_every_engine(
-    make_config: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    engine: str,
-    stage: str,
-    file: str,
+    make_config: Any, tmp_path: Path, request: Any, engine: str, stage: str, file: str
 ) -> None:
-    if engine == "ray":
-        pytest.importorskip("ray", reason="Ray is an extra: pip install 'distil-pretraining[ray]'")
-        path = os.pathsep.join((str(Path(__file__).parents[2]), *sys.path[1:]))
-        monkeypatch.setenv("PYTHONPATH", path)
+    runner: Any = request.getfixturevalue("ray") if engine == "ray" else "processes"
     line = "the same long line of words that stands in each document, so that it is repeated " * 2
     texts = tmp_path / "lines"
     texts.mkdir()
@@ -402,7 +378,6 @@ def test_a_file_that_is_gone_is_an_error_in_every_engine(
         if (name, done) == (stage, total):
             hidden.unlink()
 
-    runner: Any = "ray" if engine == "ray" else "processes"
     with pytest.raises((CorpusError, OSError), match=hidden.name):
         prepare(config, hide, engine=runner, **SMALL)
     assert not (config.output / "manifest.json").exists()
