@@ -3,13 +3,14 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.pipeline.packing import fill_rows, pack
-from data_prep.shards import Manifest, write_shard
+from data_prep.shards import Manifest, load_manifest, write_shard
 from data_prep.shards.manifest import SourceRecord, SplitRecord, manifest_bytes, seal
 from data_prep.shards.writing import file_record
 from data_prep.tokens import word_piece
@@ -92,3 +93,9 @@ def make_folder(folder: Path, row_length: int = 32, rows: int = 40, shards: int 
     )
     (folder / "manifest.json").write_bytes(manifest_bytes(manifest))
     return manifest
+
+
+def reseal(folder: Path, **changes: Any) -> None:
+    """Change fields of a folder's manifest, and make its own hashes right again."""
+    fields = load_manifest(folder).model_dump(exclude={"digest", "self_sha256"})
+    (folder / "manifest.json").write_bytes(manifest_bytes(seal(fields | changes)))

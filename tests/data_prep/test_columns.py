@@ -1,13 +1,10 @@
 """Compare columns built by hand with those of pyarrow."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from processes import python
 
 from data_prep.pipeline.stages.columns import batch, fixed_width
 
@@ -54,6 +51,5 @@ assert "pandas" not in sys.modules
 
 
 def test_preparing_does_not_import_pandas(make_config: Any) -> None:
-    command = [sys.executable, "-c", PREPARE, make_config().model_dump_json()]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    done = python("-c", PREPARE, make_config().model_dump_json())
+    assert done.returncode == 0, done.stderr

@@ -8,8 +8,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -21,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from processes import ROOT, python
 from reading import COMPRESS, LIMITS, Quiet, documents, lines_of, read_all, served
 
 from data_prep import CorpusError
@@ -246,13 +245,12 @@ def test_a_missing_driver_and_an_unknown_protocol_are_named() -> None:
         "        print(error)\n"
     )
     urls = ["s3://bucket/x", "gs://key:secret@bucket/x", "nonsense://x"]
-    command = [sys.executable, "-c", program, *urls]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    first, second, third = printed.strip().split("\n")
-    project = Path(__file__).parents[2]  # its name on an index may be anyone's
+    done = python("-c", program, *urls)
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.strip().split("\n")
     for line, url, package, name in ((first, "s3", "s3fs", "s3"), (second, "gs", "gcsfs", "gcs")):
         assert line == (
             f"{url}://bucket/x: needs the package {package}: install the extra {name}: "
-            f"pip install -e '.[{name}]' in {project}"
+            f"pip install -e '.[{name}]' in {ROOT}"  # its name on an index may be anyone's
         )
     assert third.startswith("nonsense://x: ") and "Protocol not known" in third

@@ -61,13 +61,6 @@ def test_packing_a_small_example() -> None:
     assert pack([10, 10], 10) == [[0], [1]]
 
 
-def test_many_short_documents_fill_rows() -> None:
-    draw = random.Random(1)
-    lengths = [min(512, int(draw.lognormvariate(4.5, 1.2)) + 3) for _ in range(100_000)]
-    rows = pack(lengths, 512)
-    assert sum(lengths) / (len(rows) * 512) > 0.99
-
-
 def test_cut_never_splits_what_fits() -> None:
     ids = np.arange(10, dtype=np.int32)
     assert [piece.tolist() for piece in split_tokens(ids, 10)] == [ids.tolist()]

@@ -11,11 +11,11 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from shard_folders import make_folder
+from shard_folders import make_folder, reseal
 
 from data_prep.pipeline.packing import fill_rows, pack, split_at_lines, split_tokens
-from data_prep.shards import load_manifest, open_shards, write_shard
-from data_prep.shards.manifest import SplitRecord, manifest_bytes, seal
+from data_prep.shards import open_shards, write_shard
+from data_prep.shards.manifest import SplitRecord
 
 CLS, SEP, PAD = 2, 3, 0
 CAPACITY = st.integers(3, 600)
@@ -85,12 +85,13 @@ def test_segments_are_found_by_cls_sep_and_pad_alone(texts: list[list[int]]) -> 
 
 
 def test_rows_are_99_per_cent_full_and_no_document_that_fits_is_cut() -> None:
-    # 2.6 million tokens a case: articles, short paragraphs, and books cut into rows.
+    # Millions of tokens a case: articles, paragraphs, short documents, and books cut into rows.
     draw = random.Random(7)
     articles = [int(draw.lognormvariate(5.6, 1.3)) + 1 for _ in range(4_300)]
     paragraphs = [int(draw.lognormvariate(4.0, 0.9)) + 1 for _ in range(32_000)]
+    short = [min(510, int(draw.lognormvariate(4.5, 1.2)) + 1) for _ in range(100_000)]
     books = [draw.randrange(60_000, 180_000) for _ in range(22)]
-    for documents in (articles, paragraphs, books + articles):
+    for documents in (articles, paragraphs, short, books + articles):
         assert sum(documents) > 2_000_000
         limit = 510
         pieces = [[len(p) for p in split_tokens(np.zeros(n, np.int32), limit)] for n in documents]
@@ -146,9 +147,7 @@ def test_rows_of_several_shards_are_those_of_their_concatenation(
             segments=0,
             shards=tuple(records),
         )
-        values = load_manifest(folder).model_dump(exclude={"digest", "self_sha256"})
-        values |= {"row_length": 16, "dtype": np.dtype(dtype).name, "splits": {"train": train}}
-        (folder / "manifest.json").write_bytes(manifest_bytes(seal(values)))
+        reseal(folder, row_length=16, dtype=np.dtype(dtype).name, splits={"train": train})
         found = open_shards(folder).rows(np.array(indices, dtype=np.int64))
     assert found.dtype == dtype
     assert np.array_equal(found, whole[indices])

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 import xxhash
-from shard_folders import make_folder
+from preparing import flip_bit
+from shard_folders import make_folder, reseal
 
 from data_prep import CorpusError
 from data_prep.disk import write_file
@@ -26,7 +27,6 @@ from data_prep.shards import (
     vocabulary_sha256,
     write_shard,
 )
-from data_prep.shards.manifest import manifest_bytes, seal
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_every_flipped_bit_is_found(folder: Path) -> None:
         data = path.read_bytes()
         for _ in range(6 if data else 0):
             place, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
-            path.write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
+            flip_bit(path, place, bit)
             problems = verify(folder)
             assert problems, (path.name, place, bit)
             assert all(path.name in problem and "\n" not in problem for problem in problems)
@@ -118,12 +118,10 @@ def test_rows_are_verified_when_they_are_first_read(tmp_path: Path, place: int) 
     # Block b holds bytes b * 2**20 to (b + 1) * 2**20; all but the two ends may stay unread.
     make_folder(tmp_path / "out", row_length=512, rows=2500, shards=1)
     path = tmp_path / "out" / "train-00000.arrow"
-    data = bytearray(path.read_bytes())
-    place %= len(data)
-    block = place >> 20
+    data = path.read_bytes()
+    block = place % len(data) >> 20
     first = data.index(open_shards(tmp_path / "out").rows([0]).tobytes())
-    data[place] ^= 16
-    path.write_bytes(data)
+    flip_bit(path, place, 16)
     end = min((block + 1) << 20, len(data))
     message = f"00000.arrow: block {block} differs from the manifest .bytes {block << 20}-{end}"
     found = []
@@ -153,16 +151,16 @@ def test_a_row_over_many_blocks_is_verified_in_all_of_them(folder: Path) -> None
     path = folder / train.shards[0].file
     data = path.read_bytes()
     blocks = [xxhash.xxh3_128_hexdigest(data[i : i + 16]) for i in range(0, len(data), 16)]
-    values = manifest.model_dump(exclude={"digest", "self_sha256"})
-    first = values["splits"]["train"]["shards"][0] | {"block_bytes": 16, "blocks": blocks}
-    values["splits"]["train"]["shards"] = (first, *values["splits"]["train"]["shards"][1:])
-    (folder / "manifest.json").write_bytes(manifest_bytes(seal(values)))
+    first = train.shards[0].model_copy(update={"block_bytes": 16, "blocks": tuple(blocks)})
+    train = train.model_copy(update={"shards": (first, *train.shards[1:])})
+    reseal(folder, splits=manifest.splits | {"train": train})
     start = data.index(open_shards(folder).rows([20]).tobytes())
     for place in range(start, start + 64, 5):
-        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        flip_bit(path, place)
         with pytest.raises(CorpusError, match=f"block {place // 16} differs"):
             open_shards(folder).rows([3, 20])
         open_shards(folder).rows([18, 22])
+        path.write_bytes(data)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "longer"])
@@ -191,12 +189,6 @@ def test_a_file_cut_short_after_opening(folder: Path) -> None:
     assert shards.rows([0]).shape == (1, 32)
 
 
-def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    values = json.loads((folder / "manifest.json").read_text())
-    change(values)
-    (folder / "manifest.json").write_text(json.dumps(values))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -216,7 +208,9 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_edited_manifests_are_refused(
     folder: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
-    edited(folder, change)
+    values = json.loads((folder / "manifest.json").read_text())
+    change(values)
+    (folder / "manifest.json").write_text(json.dumps(values))
     with pytest.raises(CorpusError, match=message) as caught:
         open_shards(folder)
     assert "\n" not in str(caught.value)
@@ -232,52 +226,38 @@ def test_a_folder_without_a_manifest_is_refused(tmp_path: Path) -> None:
             load_manifest(tmp_path)
 
 
-def spoil(rows: npt.NDArray[Any], kind: str) -> None:
-    """Break a rule of rows in row 1; ids: 0 pad, 2 [CLS], 3 [SEP], 4 [MASK]."""
-    if kind == "outside the vocabulary":
-        rows[1, 1] = 60_000
-    elif kind == "start with":
-        rows[1, 0] = 5
-    elif kind == "padding inside":
-        rows[1, 1] = 0
-    elif kind == "MASK":
-        rows[1, 1] = 4
-    elif kind == "not .CLS. ... .SEP.":
-        rows[1, np.flatnonzero(rows[1] == 3)[-1]] = 5
-    elif kind == "segments":
-        rows[1] = 0
-        rows[1, :9] = [2, 5, 3] * 3
-    else:
-        rows[1, 1] = 6 if rows[1, 1] == 5 else 5
+LAST_SEP = -1  # stands for the place of the last [SEP]
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("place", "ids", "message"),
     [
-        "outside the vocabulary",
-        "start with",
-        "padding inside",
-        "MASK",
-        "not .CLS. ... .SEP.",
-        "segments",
-        "counts differ",
+        (1, 60_000, "outside the vocabulary"),
+        (0, 5, "start with"),
+        (1, 0, "padding inside"),
+        (1, 4, "MASK"),
+        (LAST_SEP, 5, "not .CLS. ... .SEP."),
+        (slice(None), [2, 5, 3] * 3 + [0] * 23, "segments"),
+        (1, 5, "counts differ"),
     ],
 )
-def test_rows_that_break_the_rules_under_right_hashes(folder: Path, kind: str) -> None:
+def test_rows_that_break_the_rules_under_right_hashes(
+    folder: Path, place: Any, ids: Any, message: str
+) -> None:
+    """Break a rule of rows in row 1; ids: 0 pad, 2 [CLS], 3 [SEP], 4 [MASK]."""
     manifest = load_manifest(folder)
     old = manifest.splits["train"].shards[0]
     rows = open_shards(folder).rows(np.arange(old.rows))
-    spoil(rows, kind)
+    place = np.flatnonzero(rows[1] == 3)[-1] if place == LAST_SEP else place
+    assert np.any(rows[1, place] != ids)
+    rows[1, place] = ids
     shard = write_shard(folder / old.file, rows, pad=0)
     train = manifest.splits["train"]
-    values = manifest.model_dump(exclude={"digest", "self_sha256"})
-    values["splits"]["train"] |= {
-        "shards": [shard, *train.shards[1:]],
-        "tokens": train.tokens - old.tokens + shard.tokens,
-    }
-    (folder / "manifest.json").write_bytes(manifest_bytes(seal(values)))
+    tokens = train.tokens - old.tokens + shard.tokens
+    train = train.model_copy(update={"shards": (shard, *train.shards[1:]), "tokens": tokens})
+    reseal(folder, splits=manifest.splits | {"train": train})
     problems = verify(folder)
-    assert any(re.search(kind, problem) for problem in problems), problems
+    assert any(re.search(message, problem) for problem in problems), problems
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """Test that special tokens in text stay text, and that all backends give the same ids."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import python
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import RobertaProcessing, TemplateProcessing
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
@@ -412,15 +411,9 @@ print("\\n".join(train(lambda: iter(texts), settings).vocabulary))
 
 def train_twice(kind: str) -> list[str]:
     """Train in two processes, whose hash maps have other orders; compare, and return the tokens."""
-    environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", TRAIN, kind], capture_output=True, check=True, env=environment
-        ).stdout.decode()
-        for _ in range(2)
-    ]
-    assert runs[0] == runs[1]
-    vocabulary = runs[0].split("\n")[:-1]
+    runs = [python("-X", "utf8", "-c", TRAIN, kind) for _ in range(2)]
+    assert runs[0].returncode == 0 and runs[0].stdout == runs[1].stdout, runs[0].stderr
+    vocabulary = runs[0].stdout.split("\n")[:-1]
     assert len(vocabulary) == np.unique(vocabulary).size == 320
     return vocabulary
 

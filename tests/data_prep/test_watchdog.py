@@ -1,12 +1,11 @@
 """Check that a document that never ends fails its unit, even inside a C call."""
 
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from data_prep.pipeline.engines import WorkerDiedError, started
 from data_prep.pipeline.watchdog import FILE, last_seen, watchdog
@@ -26,16 +25,10 @@ def hang(folder: Path) -> None:
 
 def test_the_process_ends_with_a_traceback(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from pathlib import Path\nfrom test_watchdog import hang\nhang(Path(sys.argv[2]) / '.bad')"
+        "import sys; sys.path += sys.argv[2:]\n"
+        "from pathlib import Path\nfrom test_watchdog import hang\nhang(Path(sys.argv[1]) / '.bad')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = python("-c", code, tmp_path, *Path(__file__).parents[:2])
     assert done.returncode == 1
     assert "Timeout" in done.stderr and "in hang" in done.stderr
     assert last_seen(tmp_path) == ["page 12"]
