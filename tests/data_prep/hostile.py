@@ -94,6 +94,18 @@ def record(text: str, **fields: Any) -> bytes:
     return json.dumps({"text": text, **fields}).encode()
 
 
+def _lines(folder: Path, lines: list[bytes], **expected: Any) -> Hostile:
+    """Write a file in which each line is a document."""
+    return Hostile([text(write_lines(folder / "t.txt", lines), "line")], **expected)
+
+
+def _with_good(folder: Path, name: str, content: bytes) -> Path:
+    """Write a file next to a text that is read whatever happens to the file."""
+    (folder / name).write_bytes(content)
+    (folder / "good.txt").write_text(prose(1))
+    return folder
+
+
 # --- characters
 
 
@@ -114,13 +126,11 @@ def lone_surrogates(folder: Path) -> Hostile:
 
 def nul_in_a_line(folder: Path) -> Hostile:
     lines = [prose(1).encode(), b"a\0b", b"\0", prose(2).encode()]
-    path = write_lines(folder / "n.txt", lines)
-    return Hostile([text(path, "line")], documents_in=4, dropped={"binary": 2})
+    return _lines(folder, lines, documents_in=4, dropped={"binary": 2})
 
 
 def nul_in_a_file(folder: Path) -> Hostile:
-    (folder / "bad.txt").write_text(prose(1) + "\0" + prose(2))
-    (folder / "good.txt").write_text(prose(3))
+    _with_good(folder, "bad.txt", f"{prose(2)}\0{prose(3)}".encode())
     return Hostile([text(folder)], documents_in=2, dropped={"binary": 1})
 
 
@@ -137,8 +147,7 @@ def line_separators_in_json(folder: Path) -> Hostile:
 
 def not_utf8(folder: Path) -> Hostile:
     lines = [prose(1).encode(), b"\xff\xfe", b"caf\xe9", b"\xf4\x90\x80\x80", b"\xc0\x80"]
-    path = write_lines(folder / "b.txt", lines)
-    return Hostile([text(path, "line")], documents_in=5, dropped={"not utf-8": 4})
+    return _lines(folder, lines, documents_in=5, dropped={"not utf-8": 4})
 
 
 def combining_marks(folder: Path) -> Hostile:
@@ -205,29 +214,23 @@ def large_book(folder: Path, size: int = PART) -> Hostile:
 
 
 def bomb_as_file(folder: Path) -> Hostile:
-    (folder / "bomb.txt.bz2").write_bytes(bomb(b"a", streams=4))
-    (folder / "good.txt").write_text(prose(1))
-    return Hostile([text(folder)], dropped=None)
+    return Hostile([text(_with_good(folder, "b.txt.bz2", bomb(b"a", streams=4)))], dropped=None)
 
 
 def bomb_of_spaces(folder: Path) -> Hostile:
-    (folder / "bomb.txt.bz2").write_bytes(bomb(b" "))
-    (folder / "good.txt").write_text(prose(1))
+    _with_good(folder, "bomb.txt.bz2", bomb(b" "))
     return Hostile([text(folder)], documents_in=2, dropped={"empty": 1})
 
 
 def bomb_of_line_ends(folder: Path) -> Hostile:
-    (folder / "bomb.txt.bz2").write_bytes(bomb(b"\n", streams=1))
-    (folder / "good.txt").write_text(prose(1))
+    _with_good(folder, "bomb.txt.bz2", bomb(b"\n", streams=1))
     return Hostile([text(folder, "line")], documents_in=1)
 
 
 def bomb_as_line(folder: Path) -> Hostile:
-    bad, good = bomb(b"a"), bz2.compress(prose(1).encode() + b"\n")
-    (folder / "bomb.txt.bz2").write_bytes(good + bad)
-    source = text(folder, "line")
-    (folder / "good.txt").write_text(prose(2))
-    return Hostile([source], documents_in=3, dropped={"too long": 1})
+    first = bz2.compress(prose(2).encode() + b"\n")
+    _with_good(folder, "bomb.txt.bz2", first + bomb(b"a"))
+    return Hostile([text(folder, "line")], documents_in=3, dropped={"too long": 1})
 
 
 def bomb_as_json(folder: Path) -> Hostile:
@@ -239,9 +242,7 @@ def bomb_as_json(folder: Path) -> Hostile:
 
 
 def bomb_as_book(folder: Path) -> Hostile:
-    (folder / "bomb.txt.bz2").write_bytes(bomb(b"a"))
-    (folder / "good.txt").write_text(prose(1))
-    source = {"kind": "books", "path": str(folder)}
+    source = {"kind": "books", "path": str(_with_good(folder, "bomb.txt.bz2", bomb(b"a")))}
     return Hostile([source], documents_in=2, dropped={"too long": 1})
 
 
@@ -281,16 +282,14 @@ def ten_thousand_files(folder: Path) -> Hostile:
 
 def million_character_words(folder: Path) -> Hostile:
     words = ["x" * MILLION, "\u4e2d" * MILLION, "9" * MILLION, "[" * MILLION, "\u00e9" * MILLION]
-    path = write_lines(folder / "w.txt", [one.encode() for one in (prose(1), *words)])
-    return Hostile([text(path, "line")], documents_in=6)
+    return _lines(folder, [line.encode() for line in (prose(1), *words)], documents_in=6)
 
 
 def spelt_special_tokens(folder: Path) -> Hostile:
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     lines = [" ".join(names * 50), "".join(names * 50), f"{prose(1)}[MASK]{prose(2)}[SEP][CLS]"]
-    path = write_lines(folder / "t.txt", [line.encode() for line in lines])
     changes = {"deduplicate": {"documents": "exact"}}
-    return Hostile([text(path, "line")], documents_in=3, changes=changes)
+    return _lines(folder, [line.encode() for line in lines], documents_in=3, changes=changes)
 
 
 # --- wiki dumps
@@ -332,27 +331,17 @@ def deep_xml(folder: Path) -> Hostile:
     return Hostile([mediawiki(folder / "dump.xml")], documents_in=1)
 
 
-WIKITEXT = (
-    ("{{", ""),
-    ("[[", ""),
-    ("{{a|", "}}"),
-    ("[[a|", "]]"),
-    ("{|\n|", "\n|}"),
-    ("&lt;ref&gt;", ""),
-    ("&lt;div&gt;", "&lt;/div&gt;"),
-    ("'''''", ""),
-    ("&lt;!--", ""),
-    ("&lt;math&gt;", ""),
-    ("=", ""),
-    ("*:#;", ""),
-    ("-{", "}-"),
-    ("http://", ""),
-)
+# Markup that opens and, in some pages, closes again.
+WIKITEXT = {
+    "{{": "", "[[": "", "{{a|": "}}", "[[a|": "]]", "{|\n|": "\n|}", "&lt;ref&gt;": "",
+    "&lt;div&gt;": "&lt;/div&gt;", "'''''": "", "&lt;!--": "", "&lt;math&gt;": "", "=": "",
+    "*:#;": "", "-{": "}-", "http://": "",
+}  # fmt: skip
 
 
 def nested_wikitext(folder: Path) -> Hostile:
     pages = [page(1)]
-    for number, (start, end) in enumerate(WIKITEXT, start=2):
+    for number, (start, end) in enumerate(WIKITEXT.items(), start=2):
         pages.append(page(number, f"{prose(number)}\n{start * 20_000}{end * 20_000}"))
     (folder / "dump.xml").write_text(HEAD + "".join(pages) + TAIL)
     return Hostile([mediawiki(folder / "dump.xml")], documents_in=len(pages), dropped=None)
@@ -371,13 +360,11 @@ def _dump(pages: int = 400) -> bytes:
 
 
 def cut_xml(folder: Path) -> Hostile:
-    path = folder / "dump.xml"
-    return _half(path, _dump(), mediawiki(path))
+    return _half(folder / "dump.xml", _dump(), mediawiki(folder))
 
 
 def cut_bz2(folder: Path) -> Hostile:
-    path = folder / "dump.xml.bz2"
-    return _half(path, bz2.compress(_dump()), mediawiki(path))
+    return _half(folder / "dump.xml.bz2", bz2.compress(_dump()), mediawiki(folder))
 
 
 def cut_multistream(folder: Path) -> Hostile:
@@ -389,15 +376,13 @@ def cut_multistream(folder: Path) -> Hostile:
 
 
 def cut_gzip(folder: Path) -> Hostile:
-    path = folder / "c.jsonl.gz"
     content = b"\n".join(record(prose(n)) for n in range(400))
-    return _half(path, gzip.compress(content), jsonl(path))
+    return _half(folder / "c.jsonl.gz", gzip.compress(content), jsonl(folder))
 
 
 def cut_zstd(folder: Path) -> Hostile:
-    path = folder / "c.txt.zst"
     content = "\n".join(prose(n) for n in range(400)).encode()
-    return _half(path, zstandard.ZstdCompressor().compress(content), text(path, "line"))
+    return _half(folder / "c.txt.zst", zstandard.compress(content), text(folder, "line"))
 
 
 def cut_parquet(folder: Path) -> Hostile:
@@ -464,15 +449,9 @@ def nothing_at_all(folder: Path) -> Hostile:
 
 
 def odd_names(folder: Path) -> Hostile:
-    names = [
-        b"new\nline.txt",
-        b"\xff\xfe.txt",
-        b"a#1@2.txt",
-        "\u202egnp.txt".encode(),
-        b"[x]*?.txt",
-    ]
+    names = [b"new\nline", b"\xff\xfe", b"a#1@2", "\u202egnp".encode(), b"[x]*?"]
     for number, name in enumerate(names):
-        Path(os.fsdecode(bytes(folder) + b"/" + name)).write_text(prose(number))
+        Path(os.fsdecode(bytes(folder) + b"/" + name + b".txt")).write_text(prose(number))
     os.mkfifo(folder / "pipe.txt")  # whoever opens it waits for ever
     (folder / "loop.txt").mkdir()
     (folder / "loop.txt" / "again").symlink_to(folder)
@@ -489,9 +468,8 @@ def dangling_link(folder: Path) -> Hostile:
 
 
 def empty_validation(folder: Path) -> Hostile:
-    path = write_lines(folder / "f.txt", [prose(n).encode() for n in range(5)])
-    changes = {"validation": 1e-9}
-    return Hostile([text(path, "line")], documents_in=5, validation=1, changes=changes)
+    lines = [prose(n).encode() for n in range(5)]
+    return _lines(folder, lines, documents_in=5, validation=1, changes={"validation": 1e-9})
 
 
 def single_document(folder: Path) -> Hostile:
