@@ -142,6 +142,10 @@ class Training:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print the validation figures on a line."""
+        if "accuracy" not in values:  # no LM head is trained
+            terms = "  ".join(f"{k} {v:.3f}" for k, v in values.items() if k != "tokens")
+            self.say(f"validation, step {step}: {terms}")
+            return
         text = f"validation, step {step}: loss {values['loss']:.3f} (unigram "
         text += f"{values['unigram_loss']:.3f})  accuracy "
         text += f"{values['accuracy']:.1%} (best constant {values['constant_accuracy']:.1%}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,6 +15,7 @@ from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 
 Objective = Annotated[DistilBert | MiniLM | MaskedLanguageModel, Field(discriminator="name")]
+OBJECTIVES = get_args(get_args(Objective)[0])
 ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
 _Share = Annotated[float, Field(ge=0, lt=1)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -228,9 +229,18 @@ class RunConfig(Keys):
     @model_validator(mode="before")
     @classmethod
     def _objective_by_default(cls, values: Any) -> Any:
-        """Fill in the name: `objective: {kl: 0}` means DistilBERT, like no `objective:`."""
-        if isinstance(values, dict) and isinstance(objective := values.get("objective"), dict):
-            values = {**values, "objective": {"name": DistilBert().name, **objective}}
+        """Fill in the name of the objective, and its share of masked tokens.
+
+        `objective: {kl: 0}` means DistilBERT, like no `objective:`.
+        """
+        if not isinstance(values, dict) or not isinstance(values.get("objective", {}), dict):
+            return values
+        objective = {"name": DistilBert().name, **values.get("objective", {})}
+        values = {**values, "objective": objective}
+        kinds = {kind.model_fields["name"].default: kind for kind in OBJECTIVES}
+        kind, masking = kinds.get(str(objective["name"])), values.get("masking", {})
+        if kind is not None and not kind.corrupts and isinstance(masking, dict):
+            values["masking"] = {"probability": 0.0, **masking}
         return values
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ Shapes: N positions, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -44,36 +44,48 @@ def evaluate(
     probability: float = 0.15,
     accelerator: Accelerator,
     autocast: AbstractContextManager[Any] | None = None,
+    own_terms: Sequence[Term] = (),
 ) -> dict[str, float]:
     """Evaluate on the first `rows` rows of a split, divided among the ranks.
 
-    `autocast` is the precision; the accelerator's by default.
+    Args:
+        student, teacher: on the accelerator's device.
+        shards: the split.
+        rows: fewer if there are fewer.
+        batch_size: rows at a time.
+        probability: share of the tokens that is masked.
+        accelerator: of this rank.
+        autocast: the precision; the accelerator's by default.
+        own_terms: of an objective that trains no LM head. They are all that is measured then, on
+            rows without masks.
 
     Returns:
         loss (nats) and accuracy; with a teacher also kl (nats, temperature 1), agreement (same
-        most likely token) and teacher_accuracy; the number of masked tokens; and two baselines on
-        the same positions: constant_accuracy, of the best constant answer (the most frequent
-        label), and unigram_loss (nats), of the token frequencies of the training rows.
+        most likely token), teacher_accuracy and teacher_loss; the number of masked tokens; and two
+        baselines on the same positions: constant_accuracy, of the best constant answer (the most
+        frequent label), and unigram_loss (nats), of the token frequencies of the training rows.
+        With `own_terms` the mean of each over all tokens, and their weighted sum as loss.
     """
     rows = min(rows, len(shards))
     mine = np.array_split(np.arange(rows), accelerator.num_processes)[accelerator.process_index]
     special = shards.manifest.tokenizer.special_ids
     # The same masks for every run, so that figures of two runs can be compared.
-    masking = evaluation_masking(shards.manifest, probability)
+    masking = evaluation_masking(shards.manifest, 0.0 if own_terms else probability)
 
     def term(name: str, values: Callable[..., Tensor], needs_teacher: bool = False) -> Term:
         return VocabularyTerm(name, 1.0, "masked", values, needs_teacher)
 
     # None of them has a fused form, so the LM head computes their own functions on each chunk.
-    terms = [
+    terms = list(own_terms) or [
         term("loss", lambda s, t, labels: cross_entropy(s, labels)),
         term("accuracy", lambda s, t, labels: is_correct(s, labels)),
     ]
-    if teacher is not None:
+    if teacher is not None and not own_terms:
         terms += [
             term("kl", lambda s, t, _: kl_divergence(s, t, temperature=1.0), True),
             term("agreement", lambda s, t, _: is_correct(s, t.argmax(-1)), True),
             term("teacher_accuracy", lambda s, t, labels: is_correct(t, labels), True),
+            term("teacher_loss", lambda s, t, labels: cross_entropy(t, labels), True),
         ]
     module = Distillation(student, teacher, terms, pad_id=special.pad)
     ones = torch.ones(len(terms), device=accelerator.device)
@@ -83,7 +95,8 @@ def evaluate(
     was_training = student.training
     student.eval()
     # In fp64, because sums of many batches are added.
-    sums = torch.zeros(len(terms) + shards.manifest.tokenizer.vocab_size, dtype=torch.float64)
+    num_labels = shards.manifest.tokenizer.vocab_size
+    sums = torch.zeros(len(terms) + num_labels + 1, dtype=torch.float64)  # the last: of tokens
     with torch.no_grad(), autocast or accelerator.autocast():
         for batch in np.array_split(mine, -(-len(mine) // batch_size) or 1):
             if len(batch) == 0:  # more ranks than rows
@@ -92,29 +105,54 @@ def evaluate(
             inputs = micro_batch(*masked, cls_id=special.cls, pad_id=special.pad)
             # Counted on the host, before the copy to the device.
             labels = inputs.labels[inputs.labels != IGNORE].long()
-            sums[len(terms) :] += torch.bincount(labels, minlength=len(sums) - len(terms))
+            sums[len(terms) : -1] += torch.bincount(labels, minlength=num_labels)
+            sums[-1] += inputs.num_tokens
             _, values = module(*inputs.to(accelerator.device), ones)
             sums[: len(terms)] += values.cpu()  # device sync, once per batch
     student.train(was_training)
     if accelerator.num_processes > 1:
         sums = accelerator.reduce(sums.to(accelerator.device), "sum").cpu()
 
+    if own_terms:
+        tokens = float(sums[-1])
+        values = (sums[: len(terms)] / max(tokens, 1.0)).tolist()
+        loss = sum(t.weight * value for t, value in zip(terms, values, strict=True))
+        names = [t.name for t in terms]
+        return {**dict(zip(names, values, strict=True)), "loss": loss, "tokens": tokens}
+
     # Means over the masked tokens of all ranks.
-    labels_V = sums[len(terms) :]
+    labels_V = sums[len(terms) : -1]
     count = float(labels_V.sum())
     totals = dict(zip((term.name for term in terms), sums.tolist(), strict=False))
     totals["constant_accuracy"] = float(labels_V.max())
-    # -log p of each token [V], where p is its share of the training rows' tokens, with one added to
-    # each count. Special tokens are never predicted: their count and value are 0.
+    totals["unigram_loss"] = float(labels_V @ unigram(shards))
+    means = {name: total / max(count, 1.0) for name, total in totals.items()}
+    return {**means, "masked_tokens": count}
+
+
+def unigram(shards: ShardSet) -> Tensor:
+    """Return -log p of each token [V], where p is its share of the training rows' tokens.
+
+    One is added to each count. Special tokens are never predicted: their value is 0.
+    """
     table = json.loads((shards.folder / "token_counts.json").read_text(encoding="utf-8"))
     counts_V = torch.tensor(table["counts"], dtype=torch.float64) + 1
     never = list(special_ids(shards.manifest))
     counts_V[never] = 0
     unigram_V = counts_V.sum().log() - counts_V.log()
     unigram_V[never] = 0
-    totals["unigram_loss"] = float(labels_V @ unigram_V)
-    means = {name: total / max(count, 1.0) for name, total in totals.items()}
-    return {**means, "masked_tokens": count}
+    return unigram_V
+
+
+def weak_teacher(figures: Mapping[str, float]) -> str:
+    """Return a warning about a teacher that does not beat the frequencies of tokens, else empty."""
+    if figures.get("teacher_loss", 0.0) < figures.get("unigram_loss", 1.0):
+        return ""
+    return (
+        f"the teacher's masked-token loss is {figures['teacher_loss']:.3f} nats, no better than "
+        f"{figures['unigram_loss']:.3f} of the tokens' frequencies: is its language-model head "
+        "trained, and on such text?"
+    )
 
 
 def evaluation_masking(manifest: Manifest, probability: float) -> Masking:

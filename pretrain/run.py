@@ -194,9 +194,15 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
         "num_processes": run.accelerator.num_processes,
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
+    student: Any = run.student
+    if not config.objective.needs_logits:
+        # Its LM head was never trained: the model is saved without it.
+        student, prefix = student.base_model, f"{student.base_model_prefix}."
+        own = {name: t for name, t in (weights or {}).items() if name.startswith(prefix)}
+        weights = weights and {name.removeprefix(prefix): t for name, t in own.items()}
     return run.writer.save(
         run.state.step,
-        student=run.student,
+        student=student,
         weights=weights,
         optimizer=optimizer,
         state=state,

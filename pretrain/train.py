@@ -25,7 +25,7 @@ from pretrain.distributed.processes import (
     start_ranks,
     timeout,
 )
-from pretrain.evaluate import evaluate
+from pretrain.evaluate import evaluate, weak_teacher
 from pretrain.exit_codes import ExitCode
 from pretrain.files import write_json
 from pretrain.inputs import load_inputs
@@ -190,10 +190,13 @@ def validate(run: Run) -> None:
         batch_size=min(32, 8 * run.micro_batch_size),
         accelerator=run.accelerator,
         autocast=PRECISIONS[run.config.train.precision].autocast(run.accelerator.device),
+        own_terms=() if run.config.objective.needs_logits else run.module.terms,
     )
     run.state.evaluation_step = run.state.step
     run.metrics.write("evaluation", run.state.step, run.state.evaluation)
     run.progress.evaluation(run.state.step, run.state.evaluation)
+    if run.state.step == 0 and (text := weak_teacher(run.state.evaluation)):
+        run.progress.say(f"warning: {text}")
 
 
 def save_checkpoint(run: Run, *, wait: bool) -> None:

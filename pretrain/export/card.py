@@ -7,10 +7,11 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from pydantic import TypeAdapter
+from transformers import PreTrainedModel
 
 from data_prep.messages import one_line
 from pretrain.config import Objective
-from pretrain.model.families import MaskedLM
+from pretrain.evaluate import weak_teacher
 
 _OBJECTIVE: TypeAdapter[Objective] = TypeAdapter(Objective)
 _FIGURES = {
@@ -19,12 +20,18 @@ _FIGURES = {
     "constant_accuracy": "accuracy of always answering these rows' most frequent masked token",
     "unigram_loss": "loss of the training tokens' frequencies (nats)",
     "teacher_accuracy": "teacher's accuracy",
+    "teacher_loss": "teacher's masked-token loss (nats)",
     "agreement": "agreement with the teacher",
     "kl": "KL(teacher || student), nats",
 }
 
 
-def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
+def trains_head(state: Mapping[str, Any]) -> bool:
+    """Return whether the run of a checkpoint's state trains an LM head."""
+    return _OBJECTIVE.validate_python(state["config"]["objective"]).needs_logits
+
+
+def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
     """Build the card from a checkpoint's state; it contains measured figures only."""
     config, teacher, evaluation = state["config"], state["teacher"], state["evaluation"]
     objective = _OBJECTIVE.validate_python(config["objective"])
@@ -48,7 +55,14 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
 
     # Validation figures.
     figures = ["Not measured: the corpus had no validation split."]
-    if evaluation:
+    if evaluation and not objective.needs_logits:
+        rows = [(name, f"{value:.4f}") for name, value in evaluation.items() if name != "tokens"]
+        figures = [
+            _table(("term", "value"), rows),
+            f"Measured at step {state['evaluation_step']:,}: means over "
+            f"{evaluation['tokens']:,.0f} tokens of validation rows, without masks.",
+        ]
+    elif evaluation:
         rows = [(text, f"{evaluation[k]:.4f}") for k, text in _FIGURES.items() if k in evaluation]
         figures = [
             _table(("figure", "value"), rows),
@@ -56,6 +70,7 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
             f"{evaluation['masked_tokens']:,.0f} masked tokens "
             "of validation rows, every selected token replaced by [MASK].",
         ]
+        figures += [f"Warning: {text}"] if (text := weak_teacher(evaluation)) else []
 
     # The keys of the config that shape the run, without paths of the machine it ran on.
     recipe: list[tuple[str, object]] = []
@@ -71,10 +86,15 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
     for first, last, step in state["skip_rows"]:
         recipe.append(("left out", f"training rows {first} to {last - 1}, from step {step + 1} on"))
 
+    task = "fill-mask" if objective.needs_logits else "feature-extraction"
+    use = 'fill = pipeline("fill-mask", model="PATH_OR_NAME")'
+    if not objective.needs_logits:
+        use = 'vectors = pipeline("feature-extraction", model="PATH_OR_NAME")'
+        how += ". It has no language-model head: fine-tune it on a task"
     data = ModelCardData(
         library_name="transformers",
-        pipeline_tag="fill-mask",
-        tags=["fill-mask", "distillation"] if distilled else ["fill-mask"],
+        pipeline_tag=task,
+        tags=[task, "distillation"] if distilled else [task],
         base_model=one_line(teacher["name"]) if distilled and teacher["name"] else None,
     )
     parts = [
@@ -83,8 +103,7 @@ def model_card(student: MaskedLM, state: Mapping[str, Any]) -> ModelCard:
         f"{how}: {size:,} parameters, {state['step']:,} of {state['num_steps']:,} steps, "
         f"{state['tokens']:,} tokens seen.",
         "## Use",
-        "```python\nfrom transformers import pipeline\n\n"
-        'fill = pipeline("fill-mask", model="PATH_OR_NAME")\n```',
+        f"```python\nfrom transformers import pipeline\n\n{use}\n```",
         "## Validation figures",
         *figures,
         "## Data",

@@ -7,15 +7,16 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from data_prep.disk import hash_file
 from pretrain import RunError, checkpoint
 from pretrain.export.arguments import check_target, target_taken
-from pretrain.export.card import model_card
+from pretrain.export.card import model_card, trains_head
 from pretrain.files import writing_to
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of
@@ -62,7 +63,8 @@ def export(
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
 
     def load_saved(saved: Path) -> tuple[MaskedLM, dict[str, bytes]]:
-        model = load_model(saved / "student").eval()
+        # Whether it has a head, the run's objective says.
+        model = load_model(saved / "student", needs_head=False).eval()
         positions = family_of(model).row_length(model.config)
         return model, tokenizer_files.of_checkpoint(saved / "student", positions)
 
@@ -70,7 +72,9 @@ def export(
         found = checkpoint.read_newest(run / "checkpoints", load_saved, warn)
         if found is None:
             raise no_checkpoint(run)
-        saved, (student, tokenizer) = found
+        saved, (model, tokenizer) = found
+        has_head = trains_head(saved.state)
+        student: Any = model if has_head else model.base_model
         with writing_to(folder):
             temporary.mkdir(parents=True)
             for name, data in tokenizer.items():
@@ -119,18 +123,24 @@ def push(folder: Path, repository: str, token: str) -> str:
     return f"uploaded to {repository} ({commit.oid[:12]})"
 
 
-def read_back(student: MaskedLM, folder: Path) -> float:
-    """Return the largest difference of logits between the student and its export, in fp32."""
+def read_back(student: PreTrainedModel, folder: Path) -> float:
+    """Return the largest difference of logits between the student and its export, in fp32.
+
+    Without an LM head it is that of the last hidden states.
+    """
     # Plain transformers, as a user will load it, with another attention than ours.
-    reloaded = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    has_head = student.get_output_embeddings() is not None
+    load: Any = AutoModelForMaskedLM if has_head else AutoModel
+    reloaded = load.from_pretrained(folder).eval()
     vocabulary = student.config.vocab_size
     length = min(32, family_of(student).row_length(student.config))
     # Fixed ids over the whole vocabulary; 7,919 is a prime, so neighbours are far apart.
     ids = torch.arange(4 * length).reshape(4, length) * 7919 % vocabulary
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        ours = student(input_ids=ids, attention_mask=mask).logits
-        theirs = reloaded(input_ids=ids, attention_mask=mask).logits
+        name = "logits" if has_head else "last_hidden_state"
+        outputs = [model(input_ids=ids, attention_mask=mask) for model in (student, reloaded)]
+        ours, theirs = (getattr(output, name) for output in outputs)
     difference = float((ours - theirs).abs().max())
     if not difference <= _TOLERANCE:
         raise RunError(

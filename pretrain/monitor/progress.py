@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from pretrain.monitor.metrics import Clock
 from pretrain.run import Run
@@ -13,7 +14,9 @@ def describe(run: Run) -> None:
     """Show the sizes of model, data and schedule before the first step."""
     config, accelerator, manifest = run.config, run.accelerator, run.manifest
     say = run.progress.say
-    size = sum(p.numel() for p in run.student.parameters())
+    student: Any = run.student
+    saved = student if config.objective.needs_logits else student.base_model
+    size = sum(p.numel() for p in saved.parameters())
     teacher = ""
     if run.teacher is not None:
         teacher = f", teacher {run.teacher.model.config.num_hidden_layers} layers"

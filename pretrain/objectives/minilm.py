@@ -27,6 +27,7 @@ class MiniLM(Objective):
     """Configure the relations; `teacher_layer` counts from 0, and from the end if negative."""
 
     needs_logits: ClassVar[bool] = False
+    corrupts: ClassVar[bool] = False  # the paper compares models on text without masks
     published: ClassVar[str] = "the objective of MiniLM v2, arXiv 2012.15828"
 
     name: Literal["minilm"] = "minilm"

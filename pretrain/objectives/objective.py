@@ -20,6 +20,8 @@ class Objective(Keys):
     # Also where no term compares: the student may be cut from it.
     needs_teacher: ClassVar[bool] = True
 
+    corrupts: ClassVar[bool] = True  # by default masks are drawn; `masking.probability` decides
+
     # What a run must know before models are loaded, and the model card without any.
 
     @property

@@ -3,18 +3,23 @@
 import json
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from runs import history, start
+from test_precision import Said
 from tiny import save_teacher, tiny_bert, tiny_distilbert
 
 from data_prep.shards import open_shards
 from pretrain.data.masking import MaskedRows
-from pretrain.evaluate import evaluate, evaluate_folder, evaluation_masking
+from pretrain.evaluate import evaluate, evaluate_folder, evaluation_masking, weak_teacher
+from pretrain.export.export import export
 from pretrain.kernels.attention import block_diagonal_mask, find_documents
 from pretrain.model.distillation import micro_batch
 
@@ -46,6 +51,7 @@ def test_the_figures_equal_those_of_a_plain_loop(corpus: Path) -> None:
             log_q, log_p = q.log_softmax(0), p.log_softmax(0)
             sums["loss"] -= float(log_q[label])
             sums["accuracy"] += float(q.argmax() == label)
+            sums["teacher_loss"] -= float(log_p[label])
             sums["teacher_accuracy"] += float(p.argmax() == label)
             sums["agreement"] += float(q.argmax() == p.argmax())
             sums["unigram_loss"] -= math.log((counts[label] + 1) / known)
@@ -56,6 +62,24 @@ def test_the_figures_equal_those_of_a_plain_loop(corpus: Path) -> None:
     for name, total in sums.items():
         assert ours[name] == pytest.approx(total / number, rel=1e-4), name
     assert ours["constant_accuracy"] == pytest.approx(max(answers.values()) / number)
+
+
+def test_a_teacher_that_does_not_beat_the_frequencies_gives_a_warning(
+    tmp_path: Path, teacher_folder: Path, run_config: Callable[..., dict[str, Any]]
+) -> None:
+    """Check the screen and the card, with both figures; a teacher that does gets none."""
+    values = run_config(tmp_path / "run", teacher_folder, student={"num_layers": 1})
+    values["train"] |= {"max_steps": 1, "global_batch_size": 2}
+    said = Said()
+    start(values, progress=said)
+    (line,) = [line for line in said.lines if "the teacher's masked-token loss" in line]
+    first, _ = [e for e in history(values["output"]) if e["kind"] == "evaluation"]
+    assert (
+        f"is {first['teacher_loss']:.3f} nats, no better than {first['unigram_loss']:.3f}" in line
+    )
+    export(tmp_path / "run", tmp_path / "exported", pytest.fail)
+    assert "no better than" in (tmp_path / "exported" / "README.md").read_text()
+    assert weak_teacher({"teacher_loss": 2.0, "unigram_loss": 5.0}) == weak_teacher({}) == ""
 
 
 def test_the_student_is_left_in_training_mode(corpus: Path) -> None:

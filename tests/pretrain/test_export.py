@@ -140,11 +140,11 @@ def rotating(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     checkpoints = run / "checkpoints"
     newest = (checkpoints / "step-00000003").rename(run / "later")
 
-    def load(folder: Path) -> MaskedLM:
+    def load(folder: Path, **options: Any) -> MaskedLM:
         if newest.exists():
             newest.rename(checkpoints / "step-00000003")
             shutil.rmtree(checkpoints / "step-00000002")
-        return load_model(folder)
+        return load_model(folder, **options)
 
     monkeypatch.setattr("pretrain.export.export.load_model", load)
     monkeypatch.setattr("pretrain.evaluate.load_model", load)

@@ -6,11 +6,13 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from runs import refused
+from runs import history, refused, start
 from safetensors.torch import load_file
+from test_precision import Said
 from tiny import as_teacher, save_teacher, tiny_bert
 from torch import Tensor
 from transformers import (
@@ -27,6 +29,7 @@ from traps import edit
 from data_prep.shards import Manifest
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sha256
 from pretrain.config import Model, Student
+from pretrain.export.export import export
 from pretrain.model.loading import load_model
 from pretrain.model.student import build_model, build_student, default_layers
 from pretrain.model.teacher import Teacher, load_teacher, parameters_sha256
@@ -180,6 +183,49 @@ def test_a_missing_folder_is_no_student(teacher: Teacher, tmp_path: Path) -> Non
 def test_a_teacher_with_another_epsilon() -> None:
     with refused("layer_norm_eps is 1e-05"):
         build_student(Student(), as_teacher(tiny_bert(2, layer_norm_eps=1e-5)), seed=0)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "modernbert"])
+def test_a_new_model_takes_rows_of_all_its_positions(
+    architecture: str, tmp_path: Path, run_config: Callable[..., dict[str, Any]]
+) -> None:
+    """Train one from scratch, export it, and continue the export under `model.init`."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = {**sizes, "intermediate_size": 48, "max_position_embeddings": 32}
+    train = {"max_steps": 2, "global_batch_size": 4}
+    first = run_config(
+        tmp_path / "first",
+        objective={"name": "mlm"},
+        model={**model, "architecture": architecture},
+        train=train,
+    )
+    start(first)
+    export(tmp_path / "first", tmp_path / "exported", pytest.fail)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "exported")
+    assert loaded.config.model_type == architecture
+    more = {
+        **first,
+        "output": str(tmp_path / "more"),
+        "model": {"init": str(tmp_path / "exported")},
+    }
+    said = Said()
+    start({**more, "train": {**first["train"], "max_steps": 1}}, progress=said)
+    assert not [line for line in said.lines if "gets a new one" in line]
+    begun, ended = (
+        {e["step"]: e["loss"] for e in history(values["output"]) if e["kind"] == "evaluation"}
+        for values in (more, first)
+    )
+    assert begun[0] == pytest.approx(ended[2], rel=1e-6)  # it begins where the other has ended
+    card = tmp_path / "card"
+    export(tmp_path / "more", card, pytest.fail)
+    assert "a local checkpoint" in (card / "README.md").read_text()
+    with refused("is model.init", "only reads"):
+        start({**more, "output": str(tmp_path / "exported")})
+
+
+def test_sizes_beside_an_init_are_refused() -> None:
+    with pytest.raises(ValueError, match="hidden_size is that of init: remove it"):
+        Model(init="somewhere", hidden_size=32)
 
 
 def test_a_new_bert_has_the_sizes_of_the_config(manifest: Manifest) -> None:
