@@ -1,0 +1,43 @@
+"""Train shipped configs of other teachers at tiny size, each with a random teacher of its class."""
+
+from pathlib import Path
+
+import pytest
+from runs import history
+from test_families import build
+from tiny import save_teacher
+from transformers import AutoModel
+
+from launch.config import load_config
+from pretrain.config import RunConfig
+from pretrain.export.export import export
+from pretrain.train import train
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+NARROW = "{architecture: same, init: random, num_layers: 2, hidden_size: 16, "
+NARROW += "num_attention_heads: 2, intermediate_size: 32}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind", "overrides"),
+    [
+        ("minilm-6x384", "bert", [f"student={NARROW}", "objective.relation_heads=8"]),
+        ("distilroberta", "roberta", ["student.num_layers=2"]),
+        ("distilmbert", "bert", ["student.init=random", "student.num_layers=2"]),
+        ("modernbert-small", "modernbert", ["student.num_layers=3"]),
+    ],
+)
+def test_a_shipped_config_trains_and_exports(
+    name: str, kind: str, overrides: list[str], tmp_path: Path, corpus: Path
+) -> None:
+    special = SPECIAL | ({"cls_token_id": 2, "sep_token_id": 3} if kind == "modernbert" else {})
+    save_teacher(tmp_path / "teacher", build(kind, **special))
+    tiny = ["train.max_steps=2", "train.global_batch_size=4", "evaluation.rows=4"]
+    paths = [f"output={tmp_path / 'run'}", f"shards={corpus}", f"teacher={tmp_path / 'teacher'}"]
+    config = load_config(RunConfig, CONFIGS / f"{name}.yaml", [*paths, *tiny, *overrides])
+    assert train(config).ended == "finished"
+    assert len([e for e in history(tmp_path / "run") if e["kind"] == "train"]) >= 1
+    export(tmp_path / "run", tmp_path / "exported", pytest.fail)
+    assert AutoModel.from_pretrained(tmp_path / "exported").config.num_hidden_layers >= 2
