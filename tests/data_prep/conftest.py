@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shard_folders import SPECIAL
 
 from data_prep.config import CorpusConfig
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LITERALS = "a literal [MASK] and [SEP] and [PAD] and [CLS] stay text"
 
 

@@ -34,7 +34,7 @@ def flip_bit(path: Path, place: int | None = None, bit: int = 1) -> None:
 
 def lines_source(path: Path, lines: list[str], **keys: Any) -> dict[str, Any]:
     """Write a file of lines; return the source in which each line is a document."""
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(lines), encoding="utf-8")
     return {"kind": "text", "path": str(path), "document": "line", **keys}
 
 

@@ -5,12 +5,14 @@ rule.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preparing import lines_source
 from reading import real_files
-from shard_folders import reseal
+from shard_folders import SPECIAL, reseal
 from transformers import AutoTokenizer, BertTokenizer
 
 from data_prep.config import CorpusConfig, TrainWordPiece
@@ -21,8 +23,21 @@ from data_prep.tokens import load
 from data_prep.tokens.wordpiece import train
 from launch.commands.prepare import corpus_lines
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 TEXT = "Einf\u00fcgen \u00dcBER caf\u00e9"
+
+
+@pytest.fixture
+def make_corpus(make_config: Any, tmp_path: Path) -> Callable[..., CorpusConfig]:
+    """Return a function that prepares numbered documents of a line each."""
+
+    def make(documents: list[str], warn: Any = None, **changes: Any) -> CorpusConfig:
+        lines = [f"{document} {number}" for number, document in enumerate(documents)]
+        sources = [lines_source(tmp_path / "texts.txt", lines)]
+        config = make_config(sources=sources, deduplicate={"documents": "none"}, **changes)
+        prepare(config, warn=warn or print)
+        return config
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -53,7 +68,7 @@ def test_case_and_accents_are_two_keys(settings: dict[str, Any], expected: str) 
     ids=["default", "stripped", "cased", "given", "pattern", "lower-case pattern"],
 )
 def test_screen_and_manifest_describe_the_normaliser(
-    tmp_path: Path, tokenizer: Any, said: str
+    make_corpus: Any, tmp_path: Path, tokenizer: Any, said: str
 ) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL, "uber", "cafe"]) + "\n")
     if tokenizer == "vocab.txt":
@@ -62,48 +77,34 @@ def test_screen_and_manifest_describe_the_normaliser(
         tokenizer["vocab"] = str(tmp_path / "vocab.txt")
     else:
         tokenizer = {"train": tokenizer}
-    prepare(corpus(tmp_path, [TEXT] * 20, tokenizer=tokenizer))
-    manifest = load_manifest(tmp_path / "shards")
+    output = make_corpus([TEXT] * 20, tokenizer=tokenizer).output
+    manifest = load_manifest(output)
     assert manifest.normaliser == said
-    assert any(said in line for line in corpus_lines(tmp_path / "shards", manifest, "done"))
-    assert summary(tmp_path / "shards")["normaliser"] == said
-    assert verify(tmp_path / "shards") == []
+    assert any(said in line for line in corpus_lines(output, manifest, "done"))
+    assert summary(output)["normaliser"] == said
+    assert verify(output) == []
 
 
-def corpus(folder: Path, documents: list[str], **changes: Any) -> CorpusConfig:
-    numbered = [f"{document} {number}" for number, document in enumerate(documents)]
-    (folder / "texts.txt").write_text("\n\n".join(numbered), encoding="utf-8")
-    values = {
-        "output": folder / "shards",
-        "sources": [{"kind": "text", "path": str(folder / "texts.txt"), "document": "paragraph"}],
-        "row_length": 32,
-        "workers": 1,
-        "deduplicate": {"documents": "none"},
-    }
-    return CorpusConfig.model_validate(values | changes)
-
-
-def test_a_manifest_without_normaliser_is_still_valid(tmp_path: Path) -> None:
+def test_a_manifest_without_normaliser_is_still_valid(make_corpus: Any) -> None:
     """Check a manifest without the sentence: its own hash and its spelling hold."""
-    prepare(corpus(tmp_path, [TEXT] * 20, tokenizer={"train": {"vocab_size": 200}}))
-    before = load_manifest(tmp_path / "shards")
-    reseal(tmp_path / "shards", normaliser="")
-    assert "normaliser" not in json.loads((tmp_path / "shards" / "manifest.json").read_text())
-    after = load_manifest(tmp_path / "shards")
+    output = make_corpus([TEXT] * 20, tokenizer={"train": {"vocab_size": 200}}).output
+    before = load_manifest(output)
+    reseal(output, normaliser="")
+    assert "normaliser" not in json.loads((output / "manifest.json").read_text())
+    after = load_manifest(output)
     assert before.normaliser and not after.normaliser and after.digest == before.digest
-    assert verify(tmp_path / "shards") == []
+    assert verify(output) == []
 
 
 @pytest.mark.parametrize(("share", "warned"), [(0.005, False), (0.02, True)], ids=["less", "more"])
 def test_prepare_warns_when_stripping_changes_more_than_one_word_in_a_hundred(
-    tmp_path: Path, share: float, warned: bool
+    make_corpus: Any, share: float, warned: bool
 ) -> None:
     words = ["plain"] * 999  # and a number, in each document
     words[: round(1000 * share)] = ["einf\u00fcgen"] * round(1000 * share)
     stripped = {"train": {"vocab_size": 200, "strip_accents": True}}
     said: list[str] = []
-    config = corpus(tmp_path, [" ".join(words)] * 10, tokenizer=stripped, validation=0)
-    prepare(config, warn=said.append)
+    make_corpus([" ".join(words)] * 10, tokenizer=stripped, validation=0, warn=said.append)
     found = [text for text in said if "accents" in text]
     assert len(found) == warned
     if warned:
@@ -111,13 +112,12 @@ def test_prepare_warns_when_stripping_changes_more_than_one_word_in_a_hundred(
         assert "tokenizer.train.strip_accents: false" in found[0]
 
 
-def test_no_warning_where_accents_are_kept(tmp_path: Path) -> None:
+def test_no_warning_where_accents_are_kept(make_corpus: Any) -> None:
     kept = {"train": {"vocab_size": 200}}
-    prepare(
-        corpus(tmp_path, [TEXT] * 20, tokenizer=kept, validation=0),
-        warn=lambda text: pytest.fail(text) if "accents" in text else None,
-    )
-    assert "\u00fc" in (tmp_path / "shards" / "tokenizer" / "vocab.txt").read_text("utf-8")
+    said: list[str] = []
+    config = make_corpus([TEXT] * 20, tokenizer=kept, validation=0, warn=said.append)
+    assert not any("accents" in text for text in said)
+    assert "\u00fc" in (config.output / "tokenizer" / "vocab.txt").read_text("utf-8")
 
 
 TEXTS = (

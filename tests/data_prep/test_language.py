@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,18 +65,14 @@ def test_a_long_text_costs_no_more_than_its_three_excerpts() -> None:
 
 def test_threads_agree_with_one() -> None:
     language.identify(ARTICLES["en"])
-    found: dict[tuple[int, str], str] = {}
+    together = threading.Barrier(3, timeout=120)
 
-    def work(number: int) -> None:
-        for code, article in ARTICLES.items():
-            found[number, code] = language.identify(article)
+    def work(number: int) -> dict[str, str]:
+        together.wait()
+        return {code: language.identify(article) for code, article in ARTICLES.items()}
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {(number, code): code for number in range(3) for code in ARTICLES}
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(work, range(3))) == [{code: code for code in ARTICLES}] * 3
 
 
 def test_codes_are_the_two_letter_ones_of_the_model() -> None:

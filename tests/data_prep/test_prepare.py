@@ -15,7 +15,6 @@ from preparing import contents, lines_source, records_source
 from reading import documents, read_all
 
 from data_prep import CorpusError
-from data_prep.config import CorpusConfig
 from data_prep.inspect import summary
 from data_prep.pipeline.smoothing import smoothing
 from data_prep.prepare import prepare
@@ -84,24 +83,15 @@ def test_documents_in_are_kept_plus_dropped(make_config: Any, tmp_path: Path) ->
     (bad / "a.txt").write_bytes(
         b"fine words of text\n\xff\xfe broken\nx\n\na\0b\nfine words of text\n"
     )
-    source = {"kind": "text", "path": str(bad), "document": "line", "name": "bad", "licence": "CC0"}
-    base = make_config()
-    config = base.model_copy(
-        update={
-            "sources": (
-                *base.sources,
-                CorpusConfig.model_validate({"output": "x", "sources": [source]}).sources[0],
-            ),
-            "min_characters": 3,
-        }
-    )
+    first = {"kind": "text", "path": str(tmp_path / "texts"), "document": "paragraph"}
+    second = {"kind": "text", "path": str(bad), "document": "line", "name": "bad", "licence": "CC0"}
+    config = make_config(sources=[first, second], min_characters=3)
     manifest = prepare(config)
     texts, lines = manifest.sources
     assert (texts.documents_in, texts.dropped) == (60, {"duplicate": 10})
-    assert texts.documents_kept == 50
+    assert (texts.documents_kept, lines.documents_kept) == (50, 1)
     assert (lines.name, lines.licence, lines.documents_in) == ("bad", "CC0", 5)
     assert lines.dropped == {"binary": 1, "duplicate": 1, "not utf-8": 1, "too short": 1}
-    assert lines.documents_kept == 1
     assert lines.characters == len("fine words of text")
     quarantine = (config.output / "quarantine.jsonl").read_text(encoding="ascii").splitlines()
     assert [json.loads(line)["reason"] for line in quarantine] == ["not utf-8", "binary"]
@@ -344,11 +334,9 @@ def test_an_output_that_holds_an_input_is_refused(
 
 
 def test_a_corpus_without_training_rows_is_refused(make_config: Any) -> None:
-    with pytest.raises(CorpusError, match=r"no training row: 60 documents read .60 too short"):
-        prepare(make_config(min_characters=10_000))
-    trained = {"train": {"vocab_size": 120}}
-    with pytest.raises(CorpusError, match="no training row: 60 documents read"):
-        prepare(make_config(min_characters=10_000, tokenizer=trained))
+    for tokenizer in ({}, {"tokenizer": {"train": {"vocab_size": 120}}}):
+        with pytest.raises(CorpusError, match=r"no training row: 60 documents read .60 too short"):
+            prepare(make_config(min_characters=10_000, **tokenizer))
     assert list(prepare(make_config()).splits)  # a failed run leaves the way free
 
 

@@ -174,10 +174,9 @@ def test_files_of_another_size_are_refused(folder: Path, damage: str) -> None:
     expected = "missing" if damage == "missing" else "train-00001.arrow"
     for full in (False, True):
         assert any(expected in problem for problem in verify(folder, full=full))
-    with pytest.raises(CorpusError, match=expected):
-        check(folder)
-    with pytest.raises(CorpusError, match=expected):
-        open_shards(folder)
+    for use in (check, open_shards):
+        with pytest.raises(CorpusError, match=expected):
+            use(folder)
 
 
 def test_a_file_cut_short_after_opening(folder: Path) -> None:

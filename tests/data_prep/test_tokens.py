@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import python
+from shard_folders import SPECIAL
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import RobertaProcessing, TemplateProcessing
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
@@ -24,10 +25,12 @@ from data_prep.tokens import Tokens, load, word_piece
 from data_prep.tokens.long_texts import calls, split_text
 from data_prep.tokens.training import train
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [*SPECIAL, "[", "]", "mask", "sep", "pad", "hello", "world", "##s", ",", "e"]
 SMILES = r"\[[^\]]+\]|Br|Cl|[BCNOFSPI]|[cnos]|[()=#.>+-]|\d"
 TEXT = "Hello worlds, [MASK] hello [SEP] [PAD]"
+# The special tokens by the keys of their settings.
+BERT = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+ROBERTA = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
 
 
 def write_vocabulary(folder: Path, tokens: list[str], name: str = "vocab.txt") -> Path:
@@ -186,11 +189,10 @@ def test_unusable_files(tmp_path: Path) -> None:
 
 
 def test_special_tokens_have_the_names_in_the_folder_settings(tmp_path: Path) -> None:
-    names = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
     load(write_vocabulary(tmp_path, [*WORDS, "x"])).save(tmp_path / "saved", 16)
     state = (tmp_path / "saved" / "tokenizer.json").read_text()
     settings = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
-    for key, name in names.items():
+    for key, name in ROBERTA.items():
         state = state.replace(f"[{key.upper()}]", name)
         settings[f"{key}_token"] = {"content": name}
     (tmp_path / "saved" / "tokenizer.json").write_text(state)
@@ -198,10 +200,7 @@ def test_special_tokens_have_the_names_in_the_folder_settings(tmp_path: Path) ->
     tokens = load(tmp_path / "saved")
     assert tokens.special_ids.mask == 4
     assert 4 not in tokens.encode("hello <mask> </s>")
-    assert load(tmp_path / "saved" / "tokenizer.json").names == names
-
-
-USUAL = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
+    assert load(tmp_path / "saved" / "tokenizer.json").names == ROBERTA
 
 
 def byte_level(path: Path, names: dict[str, str], post_processor: bool = True) -> Path:
@@ -227,19 +226,19 @@ def byte_level(path: Path, names: dict[str, str], post_processor: bool = True) -
 
 
 def test_a_tokenizer_json_alone_tells_its_special_tokens(tmp_path: Path) -> None:
-    path = byte_level(tmp_path / "tokenizer.json", USUAL)
+    path = byte_level(tmp_path / "tokenizer.json", ROBERTA)
     theirs = Tokenizer.from_file(str(path))
     theirs.no_padding()
     theirs.no_truncation()
     tokens = load(path)
-    assert tokens.names == USUAL
+    assert tokens.names == ROBERTA
     text = "hello World, caf\u00e9 \u4e2d\u6587 \U0001f469"
     cls, *ids, sep = theirs.encode(text).ids
     assert tokens.encode(text).tolist() == ids
     assert (tokens.special_ids.cls, tokens.special_ids.sep) == (cls, sep)
     assert tokens.decode(ids) == text
     assert not set(tokens.encode("a <mask> b</s><pad>").tolist()) & {0, 2, 3, 4}
-    settings = {f"{key}_token": name for key, name in USUAL.items()}
+    settings = {f"{key}_token": name for key, name in ROBERTA.items()}
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "tokenizer_config.json").write_text(json.dumps(settings))
     shutil.copy(path, tmp_path / "folder")
@@ -249,7 +248,7 @@ def test_a_tokenizer_json_alone_tells_its_special_tokens(tmp_path: Path) -> None
 
 
 def test_a_folder_without_settings_is_read_as_the_file_in_it(tmp_path: Path) -> None:
-    path = byte_level(tmp_path / "tokenizer.json", USUAL)
+    path = byte_level(tmp_path / "tokenizer.json", ROBERTA)
     assert load(tmp_path).record() == load(path).record()
 
 
@@ -279,10 +278,10 @@ def test_unusual_special_tokens_are_named_by_keys(tmp_path: Path) -> None:
 
 
 def test_two_usual_names_are_ambiguous(tmp_path: Path) -> None:
-    path = byte_level(tmp_path / "tokenizer.json", {**USUAL, "other": "[MASK]"})
+    path = byte_level(tmp_path / "tokenizer.json", {**ROBERTA, "other": "[MASK]"})
     with pytest.raises(CorpusError, match=r"mask may be \[MASK\] or <mask>"):
         load(path)
-    assert load(JsonTokenizer(path=path, mask="<mask>")).names == USUAL
+    assert load(JsonTokenizer(path=path, mask="<mask>")).names == ROBERTA
 
 
 # Single characters and their continuations, so that a difference is not hidden by [UNK].
@@ -300,7 +299,7 @@ def both(lowercase: bool, strip: bool | None = None) -> tuple[Tokens, Tokens]:
     return slow, accelerated(word_piece(RICH, lowercase, strip, origin="test"))
 
 
-def same(lowercase: bool, texts: list[str], strip: bool | None = None) -> None:
+def assert_same_ids(lowercase: bool, texts: list[str], strip: bool | None = None) -> None:
     """Check that both backends of `Tokens`, and `tokenizers` alone, give the same ids."""
     slow, fast = both(lowercase, strip)
     encoded = fast.encode_batch(texts)
@@ -328,7 +327,7 @@ fragments = st.one_of(
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(st.booleans(), st.lists(st.text(characters, max_size=60), max_size=8))
 def test_any_unicode_has_the_same_ids_on_both_backends(lowercase: bool, texts: list[str]) -> None:
-    same(lowercase, texts)
+    assert_same_ids(lowercase, texts)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
@@ -336,7 +335,7 @@ def test_any_unicode_has_the_same_ids_on_both_backends(lowercase: bool, texts: l
 def test_words_and_literals_have_the_same_ids_on_both_backends(
     lowercase: bool, parts: list[str]
 ) -> None:
-    same(lowercase, ["".join(parts), " ".join(parts)])
+    assert_same_ids(lowercase, ["".join(parts), " ".join(parts)])
 
 
 @pytest.mark.parametrize(
@@ -350,7 +349,7 @@ def test_every_character_has_the_same_ids_on_both_backends(
     codes = [*range(0xD800), *range(0xE000, 0x10000), *range(0x1D400, 0x1FB00)]
     words = [f"e{chr(code)}\u0301x {chr(code)}" for code in codes]
     texts = [" ".join(words[start : start + 16]) for start in range(0, len(words), 16)]
-    same(lowercase, texts, strip)
+    assert_same_ids(lowercase, texts, strip)
 
 
 def test_accelerate_returns_why_it_is_not_used(
@@ -368,7 +367,7 @@ def test_accelerate_returns_why_it_is_not_used(
     other = Tokenizer(models.WordPiece(numbered, unk_token="[UNK]"))
     other.normalizer = normalizers.Replace("a", "b")
     other.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    assert "does not support it" in Tokens(other, names(), "here").accelerate(["hello"])
+    assert "does not support it" in Tokens(other, BERT, "here").accelerate(["hello"])
 
     real = nanotoken.WordPieceTokenizer
 
@@ -390,10 +389,6 @@ def test_accelerate_returns_why_it_is_not_used(
     tokens = load(vocabulary)
     assert tokens.accelerate(["hello"]) == f"nanotoken is not installed; {extra('fast')}"
     assert shown(tokens, "hello worlds") == ["hello", "world", "##s"]
-
-
-def names() -> dict[str, str]:
-    return dict(zip(["pad", "unk", "cls", "sep", "mask"], SPECIAL, strict=True))
 
 
 TRAIN = """
