@@ -22,6 +22,7 @@ MILLION = 10**6
 # bytes of the one large document; every kind of source but plain text gets a quarter by default
 LARGE = int(os.environ.get("DISTIL_TEST_LARGE_BYTES", 8 * 2**20))
 PART = LARGE if "DISTIL_TEST_LARGE_BYTES" in os.environ else LARGE // 4
+DROPPED = None if PART > 2**23 else {}  # of a corpus whose large document has PART bytes
 CUT = "cut short|damaged|unreadable|no whole XML"
 
 
@@ -57,16 +58,8 @@ def blocks(size: int) -> Iterator[str]:
         yield "\n".join(" ".join(chosen[i : i + 100]) for i in range(0, 10_000, 100)) + "\n"
 
 
-def text(path: Path, document: str = "file") -> dict[str, Any]:
-    return {"kind": "text", "path": str(path), "document": document}
-
-
-def jsonl(path: Path, **keys: Any) -> dict[str, Any]:
-    return {"kind": "jsonl", "path": str(path), **keys}
-
-
-def mediawiki(path: Path) -> dict[str, Any]:
-    return {"kind": "mediawiki", "path": str(path)}
+def source(kind: str, path: Path, **keys: Any) -> dict[str, Any]:
+    return {"kind": kind, "path": str(path), **keys}
 
 
 HEAD = "<mediawiki><siteinfo><base>https://x.org/wiki/A</base></siteinfo>\n"
@@ -96,14 +89,14 @@ def record(text: str, **fields: Any) -> bytes:
 
 def _lines(folder: Path, lines: list[bytes], **expected: Any) -> Hostile:
     """Write a file in which each line is a document."""
-    return Hostile([text(write_lines(folder / "t.txt", lines), "line")], **expected)
+    path = write_lines(folder / "t.txt", lines)
+    return Hostile([source("text", path, document="line")], **expected)
 
 
-def _with_good(folder: Path, name: str, content: bytes) -> Path:
+def _with_good(folder: Path, name: str, content: bytes) -> None:
     """Write a file next to a text that is read whatever happens to the file."""
     (folder / name).write_bytes(content)
     (folder / "good.txt").write_text(prose(1))
-    return folder
 
 
 # --- characters
@@ -121,7 +114,7 @@ def lone_surrogates(folder: Path) -> Hostile:
         ],
     )
     dropped = {"lone surrogate": 2, "not utf-8": 1}
-    return Hostile([jsonl(path, id_field="id")], documents_in=5, dropped=dropped)
+    return Hostile([source("jsonl", path, id_field="id")], documents_in=5, dropped=dropped)
 
 
 def nul_in_a_line(folder: Path) -> Hostile:
@@ -131,18 +124,18 @@ def nul_in_a_line(folder: Path) -> Hostile:
 
 def nul_in_a_file(folder: Path) -> Hostile:
     _with_good(folder, "bad.txt", f"{prose(2)}\0{prose(3)}".encode())
-    return Hostile([text(folder)], documents_in=2, dropped={"binary": 1})
+    return Hostile([source("text", folder)], documents_in=2, dropped={"binary": 1})
 
 
 def nul_in_json(folder: Path) -> Hostile:
     path = write_lines(folder / "n.jsonl", [record(f"{prose(n)}\0{prose(n + 9)}") for n in (1, 2)])
-    return Hostile([jsonl(path)], documents_in=2)
+    return Hostile([source("jsonl", path)], documents_in=2)
 
 
 def line_separators_in_json(folder: Path) -> Hostile:
     texts = [f"{prose(n)}{mark}{prose(n + 9)}" for n, mark in enumerate("\u2028\u2029\x85")]
     raw = [json.dumps({"text": one}, ensure_ascii=False).encode() for one in texts]
-    return Hostile([jsonl(write_lines(folder / "u.jsonl", raw))], documents_in=3)
+    return Hostile([source("jsonl", write_lines(folder / "u.jsonl", raw))], documents_in=3)
 
 
 def not_utf8(folder: Path) -> Hostile:
@@ -154,7 +147,7 @@ def combining_marks(folder: Path) -> Hostile:
     """Alternate marks of two classes: NFC takes quadratic time to sort them."""
     marks = "a" + "\u0301\u0323" * (MILLION // 2)
     path = write_lines(folder / "m.jsonl", [record(prose(1)), record(marks)])
-    return Hostile([jsonl(path)], documents_in=2, dropped=None)
+    return Hostile([source("jsonl", path)], documents_in=2, dropped=None)
 
 
 # --- sizes
@@ -164,73 +157,73 @@ def large_text(folder: Path, size: int = LARGE) -> Hostile:
     path = folder / "large.txt"
     with path.open("w") as file:
         file.writelines(blocks(size))
-    return Hostile([text(path)])
+    return Hostile([source("text", path)])
 
 
-def large_paragraph(folder: Path, size: int = PART) -> Hostile:
-    source = large_text(folder, size).sources[0]
-    return Hostile([source | {"document": "paragraph"}])
+def large_paragraph(folder: Path) -> Hostile:
+    large_text(folder, PART)
+    return Hostile([source("text", folder, document="paragraph")])
 
 
-def large_sentences(folder: Path, size: int = PART) -> Hostile:
+def large_sentences(folder: Path) -> Hostile:
     path = folder / "large.txt"
     with path.open("w") as file:
-        file.writelines(block.replace("\n", " ") for block in blocks(size))
+        file.writelines(block.replace("\n", " ") for block in blocks(PART))
     (folder / "small.txt").write_text(prose(1))
     # A line above the limit is not a document.
-    return Hostile([{"kind": "sentences", "path": str(folder)}], documents_in=2, dropped=None)
+    return Hostile([source("sentences", folder)], documents_in=2, dropped=None)
 
 
-def large_json(folder: Path, size: int = PART) -> Hostile:
+def large_json(folder: Path) -> Hostile:
     path = folder / "large.jsonl"
     with path.open("w") as file:
         file.write(record(prose(1)).decode() + '\n{"text": "')
-        file.writelines(block.replace("\n", "\\n") for block in blocks(size))
+        file.writelines(block.replace("\n", "\\n") for block in blocks(PART))
         file.write('"}\n')
-    return Hostile([jsonl(path)], documents_in=2, dropped=None if size > 2**23 else {})
+    return Hostile([source("jsonl", path)], documents_in=2, dropped=DROPPED)
 
 
-def large_page(folder: Path, size: int = PART) -> Hostile:
+def large_page(folder: Path) -> Hostile:
     path = folder / "large.xml"
     with path.open("w") as file:
         file.write(HEAD + page(1) + PAGE.format(2))
-        file.writelines(blocks(size))
+        file.writelines(blocks(PART))
         file.write(PAGE_END + TAIL)
-    return Hostile([mediawiki(path)], documents_in=2, dropped=None if size > 2**23 else {})
+    return Hostile([source("mediawiki", path)], documents_in=2, dropped=DROPPED)
 
 
-def large_record(folder: Path, size: int = PART) -> Hostile:
+def large_record(folder: Path) -> Hostile:
     path = folder / "large.parquet"
-    pq.write_table(pa.table({"text": [prose(1), "".join(blocks(size))]}), path)
-    dropped = None if size > 2**23 else {}
-    return Hostile([{"kind": "parquet", "path": str(path)}], documents_in=2, dropped=dropped)
+    pq.write_table(pa.table({"text": [prose(1), "".join(blocks(PART))]}), path)
+    return Hostile([source("parquet", path)], documents_in=2, dropped=DROPPED)
 
 
-def large_book(folder: Path, size: int = PART) -> Hostile:
-    large_text(folder, size)
+def large_book(folder: Path) -> Hostile:
+    large_text(folder, PART)
     (folder / "small.txt").write_text(prose(1))
-    dropped = None if size > 2**23 else {}
-    return Hostile([{"kind": "books", "path": str(folder)}], documents_in=2, dropped=dropped)
+    return Hostile([source("books", folder)], documents_in=2, dropped=DROPPED)
 
 
 def bomb_as_file(folder: Path) -> Hostile:
-    return Hostile([text(_with_good(folder, "b.txt.bz2", bomb(b"a", streams=4)))], dropped=None)
+    _with_good(folder, "bomb.txt.bz2", bomb(b"a", streams=4))
+    return Hostile([source("text", folder)], dropped=None)
 
 
 def bomb_of_spaces(folder: Path) -> Hostile:
     _with_good(folder, "bomb.txt.bz2", bomb(b" "))
-    return Hostile([text(folder)], documents_in=2, dropped={"empty": 1})
+    return Hostile([source("text", folder)], documents_in=2, dropped={"empty": 1})
 
 
 def bomb_of_line_ends(folder: Path) -> Hostile:
     _with_good(folder, "bomb.txt.bz2", bomb(b"\n", streams=1))
-    return Hostile([text(folder, "line")], documents_in=1)
+    return Hostile([source("text", folder, document="line")], documents_in=1)
 
 
 def bomb_as_line(folder: Path) -> Hostile:
     first = bz2.compress(prose(2).encode() + b"\n")
     _with_good(folder, "bomb.txt.bz2", first + bomb(b"a"))
-    return Hostile([text(folder, "line")], documents_in=3, dropped={"too long": 1})
+    lines = source("text", folder, document="line")
+    return Hostile([lines], documents_in=3, dropped={"too long": 1})
 
 
 def bomb_as_json(folder: Path) -> Hostile:
@@ -238,19 +231,19 @@ def bomb_as_json(folder: Path) -> Hostile:
     assert len(packed) < 2**15
     (folder / "bomb.jsonl.zst").write_bytes(packed)
     write_lines(folder / "good.jsonl", [record(prose(1))])
-    return Hostile([jsonl(folder)], documents_in=2, dropped={"too long": 1})
+    return Hostile([source("jsonl", folder)], documents_in=2, dropped={"too long": 1})
 
 
 def bomb_as_book(folder: Path) -> Hostile:
-    source = {"kind": "books", "path": str(_with_good(folder, "bomb.txt.bz2", bomb(b"a")))}
-    return Hostile([source], documents_in=2, dropped={"too long": 1})
+    _with_good(folder, "bomb.txt.bz2", bomb(b"a"))
+    return Hostile([source("books", folder)], documents_in=2, dropped={"too long": 1})
 
 
 def bomb_as_page(folder: Path) -> Hostile:
     path = folder / "dump.xml.bz2"
     before, after = HEAD + page(1) + PAGE.format(2), PAGE_END + page(3) + TAIL
     path.write_bytes(bz2.compress(before.encode()) + bomb(b"a") + bz2.compress(after.encode()))
-    return Hostile([mediawiki(path)], documents_in=3, dropped={"too long": 1})
+    return Hostile([source("mediawiki", path)], documents_in=3, dropped={"too long": 1})
 
 
 def bomb_as_record(folder: Path) -> Hostile:
@@ -258,7 +251,7 @@ def bomb_as_record(folder: Path) -> Hostile:
     table = pa.table({"text": [prose(1)] + ["a" * 2**22] * 16})
     pq.write_table(table, path, compression="zstd", use_dictionary=False)
     assert path.stat().st_size < 2**20
-    return Hostile([{"kind": "parquet", "path": str(path)}], dropped=None)
+    return Hostile([source("parquet", path)], dropped=None)
 
 
 def bomb_as_row_group(folder: Path) -> Hostile:
@@ -267,14 +260,13 @@ def bomb_as_row_group(folder: Path) -> Hostile:
     table = pa.table({"text": ["a" * 2**22] * 64})
     pq.write_table(table, path, compression="zstd", use_dictionary=False)
     pq.write_table(pa.table({"text": [prose(1)]}), folder / "good.parquet")
-    source = {"kind": "parquet", "path": str(folder)}
-    return Hostile([source], documents_in=65, dropped={"too long": 64})
+    return Hostile([source("parquet", folder)], documents_in=65, dropped={"too long": 64})
 
 
 def ten_thousand_files(folder: Path) -> Hostile:
     for number in range(10_000):
         (folder / f"{number}.txt").write_text(prose(number, words=12))
-    return Hostile([text(folder)], documents_in=10_000)
+    return Hostile([source("text", folder)], documents_in=10_000)
 
 
 # --- tokens
@@ -297,7 +289,7 @@ def spelt_special_tokens(folder: Path) -> Hostile:
 
 def _xml(folder: Path, content: str, error: str) -> Hostile:
     (folder / "dump.xml").write_text(content)
-    return Hostile([mediawiki(folder / "dump.xml")], error=error, culprit="dump.xml")
+    return Hostile([source("mediawiki", folder / "dump.xml")], error=error, culprit="dump.xml")
 
 
 def billion_laughs(folder: Path) -> Hostile:
@@ -328,7 +320,7 @@ def long_xml_token(folder: Path) -> Hostile:
 def deep_xml(folder: Path) -> Hostile:
     deep = "<b>" * 300_000 + "</b>" * 300_000
     (folder / "dump.xml").write_text(HEAD + deep + page(1) + TAIL)
-    return Hostile([mediawiki(folder / "dump.xml")], documents_in=1)
+    return Hostile([source("mediawiki", folder / "dump.xml")], documents_in=1)
 
 
 # Markup that opens and, in some pages, closes again.
@@ -344,15 +336,15 @@ def nested_wikitext(folder: Path) -> Hostile:
     for number, (start, end) in enumerate(WIKITEXT.items(), start=2):
         pages.append(page(number, f"{prose(number)}\n{start * 20_000}{end * 20_000}"))
     (folder / "dump.xml").write_text(HEAD + "".join(pages) + TAIL)
-    return Hostile([mediawiki(folder / "dump.xml")], documents_in=len(pages), dropped=None)
+    return Hostile([source("mediawiki", folder)], documents_in=len(pages), dropped=None)
 
 
 # --- files cut short
 
 
-def _half(path: Path, content: bytes, source: dict[str, Any]) -> Hostile:
+def _half(path: Path, content: bytes, kind: str, **keys: Any) -> Hostile:
     path.write_bytes(content[: len(content) * 2 // 3 - 100])
-    return Hostile([source], error=CUT, culprit=path.name)
+    return Hostile([source(kind, path, **keys)], error=CUT, culprit=path.name)
 
 
 def _dump(pages: int = 400) -> bytes:
@@ -360,11 +352,11 @@ def _dump(pages: int = 400) -> bytes:
 
 
 def cut_xml(folder: Path) -> Hostile:
-    return _half(folder / "dump.xml", _dump(), mediawiki(folder))
+    return _half(folder / "dump.xml", _dump(), "mediawiki")
 
 
 def cut_bz2(folder: Path) -> Hostile:
-    return _half(folder / "dump.xml.bz2", bz2.compress(_dump()), mediawiki(folder))
+    return _half(folder / "dump.xml.bz2", bz2.compress(_dump()), "mediawiki")
 
 
 def cut_multistream(folder: Path) -> Hostile:
@@ -372,30 +364,29 @@ def cut_multistream(folder: Path) -> Hostile:
     content = _dump()
     streams = [bz2.compress(content[i : i + 5000]) for i in range(0, len(content), 5000)]
     path.write_bytes(b"".join(streams[: len(streams) // 2]))  # between two streams
-    return Hostile([mediawiki(path)], error=CUT, culprit=path.name)
+    return Hostile([source("mediawiki", path)], error=CUT, culprit=path.name)
 
 
 def cut_gzip(folder: Path) -> Hostile:
     content = b"\n".join(record(prose(n)) for n in range(400))
-    return _half(folder / "c.jsonl.gz", gzip.compress(content), jsonl(folder))
+    return _half(folder / "c.jsonl.gz", gzip.compress(content), "jsonl")
 
 
 def cut_zstd(folder: Path) -> Hostile:
     content = "\n".join(prose(n) for n in range(400)).encode()
-    return _half(folder / "c.txt.zst", zstandard.compress(content), text(folder, "line"))
+    return _half(folder / "c.txt.zst", zstandard.compress(content), "text", document="line")
 
 
 def cut_parquet(folder: Path) -> Hostile:
     path = folder / "c.parquet"
     pq.write_table(pa.table({"text": [prose(n) for n in range(400)]}), path)
-    return _half(path, path.read_bytes(), {"kind": "parquet", "path": str(path)})
+    return _half(path, path.read_bytes(), "parquet")
 
 
 def cut_extraction(folder: Path) -> Hostile:
-    path = folder / "wiki_00"
     article = '<doc id="{0}" url="u" title="T{0}">\nT{0}\n\n{1}\n</doc>\n'
     content = "".join(article.format(n, prose(n)) for n in range(30)).encode()
-    return _half(path, content, {"kind": "wikiextractor", "path": str(path)})
+    return _half(folder / "wiki_00", content, "wikiextractor")
 
 
 # --- records
@@ -417,7 +408,7 @@ def odd_json(folder: Path) -> Hostile:
             b"{}",
         ],
     )
-    return Hostile([jsonl(path)], documents_in=10, dropped=None)
+    return Hostile([source("jsonl", path)], documents_in=10, dropped=None)
 
 
 def same_ids(folder: Path) -> Hostile:
@@ -425,7 +416,7 @@ def same_ids(folder: Path) -> Hostile:
     for name, seed in (("a", 0), ("b", 100)):
         path = folder / f"{name}.jsonl"
         write_lines(path, [record(prose(seed + n), id=str(n // 2)) for n in range(10)])
-        sources.append(jsonl(path, id_field="id"))
+        sources.append(source("jsonl", path, id_field="id"))
     return Hostile(sources, documents_in=10)
 
 
@@ -433,19 +424,19 @@ def nothing_but_spaces(folder: Path) -> Hostile:
     empty = ["", " ", "\t\r\n \u3000", "\u200b\ufeff\u200e", "\x01\x02"]
     records = [record(prose(1)), *map(record, empty), b"", b"  ", record(prose(2))]
     path = write_lines(folder / "e.jsonl", records)
-    return Hostile([jsonl(path)], documents_in=7, dropped={"empty": 5})
+    return Hostile([source("jsonl", path)], documents_in=7, dropped={"empty": 5})
 
 
 def empty_files(folder: Path) -> Hostile:
     for name, content in (("a", b""), ("b", b"\n\n \n"), ("c", b"\xef\xbb\xbf")):
         (folder / f"{name}.txt").write_bytes(content)
     (folder / "d.txt").write_text(prose(1))
-    return Hostile([text(folder)], documents_in=4, dropped={"empty": 3})
+    return Hostile([source("text", folder)], documents_in=4, dropped={"empty": 3})
 
 
 def nothing_at_all(folder: Path) -> Hostile:
     (folder / "a.txt").touch()
-    return Hostile([text(folder)], error="no training row: 1 documents? read")
+    return Hostile([source("text", folder)], error="no training row: 1 documents? read")
 
 
 def odd_names(folder: Path) -> Hostile:
@@ -455,13 +446,13 @@ def odd_names(folder: Path) -> Hostile:
     os.mkfifo(folder / "pipe.txt")  # whoever opens it waits for ever
     (folder / "loop.txt").mkdir()
     (folder / "loop.txt" / "again").symlink_to(folder)
-    return Hostile([text(folder)], documents_in=len(names))
+    return Hostile([source("text", folder)], documents_in=len(names))
 
 
 def dangling_link(folder: Path) -> Hostile:
     (folder / "good.txt").write_text(prose(1))
     (folder / "gone.txt").symlink_to(folder / "nowhere")
-    return Hostile([text(folder)], error="cannot be read", culprit="gone.txt")
+    return Hostile([source("text", folder)], error="cannot be read", culprit="gone.txt")
 
 
 # --- splits
@@ -474,7 +465,7 @@ def empty_validation(folder: Path) -> Hostile:
 
 def single_document(folder: Path) -> Hostile:
     (folder / "one.txt").write_text(prose(1))
-    return Hostile([text(folder)], documents_in=1, changes={"validation": 0.5})
+    return Hostile([source("text", folder)], documents_in=1, changes={"validation": 0.5})
 
 
 CASES: dict[str, Callable[[Path], Hostile]] = {

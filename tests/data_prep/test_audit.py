@@ -161,13 +161,9 @@ def test_an_id_that_is_not_there_is_answered_with_near_ones_and_the_quarantine(
     with pytest.raises(CorpusError, match=r"near it: .*'doc 6'.*quarantine\.jsonl"):
         rows_of_document(folder, "docs 6")
     # What the quarantine names is said at once: the reason is the best answer.
+    place = {"source": "s", "where": "a.jsonl#7"}
+    entry = {**place, "reason": "no text", "detail": "has no 'text'"}
     with (folder / "quarantine.jsonl").open("a", encoding="utf-8") as file:
-        entry = {
-            "source": "s",
-            "where": "a.jsonl#7",
-            "reason": "no text",
-            "detail": "has no 'text'",
-        }
         file.write(json.dumps(entry) + "\n")
     with pytest.raises(CorpusError, match=r"it was dropped .*\(no text: has no 'text'\)"):
         rows_of_document(folder, "a.jsonl#7")

@@ -152,15 +152,14 @@ def test_a_destination_that_is_taken_is_refused_and_the_same_corpus_is_up_to_dat
     with pytest.raises(CorpusError, match="holds another corpus"):
         to_parquet(make_shards("other", seed=1), hub)
     assert contents(hub) == before
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("all of it", encoding="utf-8")
-    with pytest.raises(CorpusError, match="not empty"):
-        to_parquet(folder, tmp_path / "full")
-    with pytest.raises(CorpusError, match="not empty"):
-        to_parquet(folder, folder)
-    with pytest.raises(CorpusError, match="a file stands there"):
-        to_parquet(folder, tmp_path / "full" / "thesis.txt")
-    assert contents(tmp_path / "full") == {"thesis.txt": b"all of it"}
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.txt").write_text("all of it", encoding="utf-8")
+    taken = {full: "not empty", folder: "not empty", full / "thesis.txt": "a file stands there"}
+    for place, problem in taken.items():
+        with pytest.raises(CorpusError, match=problem):
+            to_parquet(folder, place)
+    assert contents(full) == {"thesis.txt": b"all of it"}
     next((hub / "data").glob("train-*")).write_bytes(b"cut off")
     with pytest.raises(CorpusError, match="damaged"):
         to_parquet(folder, hub)

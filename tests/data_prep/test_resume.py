@@ -69,8 +69,9 @@ def stop_before_finishing(config: CorpusConfig) -> dict[str, int]:
     return unit_times(config)
 
 
-def redone(before: dict[str, int], config: CorpusConfig) -> set[str]:
+def redone(config: CorpusConfig) -> set[str]:
     """Run all stages again; return those that made a unit again."""
+    before = unit_times(config)
     after = stop_before_finishing(config)
     return {name.split("/")[0] for name, moment in after.items() if before.get(name) != moment}
 
@@ -116,24 +117,22 @@ def test_finished_units_are_not_made_again(make_config: Any) -> None:
     before = stop_before_finishing(config)
     assert {name.split("/")[0] for name in before} == {*STAGES} - {"examples"}
     assert len([name for name in before if name.startswith("extract")]) > 3
-    assert redone(before, config) == set()
+    assert redone(config) == set()
 
 
 def test_an_altered_output_is_made_again_with_the_same_bytes(make_config: Any) -> None:
     config = make_config()
-    before = stop_before_finishing(config)
+    stop_before_finishing(config)
     work = config.output / ".work"
     part = work / "extract" / "000001" / "part-00000.arrow"
     data = part.read_bytes()
     flip_bit(part)
-    assert redone(before, config) == {"extract"}
+    assert redone(config) == {"extract"}
     assert part.read_bytes() == data
-    before = unit_times(config)
     (work / "pack" / "000000" / "32" / "shard.arrow").unlink()
-    assert redone(before, config) == {"pack"}
-    before = unit_times(config)
+    assert redone(config) == {"pack"}
     (work / "deduplicate" / "000000.json").write_text('{"half": ')
-    assert redone(before, config) == {"deduplicate"}
+    assert redone(config) == {"deduplicate"}
 
 
 @pytest.mark.parametrize(
@@ -150,18 +149,18 @@ def test_an_altered_output_is_made_again_with_the_same_bytes(make_config: Any) -
 def test_a_changed_key_repeats_the_units_that_depend_on_it(
     make_config: Any, change: dict[str, Any], stages: set[str]
 ) -> None:
-    before = stop_before_finishing(make_config())
-    assert redone(before, make_config(**change)) == stages
+    stop_before_finishing(make_config())
+    assert redone(make_config(**change)) == stages
 
 
 def test_a_changed_input_is_read_again(make_config: Any, tmp_path: Path) -> None:
     config = make_config()
-    before = stop_before_finishing(config)
+    stop_before_finishing(config)
     text = tmp_path / "texts" / "2.txt"
     os.utime(text)  # a copy: same bytes, another time
-    assert redone(before, config) == set()
+    assert redone(config) == set()
     text.write_text(text.read_text()[::-1])  # the same size
-    assert "extract" in redone(before, config)
+    assert "extract" in redone(config)
     fresh = make_config(output=tmp_path / "fresh")
     assert finalise(config, **SMALL).digest == prepare(fresh, **SMALL).digest
 
@@ -290,18 +289,17 @@ def test_an_input_that_changed_between_the_stages_is_noticed(
 
 def test_an_edited_record_is_ignored(make_config: Any) -> None:
     config = make_config()
-    before = stop_before_finishing(config)
+    stop_before_finishing(config)
     record = config.output / ".work" / "extract" / "000001.json"
     text = record.read_text()
     assert '"dropped":{}' in text
     record.write_text(text.replace('"dropped":{}', '"dropped":{"spam":50}'))
-    assert redone(before, config) == {"extract"}
+    assert redone(config) == {"extract"}
     assert record.read_text() == text
-    before = unit_times(config)
     record.unlink()
     record.mkdir()  # whatever stands in the way
     (record.parent / ".nfs0001").touch()
-    assert redone(before, config) == {"extract"}
+    assert redone(config) == {"extract"}
 
 
 def test_files_of_the_users_are_never_removed(make_config: Any) -> None:

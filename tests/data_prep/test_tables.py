@@ -20,22 +20,22 @@ from data_prep.text.wikipedia import repaired
 
 def test_jsonl(tmp_path: Path) -> None:
     records = [
-        b'{"text": "one", "id": 7, "t": "T"}',
-        b"{bad",
-        b'{"txt": "x"}',
-        b'{"text": 5}',
-        b'{"text": "\\ud800"}',
-        b'["text"]',
-        '{"text": "a\u2028b\u0085c", "id": null}'.encode(),
-        b'{"text": "\xff"}',
-        b"",
-        b'{"text": " "}',
-        b"[" * 100_000,
-        b'{"text": "x", "id": "' + b"9" * 20_000 + b'"}',
-        b'{"text": "nul \\u0000 and \0"}',
-        b'{"text": "last"}',
+        (b'{"text": "one", "id": 7, "t": "T"}', ""),
+        (b"{bad", "malformed json"),
+        (b'{"txt": "x"}', "no text"),
+        (b'{"text": 5}', "no text"),
+        (b'{"text": "\\ud800"}', "lone surrogate"),
+        (b'["text"]', "malformed json"),
+        ('{"text": "a\u2028b\u0085c", "id": null}'.encode(), ""),
+        (b'{"text": "\xff"}', "not utf-8"),
+        (b"", ""),
+        (b'{"text": " "}', "empty"),
+        (b"[" * 100_000, "malformed json"),
+        (b'{"text": "x", "id": "' + b"9" * 20_000 + b'"}', "too long"),
+        (b'{"text": "nul \\u0000 and \0"}', "malformed json"),
+        (b'{"text": "last"}', ""),
     ]
-    raw = b"\n".join(records)
+    raw = b"\n".join(record for record, _ in records)
     (tmp_path / "a.jsonl").write_bytes(raw)
     (tmp_path / "z.jsonl.zst").write_bytes(zstandard.compress(raw))
     at = [offset for offset, _ in lines_of(raw)]
@@ -49,16 +49,9 @@ def test_jsonl(tmp_path: Path) -> None:
                 Document("last", f"{name}@{at[13]}"),
             ]
             assert reasons(items) == [
-                (f"{name}@{at[1]}", "malformed json"),
-                (f"{name}@{at[2]}", "no text"),
-                (f"{name}@{at[3]}", "no text"),
-                (f"{name}@{at[4]}", "lone surrogate"),
-                (f"{name}@{at[5]}", "malformed json"),
-                (f"{name}@{at[7]}", "not utf-8"),
-                (f"{name}@{at[9]}", "empty"),
-                (f"{name}@{at[10]}", "malformed json"),
-                (f"{name}@{at[11]}", "too long"),
-                (f"{name}@{at[12]}", "malformed json"),
+                (f"{name}@{offset}", reason)
+                for offset, (_, reason) in zip(at, records, strict=True)
+                if reason
             ]
 
 

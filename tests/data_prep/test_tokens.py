@@ -33,8 +33,8 @@ BERT = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": 
 ROBERTA = {"pad": "<pad>", "unk": "<unk>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
 
 
-def write_vocabulary(folder: Path, tokens: list[str], name: str = "vocab.txt") -> Path:
-    path = folder / name
+def write_vocabulary(folder: Path, tokens: list[str]) -> Path:
+    path = folder / "vocab.txt"
     path.write_text("\n".join(tokens) + "\n", encoding="utf-8")
     return path
 
