@@ -46,6 +46,15 @@ def lines_of(raw: bytes) -> Iterator[tuple[int, bytes]]:
         offset += len(line) + 1
 
 
+def wiki_page(id: int, text: str, *, title: str = "A b", ns: int = 0, more: str = "") -> str:
+    """Return a page of a dump; ids of a revision and a contributor stand in it, too."""
+    return (
+        f"  <page>\n    <title>{title}</title>\n    <ns>{ns}</ns>\n    <id>{id}</id>{more}\n"
+        f"    <revision>\n      <id>9{id}</id>\n      <contributor><id>7</id></contributor>\n"
+        f"      <text>{text}</text>\n    </revision>\n  </page>\n"
+    )
+
+
 def real_files(archive: str, part: str, num: int = 10**9) -> dict[str, bytes]:
     """Return the first files of an archive whose path has this part; skip a test without it."""
     path = Path(__file__).parents[3] / "shared/data" / archive

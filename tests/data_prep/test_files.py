@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from processes import ROOT, python
-from reading import COMPRESS, LIMITS, Quiet, documents, lines_of, read_all, served
+from reading import COMPRESS, LIMITS, Quiet, documents, lines_of, read_all, served, wiki_page
 
 from data_prep import CorpusError
 from data_prep.sources import Jsonl, Mediawiki, Parquet, Piece, Sentences, Text, files
@@ -138,16 +138,11 @@ def fill(folder: str, write: Callable[[str, bytes], None], tmp_path: Path) -> No
     )
     write(f"{folder}/p.parquet", (tmp_path / "p").read_bytes())
     head = b"<mediawiki><siteinfo><base>https://x/y</base></siteinfo>"
-    text = b"".join(
-        b"<page><title>T</title><ns>0</ns><id>%d</id><revision><text>w</text></revision></page>" % i
-        for i in range(20)
-    )
+    text = "".join(wiki_page(i, "w") for i in range(20)).encode()
     stored = bz2.compress(head)
     write(f"{folder}/w-multistream-index.txt.bz2", bz2.compress(b"%d:0:T\n" % len(stored)))
-    write(
-        f"{folder}/w-multistream.xml.bz2",
-        stored + bz2.compress(text) + bz2.compress(b"</mediawiki>"),
-    )
+    dump = stored + bz2.compress(text) + bz2.compress(b"</mediawiki>")
+    write(f"{folder}/w-multistream.xml.bz2", dump)
 
 
 def sources_in(folder: str) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from reading import LIMITS, documents, read_all
+from reading import LIMITS, documents, read_all, wiki_page
 
 from data_prep import CorpusError
 from data_prep.sources import Document, Mediawiki
@@ -22,11 +22,7 @@ HEAD = (
 
 
 def page(id: int, text: str, *, ns: int = 0) -> str:
-    return (
-        f"  <page>\n    <title>Seite {id}</title>\n    <ns>{ns}</ns>\n    <id>{id}</id>\n"
-        f"    <revision>\n      <id>9{id}</id>\n      <text>{text}</text>\n    </revision>\n"
-        "  </page>\n"
-    )
+    return wiki_page(id, text, title=f"Seite {id}", ns=ns)
 
 
 def some_pages() -> list[str]:

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading import documents, read_all, real_files
+from reading import documents, read_all, real_files, wiki_page
 
 from data_prep import CorpusError
 from data_prep.sources import Document, Mediawiki, Rejected
@@ -200,19 +200,12 @@ def dump(pages: str, head: str = "") -> str:
     )
 
 
-def page(id: int, text: str, *, title: str = "A b", ns: int = 0, more: str = "") -> str:
-    return (
-        f"<page><title>{title}</title><ns>{ns}</ns><id>{id}</id>{more}<revision><id>99{id}</id>"
-        f"<contributor><id>7</id></contributor><text>{text}</text></revision></page>"
-    )
-
-
 PAGES = (
-    page(1, "Eins [[Datei:x.png|mini|Bild]] &amp;amp; zwei", title="\u00c4 &amp; b")
-    + page(2, "Rede", ns=1)
-    + page(3, "#REDIRECT", more='<redirect title="Z"/>')
-    + page(4, "{{only}}")
-    + page(5, "F\u00fcnf")
+    wiki_page(1, "Eins [[Datei:x.png|mini|Bild]] &amp;amp; zwei", title="\u00c4 &amp; b")
+    + wiki_page(2, "Rede", ns=1)
+    + wiki_page(3, "#REDIRECT", more='<redirect title="Z"/>')
+    + wiki_page(4, "{{only}}")
+    + wiki_page(5, "F\u00fcnf")
 )
 ARTICLES = [
     Document("Eins & zwei", "1", "\u00c4 & b", "https://de.wikipedia.org/wiki/%C3%84_%26_b"),
