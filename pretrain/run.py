@@ -22,7 +22,7 @@ from pretrain.distributed.processes import jointly
 from pretrain.inputs import Inputs
 from pretrain.kernels.compilation import check_compiler
 from pretrain.kernels.head.triton_support import use_triton
-from pretrain.model.distillation import Distillation
+from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.model.families import MaskedLM
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
@@ -123,6 +123,8 @@ def build(
         compiled=train.compile,
         recompute=train.activation_checkpointing,
     )
+    if not config.objective.needs_logits:
+        freeze_unreached(module, inputs, device)
     # Then wrap: DDP or ZeRO owns the optimizer from here on.
     optimizer = build_optimizer(student, config.optimizer, accelerator.device)
     parallel: Parallel = (ZeRO if uses_deepspeed() else DDP)(accelerator, module, optimizer, config)
@@ -159,6 +161,26 @@ def build(
         state=inputs.state,
         resumed_at=inputs.resumed_at,
     )
+
+
+def freeze_unreached(module: Distillation, inputs: Inputs, device: torch.device) -> None:
+    """Freeze the parameters that no term reaches, such as an LM head without a term on logits.
+
+    DDP would wait for their gradients, and ZeRO would decay their weights. One row's backward pass
+    finds them; its gradients and random numbers are discarded.
+    """
+    special = inputs.manifest.tokenizer.special_ids
+    row = (values[:1] for values in inputs.dataset[inputs.state.step])
+    batch = micro_batch(*row, cls_id=special.cls, pad_id=special.pad).to(device)
+    plain = Distillation(module.student, module.teacher, module.terms, pad_id=special.pad)
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus):
+        # Without autocast, which would keep casts of weights for the first step.
+        loss, _ = plain(*batch, torch.ones(len(module.terms), device=device))
+        loss.backward()
+    for parameter in module.student.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        parameter.grad = None
 
 
 def write_checkpoint(run: Run, *, wait: bool = False) -> float:
@@ -216,9 +238,10 @@ def build_optimizer(student: nn.Module, config: Optimizer, device: torch.device)
     The filter is the number of dimensions: DistilBERT's norms have names that no filter by name
     catches.
     """
+    trained = [p for p in student.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in student.parameters() if p.dim() > 1]},
-        {"params": [p for p in student.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     return AdamW(
         groups,

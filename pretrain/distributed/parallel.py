@@ -204,12 +204,15 @@ class ZeRO:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         weights, optimizer, scaler = None, {}, None
-        for name, parameter in student.named_parameters():
+        # DeepSpeed holds nothing of frozen parameters.
+        trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
+        for name, parameter in trained.items():
             for key in MOMENTS:
                 optimizer[f"{name}/{key}"] = safe_get_full_optimizer_state(parameter, key)
             optimizer[f"{name}/{STEP}"] = self.states[0][STEP]
         if self.scaled:
-            weights = {name: safe_get_full_fp32_param(p) for name, p in student.named_parameters()}
+            weights = {name: p.detach().float() for name, p in student.named_parameters()}
+            weights |= {name: safe_get_full_fp32_param(p) for name, p in trained.items()}
             fields = vars(self.zero.loss_scaler)
             scaler = {key: value for key, value in fields.items() if isinstance(value, int | float)}
         return ParallelState(weights, optimizer, scaler)
@@ -224,7 +227,7 @@ class ZeRO:
         from deepspeed.utils import safe_set_full_optimizer_state
 
         for name, parameter in student.named_parameters():
-            for key in MOMENTS:
+            for key in MOMENTS if parameter.requires_grad else ():
                 if f"{name}/{key}" in optimizer:
                     value = optimizer[f"{name}/{key}"].to(parameter.device)
                     safe_set_full_optimizer_state(parameter, value, key)

@@ -109,8 +109,6 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         allow_tf32(device)
     # Accelerate keeps the first precision of a process; a second run may use another.
     AcceleratorState._reset_state()
-    # The LM head gets no gradient when no term reads logits, and DDP would wait for it.
-    unused = not config.objective.needs_logits
     return Accelerator(
         cpu=device.type == "cpu" and not uses_deepspeed(),
         mixed_precision=precision.deepspeed if uses_deepspeed() else precision.accelerate,
@@ -119,11 +117,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
         # The loop accumulates. A number from a launcher's environment would divide every loss.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         kwargs_handlers=[
-            DistributedDataParallelKwargs(
-                broadcast_buffers=False,
-                gradient_as_bucket_view=True,
-                find_unused_parameters=unused,
-            )
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         ],
     )
 
