@@ -1,10 +1,12 @@
-"""Define MiniLM version 2 (Wang et al. 2021, arXiv 2012.15828, section 3).
+"""Define MiniLM version 2 (Wang et al. 2021, arXiv 2012.15828) and 1 (2020, arXiv 2002.10957).
 
-    L = KL(R_QQ) + KL(R_KK) + KL(R_VV),   R_XX = softmax(X X^T / sqrt(d)) of each relation head
+    version 2:  L = KL(R_QQ) + KL(R_KK) + KL(R_VV)
+    version 1:  L = KL(R_QK) + KL(R_VV),   R_XY = softmax(X Y^T / sqrt(d)) of each relation head
 
 X is the query, key or value of one layer of the teacher and of the student's last layer. All heads
-side by side are split again into `relation_heads`, so widths and attention heads may differ. Each
-KL is a mean over tokens and relation heads, between the tokens of a document.
+side by side are split again into `relation_heads`, so widths and attention heads may differ.
+Version 1 compares the attention of each head, so both models need as many. Each KL is a mean over
+tokens and heads, between the tokens of a document.
 
 Nothing after the values of the student's last layer gets a gradient: neither the rest of that layer
 nor the LM head. They are trained with a downstream task.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pretrain import RunError
 from pretrain.objectives.objective import Objective
@@ -24,49 +26,80 @@ if TYPE_CHECKING:
 
 
 class MiniLM(Objective):
-    """Configure the relations; `teacher_layer` counts from 0, and from the end if negative."""
+    """Configure the relations; `teacher_layer` counts from 0, and from the end if negative.
+
+    `relation_heads` is for version 2; version 1 takes the attention heads.
+    """
 
     needs_logits: ClassVar[bool] = False
     corrupts: ClassVar[bool] = False  # the paper compares models on text without masks
-    published: ClassVar[str] = "the objective of MiniLM v2, arXiv 2012.15828"
 
     name: Literal["minilm"] = "minilm"
+    version: Literal[1, 2] = 2
     relation_heads: int = Field(48, ge=1, le=2**10)  # the paper's for a teacher of width 768
     teacher_layer: int = -1  # the paper takes a layer before the last one of teachers of 24 layers
+
+    @model_validator(mode="after")
+    def heads_are_used(self) -> MiniLM:
+        """Refuse a number of heads that version 1 would ignore."""
+        default = type(self).model_fields["relation_heads"].default
+        if self.version == 1 and self.relation_heads != default:
+            raise ValueError("relation_heads is for version 2; version 1 takes the attention heads")
+        return self
+
+    @property
+    def published(self) -> str:
+        """Return the paper's name."""
+        number = {1: "2002.10957", 2: "2012.15828"}[self.version]
+        return f"the objective of MiniLM v{self.version}, arXiv {number}"
 
     @property
     def sentence(self) -> str:
         """Return the terms, for the model card."""
-        return (
-            "KL(teacher || student) of the query, key and value relations of "
-            f"{self.relation_heads} heads, at layer {self.teacher_layer} of the teacher"
-        )
+        what = "attention and of the value relations of each head"
+        if self.version == 2:
+            what = f"query, key and value relations of {self.relation_heads} heads"
+        return f"KL(teacher || student) of the {what}, at layer {self.teacher_layer} of the teacher"
 
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
-        """Return a term for each of query, key and value, with weight 1."""
+        """Return a term for each relation, with weight 1."""
         assert teacher is not None
         if not -teacher.num_layers <= self.teacher_layer < teacher.num_layers:
             raise RunError(
                 f"objective.teacher_layer {self.teacher_layer}: the teacher has layers 0 to "
                 f"{teacher.num_layers - 1}, or -1 for the last one"
             )
-        for who, shape in (("student", student), ("teacher", teacher)):
-            if shape.hidden_size % self.relation_heads:
+        heads = self.relation_heads
+        if self.version == 1:
+            heads = teacher.num_heads
+            if student.num_heads != heads:
                 raise RunError(
-                    f"objective.relation_heads {self.relation_heads}: does not divide the {who}'s "
+                    f"objective.version 1: compares attention heads, and the student has "
+                    f"{student.num_heads}, the teacher {heads}; set student.num_attention_heads: "
+                    f"{heads}, or objective.version: 2"
+                )
+        for who, shape in (("student", student), ("teacher", teacher)):
+            if shape.hidden_size % heads:
+                raise RunError(
+                    f"objective.relation_heads {heads}: does not divide the {who}'s "
                     f"width {shape.hidden_size}; take a divisor of both widths"
                 )
         from pretrain.objectives.terms import Signal, relation_term
 
-        kinds: dict[str, Kind] = {"queries": "query", "keys": "key", "values": "value"}
-        layers = student.num_layers - 1, self.teacher_layer % teacher.num_layers
+        relations: dict[str, tuple[Kind, Kind]] = {
+            "queries": ("query", "query"),
+            "keys": ("key", "key"),
+            "values": ("value", "value"),
+        }
+        if self.version == 1:
+            relations = {"attention": ("query", "key"), "values": ("value", "value")}
+        ours, theirs = student.num_layers - 1, self.teacher_layer % teacher.num_layers
         return tuple(
             relation_term(
                 name,
-                heads=self.relation_heads,
-                # A relation of X with itself. Two different signals would do as well.
-                student=(Signal(kind, layers[0]),) * 2,
-                teacher=(Signal(kind, layers[1]),) * 2,
+                heads=heads,
+                student=(Signal(x, ours), Signal(y, ours)),
+                teacher=(Signal(x, theirs), Signal(y, theirs)),
             )
-            for name, kind in kinds.items()
+            for name, (x, y) in relations.items()
         )

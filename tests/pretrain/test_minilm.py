@@ -109,6 +109,55 @@ def test_the_loss_and_its_gradient_are_the_formula(
     assert compared > 20
 
 
+def test_version_1_compares_attention_and_value_relations(
+    packed_ids: Tensor, documents: list[list[list[int]]]
+) -> None:
+    """Compare with the attention that Transformers returns, each document alone, in fp64."""
+    teacher = tiny_bert().requires_grad_(False)
+    student = build_student(
+        Student(architecture="same", num_layers=2, dropout=0, attention_dropout=0),
+        as_teacher(teacher),
+        seed=0,
+    )
+    objective = MiniLM(version=1, teacher_layer=2)
+    module = Distillation(
+        student, teacher, objective.terms(shape_of(student), shape_of(teacher)), pad_id=0
+    )
+    batch = masked_batch(packed_ids)
+    _, sums = module(*batch, torch.ones(2))
+    alone = copy.deepcopy(student).double(), copy.deepcopy(teacher).double()
+    for model in alone:
+        model.set_attn_implementation("eager")
+    exact = torch.zeros(2, dtype=torch.float64)
+    for row, row_documents in enumerate(documents):
+        begin = 0
+        for length in map(len, row_documents):
+            ids = batch.input_ids[row, begin : begin + length][None]
+            begin += length
+            probabilities = [
+                model(input_ids=ids, output_attentions=True).attentions[layer][0]
+                for model, layer in zip(alone, (1, 2), strict=True)
+            ]
+            heads = shape_of(teacher).num_heads
+            related = [
+                relations(model, ids[0], layer, heads)["value"]
+                for model, layer in zip(alone, (1, 2), strict=True)
+            ]
+            for i, (ours, theirs) in enumerate((probabilities, related)):
+                exact[i] += (theirs * (theirs.log() - ours.log())).sum() / heads
+    assert [term.name for term in module.terms] == ["attention", "values"]
+    assert exact.min() > 1e-3
+    assert (sums - exact).abs().max() < 1e-5 * exact.max()
+
+
+def test_version_1_needs_as_many_heads() -> None:
+    with refused("the student has 2, the teacher 4", "student.num_attention_heads: 4"):
+        MiniLM(version=1).terms(Shape(2, 16, 2), Shape(4, 32, 4))
+    with pytest.raises(ValueError, match="relation_heads is for version 2"):
+        MiniLM(version=1, relation_heads=8)
+    assert "2002.10957" in MiniLM(version=1).published and "attention" in MiniLM(version=1).sentence
+
+
 def test_sizes_that_do_not_fit_are_refused() -> None:
     student, teacher = Shape(2, 16, 2), Shape(4, 32, 4)
     with refused("relation_heads 48", "the student's width 16", "divisor of both widths"):
