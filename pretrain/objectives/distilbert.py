@@ -1,12 +1,14 @@
 """Define the triple loss of DistilBERT (Sanh et al. 2019, arXiv 1910.01108, section 3).
 
-    L = kl * L_ce + mlm * L_mlm + cosine * L_cos
+    L = kl * L_ce + mlm * L_mlm + cosine * L_cos  (+ mse * L_mse + hidden_mse * L_hid)
 
 L_ce  = T^2 KL(teacher || student) at temperature T, mean over all tokens (or masked ones),
 L_mlm = cross-entropy of the masked tokens, mean over them,
 L_cos = 1 - cos(last hidden states), mean over all tokens.
 
-Weights 5 / 2 / 1 and T = 2 are what the authors used.
+Weights 5 / 2 / 1 and T = 2 are what the authors used. Two more are 0 by default:
+L_mse = squared distance of the logits, an option of the authors' code, over the tokens of L_ce,
+L_hid = mean squared difference of the last hidden states, mean over all tokens.
 """
 
 from __future__ import annotations
@@ -32,18 +34,22 @@ class DistilBert(Objective):
     kl: float = Field(5.0, ge=0, le=1e6)
     mlm: float = Field(2.0, ge=0, le=1e6)
     cosine: float = Field(1.0, ge=0, le=1e6)
+    mse: float = Field(0.0, ge=0, le=1e6)  # the LM head then takes the slower way, see `terms`
+    hidden_mse: float = Field(0.0, ge=0, le=1e6)
     kl_positions: Literal["all", "masked"] = "all"
 
     @model_validator(mode="after")
     def _some_term(self) -> DistilBert:
-        if self.kl == self.mlm == self.cosine == 0:
+        if self.kl == self.mlm == self.cosine == self.mse == self.hidden_mse == 0:
             raise ValueError("kl, mlm and cosine are all 0: give at least one term a weight")
         return self
 
     @property
     def on_masked(self) -> str:
         """Return the key of a term that needs masked tokens; empty if none does."""
-        masked = {"mlm": self.mlm, "kl": self.kl if self.kl_positions == "masked" else 0}
+        masked = {"mlm": self.mlm}
+        if self.kl_positions == "masked":
+            masked |= {"kl": self.kl, "mse": self.mse}
         return next((key for key, weight in masked.items() if weight > 0), "")
 
     @property
@@ -53,13 +59,13 @@ class DistilBert(Objective):
 
     @property
     def needs_logits(self) -> bool:
-        """Return whether KL or cross-entropy is computed."""
-        return self.kl > 0 or self.mlm > 0
+        """Return whether a term on logits is computed."""
+        return self.kl > 0 or self.mlm > 0 or self.mse > 0
 
     @property
     def compares(self) -> bool:
-        """Return False for an ablation without KL and cosine."""
-        return self.kl > 0 or self.cosine > 0
+        """Return False for an ablation in which cross-entropy is alone."""
+        return self.kl > 0 or self.cosine > 0 or self.mse > 0 or self.hidden_mse > 0
 
     @property
     def sentence(self) -> str:
@@ -69,25 +75,36 @@ class DistilBert(Objective):
             (self.kl, f"{kl} tokens"),
             (self.mlm, "cross-entropy of the masked tokens"),
             (self.cosine, "cosine distance of the last hidden states"),
+            (self.mse, f"squared distance of the logits over {self.kl_positions} tokens"),
+            (self.hidden_mse, "mean squared difference of the last hidden states"),
         )
         return " + ".join(f"{weight:g} x {text}" for weight, text in texts if weight > 0)
 
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return the terms with a weight above 0."""
         # The other two terms compare logits, whose width is the vocabulary's.
-        if self.cosine > 0 and teacher and student.hidden_size != teacher.hidden_size:
-            raise RunError(
-                f"objective.cosine {self.cosine:g}: compares hidden states of equal width, but the "
-                f"student has {student.hidden_size} and the teacher {teacher.hidden_size}; set "
-                "objective.cosine: 0, or take a student of the teacher's width"
-            )
-        from pretrain.objectives.terms import cosine_term, kl_term, mlm_term
+        for key, weight in (("cosine", self.cosine), ("hidden_mse", self.hidden_mse)):
+            if weight > 0 and teacher and student.hidden_size != teacher.hidden_size:
+                raise RunError(
+                    f"objective.{key} {weight:g}: compares hidden states of equal width, but the "
+                    f"student has {student.hidden_size} and the teacher {teacher.hidden_size}; set "
+                    f"objective.{key}: 0, or take a student of the teacher's width"
+                )
+        from pretrain.objectives.terms import (
+            cosine_term,
+            hidden_mse_term,
+            kl_term,
+            mlm_term,
+            mse_term,
+        )
 
         over: Count = "tokens" if self.kl_positions == "all" else "masked"
         terms: tuple[Term, ...] = (
             kl_term(self.kl, temperature=self.temperature, over=over),
             mlm_term(self.mlm),
             cosine_term(self.cosine),
+            mse_term(self.mse, over=over),
+            hidden_mse_term(self.hidden_mse),
         )
         # A term of weight 0 would cost its whole computation and change nothing.
         return tuple(term for term in terms if term.weight > 0)

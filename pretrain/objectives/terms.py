@@ -162,6 +162,27 @@ def cosine_term(weight: float) -> SignalTerm:
     return SignalTerm("cosine", weight, "tokens", total, True)
 
 
+def mse_term(weight: float, *, over: Count) -> VocabularyTerm:
+    """Return the squared distance of the logits, an option of DistilBERT's code; not fused."""
+
+    def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
+        assert teacher_NV is not None
+        return (_wide(student_NV) - _wide(teacher_NV)).square().sum(-1)
+
+    return VocabularyTerm("mse", weight, over, values, True)
+
+
+def hidden_mse_term(weight: float) -> SignalTerm:
+    """Return the mean squared difference of the last hidden states of student and teacher."""
+
+    def total(student: Encoded, teacher: Encoded | None, packing: Packing) -> Tensor:
+        assert teacher is not None
+        ours, theirs = (_wide(model.last_hidden_state) for model in (student, teacher))
+        return ((ours - theirs).square().mean(-1) * packing.token_mask).sum()
+
+    return SignalTerm("hidden_mse", weight, "tokens", total, True)
+
+
 def relation_term(
     name: str, *, heads: int, student: tuple[Signal, Signal], teacher: tuple[Signal, Signal]
 ) -> SignalTerm:

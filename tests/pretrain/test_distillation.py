@@ -64,6 +64,7 @@ def expected(
     t = objective.temperature
     labels = torch.full_like(batch.input_ids, -100).scatter(1, batch.positions, batch.labels)
     kl_all, kl_masked, mlm, cosine = [], [], [], []
+    mse_all, mse_masked, hidden = [], [], []
     for row, row_documents in enumerate(documents):
         start = 0
         for document in row_documents:
@@ -81,10 +82,16 @@ def expected(
             of_label = logits[torch.arange(len(predicted)), labels[row, here][predicted]]
             kl_all.append(kl)
             kl_masked.append(kl[predicted])
+            squares = ((ours.logits[0] - theirs.logits[0]) ** 2).sum(-1)
+            mse_all.append(squares)
+            mse_masked.append(squares[predicted])
+            hidden.append(((s - h) ** 2).sum(-1) / s.shape[-1])
             mlm.append(logits.logsumexp(-1) - of_label)
             cosine.append(1 - (s * h).sum(-1) / (s.norm(dim=-1) * h.norm(dim=-1)))
     kl_values = kl_all if objective.kl_positions == "all" else kl_masked
     values = {"kl": torch.cat(kl_values), "mlm": torch.cat(mlm), "cosine": torch.cat(cosine)}
+    values["mse"] = torch.cat(mse_all if objective.kl_positions == "all" else mse_masked)
+    values["hidden_mse"] = torch.cat(hidden)
     assert (len(values["cosine"]), len(values["mlm"])) == (batch.num_tokens, batch.num_masked)
     means = {name: value.mean() for name, value in values.items()}
     terms = [weight * means[name] for name, weight in weights(objective).items()]
@@ -96,7 +103,8 @@ def expected(
 
 
 def weights(objective: DistilBert) -> dict[str, float]:
-    return {"kl": objective.kl, "mlm": objective.mlm, "cosine": objective.cosine}
+    names = ("kl", "mlm", "cosine", "mse", "hidden_mse")
+    return {name: getattr(objective, name) for name in names}
 
 
 def check_gradients(
@@ -126,6 +134,10 @@ OBJECTIVES = {
     "mlm alone": {"kl": 0, "cosine": 0},
     "cosine alone": {"kl": 0, "mlm": 0},
     "temperature 1": {"temperature": 1.0},
+    "mse": {"mse": 0.5},
+    "masked mse without kl": {"kl": 0, "mse": 0.5, "kl_positions": "masked"},
+    "hidden mse": {"cosine": 0, "hidden_mse": 3.0},
+    "hidden mse alone": {"kl": 0, "mlm": 0, "cosine": 0, "hidden_mse": 1.0},
 }
 
 

@@ -27,6 +27,8 @@ Settings = Callable[..., dict[str, Any]]
         (DistilBert(mlm=0, cosine=0), ["kl"], True),
         (DistilBert(kl=0, mlm=0), ["cosine"], True),
         (DistilBert(kl=0, cosine=0), ["mlm"], False),
+        (DistilBert(kl=0, mlm=0, cosine=0, mse=2), ["mse"], True),
+        (DistilBert(kl=0, cosine=0, hidden_mse=1), ["mlm", "hidden_mse"], True),
         (MaskedLanguageModel(), ["mlm"], False),
         (MiniLM(relation_heads=8), ["queries", "keys", "values"], True),
     ],
