@@ -48,7 +48,7 @@ def export(
     show(
         f"{folder}: {exported.architecture}, {exported.num_parameters:,} parameters, "
         f"{exported.num_bytes:,} bytes, from step {exported.step:,}",
-        f"read back: logits differ by at most {exported.difference:.1e}",
+        f"read back: outputs differ by at most {exported.difference:.1e}",
     )
     if push is not None:
         show(upload(folder, push, token))
