@@ -20,7 +20,7 @@ def shortened(command: list[str]) -> list[str]:
         return [*command, "sources.0.max_megabytes=1"]
     if command[1] == "evaluate":
         return [*command, "--rows", "8"]
-    if command[1] == "pretrain":
+    if command[1] in ("pretrain", "launch"):
         command = [word for word in command if not word.startswith("train.max_steps")]
         steps = 30 if "configs/demo-teacher.yaml" in command else 15
         return [*command, f"train.max_steps={steps}", "evaluation.rows=64", "evaluation.every=0"]

@@ -8,6 +8,7 @@ from small_corpora import write
 
 from data_prep.config import CorpusConfig
 from launch.config import ConfigError, load_config
+from launch.recipe_config import Recipe
 from pretrain.config import RunConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -23,9 +24,10 @@ def load(tmp_path: Path, values: dict[str, Any], *overrides: str) -> Any:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_shipped_config_loads_and_opens_with_its_command(path: Path) -> None:
-    model = CorpusConfig if path.name.startswith("corpus-") else RunConfig
-    assert load_config(model, path)
-    head = path.read_text(encoding="utf-8").partition("\noutput:")[0]
+    model: Any = CorpusConfig if path.name.startswith("corpus-") else RunConfig
+    text = path.read_text(encoding="utf-8")
+    assert load_config(Recipe if "\nruns:" in text else model, path)
+    head = text.partition("\noutput:")[0].partition("\ndefaults:")[0]
     assert f"configs/{path.name}" in head and "Time:" in head and "Result:" in head
 
 

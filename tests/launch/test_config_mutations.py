@@ -15,7 +15,8 @@ from pretrain.config import RunConfig
 
 pytestmark = pytest.mark.slow
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = [path for path in SHIPPED if "\nruns:" not in path.read_text(encoding="utf-8")]
 MUTATIONS, RUNS = 1000, 50
 ODD = [
     *("0", "-1", "010", "1e-6", "1e999", ".inf", ".nan", "1:30", "0x10", "1_000", "9" * 5000),

@@ -9,14 +9,40 @@ from tiny import save_teacher
 from transformers import AutoModel
 
 from launch.config import load_config
+from launch.recipe_config import Recipe
 from pretrain.config import RunConfig
 from pretrain.export.export import export
+from pretrain.model.loading import load_model
+from pretrain.model.model_files import student_of
 from pretrain.train import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 NARROW = "{architecture: same, init: random, num_layers: 2, hidden_size: 16, "
 NARROW += "num_attention_heads: 2, intermediate_size: 32}"
+
+
+@pytest.mark.slow
+def test_the_shipped_recipe_trains_a_student_by_an_assistant(tmp_path: Path, corpus: Path) -> None:
+    save_teacher(tmp_path / "teacher", build("bert", **SPECIAL))
+    overrides = [
+        f"defaults.shards={corpus}",
+        "defaults.train={max_steps: 2, global_batch_size: 4}",
+        "defaults.evaluation.rows=4",
+        f"defaults.student={NARROW}",
+        "defaults.student.num_attention_heads=4",
+        f"runs.0.output={tmp_path / 'assistant'}",
+        f"runs.0.teacher={tmp_path / 'teacher'}",
+        "runs.0.student.num_layers=4",
+        f"runs.1.output={tmp_path / 'student'}",
+        f"runs.1.teacher={tmp_path / 'assistant'}",
+        "runs.1.student.num_layers=2",
+    ]
+    for run in load_config(Recipe, CONFIGS / "minilm-assistant.yaml", overrides).runs:
+        assert train(run).ended == "finished"
+    assert (
+        load_model(student_of(tmp_path / "student"), needs_head=False).config.num_hidden_layers == 2
+    )
 
 
 @pytest.mark.slow
