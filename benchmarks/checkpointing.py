@@ -81,7 +81,9 @@ def measure(student: DistilBertForMaskedLM, folder: Path, repeats: int) -> dict[
             copies.append(copy(tensors, buffers))
         written.clear()
         start = time.perf_counter()
-        stall = writer.save(step, student=student, weights=None, optimizer=state, state={})
+        stall = writer.save(
+            step, student=student, weights=None, adapters={}, optimizer=state, state={}
+        )
         stalls.append(stall)
         longest, last = 0.0, time.perf_counter()
         while not written.is_set():

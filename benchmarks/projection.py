@@ -177,7 +177,7 @@ def check(rank: int, folder: Path, layers: int) -> None:
             last = i == micro_batches - 1
             with nullcontext() if reduce and last else model.no_sync():
                 loss, _ = model(*batch, ones)
-                (loss / batch.num_tokens).backward()
+                (loss / batch.counts["tokens"]).backward()
 
     def step(micro_batches: int) -> None:
         accumulate(micro_batches, reduce=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_prep.shards import Manifest, ShardSet, check, open_shards
 from pretrain import checkpoint
@@ -29,7 +29,14 @@ from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.model.families import MaskedLM
 from pretrain.model.loading import check_row_length, load_model
 from pretrain.model.teacher import check_vocabulary, load_teacher
-from pretrain.objectives.terms import Term, VocabularyTerm, cross_entropy, kl_divergence
+from pretrain.objectives.terms import (
+    COUNTS,
+    Term,
+    VocabularyTerm,
+    constant,
+    cross_entropy,
+    kl_divergence,
+)
 
 _KEY = 0x4556414C  # "EVAL"
 
@@ -45,6 +52,8 @@ def evaluate(
     accelerator: Accelerator,
     autocast: AbstractContextManager[Any] | None = None,
     own_terms: Sequence[Term] = (),
+    adapters: nn.ModuleDict | None = None,
+    step: int = 0,
 ) -> dict[str, float]:
     """Evaluate on the first `rows` rows of a split, divided among the ranks.
 
@@ -58,13 +67,15 @@ def evaluate(
         autocast: the precision; the accelerator's by default.
         own_terms: of an objective that trains no LM head. They are all that is measured then, on
             rows without masks.
+        adapters: those of the own terms.
+        step: whose weights the loss of the own terms has.
 
     Returns:
         loss (nats) and accuracy; with a teacher also kl (nats, temperature 1), agreement (same
         most likely token), teacher_accuracy and teacher_loss; the number of masked tokens; and two
         baselines on the same positions: constant_accuracy, of the best constant answer (the most
         frequent label), and unigram_loss (nats), of the token frequencies of the training rows.
-        With `own_terms` the mean of each over all tokens, and their weighted sum as loss.
+        With `own_terms` the mean of each, their weighted sum as loss, and the number of tokens.
     """
     rows = min(rows, len(shards))
     mine = np.array_split(np.arange(rows), accelerator.num_processes)[accelerator.process_index]
@@ -72,31 +83,19 @@ def evaluate(
     # The same masks for every run, so that figures of two runs can be compared.
     masking = evaluation_masking(shards.manifest, 0.0 if own_terms else probability)
 
-    def term(name: str, values: Callable[..., Tensor], needs_teacher: bool = False) -> Term:
-        return VocabularyTerm(name, 1.0, "masked", values, needs_teacher)
-
-    # None of them has a fused form, so the LM head computes their own functions on each chunk.
-    terms = list(own_terms) or [
-        term("loss", lambda s, t, labels: cross_entropy(s, labels)),
-        term("accuracy", lambda s, t, labels: is_correct(s, labels)),
-    ]
-    if teacher is not None and not own_terms:
-        terms += [
-            term("kl", lambda s, t, _: kl_divergence(s, t, temperature=1.0), True),
-            term("agreement", lambda s, t, _: is_correct(s, t.argmax(-1)), True),
-            term("teacher_accuracy", lambda s, t, labels: is_correct(t, labels), True),
-            term("teacher_loss", lambda s, t, labels: cross_entropy(t, labels), True),
-        ]
-    module = Distillation(student, teacher, terms, pad_id=special.pad)
+    terms = list(own_terms) or figures_of_head(with_teacher=teacher is not None)
+    module = Distillation(student, teacher, terms, pad_id=special.pad, adapters=adapters)
     ones = torch.ones(len(terms), device=accelerator.device)
 
-    # Sums of this rank: one entry per term, then the number of masked labels of each token.
+    # Sums of this rank: one entry per term, one per count, then the number of masked labels of each
+    # token.
     # Without dropout. Training goes on in the mode it was in.
     was_training = student.training
     student.eval()
     # In fp64, because sums of many batches are added.
     num_labels = shards.manifest.tokenizer.vocab_size
-    sums = torch.zeros(len(terms) + num_labels + 1, dtype=torch.float64)  # the last: of tokens
+    sizes = [len(terms), len(COUNTS), num_labels]
+    totals_T, counts_C, labels_V = torch.zeros(sum(sizes), dtype=torch.float64).split(sizes)
     with torch.no_grad(), autocast or accelerator.autocast():
         for batch in np.array_split(mine, -(-len(mine) // batch_size) or 1):
             if len(batch) == 0:  # more ranks than rows
@@ -105,29 +104,49 @@ def evaluate(
             inputs = micro_batch(*masked, cls_id=special.cls, pad_id=special.pad)
             # Counted on the host, before the copy to the device.
             labels = inputs.labels[inputs.labels != IGNORE].long()
-            sums[len(terms) : -1] += torch.bincount(labels, minlength=num_labels)
-            sums[-1] += inputs.num_tokens
+            labels_V += torch.bincount(labels, minlength=num_labels)
+            counts_C += torch.tensor([inputs.counts[name] for name in COUNTS])
             _, values = module(*inputs.to(accelerator.device), ones)
-            sums[: len(terms)] += values.cpu()  # device sync, once per batch
+            totals_T += values.cpu()  # device sync, once per batch
     student.train(was_training)
     if accelerator.num_processes > 1:
-        sums = accelerator.reduce(sums.to(accelerator.device), "sum").cpu()
+        sums = torch.cat([totals_T, counts_C, labels_V]).to(accelerator.device)
+        totals_T, counts_C, labels_V = accelerator.reduce(sums, "sum").cpu().split(sizes)
+    totals = dict(zip((term.name for term in terms), totals_T.tolist(), strict=True))
+    counts = dict(zip(COUNTS, counts_C.tolist(), strict=True))
 
     if own_terms:
-        tokens = float(sums[-1])
-        values = (sums[: len(terms)] / max(tokens, 1.0)).tolist()
-        loss = sum(t.weight * value for t, value in zip(terms, values, strict=True))
-        names = [t.name for t in terms]
-        return {**dict(zip(names, values, strict=True)), "loss": loss, "tokens": tokens}
+        own = {term.name: totals[term.name] / max(counts[term.over], 1.0) for term in own_terms}
+        loss = sum(term.weight(step) * own[term.name] for term in own_terms)
+        return {**own, "loss": loss, "tokens": counts["tokens"]}
 
     # Means over the masked tokens of all ranks.
-    labels_V = sums[len(terms) : -1]
     count = float(labels_V.sum())
-    totals = dict(zip((term.name for term in terms), sums.tolist(), strict=False))
     totals["constant_accuracy"] = float(labels_V.max())
     totals["unigram_loss"] = float(labels_V @ unigram(shards))
     means = {name: total / max(count, 1.0) for name, total in totals.items()}
     return {**means, "masked_tokens": count}
+
+
+def figures_of_head(*, with_teacher: bool) -> list[Term]:
+    """Return what is measured at masked positions, as terms of weight 1."""
+
+    def term(name: str, values: Callable[..., Tensor], needs_teacher: bool = False) -> Term:
+        return VocabularyTerm(name, constant(1.0), "masked", values, needs_teacher)
+
+    # None of them has a fused form, so the LM head computes their own functions on each chunk.
+    terms = [
+        term("loss", lambda s, t, labels: cross_entropy(s, labels)),
+        term("accuracy", lambda s, t, labels: is_correct(s, labels)),
+    ]
+    if with_teacher:
+        terms += [
+            term("kl", lambda s, t, _: kl_divergence(s, t, temperature=1.0), True),
+            term("agreement", lambda s, t, _: is_correct(s, t.argmax(-1)), True),
+            term("teacher_accuracy", lambda s, t, labels: is_correct(t, labels), True),
+            term("teacher_loss", lambda s, t, labels: cross_entropy(t, labels), True),
+        ]
+    return terms
 
 
 def unigram(shards: ShardSet) -> Tensor:

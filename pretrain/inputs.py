@@ -9,19 +9,21 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_prep.messages import error_line
 from data_prep.shards import Manifest, load_manifest, open_shards
 from pretrain import RunError, checkpoint
-from pretrain.checkpoint import Saved, check_optimizer
+from pretrain.checkpoint import Saved, check_optimizer, load_adapters
 from pretrain.config import Optimizer, RunConfig, accumulation_steps, with_defaults
+from pretrain.data.hashing import root
 from pretrain.data.order import Order
 from pretrain.data.rows import Skip, StepDataset, build_masking, check_workers, with_skip
 from pretrain.device.precision import PRECISIONS, choose
 from pretrain.model import tokenizer_files
+from pretrain.model.distillation import parameters_by_name
 from pretrain.model.families import MaskedLM, family_of, shape_of
-from pretrain.model.loading import check_row_length, load_model
+from pretrain.model.loading import check_row_length, load_model, reinitialise
 from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
@@ -29,6 +31,7 @@ from pretrain.objectives.terms import Term
 from pretrain.output import another_run, no_checkpoint, recipe_changes
 from pretrain.state import FIELDS, TrainState
 
+_ADAPTERS = 5  # this use of the seed; order, masking, dropout and checksums have others
 # What a run that continues another one may change.
 _SCHEDULE = (
     *("train.max_steps", "train.epochs", "optimizer.schedule"),
@@ -49,6 +52,7 @@ class Inputs:
     state: TrainState
     student: MaskedLM
     terms: tuple[Term, ...]
+    adapters: nn.ModuleDict  # of the objective
     optimizer: dict[str, Tensor]
     dataset: StepDataset
     tokenizer: dict[str, bytes]  # its files, by name
@@ -109,7 +113,6 @@ def load_inputs(
         check_same_run(config, manifest, teacher, saved, _SCHEDULE if branches else ())
         student = load_model(saved.folder / "student", needs_head=needs_head).train()
         optimizer = saved.optimizer()
-        check_optimizer(optimizer, student)
     elif teacher is not None:
         student = build_student(config.student, teacher, config.train.seed, needs_head=needs_head)
     else:
@@ -119,9 +122,12 @@ def load_inputs(
     if saved is None and (note := family_of(student).note(student.config)):
         progress.say(f"note: {note}")
     # Here, because they refuse sizes that do not fit, and a refusal writes nothing.
-    terms = config.objective.terms(
-        shape_of(student), shape_of(teacher.model) if teacher is not None else None
-    )
+    shapes = shape_of(student), shape_of(teacher.model) if teacher is not None else None
+    terms, adapters = config.objective.terms(*shapes), config.objective.adapters(*shapes)
+    reinitialise(adapters, root(config.train.seed, _ADAPTERS))
+    if saved is not None:
+        load_adapters(adapters, saved.adapters())
+        check_optimizer(optimizer, parameters_by_name(student, adapters))
 
     # Rows left out by an earlier start stay left out; new ones count from the present step on.
     state = TrainState.from_checkpoint(saved.state) if saved else TrainState()
@@ -145,6 +151,7 @@ def load_inputs(
         state,
         student,
         terms,
+        adapters,
         optimizer,
         dataset,
         tokenizer,

@@ -22,7 +22,7 @@ from pretrain.distributed.processes import jointly
 from pretrain.inputs import Inputs
 from pretrain.kernels.compilation import check_compiler
 from pretrain.kernels.head.triton_support import use_triton
-from pretrain.model.distillation import Distillation, micro_batch
+from pretrain.model.distillation import Distillation, micro_batch, parameters_by_name
 from pretrain.model.families import MaskedLM
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
@@ -119,6 +119,7 @@ def build(
         teacher.model if teacher else None,
         inputs.terms,
         pad_id=manifest.tokenizer.special_ids.pad,
+        adapters=inputs.adapters.to(device),
         backend="compiled" if compiled_head else "auto",
         compiled=train.compile,
         recompute=train.activation_checkpointing,
@@ -126,11 +127,13 @@ def build(
     if not config.objective.needs_logits:
         freeze_unreached(module, inputs, device)
     # Then wrap: DDP or ZeRO owns the optimizer from here on.
-    optimizer = build_optimizer(student, config.optimizer, accelerator.device)
+    optimizer = build_optimizer(module, config.optimizer, accelerator.device)
     parallel: Parallel = (ZeRO if uses_deepspeed() else DDP)(accelerator, module, optimizer, config)
     # After wrapping, because ZeRO loads into the partition of this rank.
     if inputs.saved is not None:
-        parallel.load(student, inputs.optimizer, inputs.state.scaler)
+        parallel.load(
+            parameters_by_name(student, module.adapters), inputs.optimizer, inputs.state.scaler
+        )
 
     fence = lock.check if lock else lambda: None
     validates = "validation" in manifest.splits and manifest.splits["validation"].rows > 0
@@ -172,13 +175,14 @@ def freeze_unreached(module: Distillation, inputs: Inputs, device: torch.device)
     special = inputs.manifest.tokenizer.special_ids
     row = (values[:1] for values in inputs.dataset[inputs.state.step])
     batch = micro_batch(*row, cls_id=special.cls, pad_id=special.pad).to(device)
-    plain = Distillation(module.student, module.teacher, module.terms, pad_id=special.pad)
+    models = module.student, module.teacher
+    plain = Distillation(*models, module.terms, pad_id=special.pad, adapters=module.adapters)
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus):
         # Without autocast, which would keep casts of weights for the first step.
         loss, _ = plain(*batch, torch.ones(len(module.terms), device=device))
         loss.backward()
-    for parameter in module.student.parameters():
+    for parameter in module.parameters():
         parameter.requires_grad_(parameter.grad is not None)
         parameter.grad = None
 
@@ -193,7 +197,9 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
         OSError: with `wait`, on the first rank: the disk is full or read-only.
     """
     # Collective under ZeRO, so every rank takes part.
-    weights, optimizer, run.state.scaler = run.parallel.save(run.student)
+    weights, optimizer, run.state.scaler = run.parallel.save(
+        parameters_by_name(run.student, run.module.adapters)
+    )
     if not run.accelerator.is_main_process:
         return 0.0
     config, teacher = run.config, run.teacher
@@ -217,6 +223,9 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
     student: Any = run.student
+    adapters = dict(run.module.adapters.state_dict())
+    if weights is not None:
+        adapters = {name: weights.pop(f"adapters.{name}") for name in adapters}
     if not config.objective.needs_logits:
         # Its LM head was never trained: the model is saved without it.
         student, prefix = student.base_model, f"{student.base_model_prefix}."
@@ -226,19 +235,20 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
         run.state.step,
         student=student,
         weights=weights,
+        adapters=adapters,
         optimizer=optimizer,
         state=state,
         wait=wait,
     )
 
 
-def build_optimizer(student: nn.Module, config: Optimizer, device: torch.device) -> AdamW:
+def build_optimizer(module: nn.Module, config: Optimizer, device: torch.device) -> AdamW:
     """Build AdamW with decay on matrices only.
 
     The filter is the number of dimensions: DistilBERT's norms have names that no filter by name
     catches.
     """
-    trained = [p for p in student.parameters() if p.requires_grad]
+    trained = [p for p in module.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() > 1]},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},

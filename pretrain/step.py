@@ -23,6 +23,7 @@ from pretrain.data.hashing import root
 from pretrain.data.masking import MaskedRows
 from pretrain.model.distillation import MicroBatch, micro_batch, send
 from pretrain.monitor.post_mortem import write_post_mortem
+from pretrain.objectives.terms import COUNTS, Count
 from pretrain.run import Run
 
 _DROPOUT = 3  # this use of the seed; order and masking have other numbers
@@ -31,7 +32,8 @@ _DROPOUT = 3  # this use of the seed; order and masking have other numbers
 class Step(NamedTuple):
     """Hold the figures of one optimizer step; the same on every rank."""
 
-    counts: dict[str, int]  # tokens and masked tokens
+    counts: dict[Count, int]
+    weights: list[float]  # [T] of the terms, at this step
     totals: list[float]  # [T] each term's sum
     grad_norm: float  # before clipping; not finite if no update was made
     learning_rate: float
@@ -61,11 +63,11 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
     if rows is not None:
         heartbeat.at(state.step, "counts")
         batches = micro_batches(run, rows)
-    numbers = [sum(b.num_tokens for b in batches), sum(b.num_masked for b in batches), int(stop)]
+    numbers = [*(sum(b.counts[name] for b in batches) for name in COUNTS), int(stop)]
     if world > 1:
         numbers = accelerator.reduce(torch.tensor(numbers, device=device), "sum").tolist()
-    counts = {"tokens": numbers[0], "masked": numbers[1]}
-    if rows is None or numbers[2]:
+    counts = dict(zip(COUNTS, numbers, strict=False))
+    if rows is None or numbers[-1]:
         return None
 
     # Dropout is a function of (seed, step, rank), so that a resumed run draws the same masks.
@@ -75,9 +77,12 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
     # divided by the number of tokens only in the backward pass, together with the loss scale, so
     # these gradients stay of order 1 and within fp16's range. Hence the factors
     # weight * tokens / count here.
-    factors_T = send(
-        torch.tensor([t.weight * counts["tokens"] / max(counts[t.over], 1) for t in terms]), device
-    )
+    weights = [term.weight(state.step) for term in terms]
+    factors = [
+        weight * counts["tokens"] / max(counts[term.over], 1)
+        for weight, term in zip(weights, terms, strict=True)
+    ]
+    factors_T = send(torch.tensor(factors), device)
     losses, totals = [], []
     for i, batch in enumerate(batches):
         heartbeat.at(state.step, "forward")
@@ -120,7 +125,7 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
         size = math.nan
     state.step += 1
     state.tokens += counts["tokens"]
-    return Step(counts, totals_of_step, size, rate)
+    return Step(counts, weights, totals_of_step, size, rate)
 
 
 def micro_batches(run: Run, rows: MaskedRows) -> list[MicroBatch]:

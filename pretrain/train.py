@@ -191,6 +191,8 @@ def validate(run: Run) -> None:
         accelerator=run.accelerator,
         autocast=PRECISIONS[run.config.train.precision].autocast(run.accelerator.device),
         own_terms=() if run.config.objective.needs_logits else run.module.terms,
+        adapters=run.module.adapters,
+        step=run.state.step,
     )
     run.state.evaluation_step = run.state.step
     run.metrics.write("evaluation", run.state.step, run.state.evaluation)

@@ -95,7 +95,7 @@ class Pair:
             kl_positions="masked" if kl and kl.over == "masked" else "all",
             precision=PRECISIONS[precision],
             temperature=kl.temperature if isinstance(kl, VocabularyTerm) else 1.0,
-            weights={name: term.weight for name, term in by_name.items()},
+            weights={name: term.weight(0) for name, term in by_name.items()},
         )
 
 
@@ -129,13 +129,13 @@ def rows(
     steps: dict[str, dict[str, Any]] = {name: {"error": OUT_OF_MEMORY} for name in both}
     for name, milliseconds in times.items():
         steps[name] = {
-            **rates(milliseconds, batch.num_tokens),
+            **rates(milliseconds, batch.counts["tokens"]),
             "peak_bytes": taken[name].peak,
             "above_trunk_bytes": taken[name].above_trunk,
         }
         # Both are credited with the same work, that of the loss.
         steps[name]["flops"] = flops(ours, steps[name]["milliseconds"])
-    found: dict[str, Any] = {"tokens": batch.num_tokens, "steps": steps, "ratio": None}
+    found: dict[str, Any] = {"tokens": batch.counts["tokens"], "steps": steps, "ratio": None}
     if len(times) == 2:
         found["ratio"] = ratio(times["usual"], times["ours"])
         above = [steps[name]["above_trunk_bytes"] for name in ("ours", "usual")]
@@ -162,7 +162,9 @@ def documents(
         f"ours {name}": pair.ours(terms, batch, precision) for name, batch in batches.items()
     }
     steps["usual padded"] = pair.usual(terms, batches["padded"], precision)
-    fills = {name: batch.num_tokens / batch.input_ids.numel() for name, batch in batches.items()}
+    fills = {
+        name: batch.counts["tokens"] / batch.input_ids.numel() for name, batch in batches.items()
+    }
     found: dict[str, Any] = {"fills": fills, "promised": fills["packed"] / fills["padded"]}
     found["steps"] = {}
     runnable = {}
@@ -175,7 +177,7 @@ def documents(
         if name not in times:
             found["steps"][name] = {"error": OUT_OF_MEMORY}
             continue
-        tokens = batches[name.split()[1]].num_tokens
+        tokens = batches[name.split()[1]].counts["tokens"]
         found["steps"][name] = rates(times[name], tokens)
     for name in ("ours padded", "usual padded", "ours full"):
         if name in times and "ours packed" in times:

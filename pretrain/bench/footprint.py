@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from pretrain.kernels.head import vocabulary_losses
 from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.families import family_of
+from pretrain.objectives.terms import Count
 
 aten = torch.ops.aten
 Module = TypeVar("Module", bound=nn.Module)
@@ -187,13 +188,16 @@ def of_micro_step(
     B, L, K = batch_size, row_length, max(1, round(masked * row_length))
     begins = [row * L + i * L // segments for row in range(B) for i in range(segments)]
     cu_seqlens = torch.tensor([*begins, B * L], dtype=torch.int32)
+    pairs = B * L * L // segments
+    counts: dict[Count, int] = {"tokens": B * L, "masked": B * K}
+    counts |= {"sequences": B * segments, "pairs": pairs}
     with shapes_only(module, device) as shapes, Counter() as counter:
         ids = torch.zeros(B, L, dtype=torch.int64, device=device)
         slots = torch.zeros(B, K, dtype=torch.int64, device=device)
-        batch = MicroBatch(ids, slots, slots.clone(), cu_seqlens, B * L, B * K)
+        batch = MicroBatch(ids, slots, slots.clone(), cu_seqlens, counts)
         with torch.autocast(device, autocast, enabled=autocast is not None):
             loss, _ = shapes(*batch, torch.ones(len(shapes.terms), device=device))
-        (loss * (1 / batch.num_tokens)).backward()
+        (loss * (1 / batch.counts["tokens"])).backward()
     return counter.footprint
 
 

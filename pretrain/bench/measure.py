@@ -50,10 +50,9 @@ class OurStep:
     def __post_init__(self) -> None:
         self.student, self.teacher = self.module.student, self.module.teacher
         batch, terms = self.batch, self.module.terms
-        counts = {"tokens": batch.num_tokens, "masked": batch.num_masked}
-        self._counts = [counts[term.over] for term in terms]
+        self._counts = [batch.counts[term.over] for term in terms]
         factors = [
-            term.weight * batch.num_tokens / count
+            term.weight(0) * batch.counts["tokens"] / count
             for term, count in zip(terms, self._counts, strict=True)
         ]
         self._factors_T = torch.tensor(factors, device=batch.input_ids.device)
@@ -62,7 +61,7 @@ class OurStep:
         """Run forward and backward of one micro-batch; gradients add up."""
         with self.precision.autocast(self.batch.input_ids.device):
             loss, self._sums_T = self.module(*self.batch, self._factors_T)
-        (loss * (self.precision.loss_scale / self.batch.num_tokens)).backward()
+        (loss * (self.precision.loss_scale / self.batch.counts["tokens"])).backward()
 
     def encoders(self) -> Any:
         """Return the encoders' outputs alone, which keeps all that their graph holds alive."""
@@ -219,9 +218,9 @@ def _allocated(work: Callable[[], object], device: torch.device) -> tuple[int, i
 def flops(step: OurStep, milliseconds: float) -> float:
     """Return the FLOP/s of the work that the loss needs, for rows of one document."""
     everywhere = any(t.over == "tokens" for t in step.module.vocabulary_terms)
-    share = 1.0 if everywhere else step.batch.num_masked / step.batch.num_tokens
+    share = 1.0 if everywhere else step.batch.counts["masked"] / step.batch.counts["tokens"]
     work = flops_per_token(step.student, step.teacher, step.batch.input_ids.shape[1], share)
-    return 1000 * work * step.batch.num_tokens / milliseconds
+    return 1000 * work * step.batch.counts["tokens"] / milliseconds
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
     checkpoints/step-00000500/
         student/               a Hugging Face folder that loads at any moment
+        adapters.safetensors   what the objective trains with the student, if anything
         optimizer.safetensors  AdamW's state, by parameter name
         state.json             step, configuration, data digest, teacher, fp16 scale
         manifest.json          size and sha256 of every file, and its own hash
@@ -13,7 +14,14 @@ A thread writes to a temporary folder, flushes, hashes and renames it. Only then
 removed. The writer holds the lock of the run's folder.
 """
 
-from pretrain.checkpoint.reading import Saved, check_optimizer, newest, read_newest, verify
+from pretrain.checkpoint.reading import (
+    Saved,
+    check_optimizer,
+    load_adapters,
+    newest,
+    read_newest,
+    verify,
+)
 from pretrain.checkpoint.writer import Writer
 
-__all__ = ["Saved", "Writer", "check_optimizer", "newest", "read_newest", "verify"]
+__all__ = ["Saved", "Writer", "check_optimizer", "load_adapters", "newest", "read_newest", "verify"]

@@ -15,6 +15,7 @@ from data_prep.disk.json_files import indented_json
 FORMAT = 2  # format 1 had no skipped rows
 STUDENT = "student"
 OPTIMIZER = "optimizer.safetensors"
+ADAPTERS = "adapters.safetensors"  # only of an objective that has some
 STATE = "state.json"
 MANIFEST = "manifest.json"
 LATEST = "latest"  # the newest checkpoint's name; replaced before an older one is removed

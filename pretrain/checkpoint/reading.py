@@ -17,6 +17,7 @@ from data_prep.disk import hash_file
 from data_prep.disk.json_files import NotRegularError, read_regular
 from pretrain import RunError
 from pretrain.checkpoint.layout import (
+    ADAPTERS,
     FORMAT,
     MANIFEST,
     MOMENTS,
@@ -41,12 +42,18 @@ class Saved(NamedTuple):
 
     def optimizer(self) -> dict[str, Tensor]:
         """Return the optimizer state by name; `check_optimizer` checks that it fits."""
+        return self._load(OPTIMIZER)
+
+    def adapters(self) -> dict[str, Tensor]:
+        """Return the tensors of the objective's adapters by name; empty if it has none."""
+        return self._load(ADAPTERS) if (self.folder / ADAPTERS).exists() else {}
+
+    def _load(self, name: str) -> dict[str, Tensor]:
         try:
-            return load_file(self.folder / OPTIMIZER)
+            return load_file(self.folder / name)
         except (SafetensorError, OSError) as error:
             raise RunError(
-                f"{self.folder / OPTIMIZER}: cannot be read ({error}); continue from another "
-                "checkpoint"
+                f"{self.folder / name}: cannot be read ({error}); continue from another checkpoint"
             ) from error
 
 
@@ -187,8 +194,31 @@ def read_state(folder: Path, *, every_byte: bool = True) -> dict[str, Any]:
     return state
 
 
-def check_optimizer(tensors: Mapping[str, Tensor], student: nn.Module) -> None:
-    """Check that AdamW's state fits the student.
+def load_adapters(adapters: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load a checkpoint's adapters into those of the objective.
+
+    Raises:
+        RunError: naming the first tensor that does not fit.
+    """
+    found, expected = (
+        {
+            name: f"{list(t.shape)} of {str(t.dtype).removeprefix('torch.')}"
+            for name, t in of.items()
+        }
+        for of in (tensors, adapters.state_dict())
+    )
+    for name in sorted(expected.keys() | found.keys()):
+        has, needs = found.get(name, "missing"), expected.get(name, "none")
+        if has != needs:
+            raise RunError(
+                f"{ADAPTERS}: {name} is {has}, the objective needs {needs}; continue from another "
+                "checkpoint"
+            )
+    adapters.load_state_dict(tensors)
+
+
+def check_optimizer(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Check that AdamW's state fits the parameters.
 
     Each parameter has all of its tensors or none (AdamW makes them with the first gradient). All
     are in fp32 and of the parameter's shape; the step counter is a scalar.
@@ -197,17 +227,17 @@ def check_optimizer(tensors: Mapping[str, Tensor], student: nn.Module) -> None:
         RunError: naming the first tensor that does not fit.
     """
     shapes: dict[str, torch.Size] = {}
-    for name, parameter in student.named_parameters():
+    for name, parameter in parameters.items():
         names = [f"{name}/{key}" for key in (STEP, *MOMENTS)]
         if any(name in tensors for name in names):
             shapes |= dict.fromkeys(names, parameter.shape) | {names[0]: torch.Size()}
     if odd := sorted(shapes.keys() ^ tensors.keys()):
-        fault = "is missing" if odd[0] in shapes else "belongs to no parameter of the student"
+        fault = "is missing" if odd[0] in shapes else "belongs to no parameter of the run"
         raise RunError(f"{OPTIMIZER}: {odd[0]} {fault}; continue from another checkpoint")
     for name, tensor in sorted(tensors.items()):
         if tensor.shape != shapes[name] or tensor.dtype != torch.float32:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise RunError(
-                f"{OPTIMIZER}: {name} is {list(tensor.shape)} of {dtype}, the student needs "
+                f"{OPTIMIZER}: {name} is {list(tensor.shape)} of {dtype}, this run needs "
                 f"{list(shapes[name])} of float32; continue from another checkpoint"
             )

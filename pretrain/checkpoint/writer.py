@@ -45,7 +45,7 @@ class Writer:
         self._root, self._keep = root, keep
         self._phase, self._fence, self._warn = phase, fence, warn
         self._tokenizer = tokenizer
-        self._weights, self._moments = Snapshot(), Snapshot()
+        self._weights, self._adapters, self._moments = Snapshot(), Snapshot(), Snapshot()
         self._model: PreTrainedModel | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._flight: Future[None] | None = None
@@ -56,6 +56,7 @@ class Writer:
         *,
         student: PreTrainedModel,
         weights: Mapping[str, Tensor] | None,
+        adapters: Mapping[str, Tensor],
         optimizer: Mapping[str, Tensor],
         state: Mapping[str, Any],
         wait: bool = False,
@@ -69,6 +70,7 @@ class Writer:
             step: optimizer steps done.
             student: the model; its own weights are read only if `weights` is None.
             weights: the full fp32 parameters by name.
+            adapters: those of the objective by name; none make no file.
             optimizer: AdamW's state by `parameter/state`.
             state: all else, for JSON; `evaluation` and `evaluation_step` decide which is the best.
             wait: return only when it is committed.
@@ -93,6 +95,7 @@ class Writer:
             step=step,
             model=self._model,
             weights=self._weights.take(own, tied=True),
+            adapters=self._adapters.take(adapters, tied=False),
             optimizer=self._moments.take(optimizer, tied=False),
             state=indented_json({**state, "step": step}),
             tokenizer=self._tokenizer,

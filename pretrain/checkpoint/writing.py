@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from data_prep.disk import hash_file, sync
 from pretrain import RunError
 from pretrain.checkpoint.layout import (
+    ADAPTERS,
     FORMAT,
     LATEST,
     MANIFEST,
@@ -40,6 +41,7 @@ class Contents:
     step: int
     model: PreTrainedModel  # without weights
     weights: Mapping[str, Tensor]
+    adapters: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     state: bytes
     tokenizer: Mapping[str, bytes]
@@ -47,7 +49,8 @@ class Contents:
     @property
     def num_bytes(self) -> int:
         """Return the approximate size on disk."""
-        tensors = {t.data_ptr(): t for t in [*self.weights.values(), *self.optimizer.values()]}
+        every = (self.weights, self.adapters, self.optimizer)
+        tensors = {t.data_ptr(): t for part in every for t in part.values()}
         files = [self.state, *self.tokenizer.values()]
         return sum(t.nbytes for t in tensors.values()) + sum(map(len, files))
 
@@ -102,10 +105,13 @@ def _fill(folder: Path, contents: Contents, phase: Callable[[str], None]) -> Non
             shutil.copymode(student / "config.json", path)
             sync(path)
     phase("save:optimizer")
-    with writing_to(folder / OPTIMIZER):
-        save_file(dict(contents.optimizer), folder / OPTIMIZER, metadata={"format": "pt"})
-        shutil.copymode(student / "config.json", folder / OPTIMIZER)
-        sync(folder / OPTIMIZER)
+    for name, tensors in ((OPTIMIZER, contents.optimizer), (ADAPTERS, contents.adapters)):
+        if name == ADAPTERS and not tensors:
+            continue
+        with writing_to(folder / name):
+            save_file(dict(tensors), folder / name, metadata={"format": "pt"})
+            shutil.copymode(student / "config.json", folder / name)
+            sync(folder / name)
     phase("save:state")
     _put(folder / STATE, contents.state)
     phase("save:manifest")

@@ -157,7 +157,7 @@ def _find(run: Run, share: int) -> tuple[Found, str]:
     free = gpu_memory(device).free
     # The first step allocates a gradient of each parameter and, in a new run, AdamW's two tensors
     # in fp32. ZeRO has allocated its optimizer state, but not its buckets.
-    weights = sum(4 * p.numel() for p in run.student.parameters() if p.requires_grad)
+    weights = sum(4 * p.numel() for p in run.module.parameters() if p.requires_grad)
     ahead = weights * (1 if run.state.step else 3)
     found = largest(sizes(share), measure, free * (1 - _MARGIN) - ahead, multiple=MULTIPLE_ON_GPU)
     torch.cuda.empty_cache()

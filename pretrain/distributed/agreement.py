@@ -26,7 +26,7 @@ def compare_weights(run: Run) -> None:
     accelerator = run.accelerator
     if accelerator.num_processes == 1 or run.config.train.compare_every == 0:
         return
-    mine = parameter_checksum(run.student.parameters()).reshape(1)
+    mine = parameter_checksum(run.module.parameters()).reshape(1)
     # Reading the gathered values is a device sync, so steps in between do without it.
     odd = differing(accelerator.gather(mine).tolist())
     if odd:

@@ -31,7 +31,7 @@ def uses_deepspeed() -> bool:
 class ParallelState(NamedTuple):
     """Hold what a checkpoint keeps of the update, next to the student's own weights."""
 
-    weights: dict[str, Tensor] | None  # fp32 by name; None where the student's own are in fp32
+    weights: dict[str, Tensor] | None  # fp32 by name; None where the module's own are in fp32
     optimizer: dict[str, Tensor]  # whole, by `parameter/state`
     scaler: dict[str, Any] | None  # numbers of fp16's loss scale
 
@@ -90,12 +90,12 @@ class DDP:
         scaler = self.accelerator.scaler
         return None if scaler is None else scaler.get_scale()
 
-    def save(self, student: nn.Module) -> ParallelState:
-        """Return what a checkpoint keeps; every rank calls it."""
+    def save(self, parameters: Mapping[str, nn.Parameter]) -> ParallelState:
+        """Return what a checkpoint keeps of these; every rank calls it."""
         # By name and not by number: another layout, or ZeRO, may order the parameters otherwise.
         optimizer = {
             f"{name}/{key}": value
-            for name, parameter in student.named_parameters()
+            for name, parameter in parameters.items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
         scaler = self.accelerator.scaler
@@ -103,15 +103,15 @@ class DDP:
 
     def load(
         self,
-        student: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
         optimizer: Mapping[str, Tensor],
         scaler: Mapping[str, Any] | None,
     ) -> None:
-        """Continue from what `save` returned; the student's weights are loaded already.
+        """Continue from what `save` returned; the weights are loaded already.
 
         A loss scale that ZeRO has saved has other fields: the run then starts with a fresh one.
         """
-        for name, parameter in student.named_parameters():
+        for name, parameter in parameters.items():
             for key in (STEP, *MOMENTS):
                 if f"{name}/{key}" in optimizer:
                     # A fused AdamW keeps its step counter next to the parameter, on a GPU too.
@@ -199,19 +199,19 @@ class ZeRO:
         """Return fp16's loss scale; None in other precisions."""
         return float(self.zero.loss_scale) if self.scaled else None
 
-    def save(self, student: nn.Module) -> ParallelState:
+    def save(self, parameters: Mapping[str, nn.Parameter]) -> ParallelState:
         """Return what a checkpoint keeps, put together; every rank calls it."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         weights, optimizer, scaler = None, {}, None
         # DeepSpeed holds nothing of frozen parameters.
-        trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
         for name, parameter in trained.items():
             for key in MOMENTS:
                 optimizer[f"{name}/{key}"] = safe_get_full_optimizer_state(parameter, key)
             optimizer[f"{name}/{STEP}"] = self.states[0][STEP]
         if self.scaled:
-            weights = {name: p.detach().float() for name, p in student.named_parameters()}
+            weights = {name: p.detach().float() for name, p in parameters.items()}
             weights |= {name: safe_get_full_fp32_param(p) for name, p in trained.items()}
             fields = vars(self.zero.loss_scaler)
             scaler = {key: value for key, value in fields.items() if isinstance(value, int | float)}
@@ -219,14 +219,14 @@ class ZeRO:
 
     def load(
         self,
-        student: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
         optimizer: Mapping[str, Tensor],
         scaler: Mapping[str, Any] | None,
     ) -> None:
-        """Continue from what `save` returned; the student's weights are loaded already."""
+        """Continue from what `save` returned; the weights are loaded already."""
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        for name, parameter in student.named_parameters():
+        for name, parameter in parameters.items():
             for key in MOMENTS if parameter.requires_grad else ():
                 if f"{name}/{key}" in optimizer:
                     value = optimizer[f"{name}/{key}"].to(parameter.device)

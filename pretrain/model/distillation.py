@@ -6,7 +6,7 @@ S documents, D width, T terms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -20,7 +20,15 @@ from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, vocabulary_losses
 from pretrain.model.families import MaskedLM, encode, family_of, walk
-from pretrain.objectives.terms import Encoded, Signal, SignalTerm, Term, VocabularyTerm
+from pretrain.objectives.terms import (
+    Batch,
+    Count,
+    Encoded,
+    Signal,
+    SignalTerm,
+    Term,
+    VocabularyTerm,
+)
 
 
 class MicroBatch(NamedTuple):
@@ -30,8 +38,7 @@ class MicroBatch(NamedTuple):
     positions: Tensor  # [B, K] mask slots
     labels: Tensor  # [B, K] their labels, -100 in an unused slot
     cu_seqlens: Tensor  # [S + 1] int32, starts of documents in the B * L positions, and the end
-    num_tokens: int  # all but padding
-    num_masked: int
+    counts: Mapping[Count, int]  # what the terms are means over
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy from the host to a device without a sync, and convert to int64 there.
@@ -44,8 +51,7 @@ class MicroBatch(NamedTuple):
             positions.long(),
             labels.long(),
             cu_seqlens,
-            self.num_tokens,
-            self.num_masked,
+            self.counts,
         )
 
 
@@ -77,14 +83,14 @@ def micro_batch(
     # The end is repeated up to a power of two of documents, for few distinct shapes on a GPU.
     cu_seqlens = np.full((1 << (len(begins) - 1).bit_length()) + 1, ids.size, dtype=np.int32)
     cu_seqlens[: len(begins)] = begins
-    return MicroBatch(
-        input_ids,
-        positions,
-        labels,
-        torch.from_numpy(cu_seqlens),
-        int(np.count_nonzero(token)),
-        int(np.count_nonzero(labels.numpy() != IGNORE)),
-    )
+    lengths = np.diff(begins, append=ids.size)[token.flat[begins]]
+    counts: dict[Count, int] = {
+        "tokens": int(np.count_nonzero(token)),
+        "masked": int(np.count_nonzero(labels.numpy() != IGNORE)),
+        "sequences": len(lengths),
+        "pairs": int(np.square(lengths).sum()),
+    }
+    return MicroBatch(input_ids, positions, labels, torch.from_numpy(cu_seqlens), counts)
 
 
 class Distillation(nn.Module):
@@ -93,6 +99,7 @@ class Distillation(nn.Module):
     The teacher is not a submodule: it is not wrapped, moved or saved with the student.
 
     Args:
+        adapters: the objective's modules that are trained with the student.
         backend: of the LM head, see `vocabulary_losses`.
         compiled: compile both encoders, at the first call and again for each new shape.
         recompute: keep only each layer's input of the student; see `families.encode`.
@@ -105,12 +112,13 @@ class Distillation(nn.Module):
         terms: Sequence[Term],
         *,
         pad_id: int,
+        adapters: nn.ModuleDict | None = None,
         backend: Backend = "auto",
         compiled: bool = False,
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.student = student
+        self.student, self.adapters = student, adapters or nn.ModuleDict()
         needed = any(term.needs_teacher for term in terms)
         # In a tuple nn.Module does not register it as a submodule.
         self._teacher = (teacher if needed else None,)
@@ -144,14 +152,13 @@ class Distillation(nn.Module):
         positions: Tensor,
         labels: Tensor,
         cu_seqlens: Tensor,
-        num_tokens: int,
-        num_masked: int,
+        counts: Mapping[Count, int],
         factors_T: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return (sum over terms of factor * sum [], sums [T] in the order of `self.terms`).
 
         Args:
-            input_ids .. num_masked: the fields of a `MicroBatch`; DDP and DeepSpeed pass them on.
+            input_ids .. counts: the fields of a `MicroBatch`; DDP and DeepSpeed pass them on.
             factors_T: the factor of each term's sum; the caller divides by a count.
         """
         packing, student, teacher = self.encode(input_ids, cu_seqlens)
@@ -169,7 +176,7 @@ class Distillation(nn.Module):
             # KL over all tokens needs the head at every token, other terms at masked ones only. The
             # counts come from the host: a boolean index would be a device sync.
             everywhere = any(term.over == "tokens" for term in self.vocabulary_terms)
-            index_N = order[: num_tokens if everywhere else num_masked]
+            index_N = order[: counts["tokens" if everywhere else "masked"]]
             student_projection = family_of(self.student).projection(
                 self.student, hidden_BLD.flatten(0, 1).index_select(0, index_N)
             )
@@ -184,7 +191,7 @@ class Distillation(nn.Module):
             head_loss, head_sums = vocabulary_losses(
                 student_projection,
                 teacher_projection,
-                labels_BL.flatten()[order[:num_masked]],
+                labels_BL.flatten()[order[: counts["masked"]]],
                 self.vocabulary_terms,
                 factors_T[:num],
                 backend=self.backend,
@@ -197,7 +204,7 @@ class Distillation(nn.Module):
             signals = {name: signal.clone() for name, signal in teacher.signals.items()}
             teacher = Encoded(teacher.last_hidden_state.clone(), signals)
         for term, factor in zip(self.signal_terms, factors_T[num:], strict=True):
-            total = term.total(student, teacher, packing)
+            total = term.total(student, teacher, Batch(packing), self.adapters)
             loss, sums = loss + factor * total, [*sums, total.detach()]
         return loss, torch.stack(sums)
 
@@ -222,6 +229,12 @@ class Distillation(nn.Module):
         with _inference(self.teacher):
             teacher = self._encode(self.teacher, input_ids, packing, self._teacher_needs)
         return packing, student, teacher
+
+
+def parameters_by_name(student: nn.Module, adapters: nn.ModuleDict) -> dict[str, nn.Parameter]:
+    """Return all that a run may train: by the student's own names, and `adapters.NAME`."""
+    others = adapters.named_parameters(prefix="adapters")
+    return {**dict(student.named_parameters()), **dict(others)}
 
 
 @contextmanager

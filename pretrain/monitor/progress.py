@@ -65,7 +65,7 @@ def report(run: Run, clock: Clock, step: Step) -> None:
         term.name: total / max(counts[term.over], 1)
         for term, total in zip(run.module.terms, step.totals, strict=True)
     }
-    loss = sum(term.weight * terms[term.name] for term in run.module.terms)
+    loss = sum(weight * mean for weight, mean in zip(step.weights, terms.values(), strict=True))
     # Not so if scaled gradients overflowed in fp16, or if the step was left out.
     made = math.isfinite(norm)
     if made and counts["tokens"]:

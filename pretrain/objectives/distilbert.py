@@ -99,12 +99,12 @@ class DistilBert(Objective):
         )
 
         over: Count = "tokens" if self.kl_positions == "all" else "masked"
-        terms: tuple[Term, ...] = (
-            kl_term(self.kl, temperature=self.temperature, over=over),
-            mlm_term(self.mlm),
-            cosine_term(self.cosine),
-            mse_term(self.mse, over=over),
-            hidden_mse_term(self.hidden_mse),
+        terms: tuple[tuple[float, Term], ...] = (
+            (self.kl, kl_term(self.kl, temperature=self.temperature, over=over)),
+            (self.mlm, mlm_term(self.mlm)),
+            (self.cosine, cosine_term(self.cosine)),
+            (self.mse, mse_term(self.mse, over=over)),
+            (self.hidden_mse, hidden_mse_term(self.hidden_mse)),
         )
         # A term of weight 0 would cost its whole computation and change nothing.
-        return tuple(term for term in terms if term.weight > 0)
+        return tuple(term for weight, term in terms if weight > 0)

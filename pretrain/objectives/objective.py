@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 from data_prep.keys import Keys
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from pretrain.objectives.terms import Shape, Term
 
 
@@ -48,6 +50,16 @@ class Objective(Keys):
     @abstractmethod
     def sentence(self) -> str:
         """Return the terms and their weights, for the model card."""
+
+    def adapters(self, student: Shape, teacher: Shape | None) -> nn.ModuleDict:
+        """Return the modules that are trained with a student for its terms, and not exported.
+
+        The run initialises them. A checkpoint keeps them next to the student, and a run that
+        continues loads them.
+        """
+        from torch import nn
+
+        return nn.ModuleDict()
 
     @abstractmethod
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:

@@ -3,7 +3,9 @@
     loss = sum over terms of  weight * total / count
 
 `total` is the sum of a term's values over one optimizer step and all ranks. `count` is the number
-of positions in `over`: "tokens" (all but padding) or "masked" (the selected positions).
+of what the term is `over`: "tokens" (all but padding), "masked" (the selected positions),
+"sequences" (documents), or "pairs" (of two positions in the same document, in both orders). A
+weight is a function of the optimizer step.
 
 The LM head (`kernels/head/vocabulary.py`) computes the vocabulary terms in chunks of positions,
 without a tensor of [positions, vocabulary], in one of two ways:
@@ -28,17 +30,24 @@ Shapes: N positions, V vocabulary, B rows, L row length, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pretrain.kernels.attention import Packing
 from pretrain.kernels.relations import relation_divergence
 
-Count = Literal["tokens", "masked"]
+Count = Literal["tokens", "masked", "sequences", "pairs"]
+COUNTS: tuple[Count, ...] = get_args(Count)
+Schedule = Callable[[int], float]  # optimizer step, from 0 -> weight
 Kind = Literal["hidden", "query", "key", "value"]
+
+
+def constant(weight: float) -> Schedule:
+    """Return the schedule of a weight that never changes."""
+    return lambda step: weight
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -78,7 +87,7 @@ class VocabularyTerm(NamedTuple):
     """
 
     name: str
-    weight: float
+    weight: Schedule
     over: Count
     # (student's logits [N, V], teacher's or None, labels [N], -100 where nothing is predicted)
     # -> values [N]
@@ -113,14 +122,21 @@ class Encoded(NamedTuple):
     signals: Mapping[Signal, Tensor] = {}  # [B, L, D], those that the terms name
 
 
+class Batch(NamedTuple):
+    """Hold what a `SignalTerm` reads of a micro-batch besides the outputs of both encoders."""
+
+    packing: Packing  # documents and padding
+
+
 class SignalTerm(NamedTuple):
     """Hold a term on the outputs of the encoders, and the signals that it reads of each."""
 
     name: str
-    weight: float
+    weight: Schedule
     over: Count
-    # (student, teacher or None, documents and padding) -> the sum over the micro-batch [], in fp32
-    total: Callable[[Encoded, Encoded | None, Packing], Tensor]
+    # (student, teacher or None, batch, the objective's adapters) -> the sum over the micro-batch
+    # [], in fp32
+    total: Callable[[Encoded, Encoded | None, Batch, nn.ModuleDict], Tensor]
     needs_teacher: bool
     # Named in advance, so that the walk returns these and keeps nothing else.
     student: frozenset[Signal] = frozenset()
@@ -137,7 +153,7 @@ def kl_term(weight: float, *, temperature: float, over: Count = "tokens") -> Voc
         assert teacher_NV is not None
         return kl_divergence(student_NV, teacher_NV, temperature=temperature)
 
-    return VocabularyTerm("kl", weight, over, values, True, "kl", temperature)
+    return VocabularyTerm("kl", constant(weight), over, values, True, "kl", temperature)
 
 
 def mlm_term(weight: float) -> VocabularyTerm:
@@ -146,20 +162,22 @@ def mlm_term(weight: float) -> VocabularyTerm:
     def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
         return cross_entropy(student_NV, labels_N)
 
-    return VocabularyTerm("mlm", weight, "masked", values, False, "cross_entropy")
+    return VocabularyTerm("mlm", constant(weight), "masked", values, False, "cross_entropy")
 
 
 def cosine_term(weight: float) -> SignalTerm:
     """Return the cosine term: last hidden states of student and teacher."""
 
-    def total(student: Encoded, teacher: Encoded | None, packing: Packing) -> Tensor:
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
         assert teacher is not None
         # The mask leaves padding out, whose hidden states mean nothing. `count` is the number of
         # tokens, so this sum becomes the mean over all tokens.
         values_BL = cosine_distance(student.last_hidden_state, teacher.last_hidden_state)
-        return (values_BL * packing.token_mask).sum()
+        return (values_BL * batch.packing.token_mask).sum()
 
-    return SignalTerm("cosine", weight, "tokens", total, True)
+    return SignalTerm("cosine", constant(weight), "tokens", total, True)
 
 
 def mse_term(weight: float, *, over: Count) -> VocabularyTerm:
@@ -169,18 +187,20 @@ def mse_term(weight: float, *, over: Count) -> VocabularyTerm:
         assert teacher_NV is not None
         return (_wide(student_NV) - _wide(teacher_NV)).square().sum(-1)
 
-    return VocabularyTerm("mse", weight, over, values, True)
+    return VocabularyTerm("mse", constant(weight), over, values, True)
 
 
 def hidden_mse_term(weight: float) -> SignalTerm:
     """Return the mean squared difference of the last hidden states of student and teacher."""
 
-    def total(student: Encoded, teacher: Encoded | None, packing: Packing) -> Tensor:
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
         assert teacher is not None
         ours, theirs = (_wide(model.last_hidden_state) for model in (student, teacher))
-        return ((ours - theirs).square().mean(-1) * packing.token_mask).sum()
+        return ((ours - theirs).square().mean(-1) * batch.packing.token_mask).sum()
 
-    return SignalTerm("hidden_mse", weight, "tokens", total, True)
+    return SignalTerm("hidden_mse", constant(weight), "tokens", total, True)
 
 
 def relation_term(
@@ -195,10 +215,14 @@ def relation_term(
         teacher: those of the teacher.
     """
 
-    def total(ours: Encoded, theirs: Encoded | None, packing: Packing) -> Tensor:
+    def total(
+        ours: Encoded, theirs: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
         assert theirs is not None
         x, y = (ours.signals[signal] for signal in student)
         tx, ty = (theirs.signals[signal] for signal in teacher)
+        packing = batch.packing
         return relation_divergence((x, y), (tx, ty), packing.cu_seqlens, packing.token_mask, heads)
 
-    return SignalTerm(name, 1.0, "tokens", total, True, frozenset(student), frozenset(teacher))
+    needs = frozenset(student), frozenset(teacher)
+    return SignalTerm(name, constant(1.0), "tokens", total, True, *needs)

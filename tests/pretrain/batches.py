@@ -20,8 +20,7 @@ def terms_of(objective: Objective) -> tuple[Term, ...]:
 
 def mean_coefficients(terms: Sequence[Term], batch: MicroBatch, **options: Any) -> Tensor:
     """Return weight / count of each term, which makes the loss the weighted sum of means."""
-    counts = {"tokens": batch.num_tokens, "masked": batch.num_masked}
-    return torch.tensor([term.weight / counts[term.over] for term in terms], **options)
+    return torch.tensor([term.weight(0) / batch.counts[term.over] for term in terms], **options)
 
 
 def masked_batch(ids: Tensor) -> MicroBatch:

@@ -30,7 +30,7 @@ def batch() -> MicroBatch:
     for row, length in enumerate((32, 20, 9)):
         ids[row, length - 1], ids[row, length:] = 3, 0
     found = masked_batch(ids)
-    assert (found.num_tokens, found.num_masked) == (61, 11)
+    assert (found.counts["tokens"], found.counts["masked"]) == (61, 11)
     assert (found.labels == -100).any()
     return found
 

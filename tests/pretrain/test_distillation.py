@@ -35,8 +35,18 @@ class Expected(NamedTuple):
 def batch(packed_ids: Tensor) -> MicroBatch:
     found = masked_batch(packed_ids)
     assert (found.labels == -100).any() and (found.input_ids != packed_ids).any()
-    assert found.num_tokens == int((packed_ids != PAD).sum())
-    assert found.num_masked == int((found.labels >= 0).sum())
+    assert found.counts["tokens"] == int((packed_ids != PAD).sum())
+    assert found.counts["masked"] == int((found.labels >= 0).sum())
+    lengths = [
+        len(text.split())
+        for row in packed_ids.tolist()
+        for text in " ".join(
+            "" if i == PAD else f", {i}" if i == CLS else str(i) for i in row
+        ).split(",")
+        if text.strip()
+    ]
+    assert found.counts["sequences"] == len(lengths)
+    assert found.counts["pairs"] == sum(length**2 for length in lengths)
     return found
 
 
@@ -92,7 +102,10 @@ def expected(
     values = {"kl": torch.cat(kl_values), "mlm": torch.cat(mlm), "cosine": torch.cat(cosine)}
     values["mse"] = torch.cat(mse_all if objective.kl_positions == "all" else mse_masked)
     values["hidden_mse"] = torch.cat(hidden)
-    assert (len(values["cosine"]), len(values["mlm"])) == (batch.num_tokens, batch.num_masked)
+    assert (len(values["cosine"]), len(values["mlm"])) == (
+        batch.counts["tokens"],
+        batch.counts["masked"],
+    )
     means = {name: value.mean() for name, value in values.items()}
     terms = [weight * means[name] for name, weight in weights(objective).items()]
     loss = torch.stack(terms).sum()
@@ -161,7 +174,7 @@ def test_loss_terms_and_gradients(
     assert loss.item() == pytest.approx(reference.loss.item(), rel=1e-6)
     assert not sums.requires_grad
     for term, total in zip(distillation.terms, sums.tolist(), strict=True):
-        count = batch.num_tokens if term.over == "tokens" else batch.num_masked
+        count = batch.counts[term.over]
         assert total / count == pytest.approx(reference.means[term.name].item(), rel=1e-6)
     check_gradients(models[0], reference.gradients, 1e-6)
 

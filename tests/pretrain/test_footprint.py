@@ -30,6 +30,7 @@ from pretrain.kernels.head import closed_form, vocabulary
 from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.families import encode
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.terms import Count
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "footprint.json"
 RENEW = "if that is meant: python -m tests.pretrain.test_footprint, and say why in docs/LOG.md"
@@ -210,7 +211,8 @@ def really(module: Distillation, dtype: torch.dtype | None) -> None:
     """Make the micro-step of 4 rows of two documents with 5 predicted tokens each, with values."""
     ids = torch.ones(4, 32, dtype=torch.int64)
     slots = torch.arange(5).repeat(4, 1)
-    batch = MicroBatch(ids, slots, slots + 5, torch.arange(0, 129, 16).int(), 128, 20)
+    counts: dict[Count, int] = {"tokens": 128, "masked": 20, "sequences": 8, "pairs": 8 * 256}
+    batch = MicroBatch(ids, slots, slots + 5, torch.arange(0, 129, 16).int(), counts)
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         loss, _ = module(*batch, torch.ones(3))
     (loss / 128).backward()

@@ -185,17 +185,17 @@ def test_an_overflow_leaves_the_step_out_and_halves_the_scale(settings: Settings
     assert not math.isfinite(gradient_step(math.inf))
     parallel.step(0.1)
     assert torch.equal(module.weight, before) and parallel.loss_scale == 32768
-    moments = parallel.save(module).optimizer
+    moments = parallel.save(dict(module.named_parameters())).optimizer
     assert not moments or moments["weight/step"].item() == 0
     assert gradient_step(3.0) == pytest.approx(6.0, rel=1e-5)
     parallel.step(0.1)
     assert not torch.equal(module.weight, before)
-    assert parallel.save(module).optimizer["weight/step"].item() == 1
+    assert parallel.save(dict(module.named_parameters())).optimizer["weight/step"].item() == 1
     assert gradient_step(math.nan) != 0
     parallel.discard()
     assert parallel.loss_scale == 16384 and module.weight.grad is None
-    scaler = json.loads(json.dumps(parallel.save(module).scaler))
-    parallel.load(module, {}, {**scaler, "scale": 1024.0})
+    scaler = json.loads(json.dumps(parallel.save(dict(module.named_parameters())).scaler))
+    parallel.load(dict(module.named_parameters()), {}, {**scaler, "scale": 1024.0})
     assert parallel.loss_scale == 1024
 
 

@@ -93,7 +93,7 @@ def test_masked_language_model_objective() -> None:
     logits = student.hidden_ND @ student.weight_VD.T + student.bias_V
     expected = torch.nn.functional.cross_entropy(logits[:9], LABELS, reduction="sum").detach()
     loss, _ = vocabulary_losses(student, None, LABELS, [term], torch.ones(1))
-    assert (term.weight, term.over, term.needs_teacher) == (1.0, "masked", False)
+    assert (term.weight(0), term.over, term.needs_teacher) == (1.0, "masked", False)
     assert close(loss.detach(), expected, 1e-12)
 
 

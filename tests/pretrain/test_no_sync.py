@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from pretrain.model.distillation import Distillation, MicroBatch, micro_batch, send
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.objectives.terms import SignalTerm, Term, VocabularyTerm
+from pretrain.objectives.terms import SignalTerm, Term, VocabularyTerm, constant
 
 PAD, CLS = 0, 2
 CPU = torch.device("cpu")
@@ -175,13 +175,13 @@ def with_term(
 
     term: Term
     if where == "logits":
-        term = VocabularyTerm("theirs", 1.0, "masked", lambda s, t, labels: of(s), False)
+        term = VocabularyTerm("theirs", constant(1.0), "masked", lambda s, t, labels: of(s), False)
     else:
         term = SignalTerm(
             "theirs",
-            1.0,
+            constant(1.0),
             "tokens",
-            lambda s, t, packing: (of(s.last_hidden_state) * packing.token_mask).sum(),
+            lambda s, t, batch, _: (of(s.last_hidden_state) * batch.packing.token_mask).sum(),
             False,
         )
     return make(device, DistilBert(kl_positions="masked"), term)

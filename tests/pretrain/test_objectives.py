@@ -45,7 +45,7 @@ def test_properties_agree_with_the_terms(
     weighted = not isinstance(objective, MiniLM)  # whose three terms are one phrase
     assert objective.sentence.count(" x ") == weighted * len(terms)
     for term in terms:
-        assert f"{term.weight:g} x " in objective.sentence or not weighted
+        assert f"{term.weight(0):g} x " in objective.sentence or not weighted
 
 
 def test_the_sentence_of_the_card() -> None:

@@ -133,7 +133,7 @@ def accumulate(
     torch.manual_seed(5)
     counts = {"tokens": tokens, "masked": masked}
     coefficients = torch.tensor(
-        [term.weight * tokens / max(counts[term.over], 1) for term in module.terms]
+        [term.weight(0) * tokens / max(counts[term.over], 1) for term in module.terms]
     )
     outputs = []
     for batch in batches:
@@ -153,7 +153,7 @@ def fed(rows: MaskedRows) -> list[MicroBatch]:
 
 def counts(batches: list[MicroBatch]) -> tuple[int, int]:
     """Return (tokens, masked tokens) of micro-batches."""
-    return sum(b.num_tokens for b in batches), sum(b.num_masked for b in batches)
+    return sum(b.counts["tokens"] for b in batches), sum(b.counts["masked"] for b in batches)
 
 
 STEP = 6

@@ -244,7 +244,7 @@ def test_a_listing_that_a_save_overtakes_is_taken_again(
 def test_an_optimizers_state_fits_its_student() -> None:
     """Use a real AdamW, in which one parameter never had a gradient."""
     student = tiny_run.student(1)
-    checkpoint.check_optimizer(tiny_run.moments(1), student)
+    checkpoint.check_optimizer(tiny_run.moments(1), dict(student.named_parameters()))
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2, bias=False))
     optimizer = torch.optim.AdamW(model.parameters())
     model[0](torch.ones(1, 3)).sum().backward()
@@ -255,8 +255,8 @@ def test_an_optimizers_state_fits_its_student() -> None:
         for key, value in optimizer.state.get(parameter, {}).items()
     }
     assert len(tensors) == 6
-    checkpoint.check_optimizer(tensors, model)
-    checkpoint.check_optimizer({}, model)
+    checkpoint.check_optimizer(tensors, dict(model.named_parameters()))
+    checkpoint.check_optimizer({}, dict(model.named_parameters()))
 
 
 BIAS = "distilbert.transformer.layer.0.attention.q_lin.bias"
@@ -267,19 +267,19 @@ BIAS = "distilbert.transformer.layer.0.attention.q_lin.bias"
     [
         ({f"{BIAS}/exp_avg": None}, f"{BIAS}/exp_avg is missing"),
         ({f"{BIAS}/step": None}, f"{BIAS}/step is missing"),
-        ({"a/exp_avg": torch.zeros(8)}, "a/exp_avg belongs to no parameter of the student"),
+        ({"a/exp_avg": torch.zeros(8)}, "a/exp_avg belongs to no parameter of the run"),
         ({f"{BIAS}/max_exp_avg_sq": torch.zeros(8)}, f"{BIAS}/max_exp_avg_sq belongs to no"),
         (
             {f"{BIAS}/exp_avg": torch.zeros(9)},
-            rf"{BIAS}/exp_avg is \[9\] of float32, the student needs \[8\] of float32",
+            rf"{BIAS}/exp_avg is \[9\] of float32, this run needs \[8\] of float32",
         ),
         (
             {f"{BIAS}/step": torch.zeros(1)},
-            rf"{BIAS}/step is \[1\] of float32, the student needs \[\] of float32",
+            rf"{BIAS}/step is \[1\] of float32, this run needs \[\] of float32",
         ),
         (
             {f"{BIAS}/exp_avg_sq": torch.zeros(8, dtype=torch.bfloat16)},
-            rf"{BIAS}/exp_avg_sq is \[8\] of bfloat16, the student needs \[8\] of float32",
+            rf"{BIAS}/exp_avg_sq is \[8\] of bfloat16, this run needs \[8\] of float32",
         ),
     ],
 )
@@ -289,4 +289,22 @@ def test_an_optimizers_state_that_does_not_fit_is_refused_by_name(
     tensors = tiny_run.moments(1) | changes
     held = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     with pytest.raises(RunError, match=f"optimizer.safetensors: {message}"):
-        checkpoint.check_optimizer(held, tiny_run.student(1))
+        checkpoint.check_optimizer(held, dict(tiny_run.student(1).named_parameters()))
+
+
+def test_adapters_are_kept_apart_and_must_fit(tmp_path: Path) -> None:
+    adapters = torch.nn.ModuleDict({"dense": torch.nn.Linear(3, 2)})
+    values = {name: tensor.clone() for name, tensor in adapters.state_dict().items()}
+    tiny_run.save(tiny_run.writer(tmp_path), 3, adapters=adapters.state_dict())
+    saved = checkpoint.newest(tmp_path, tiny_run.nothing)
+    assert saved is not None and tiny_run.is_whole(saved)
+    torch.nn.init.zeros_(adapters["dense"].weight)
+    checkpoint.load_adapters(adapters, saved.adapters())
+    assert tiny_run.same(adapters.state_dict(), values)
+    wider = torch.nn.ModuleDict({"dense": torch.nn.Linear(4, 2)})
+    with pytest.raises(RunError, match=r"dense.weight is \[2, 3\] of float32, .* needs \[2, 4\]"):
+        checkpoint.load_adapters(wider, saved.adapters())
+    with pytest.raises(RunError, match=r"dense.bias is missing"):
+        checkpoint.load_adapters(adapters, {})
+    with pytest.raises(RunError, match=r"needs none"):
+        checkpoint.load_adapters(torch.nn.ModuleDict(), saved.adapters())

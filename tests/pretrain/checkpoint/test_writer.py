@@ -130,6 +130,7 @@ def test_the_live_weights_would_have_let_the_change_through(root: Path) -> None:
         step=1,
         model=without_weights(student),
         weights=student.state_dict(),
+        adapters={},
         optimizer={},
         state=b'{"step": 1}\n',
         tokenizer={},

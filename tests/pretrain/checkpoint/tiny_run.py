@@ -69,6 +69,7 @@ def save(
     parts: dict[str, Any] = {
         "student": student(step),
         "weights": None,
+        "adapters": {},
         "optimizer": moments(step),
         "state": state(step, loss),
     }
