@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from data_prep import CorpusError
 from data_prep.shards import Manifest, ShardSet, check_file, load_manifest, open_shards
-from data_prep.shards.manifest import AGAIN
+from data_prep.shards.manifest import AGAIN, side_file
 from data_prep.shards.reading import Split
 from data_prep.tokens import Tokens, of_shards
 
@@ -170,8 +170,7 @@ def rows_of_document(folder: Path | str, value: str, source: str | None = None) 
 
 def side_table(folder: Path, manifest: Manifest, shard: str) -> Path:
     """Return the file that names a shard's segments, compared with the manifest."""
-    name = Path("segments", shard).with_suffix(".parquet").as_posix()
-    return check_file(folder, manifest, name)
+    return check_file(folder, manifest, side_file(shard))
 
 
 def _batches(path: Path, wanted: pc.Expression | None = None) -> Iterator[pa.Table]:

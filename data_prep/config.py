@@ -136,6 +136,7 @@ class CorpusConfig(Keys):
         default_factory=lambda: os.cpu_count() or 1
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the split, `fraction`, and samples
+    keep_text: bool = False  # of whole documents, for teachers with another vocabulary
 
     @field_validator("output", mode="before")
     @classmethod
@@ -180,6 +181,8 @@ class CorpusConfig(Keys):
         """
         values = self.model_dump(mode="json", exclude={"output", "workers"})
         values["row_length"] = row_length
+        if not self.keep_text:  # a later key: finished corpora recorded a config without it
+            del values["keep_text"]
         values["sources"] = [source_keys(source) for source in self.sources]
         if not isinstance(self.tokenizer, TrainTokenizer):
             del values["tokenizer"]

@@ -153,6 +153,16 @@ class Manifest(BaseModel):
         return self
 
 
+def side_file(shard: str) -> str:
+    """Return the name of the side table that has the document of each segment of a shard."""
+    return f"segments/{shard.removesuffix('.arrow')}.parquet"
+
+
+def text_file(shard: str) -> str:
+    """Return the name of the file that has the text of each segment of a shard (`keep_text`)."""
+    return f"texts/{shard}"
+
+
 def vocabulary_sha256(tokens: list[str]) -> str:
     """Return the sha256 of a vocabulary, its tokens in id order."""
     return hashlib.sha256("\n".join(tokens).encode()).hexdigest()
@@ -210,4 +220,6 @@ def _digest(values: dict[str, Any]) -> str:
     }
     kept = ("format_version", "tokenizer", "row_length", "dtype", "content")
     content = {key: values[key] for key in kept} | {"shards": shards, "token_counts": counts}
-    return canonical_sha256(content)
+    # Other texts may give the same rows, such as with other case.
+    texts = [[f["file"], f["sha256"]] for f in values["files"] if f["file"].startswith("texts/")]
+    return canonical_sha256(content | ({"texts": texts} if texts else {}))

@@ -6,11 +6,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
 
 from data_prep import CorpusError
 from data_prep.messages import error_line
 from data_prep.shards.manifest import AGAIN, FileRecord, Manifest, ShardRecord, load_manifest
+from data_prep.shards.writing import TEXTS
 
 Split = Literal["train", "validation"]
 
@@ -82,11 +84,12 @@ class ShardSet:
         shards = manifest.splits[split].shards
         for shard in shards:
             check_size(folder, shard)
-        self._starts = np.cumsum([0] + [shard.rows for shard in shards])
+        #: The first row of each shard, and the end.
+        self.starts = np.cumsum([0] + [shard.rows for shard in shards])
         self._shards: list[MappedShard | None] = [None] * len(shards)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self.starts[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A DataLoader worker maps the files again instead of receiving their rows.
@@ -99,19 +102,23 @@ class ShardSet:
         hashed when this process first needs it.
         """
         wanted = np.asarray(indices, dtype=np.int64)
-        assert wanted.ndim == 1
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
-            raise IndexError(f"row outside 0..{len(self) - 1} in {self.folder} ({self.split})")
+        shard_of = self.shard_of(wanted)
         rows = np.empty((wanted.size, self.row_length), dtype=self.manifest.dtype)
-        shard_of = np.searchsorted(self._starts, wanted, side="right") - 1
         for number in np.unique(shard_of).tolist():
             shard = self._shards[number]
             if shard is None:  # mapped when a row of it is first read
                 record = self.manifest.splits[self.split].shards[number]
                 shard = self._shards[number] = MappedShard(self.folder, record, self.manifest)
             chosen = shard_of == number
-            rows[chosen] = shard.rows(wanted[chosen] - self._starts[number])
+            rows[chosen] = shard.rows(wanted[chosen] - self.starts[number])
         return rows
+
+    def shard_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the number of each row's shard; IndexError outside 0..len-1."""
+        assert rows.ndim == 1
+        if rows.size and (rows.min() < 0 or rows.max() >= len(self)):
+            raise IndexError(f"row outside 0..{len(self) - 1} in {self.folder} ({self.split})")
+        return np.searchsorted(self.starts, rows, side="right") - 1
 
 
 def open_shards(folder: Path | str, split: Split = "train") -> ShardSet:
@@ -124,6 +131,40 @@ def open_shards(folder: Path | str, split: Split = "train") -> ShardSet:
     if split not in manifest.splits:
         raise CorpusError(f"{folder}: has no {split} split: prepare it with a larger `validation`")
     return ShardSet(folder, split, manifest)
+
+
+def read_segments(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    """Return the row of each segment that a side table names [S], and which are whole documents.
+
+    All pieces of a document are in one shard: it is whole if its source and id occur there once.
+    CorpusError if the table does not decode.
+    """
+    try:
+        # Not `pq.read_table` and `to_numpy`, which import pandas: half a second in each process.
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            table = file.read(columns=["row", "source", "document"], use_threads=False)
+        table = table.combine_chunks()
+        row, source = (np.from_dlpack(table[name].chunk(0)) for name in ("row", "source"))
+        document = np.from_dlpack(table["document"].chunk(0).dictionary_encode().indices)
+    except (pa.ArrowException, OSError, KeyError, IndexError, ValueError, TypeError) as error:
+        raise CorpusError(f"{path}: does not decode ({error_line(error)}): {AGAIN}") from None
+    num_sources = int(np.ptp(source)) + 1
+    key = document.astype(np.int64) * num_sources + (source - source.min())
+    whole: npt.NDArray[np.bool_] = np.bincount(key)[key] == 1
+    return row, whole
+
+
+def map_texts(path: Path) -> pa.RecordBatch:
+    """Map a file of texts into memory; CorpusError if it does not decode."""
+    try:
+        with pa.ipc.open_stream(pa.memory_map(str(path)).read_buffer()) as stream:
+            batch = stream.read_next_batch()
+        batch.validate()
+        if batch.schema != TEXTS:
+            raise pa.ArrowInvalid(f"columns {batch.schema.names}")
+    except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
+        raise CorpusError(f"{path}: does not decode ({error_line(error)}): {AGAIN}") from None
+    return batch
 
 
 def check_size(folder: Path, record: ShardRecord | FileRecord) -> None:

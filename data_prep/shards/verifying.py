@@ -22,8 +22,16 @@ from data_prep.shards.manifest import (
     ShardRecord,
     load_manifest,
     manifest_bytes,
+    side_file,
+    text_file,
 )
-from data_prep.shards.reading import MappedShard, block_differs, check_size
+from data_prep.shards.reading import (
+    MappedShard,
+    block_differs,
+    check_size,
+    map_texts,
+    read_segments,
+)
 from data_prep.shards.writing import hash_blocks
 
 
@@ -49,13 +57,16 @@ def check(folder: Path | str) -> Manifest:
     return manifest
 
 
-def check_file(folder: Path, manifest: Manifest, name: str) -> Path:
-    """Return the path of a file of the folder; CorpusError unless it is the one that is listed."""
+def check_file(folder: Path, manifest: Manifest, name: str, full: bool = True) -> Path:
+    """Return the path of a file of the folder; CorpusError unless it is the one that is listed.
+
+    `full=False` compares its size only.
+    """
     path = folder / name
     record = next((file for file in manifest.files if file.file == name), None)
     if record is None:
         raise CorpusError(f"{path}: not in the manifest: {AGAIN}")
-    for problem in _damage(folder, record):
+    for problem in _damage(folder, record, full):
         raise CorpusError(problem)
     return path
 
@@ -136,6 +147,7 @@ def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Check the rows themselves; yield what is wrong."""
     size, special = manifest.tokenizer.vocab_size, manifest.tokenizer.special_ids
     counts = np.zeros(size, dtype=np.int64)
+    listed = {file.file for file in manifest.files}
     for name, split in manifest.splits.items():
         segments = 0
         for record in split.shards:
@@ -167,7 +179,7 @@ def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
             if name == "train":
                 counts += np.bincount(rows.reshape(-1), minlength=len(counts))
             # The side table names each segment of the shard, in order.
-            path = (folder / "segments" / record.file).with_suffix(".parquet")
+            path = folder / side_file(record.file)
             try:
                 table = pq.read_table(
                     path, columns=["row", "start"], page_checksum_verification=True
@@ -178,6 +190,20 @@ def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
             found = np.stack([table["row"].to_numpy(), table["start"].to_numpy()], axis=1)
             if not np.array_equal(found, starts):
                 yield f"{path}: does not match the segments of its shard: {AGAIN}"
+                continue
+            texts = folder / text_file(record.file)
+            if text_file(record.file) not in listed:
+                continue
+            try:
+                batch, (row, whole) = map_texts(texts), read_segments(path)
+            except CorpusError as error:
+                yield str(error)
+                continue
+            if not np.array_equal(batch["row"].to_numpy(), row):
+                yield f"{texts}: does not match the segments of its shard: {AGAIN}"
+            # Documents that share an id are not known to be whole, and may have a text.
+            elif (whole & batch["text"].is_null().to_numpy(zero_copy_only=False)).any():
+                yield f"{texts}: has no text of a whole document: {AGAIN}"
         if segments != split.segments:
             yield f"{folder}: {name} holds {segments} segments, the manifest says {split.segments}"
     saved = parse_object(read_regular(folder / TOKEN_COUNTS))["counts"]

@@ -1,5 +1,6 @@
 """Write shards atomically, and describe files for a manifest."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,6 +12,8 @@ import xxhash
 from data_prep.disk import hash_file, write_file
 from data_prep.shards.manifest import BLOCK_BYTES, FileRecord, ShardRecord
 
+TEXTS = pa.schema({"row": pa.int32(), "text": pa.large_string()})  # an entry for each segment
+
 
 def write_shard(path: Path, rows: npt.NDArray[Any], pad: int) -> ShardRecord:
     """Write rows [n, row_length] of uint16 or uint32 ids as one Arrow stream."""
@@ -20,12 +23,7 @@ def write_shard(path: Path, rows: npt.NDArray[Any], pad: int) -> ShardRecord:
     values = pa.Array.from_buffers(pa.from_numpy_dtype(rows.dtype), rows.size, buffers)
     column = pa.FixedSizeListArray.from_arrays(values, rows.shape[1])
     batch = pa.record_batch([column], names=["input_ids"])
-
-    def write(file: IO[bytes]) -> None:
-        with pa.ipc.new_stream(file, batch.schema) as stream:
-            stream.write_batch(batch)
-
-    write_file(path, write)
+    write_file(path, lambda file: _write_batch(file, batch))
     sha256, size = hash_file(path)
     return ShardRecord(
         file=path.name,
@@ -35,6 +33,27 @@ def write_shard(path: Path, rows: npt.NDArray[Any], pad: int) -> ShardRecord:
         sha256=sha256,
         blocks=hash_blocks(path),
     )
+
+
+def write_texts(path: Path, rows: Sequence[int], texts: Sequence[str | None]) -> None:
+    """Write the row of each segment, and its text or None, as one Arrow stream."""
+    data = [b"" if text is None else text.encode() for text in texts]
+    offsets = np.zeros(len(data) + 1, dtype=np.int64)
+    np.cumsum([len(text) for text in data], out=offsets[1:])
+    # Bit n of the first buffer says that there is an entry n.
+    valid = np.packbits([text is not None for text in texts], bitorder="little")
+    buffers = [pa.py_buffer(buffer) for buffer in (valid, offsets, b"".join(data))]
+    column = pa.Array.from_buffers(pa.large_string(), len(data), buffers)
+    numbers = [None, pa.py_buffer(np.asarray(rows, dtype=np.int32))]
+    row = pa.Array.from_buffers(pa.int32(), len(rows), numbers)
+    batch = pa.record_batch([row, column], schema=TEXTS)
+    write_file(path, lambda file: _write_batch(file, batch))
+
+
+def _write_batch(file: IO[bytes], batch: pa.RecordBatch) -> None:
+    """Write an Arrow stream of one batch, whose columns are then mapped as a whole."""
+    with pa.ipc.new_stream(file, batch.schema) as stream:
+        stream.write_batch(batch)
 
 
 def file_record(folder: Path, name: str) -> FileRecord:

@@ -29,6 +29,8 @@ from data_prep.shards.manifest import (
     TokenizerRecord,
     manifest_bytes,
     seal,
+    side_file,
+    text_file,
 )
 from data_prep.shards.writing import file_record
 
@@ -38,7 +40,7 @@ CODE = "code.json"  # what made the shards
 ACCEPTED = "accepted_code.json"  # code that a user accepted; the manifest does not list the file
 # What a finished folder holds, and nothing else is ever removed from it.
 OURS = re.compile(
-    r"segments|tokenizer|(train|validation)-\d+\.arrow|manifest\.json(\.tmp)?"
+    r"segments|texts|tokenizer|(train|validation)-\d+\.arrow|manifest\.json(\.tmp)?"
     r"|token_counts\.json|(accepted_)?code\.json|(provenance|quarantine|leftovers|contaminated)\.jsonl"
 )
 LOGS = ("quarantine.jsonl", "leftovers.jsonl", "contaminated.jsonl")
@@ -52,6 +54,8 @@ def finish(plan: Plan, row_length: int) -> Manifest:
     if final.exists():
         shutil.rmtree(final)  # an interrupted run's: links may be in place already
     (final / "segments").mkdir(parents=True)
+    if config.keep_text:
+        (final / "texts").mkdir()
     (tokenizer,) = plan.records("vocabulary")
     record = TokenizerRecord.model_validate(tokenizer.result["tokenizer"])
     (final / "tokenizer").mkdir()
@@ -80,7 +84,8 @@ def finish(plan: Plan, row_length: int) -> Manifest:
     # By name: a listing may lack a file, and the manifest would then lack it, too.
     files = [TOKEN_COUNTS, PROVENANCE, CODE, *LOGS]
     files += [f"tokenizer/{output.file}" for output in tokenizer.outputs]
-    files += [f"segments/{shard.removesuffix('.arrow')}.parquet" for shard in shards]
+    files += map(side_file, shards)
+    files += map(text_file, shards if config.keep_text else ())
     manifest = seal(
         {
             "tokenizer": record,
@@ -111,7 +116,7 @@ def finish(plan: Plan, row_length: int) -> Manifest:
 def _shards(
     plan: Plan, row_length: int, final: Path
 ) -> tuple[dict[str, SplitRecord], npt.NDArray[np.int64]]:
-    """Link the shards, numbered without gaps, and their side tables into `final`.
+    """Link the shards, numbered without gaps, and their side files into `final`.
 
     Also returns how often each id occurs in the training rows.
     """
@@ -123,15 +128,17 @@ def _shards(
         if written is None:
             continue
         split = record.result["split"]
-        name = f"{split}-{len(shards[split]):05d}"
+        name = f"{split}-{len(shards[split]):05d}.arrow"
         place = folder / str(row_length)
-        table = final / "segments" / f"{name}.parquet"
-        for file, target in (("shard.arrow", final / f"{name}.arrow"), ("segments.parquet", table)):
+        links = {"shard.arrow": name, "segments.parquet": side_file(name)}
+        if plan.config.keep_text:
+            links["texts.arrow"] = text_file(name)
+        for file, target in links.items():
             try:  # a second name: the unit stays whole for another attempt
-                os.link(place / file, target)
+                os.link(place / file, final / target)
             except OSError:  # a file system without hard links
-                shutil.copyfile(place / file, target)
-        shard = ShardRecord.model_validate(written["shard"] | {"file": f"{name}.arrow"})
+                shutil.copyfile(place / file, final / target)
+        shard = ShardRecord.model_validate(written["shard"] | {"file": name})
         shards[split].append(shard)
         segments[split] += written["segments"]
         if split == "train":

@@ -19,7 +19,7 @@ from data_prep.pipeline.stage import Planned, Stage, group
 from data_prep.pipeline.stages.columns import batch
 from data_prep.pipeline.stages.deduplicate import TRAIN, VALIDATION, fates_file
 from data_prep.pipeline.stages.documents import read_part
-from data_prep.shards import write_shard
+from data_prep.shards import write_shard, write_texts
 from data_prep.sources import Document
 from data_prep.tokens import Tokens, load
 from data_prep.tokens.fast import NO_WORD_PIECE
@@ -68,13 +68,14 @@ class PackTask:
     slices: tuple[PartSlice, ...]
     tokenizer: Path
     row_lengths: tuple[int, ...]
+    keep_text: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokenised:
     lines: list[npt.NDArray[np.int32]]  # one unless it is cut at line ends only
     source_number: int
-    document: Document  # without its text
+    document: Document  # without its text, unless texts are kept
 
 
 def _plan(plan: Plan) -> Iterator[Planned]:
@@ -118,6 +119,7 @@ def _plan(plan: Plan) -> Iterator[Planned]:
                 slices=tuple(part for part, _, _ in mine),
                 tokenizer=vocabulary,
                 row_lengths=plan.config.row_lengths,
+                keep_text=plan.config.keep_text,
             )
             keys = {
                 "split": split,
@@ -126,6 +128,7 @@ def _plan(plan: Plan) -> Iterator[Planned]:
                     for part in task.slices
                 ],
                 "row_lengths": plan.config.row_lengths,
+                **({"keep_text": True} if task.keep_text else {}),
             }
             digests = [digest for _, _, of_part in mine for digest in of_part]
             upstream = tuple(dict.fromkeys([f"unit vocabulary/0: {tokenizer.digest}", *digests]))
@@ -133,7 +136,10 @@ def _plan(plan: Plan) -> Iterator[Planned]:
 
 
 def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
-    """Write `LENGTH/shard.arrow`, segments.parquet and counts.npy for each row length."""
+    """Write `LENGTH/shard.arrow`, segments.parquet and counts.npy for each row length.
+
+    If texts are kept, texts.arrow as well.
+    """
     tokens = load(task.tokenizer)
     sample: list[str] = []
     size = 0
@@ -145,7 +151,7 @@ def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
     slow = tokens.accelerate(sample)
     without_tokens: Counter[int] = Counter()
     characters: Counter[int] = Counter()
-    rows = [_Rows(length, tokens) for length in task.row_lengths]
+    rows = [_Rows(length, tokens, task.keep_text) for length in task.row_lengths]
     found = _documents(task, tokens, without_tokens, characters)
     sized = ((sum(map(len, item.lines)) + 2, item) for item in found)
     for window in _until(sized, WINDOW_TOKENS):
@@ -167,19 +173,21 @@ def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
 class _Rows:
     """Collect the rows of one length."""
 
-    def __init__(self, row_length: int, tokens: Tokens) -> None:
+    def __init__(self, row_length: int, tokens: Tokens, keep_text: bool) -> None:
         self.row_length = row_length
         self.filled: list[npt.NDArray[Any]] = []
         self._tokens = tokens
         self._dtype = "uint16" if len(tokens.vocabulary) <= 2**16 else "uint32"
         self._num_rows = 0
         self._columns: dict[str, list[Any]] = {name: [] for name in SEGMENTS.names}
+        self._texts: list[str | None] | None = [] if keep_text else None
 
     def add(self, window: Sequence[_Tokenised]) -> None:
         """Split documents into segments that fit, and pack these."""
         limit = self.row_length - 2
         segments: list[npt.NDArray[np.int32]] = []
         owners: list[_Tokenised] = []
+        texts: list[str | None] = []
         for item in window:
             several = len(item.lines) > 1
             found = (
@@ -187,6 +195,7 @@ class _Rows:
             )
             segments += found
             owners += [item] * len(found)
+            texts += [item.document.text] if len(found) == 1 else [None] * len(found)
         special = self._tokens.special_ids
         rows, places = fill_rows(
             segments,
@@ -206,6 +215,8 @@ class _Rows:
             columns["document"].append(owner.document.id)
             columns["title"].append(owner.document.title)
             columns["url"].append(owner.document.url)
+        if self._texts is not None:
+            self._texts += [texts[number] for number in places[:, 2].tolist()]
         self.filled.append(rows)
         self._num_rows += len(rows)
 
@@ -228,6 +239,8 @@ class _Rows:
         pq.write_table(
             table, folder / "segments.parquet", compression="zstd", write_page_checksum=True
         )
+        if self._texts is not None:
+            write_texts(folder / "texts.arrow", self._columns["row"], self._texts)
         return {"shard": shard.model_dump(mode="json"), "segments": len(table)}
 
 
@@ -261,8 +274,9 @@ def _documents(
                     without_tokens[part.source_number] += 1
                     continue
                 characters[part.source_number] += len(document.text)
-                # The text is done with: only what the side table needs lives on in the window.
-                origin = Document("", document.id, document.title, document.url)
+                # Only what the side files need lives on in the window.
+                text = document.text if task.keep_text else ""
+                origin = Document(text, document.id, document.title, document.url)
                 yield _Tokenised(ids, part.source_number, origin)
 
 
