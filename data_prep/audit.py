@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep import CorpusError
-from data_prep.shards import Manifest, ShardSet, check_file, load_manifest, open_shards
+from data_prep.shards import Manifest, Segments, ShardSet, check_file, load_manifest, open_shards
 from data_prep.shards.manifest import AGAIN, side_file
 from data_prep.shards.reading import Split
 from data_prep.tokens import Tokens, of_shards
@@ -42,7 +42,8 @@ class Segment:
     document: str
     title: str
     url: str
-    text: str
+    text: str  # as training reads it: decoded
+    kept_text: str | None  # the cleaned text, of a whole document under `keep_text`
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,11 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
     path = side_table(shards.folder, shards.manifest, split.shards[shard].file)
     ids = shards.rows([row])[0]
     special = shards.manifest.tokenizer.special_ids
+    numbered = Segments(shards)
+    numbers = numbered.of_rows([row]).numbers
+    texts: list[str | None] = [None] * len(numbers)
+    if shards.manifest.has_texts:
+        texts = numbered.texts(int(numbers[0]), int(numbers[-1]) + 1)
     found: list[Segment] = []
     for batch in _batches(path, pc.field("row") == row - int(starts[shard])):
         for entry in batch.to_pylist():
@@ -113,6 +119,7 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
                     licence=source.licence,
                     **{name: entry[name] for name in _FIELDS},
                     text=tokens.decode(ids[start + 1 : end - 1]),
+                    kept_text=texts[len(found)],
                 )
             )
     return found

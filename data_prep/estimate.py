@@ -128,6 +128,8 @@ def estimate(config: CorpusConfig) -> Estimate:
     for source in sources:
         rows.update(source.rows)
     shard_bytes = sum(count * length * width for length, count in rows.items())
+    if config.keep_text:  # at most: of documents that are cut, no text is kept
+        shard_bytes += len(rows) * sum(source.text_bytes for source in sources)
     hashes = 1200 if config.deduplicate.documents == "near" else 60  # bytes a document
     text = sum(source.text_bytes + source.kept * hashes for source in sources)
     return Estimate(

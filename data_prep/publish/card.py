@@ -104,9 +104,11 @@ def _sections(manifest: Manifest) -> Iterator[str]:
         f"{manifest.tokenizer.vocab_size} entries; the tokenizer is in `tokenizer/`{normaliser}. "
         "Rows are not shuffled."
     )
+    text = "; `text` is the cleaned text of a whole document, null for a part of one"
     yield (
         "The configuration `segments` names the document of each segment: its row (counted over "
-        "the split), where it starts in it, source, licence, document id, title and URL."
+        "the split), where it starts in it, source, licence, document id, title and URL"
+        f"{text if manifest.has_texts else ''}."
     )
 
 

@@ -19,7 +19,8 @@ from data_prep.disk.json_files import indented_json, parse_object, read_regular
 from data_prep.pipeline.stage import group
 from data_prep.publish.card import dataset_card
 from data_prep.shards import Manifest, check_file, load_manifest, open_shards, read_listed
-from data_prep.shards.manifest import MANIFEST, TOKEN_COUNTS
+from data_prep.shards.manifest import MANIFEST, TOKEN_COUNTS, text_file
+from data_prep.shards.reading import map_texts
 from data_prep.shards.writing import file_record
 
 PROVENANCE = "provenance"
@@ -116,6 +117,7 @@ def _write(
             "row": pa.int64(),
             "start": pa.int32(),
             **dict.fromkeys(("source", "licence", "document", "title", "url"), pa.string()),
+            **({"text": pa.string()} if manifest.has_texts else {}),
         }
     )
     names = pa.array([source.name for source in manifest.sources])
@@ -151,6 +153,9 @@ def _write(
                         "licence": licences.take(table["source"].combine_chunks()),
                         **{name: table[name] for name in ("document", "title", "url")},
                     }
+                    if manifest.has_texts:
+                        texts = check_file(folder, manifest, text_file(record.file))
+                        columns["text"] = map_texts(texts)["text"].cast(pa.string())
                     writer.write_table(pa.table(columns, schema=schema))
                     first += record.rows
             done += 1

@@ -138,6 +138,11 @@ class Manifest(BaseModel):
     normaliser: str = ""  # in words, for people; the fingerprint covers it
     self_sha256: Sha256
 
+    @property
+    def has_texts(self) -> bool:
+        """Return whether the cleaned text of whole documents was kept (`keep_text`)."""
+        return any(file.file.startswith("texts/") for file in self.files)
+
     @model_serializer(mode="wrap")
     def _as_it_was(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # A manifest from before there were these words is spelled as it was: its hash is of that.

@@ -43,9 +43,6 @@ class Segments:
         """
         self.shards = shards
         split = shards.manifest.splits[shards.split]
-        listed = {file.file for file in shards.manifest.files}
-        #: Whether the corpus was prepared with `keep_text: true`.
-        self.has_texts = all(text_file(shard.file) in listed for shard in split.shards)
         sizes = []
         for shard in split.shards:
             path = check_file(shards.folder, shards.manifest, side_file(shard.file), full=False)
@@ -101,7 +98,7 @@ class Segments:
             CorpusError: no text was kept, or a file of texts is damaged.
         """
         folder, manifest = self.shards.folder, self.shards.manifest
-        if not self.has_texts:
+        if not manifest.has_texts:
             raise CorpusError(
                 f"{folder}: keeps no text: run `distil prepare` with `keep_text: true` and another "
                 "`output`"

@@ -147,7 +147,6 @@ def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Check the rows themselves; yield what is wrong."""
     size, special = manifest.tokenizer.vocab_size, manifest.tokenizer.special_ids
     counts = np.zeros(size, dtype=np.int64)
-    listed = {file.file for file in manifest.files}
     for name, split in manifest.splits.items():
         segments = 0
         for record in split.shards:
@@ -191,10 +190,10 @@ def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
             if not np.array_equal(found, starts):
                 yield f"{path}: does not match the segments of its shard: {AGAIN}"
                 continue
-            texts = folder / text_file(record.file)
-            if text_file(record.file) not in listed:
+            if not manifest.has_texts:
                 continue
             try:
+                texts = check_file(folder, manifest, text_file(record.file), full=False)
                 batch, (row, whole) = map_texts(texts), read_segments(path)
             except CorpusError as error:
                 yield str(error)

@@ -71,6 +71,7 @@ def inspect(
         show("", f"row {row['row']}: {len(documents)} document(s)")
         for document in documents[:_DOCUMENTS]:
             title = document["title"] or document["document"]
-            show(f"  [{one_line(title)}] {one_line(document['text'], _TEXT)}")
+            text = document["kept_text"] or document["text"]
+            show(f"  [{one_line(title)}] {one_line(text, _TEXT)}")
         if len(documents) > _DOCUMENTS:
             show(f"  ... and {len(documents) - _DOCUMENTS} more")

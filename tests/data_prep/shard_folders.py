@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.pipeline.packing import fill_rows, pack
-from data_prep.shards import Manifest, load_manifest, write_shard
+from data_prep.shards import Manifest, load_manifest, write_shard, write_texts
 from data_prep.shards.manifest import SourceRecord, SplitRecord, manifest_bytes, seal
 from data_prep.shards.writing import file_record
 from data_prep.tokens import word_piece
@@ -19,9 +19,12 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [a + b for a in "abcdefghijklmnopqrst" for b in "0123456789"]
 
 
-def make_folder(folder: Path, row_length: int = 32, rows: int = 40, shards: int = 3) -> Manifest:
+def make_folder(
+    folder: Path, row_length: int = 32, rows: int = 40, shards: int = 3, texts: bool = False
+) -> Manifest:
     """Write `shards` training shards of `rows` rows each and one of validation."""
     (folder / "segments").mkdir(parents=True)
+    (folder / "texts").mkdir()
     tokens = word_piece([*SPECIAL, *WORDS], None, origin="words")
     tokens.save(folder / "tokenizer", row_length)
     draw = random.Random(row_length + rows)
@@ -49,9 +52,18 @@ def make_folder(folder: Path, row_length: int = 32, rows: int = 40, shards: int 
             )
             name = f"{split}-{number:05d}"
             records.append(write_shard(folder / f"{name}.arrow", ids, pad=special.pad))
+            documents = places[:, 2].astype(str)  # none is cut
             table = pa.table(
-                {"row": places[:, 0], "start": places[:, 1], "document": places[:, 2].astype(str)}
+                {
+                    "row": places[:, 0],
+                    "start": places[:, 1],
+                    "source": np.zeros(len(places), dtype=np.int16),
+                    "document": documents,
+                }
             )
+            if texts:
+                words = [f"text of {name} {document}" for document in documents]
+                write_texts(folder / "texts" / f"{name}.arrow", places[:, 0].tolist(), words)
             pq.write_table(table, folder / "segments" / f"{name}.parquet", write_page_checksum=True)
             num_segments += len(places)
             if split == "train":
@@ -84,7 +96,9 @@ def make_folder(folder: Path, row_length: int = 32, rows: int = 40, shards: int 
             "row_length": row_length,
             "dtype": "uint16",
             "splits": splits,
-            "files": tuple(file_record(folder, n) for n in names if not n.endswith(".arrow")),
+            "files": tuple(
+                file_record(folder, n) for n in names if "/" in n or not n.endswith(".arrow")
+            ),
             "sources": (source,),
             "content": {"seed": 0},
             "code_version": "0",

@@ -9,7 +9,7 @@ import pytest
 from shard_folders import make_folder
 
 from data_prep import CorpusError
-from data_prep.shards import check, open_shards, verify
+from data_prep.shards import Segments, check, open_shards, verify
 
 PAGE = 4096
 MUTATIONS = ("flip", "zero", "truncate", "append", "swap")
@@ -19,7 +19,7 @@ MUTATIONS = ("flip", "zero", "truncate", "append", "swap")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write shards of three blocks, of which only the middle one has nothing but rows."""
     path = tmp_path_factory.mktemp("mutations") / "out"
-    manifest = make_folder(path, row_length=512, rows=2100, shards=2)
+    manifest = make_folder(path, row_length=512, rows=2100, shards=2, texts=True)
     assert {len(shard.blocks) for shard in manifest.splits["train"].shards} == {3}
     return path
 
@@ -40,11 +40,14 @@ def mutate(data: bytes, kind: str, draw: random.Random, other: bytes) -> bytes:
 
 
 def read_everything(folder: Path) -> None:
-    """Read every row as training does, in an order that mixes the shards."""
+    """Read every row as training does, in an order that mixes the shards, and every text."""
     for split in ("train", "validation"):
         shards = open_shards(folder, split)
+        segments = Segments(shards)
         for rows in np.array_split(np.random.default_rng(0).permutation(len(shards)), 5):
             shards.rows(rows)
+            segments.of_rows(rows)
+        assert None not in segments.texts(0, len(segments))
 
 
 def test_the_undamaged_folder_is_accepted(folder: Path) -> None:
@@ -58,7 +61,8 @@ def test_every_mutation_is_reported(folder: Path, num: int) -> None:
     # Mutate shards and any file, half each; `verify` reports every mutation.
     draw = random.Random(1)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    shards = [path for path in files if path.suffix == ".arrow"]
+    shards = [path for path in files if path.suffix == ".arrow"]  # and files of texts
+    read = [*shards, *(path for path in files if path.suffix == ".parquet")]
     done: Counter[tuple[str, str]] = Counter()
     while done.total() < num:
         path = draw.choice(shards if done.total() % 2 else files)
@@ -74,7 +78,7 @@ def test_every_mutation_is_reported(folder: Path, num: int) -> None:
         problems = verify(folder, full=True)
         assert problems, where
         assert all(str(path) in problem and "\n" not in problem for problem in problems), where
-        if path in shards:
+        if path in read:
             with pytest.raises(CorpusError, match=path.name):
                 read_everything(folder)
         path.write_bytes(original)
