@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
+from data_prep.messages import one_line
 from data_prep.shards import Manifest
 from pretrain import RunError
 from pretrain.model.families import FAMILIES, Family, MaskedLM
@@ -16,11 +18,31 @@ from pretrain.model.model_files import first_line, read_config, read_tensors
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LABELS = ("id2label", "label2id", "num_labels", "_num_labels")
+# Models of which a class ...ForMaskedLM exists, but which were trained to do something else.
+_NO_LM_HEAD = {
+    "electra": "an electra tells replaced words from right ones, and its masked-language-model "
+    "head is random",
+    "deberta-v2": "a deberta-v2 tells replaced words from right ones (DeBERTa-v3), and has no "
+    "trained head",
+}
+# Keys of config.json with which a model of a known family is another than the walk computes: the
+# values that it computes (None: the key is missing), and what it assumes.
+_ENCODER: dict[str, tuple[tuple[Any, ...], str]] = {
+    "is_decoder": ((None, False), "an encoder looks at both sides of a word"),
+    "add_cross_attention": ((None, False), "an encoder reads no other model's output"),
+    "tie_word_embeddings": ((None, True), "an LM head has the embeddings' weights here"),
+    "position_embedding_type": ((None, "absolute"), "positions are absolute here"),
+}
+_ACTIVATIONS = ("hidden_act", "activation", "hidden_activation", "classifier_activation")
 _UNTRAINED = 2**20  # parameters that tiny weights may lack: an error below names the missing ones
 
 
 def load_model(
-    folder: Path, changes: Mapping[str, float] | None = None, *, needs_head: bool = True
+    folder: Path,
+    changes: Mapping[str, float] | None = None,
+    *,
+    needs_head: bool = True,
+    who: str = "",
 ) -> MaskedLM:
     """Return a model with its MLM head, as a run saved it, in fp32.
 
@@ -28,17 +50,50 @@ def load_model(
         folder: of the model.
         changes: other values for keys of its config.json.
         needs_head: refuse a model without a trained head; otherwise it gets a random one.
+        who: the beginning of an error's message; the folder by default.
 
     Raises:
         RunError: it cannot be read, could run code, is of no known family, or has no such head.
     """
-    raw = read_config(str(folder), folder)
-    kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise RunError(f"{folder}: a {kind} model; only {', '.join(FAMILIES)} can be used here")
-    tensors = read_tensors(str(folder), folder)
+    who = who or str(folder)
+    raw = read_config(who, folder)
+    family = known_family(who, raw)
+    tensors = read_tensors(who, folder)
     raw |= changes or {}
-    return assemble(str(folder), FAMILIES[kind], raw, tensors, needs_head=needs_head)[0]
+    return assemble(who, family, raw, tensors, needs_head=needs_head)[0]
+
+
+def known_family(who: str, raw: Mapping[str, Any]) -> Family:
+    """Return the family of a config.json.
+
+    Raises:
+        RunError: it is none that is known here, or its model is not what the walk would compute;
+            the message begins with `who`.
+    """
+    kind = raw.get("model_type", "bert")  # old configs of BERT name none
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        if isinstance(kind, str) and kind in _NO_LM_HEAD:
+            raise RunError(f"{who}: {_NO_LM_HEAD[kind]}; take a model that predicts masked words")
+        raise RunError(
+            f"{who}: a {one_line(str(kind), 60)}; supported are {', '.join(FAMILIES)}, with a "
+            "masked-language-model head (another family needs a file in pretrain/model/families/ "
+            "that names its parts, see docs/ARCHITECTURE.md)"
+        )
+    family = FAMILIES[kind]
+    for key, (usable, assumed) in _ENCODER.items():
+        if (value := raw.get(key)) not in usable:
+            raise RunError(f"{who}: its {key} is {str(value).lower()}, but {assumed}")
+    # No tensor tells the number of heads, so a default of transformers might be a wrong one.
+    key = family.own_names.get("num_attention_heads", "num_attention_heads")
+    if not {key, "num_attention_heads"} & raw.keys():
+        raise RunError(f"{who}: config.json lacks {key}; add it, or save the model again")
+    for key in _ACTIVATIONS:
+        if isinstance(value := raw.get(key), str) and value not in ACT2FN:
+            raise RunError(
+                f"{who}: its {key} {one_line(value, 60)!r} is no activation of transformers; take "
+                "a model of a known one"
+            )
+    return family
 
 
 def assemble(

@@ -185,11 +185,13 @@ def read_words(who: str, folder: Path) -> Words | None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error message."""
-    lines = str(error).strip().splitlines()[:1]
+    """Return what a library's error message says, in one line."""
+    lines = str(error).strip().splitlines()
+    # A validator names the key in its first line, and the fault in the second.
+    lines = lines[: 2 if lines and lines[0].endswith(":") else 1]
     if not lines or isinstance(error, LookupError | ArithmeticError):  # their message may be "'x'"
         lines.insert(0, type(error).__name__)
-    return ": ".join(lines)[:_LONGEST_LINE]
+    return ": ".join(line.strip(" :") for line in lines)[:_LONGEST_LINE]
 
 
 def _read_json(who: str, path: Path) -> dict[str, Any]:

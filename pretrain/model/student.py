@@ -16,7 +16,13 @@ from pretrain.config import Model, Student
 from pretrain.model.families import FAMILIES, Family, MaskedLM, family_of
 from pretrain.model.families.bert import Bert
 from pretrain.model.families.distil_bert import DistilBert
-from pretrain.model.loading import assemble, check_row_length, load_model, reinitialise
+from pretrain.model.loading import (
+    assemble,
+    check_row_length,
+    known_family,
+    load_model,
+    reinitialise,
+)
 from pretrain.model.model_files import fetch, first_line, read_config, read_tensors, student_of
 from pretrain.model.teacher import Teacher, check_vocabulary
 
@@ -192,10 +198,7 @@ def build_model(
     who = f"model.init {config.init}"
     folder, _ = fetch(who, config.init)
     raw = read_config(who, folder)
-    kind = str(raw.get("model_type"))
-    if kind not in FAMILIES:
-        raise RunError(f"{who}: a {kind} model; only {', '.join(FAMILIES)} can be continued here")
-    family = FAMILIES[kind]
+    family = known_family(who, raw)
     raw |= {key: rates[which] for key, which in family.dropouts.items()}
     tensors = read_tensors(who, folder, pickled=True)
     model, has_head = assemble(who, family, raw, tensors, needs_head=False)
@@ -223,7 +226,8 @@ def _continue_from(
             f"{family.model_type}'s folder, a list of teacher layers, teacher or random"
         )
     # A folder's own dropout is replaced by this config's, in the layers and in its config.json.
-    model = load_model(folder, dropouts, needs_head=needs_head)
+    who = f"student.init {folder}"
+    model = load_model(folder, dropouts, needs_head=needs_head, who=who)
     if model.config.model_type != family.model_type:
         raise RunError(
             f"student.init: {folder} holds a {model.config.model_type}, no {family.model_type}"
@@ -238,5 +242,5 @@ def _continue_from(
                 f"this run needs {size}, as its teacher or `student:` has"
             )
     if teacher.manifest is not None:
-        check_vocabulary(f"student.init: {folder}", folder, model.config, teacher.manifest)
+        check_vocabulary(who, folder, model.config, teacher.manifest)
     return model.train()

@@ -12,16 +12,10 @@ from torch import nn
 from data_prep.shards import CorpusError, Manifest, vocabulary_sha256
 from data_prep.tokens.comparison import difference
 from pretrain import RunError
-from pretrain.model.families import FAMILIES, MaskedLM
-from pretrain.model.loading import assemble, check_row_length
+from pretrain.model.families import MaskedLM
+from pretrain.model.loading import assemble, check_row_length, known_family
 from pretrain.model.model_files import fetch, read_config, read_tensors, read_words
 from pretrain.output import check_teacher
-
-# Models of which a class ...ForMaskedLM exists, but which were trained to do something else.
-_NO_LM_HEAD = {
-    "electra": "tells replaced words from right ones, and its masked-language-model head is random",
-    "deberta-v2": "tells replaced words from right ones (DeBERTa-v3), and has no trained head",
-}
 
 
 @dataclass(frozen=True)
@@ -65,25 +59,9 @@ def load_teacher(
     source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     folder, commit = fetch(who, source, revision or None)
     raw = read_config(who, folder)
-    # A student's LM head is tied to its embeddings.
-    if raw.get("tie_word_embeddings") is False:
-        raise RunError(
-            f"{who}: its tie_word_embeddings is false, so its head cannot be copied to a "
-            "student, whose output embedding is tied"
-        )
-    kind = str(raw.get("model_type", "bert"))  # old configs of BERT name none
-    if kind in _NO_LM_HEAD:
-        raise RunError(f"{who}: a {kind} {_NO_LM_HEAD[kind]}; it cannot teach words")
-    if kind not in FAMILIES:
-        raise RunError(
-            f"{who}: its model_type {kind} cannot be a teacher here; supported are "
-            f"{', '.join(FAMILIES)}, with a masked-language-model head (docs/ARCHITECTURE.md says "
-            "what another family needs)"
-        )
-    if raw.get("is_decoder"):
-        raise RunError(f"{who}: its is_decoder is true; a teacher looks at both sides of a word")
+    family = known_family(who, raw)
     tensors = read_tensors(who, folder, pickled=True)
-    model, _ = assemble(who, FAMILIES[kind], raw, tensors, needs_head=needs_head)
+    model, _ = assemble(who, family, raw, tensors, needs_head=needs_head)
     # First the vocabulary, then whole texts: the same tokens may still be cut differently (case,
     # accents).
     check_vocabulary(who, folder, model.config, manifest, required=not same_vocabulary)

@@ -130,7 +130,7 @@ HOSTILE = [
     ("list", "config.json", configure, "num_hidden_layers", [4]),
     ("activation", "'nonsense'", configure, "hidden_act", "nonsense"),
     ("activation-list", "config.json", configure, "hidden_act", ["gelu"]),
-    ("kind-list", "cannot be a teacher here", configure, "model_type", ["bert"]),
+    ("kind-list", "supported are bert", configure, "model_type", ["bert"]),
     ("config-fifo", "there is no", replace, "config.json", os.mkfifo),
     ("config-link", "there is no", replace, "config.json", dangling),
     ("config-folder", "there is no", replace, "config.json", Path.mkdir),
@@ -186,7 +186,7 @@ STUDENT = [
     ("positions", "config.json describes", configure, "max_position_embeddings", 2**40),
     ("labels", "", configure, "num_labels", 10**10),
     ("activation", "nonsense", configure, "activation", "nonsense"),
-    ("kind", "model; only bert, distilbert, roberta", configure, "model_type", ["distilbert"]),
+    ("kind", "supported are bert, distilbert, roberta", configure, "model_type", ["distilbert"]),
     ("config-fifo", "there is no", replace, "config.json", os.mkfifo),
     ("weights-fifo", "there is no", replace, "model.safetensors", os.mkfifo),
 ]

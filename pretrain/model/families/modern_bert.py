@@ -111,16 +111,27 @@ class ModernBert(Family):
         if not copied:
             return {"layer_types": None}
         kinds = [teacher.layer_types[layer] for layer in copied]
-        for period in range(1, len(kinds) + 1):
-            if kinds == [_LOCAL if i % period else _GLOBAL for i in range(len(kinds))]:
-                return {"layer_types": kinds, "global_attn_every_n_layers": period}
-        raise ValueError(
-            f"layers {list(copied)} of the teacher have global attention at places that do not "
-            "repeat; list layers whose kinds do"
-        )
+        if (period := _period(kinds)) is None:
+            raise ValueError(
+                f"layers {list(copied)} of the teacher have global attention at places that do not "
+                "repeat; list layers whose kinds do"
+            )
+        return {"layer_types": kinds, "global_attn_every_n_layers": period}
 
     def completed(self, config: Any) -> Any:
-        """Return the config with the bases of its angles under the names of both versions."""
+        """Return the config with bases of angles and kinds of layers named as in both versions.
+
+        Raises:
+            ValueError: the kinds of its layers do not repeat, as transformers 4 needs it.
+        """
+        # Transformers 5 reads `layer_types` and writes no period, 4.57 reads the period alone.
+        kinds, period = config.layer_types, getattr(config, "global_attn_every_n_layers", None)
+        if period is not None and period < 1:
+            raise ValueError(f"global_attn_every_n_layers is {period}; it counts layers from 1")
+        if period is None or kinds != _repeated(period, len(kinds)):
+            config.global_attn_every_n_layers = period = _period(kinds)
+        if period is None:
+            raise ValueError("its layers have global attention at places that do not repeat")
         # Transformers 4.57 reads these two, 5 reads `rope_parameters`; each ignores the other.
         config.global_rope_theta = config.rope_parameters[_GLOBAL]["rope_theta"]
         config.local_rope_theta = config.rope_parameters[_LOCAL]["rope_theta"]
@@ -150,6 +161,8 @@ class ModernBert(Family):
         Raises:
             ValueError: its angles are not those of `prepare`.
         """
+        if (width := config.hidden_size // config.num_attention_heads) % 2:
+            raise ValueError(f"heads of width {width}: an angle turns two numbers at a time")
         for kind, rope in config.rope_parameters.items():
             if rope["rope_type"] != "default":
                 raise ValueError(f"rope_type {rope['rope_type']} of {kind} is not supported")
@@ -161,3 +174,13 @@ class ModernBert(Family):
         if bias is None:  # the LM head's kernels take one
             bias = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
         return Projection(model.head(hidden_ND), weight, bias)
+
+
+def _repeated(period: int, num_layers: int) -> list[str]:
+    return [_LOCAL if i % period else _GLOBAL for i in range(num_layers)]
+
+
+def _period(kinds: Sequence[str]) -> int | None:
+    """Return after how many layers these kinds repeat; None if they do not."""
+    periods = range(1, len(kinds) + 1)
+    return next((period for period in periods if kinds == _repeated(period, len(kinds))), None)
