@@ -133,34 +133,47 @@ def check_model(folder: Path) -> None:
             raise RunError(f"{folder}: there is no {path}; check the path") from None
 
 
-def check_inputs(config: RunConfig) -> None:
-    """Refuse missing shards, a teacher's path without a model, and a run without a checkpoint.
+def check_inputs(config: RunConfig, made: Sequence[Path] = ()) -> None:
+    """Refuse missing shards, a path without a model, and a run without a checkpoint.
+
+    Args:
+        config: the run.
+        made: outputs of runs that are trained before it, which need not be there yet.
 
     Raises:
         CorpusError, RunError: names the path.
     """
+    later = [Path(os.path.realpath(output)) for output in made]
     load_manifest(config.shards)
-    if config.resume_from is not None:
+    if config.resume_from is not None and Path(os.path.realpath(config.resume_from)) not in later:
         check_run(config.resume_from)
-    if config.teacher is not None:
-        check_teacher(config.teacher)
+    init = config.student.init if isinstance(config.student.init, str) else "teacher"
+    models = {
+        "teacher": config.teacher,
+        "model.init": config.model.init if config.model is not None else None,
+        "student.init": None if init in ("teacher", "random") else init,
+    }
+    for key, name in models.items():
+        if name is not None and Path(os.path.realpath(name)) not in later:
+            check_source(key, name)
 
 
-def check_teacher(name: str) -> None:
+def check_source(key: str, name: str) -> None:
     """Refuse a file, and a path without a model. A hub's name is looked up when it is loaded.
 
     Raises:
-        RunError: nothing can be loaded from there.
+        RunError: nothing can be loaded from there; the message begins with the key.
     """
     path = Path(name)
     if path.is_file():
-        raise RunError(
-            f"teacher {name}: a file; give the folder that holds config.json and weights"
-        )
-    # A hub's name has one slash at most, so anything else must be a folder here.
+        raise RunError(f"{key} {name}: a file; give the folder that holds config.json and weights")
+    # A hub's name has one slash at most, so anything else must be a folder here. A student
+    # continues from a folder alone.
     is_path = path.is_dir() or name.count("/") > 1 or name.startswith((".", "/", "~"))
-    if is_path and not (path / "config.json").exists():
-        raise RunError(f"teacher {name}: there is no {path / 'config.json'}; check the path")
+    if (is_path or key == "student.init") and not (path / "config.json").exists():
+        others = " or give a list of teacher layers, teacher or random"
+        others = others if key == "student.init" else ""
+        raise RunError(f"{key} {name}: there is no {path / 'config.json'}; check the path{others}")
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -23,12 +23,12 @@ def evaluate(
     from data_prep.messages import warn
     from data_prep.shards import open_shards
     from launch.console import show
-    from pretrain.output import check_model, check_teacher
+    from pretrain.output import check_model, check_source
 
     check_model(model)
     open_shards(shards, "validation")
     if teacher is not None:
-        check_teacher(teacher)
+        check_source("teacher", teacher)
 
     # torch takes seconds to import: a wrong path is answered before.
     from pretrain.evaluate import evaluate_folder

@@ -34,16 +34,20 @@ def recipe(
     with end_on_signal():
         from launch.config import config_line, load_config
         from launch.recipe_config import Recipe
+        from pretrain.config import accumulation_steps
         from pretrain.files import write_json
         from pretrain.output import check_inputs, check_output
 
         runs = load_config(Recipe, config, overrides or []).runs
-        # A mistake in the last run is answered before the first one trains for days.
-        for run in runs:
+        # A mistake in the last run is answered before the first one trains for days. Its inputs may
+        # be outputs of earlier runs.
+        for number, run in enumerate(runs):
             check_output(run)
-        # Inputs of later runs may be outputs of earlier ones.
+            if not dry_run:
+                check_inputs(run, [earlier.output for earlier in runs[:number]])
+                if hardware is None:
+                    accumulation_steps(run, gpus or 1)
         if not dry_run:
-            check_inputs(runs[0])
             keep_going()
         show(config_line(config))
     for number, run in enumerate(runs, start=1):

@@ -29,6 +29,7 @@ from data_prep.disk.json_files import (
 from data_prep.messages import warn
 from pretrain import RunError
 from pretrain.checkpoint import newest
+from pretrain.output import is_run, no_checkpoint
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
@@ -78,9 +79,11 @@ def student_of(folder: Path) -> Path:
     """Return the student in the newest checkpoint of a run; any other folder is itself a model.
 
     Raises:
-        RunError: no checkpoint verifies.
+        RunError: no checkpoint verifies, or the run has none.
     """
     saved = newest(folder / "checkpoints", warn)
+    if saved is None and is_run(folder):
+        raise no_checkpoint(folder)
     return saved.folder / "student" if saved else folder
 
 

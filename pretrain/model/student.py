@@ -25,6 +25,7 @@ from pretrain.model.loading import (
 )
 from pretrain.model.model_files import fetch, first_line, read_config, read_tensors, student_of
 from pretrain.model.teacher import Teacher, check_vocabulary
+from pretrain.output import check_source
 
 _SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")
 _CUT_FROM = ("bert", "distilbert")  # the teachers of a DistilBERT
@@ -219,12 +220,8 @@ def _continue_from(
     dropouts: dict[str, float],
     needs_head: bool,
 ) -> MaskedLM:
+    check_source("student.init", str(folder))
     folder = student_of(folder)
-    if not (folder / "config.json").is_file():
-        raise RunError(
-            f"student.init: {folder} is not a folder with a config.json; give a "
-            f"{family.model_type}'s folder, a list of teacher layers, teacher or random"
-        )
     # A folder's own dropout is replaced by this config's, in the layers and in its config.json.
     who = f"student.init {folder}"
     model = load_model(folder, dropouts, needs_head=needs_head, who=who)

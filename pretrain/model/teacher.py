@@ -15,7 +15,7 @@ from pretrain import RunError
 from pretrain.model.families import MaskedLM
 from pretrain.model.loading import assemble, check_row_length, known_family
 from pretrain.model.model_files import fetch, read_config, read_tensors, read_words
-from pretrain.output import check_teacher
+from pretrain.output import check_source
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def load_teacher(
             tokenizer is not the shards', or its positions are fewer than a row's.
         CorpusError: the shards' tokenizer is damaged.
     """
-    check_teacher(name)
+    check_source("teacher", name)
     who = f"teacher {name}"
     # A path may contain an @, so an existing path is never split.
     source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")

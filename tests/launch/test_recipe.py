@@ -103,6 +103,12 @@ def test_a_recipe_is_launched_on_several_processes(distil: Distil, recipe: Path)
         (["runs.1.output=null"], "runs.1.output"),
         (["runs=[]"], "runs: tuple should have at least 1 item"),
         (["defaults.shards=nowhere"], "nowhere holds no finished shards"),
+        (["runs.1.shards=nowhere"], "nowhere holds no finished shards"),
+        (["runs.1.teacher=./nowhere"], "teacher ./nowhere: there is no nowhere/config.json"),
+        (["runs.1.resume_from=nowhere"], "nowhere: no checkpoint"),
+        (["runs.1.student.init=nowhere"], "student.init nowhere: there is no nowhere/config.json"),
+        (["runs.0.model={init: ./nowhere}"], "model.init ./nowhere: there is no"),
+        (["runs.1.train.micro_batch_size=3"], "global_batch_size 4 is not a multiple of"),
     ],
     ids=str,
 )

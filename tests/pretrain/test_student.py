@@ -28,7 +28,7 @@ from traps import edit
 
 from data_prep.shards import Manifest
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sha256
-from pretrain.config import Model, Student
+from pretrain.config import Model, RunConfig, Student
 from pretrain.export.export import export
 from pretrain.model.loading import load_model
 from pretrain.model.student import build_model, build_student, default_layers
@@ -176,8 +176,20 @@ def test_continue_from_a_folder(teacher: Teacher, tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_no_student(teacher: Teacher, tmp_path: Path) -> None:
-    with refused("not a folder with a config.json"):
+    with refused("student.init", "there is no", "or give a list of teacher layers"):
         build_student(Student(init=str(tmp_path / "nowhere")), teacher, seed=0)
+
+
+def test_a_run_without_a_checkpoint_is_no_model(
+    tmp_path: Path, manifest: Manifest, run_config: Callable[..., dict[str, Any]]
+) -> None:
+    """Say so, instead of reading the run's config.json as that of a model."""
+    run = RunConfig.model_validate(run_config(tmp_path, teacher=tmp_path))
+    (tmp_path / "config.json").write_text(run.model_dump_json())
+    with refused(f"{tmp_path}: no checkpoint"):
+        load_teacher(str(tmp_path), manifest)
+    with refused(f"{tmp_path}: no checkpoint"):
+        build_student(Student(init=str(tmp_path)), as_teacher(tiny_bert()), seed=0)
 
 
 def test_a_teacher_with_another_epsilon() -> None:
