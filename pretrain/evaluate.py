@@ -189,10 +189,13 @@ def evaluate_folder(
     shards: Path,
     *,
     teacher: str | None = None,
+    same_vocabulary: bool = False,
     rows: int = 1024,
     warn: Callable[[str], None],
 ) -> dict[str, float]:
-    """Evaluate a run's newest checkpoint, or any folder with a BERT or DistilBERT, on a corpus.
+    """Evaluate a run's newest checkpoint, or any folder with a model, on a corpus.
+
+    With `same_vocabulary` tokenizers may differ or be missing; see `RunConfig`.
 
     Raises:
         RunError, CorpusError: model, teacher or shards cannot be used, or do not fit together.
@@ -201,7 +204,8 @@ def evaluate_folder(
 
     def load_student(folder: Path) -> MaskedLM:
         student = load_model(folder)
-        check_vocabulary(str(model), folder, student.config, manifest)
+        required = not same_vocabulary
+        check_vocabulary(str(model), folder, student.config, manifest, required=required)
         return student
 
     # A run's newest checkpoint if there is one, else the folder itself is a model.
@@ -212,10 +216,13 @@ def evaluate_folder(
     check_row_length(str(model), student.config, manifest)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     check_kernels(accelerator.device)
-    loaded = load_teacher(teacher, manifest, shards).model if teacher else None
+    loaded = None
+    if teacher is not None:
+        found_teacher = load_teacher(teacher, manifest, shards, same_vocabulary=same_vocabulary)
+        loaded = found_teacher.model.to(accelerator.device)
     return evaluate(
         student.to(accelerator.device),
-        loaded and loaded.to(accelerator.device),
+        loaded,
         open_shards(shards, "validation"),
         rows=rows,
         accelerator=accelerator,

@@ -15,6 +15,13 @@ def evaluate(
     shards: Shards,
     teacher: Annotated[str | None, typer.Option(help="A folder or hub name.")] = None,
     rows: Annotated[int, typer.Option(help="Validation rows.", min=1)] = 1024,
+    same_vocabulary: Annotated[
+        bool,
+        typer.Option(
+            "--same-vocabulary",
+            help="Accept tokenizers that are missing, or that treat case and accents differently.",
+        ),
+    ] = False,
 ) -> None:
     """Measure masked accuracy on validation rows, next to the best constant guess and the teacher.
 
@@ -34,5 +41,7 @@ def evaluate(
     from pretrain.evaluate import evaluate_folder
 
     quiet()
-    values = evaluate_folder(model, shards, teacher=teacher, rows=rows, warn=warn)
+    values = evaluate_folder(
+        model, shards, teacher=teacher, same_vocabulary=same_vocabulary, rows=rows, warn=warn
+    )
     show(*[f"{name:>18}  {value:,.4f}" for name, value in values.items()])

@@ -73,8 +73,8 @@ def load_teacher(
         if found:
             raise RunError(
                 f"{who}: its tokenizer is not that of the shards: {found}; prepare the corpus with "
-                "its tokenizer, or set `teacher_vocabulary: same` if the shards are as you want "
-                "them"
+                "its tokenizer, or set `teacher_vocabulary: same` (distil evaluate: "
+                "--same-vocabulary) if the shards are as you want them"
             )
     check_row_length(who, model.config, manifest)
     # Without dropout and gradients: the teacher is a function.
@@ -115,7 +115,7 @@ def check_vocabulary(
         raise RunError(
             f"{who}: no vocab.txt or tokenizer.json, so its vocabulary cannot be compared with the "
             "shards'; add its tokenizer files, or, for a run's teacher whose tokenizer the corpus "
-            "was prepared with, set `teacher_vocabulary: same`"
+            "was prepared with, set `teacher_vocabulary: same` (distil evaluate: --same-vocabulary)"
         )
     if words and vocabulary_sha256(words.vocabulary) != tokenizer.vocabulary_sha256:
         raise RunError(

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from runs import history, start
 from test_precision import Said
 from tiny import save_teacher, tiny_bert, tiny_distilbert
+from traps import edit
 
 from data_prep.shards import open_shards
 from pretrain.data.masking import MaskedRows
@@ -87,6 +88,22 @@ def test_the_student_is_left_in_training_mode(corpus: Path) -> None:
     first = evaluate(student, None, shards, rows=4, accelerator=Accelerator())
     assert student.training
     assert evaluate(student, None, shards, rows=4, accelerator=Accelerator()) == first
+
+
+def test_a_teacher_that_keeps_case_needs_the_users_word(
+    corpus: Path, teacher_folder: Path, distil: Callable[..., Any]
+) -> None:
+    """Accept another tokenizer, or none, with --same-vocabulary, as `teacher_vocabulary: same`."""
+    command = ("evaluate", teacher_folder, corpus, "--rows", 4, "--teacher", teacher_folder)
+    edit(teacher_folder / "tokenizer_config.json", do_lower_case=False)
+    code, _, err = distil(*command)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "it keeps case" in err and "--same-vocabulary" in err
+    assert "teacher_accuracy" in distil(*command, "--same-vocabulary").out
+    (teacher_folder / "vocab.txt").unlink()
+    code, _, err = distil(*command)
+    assert code == 2 and "no vocab.txt" in err and "--same-vocabulary" in err
+    assert "teacher_accuracy" in distil(*command, "--same-vocabulary").out
 
 
 def test_a_run_made_before_in_the_same_process_does_not_change_the_figures(
