@@ -143,6 +143,7 @@ def check_inputs(config: RunConfig, made: Sequence[Path] = ()) -> None:
     Raises:
         CorpusError, RunError: names the path.
     """
+    # Links resolved, as in `check_output`.
     later = [Path(os.path.realpath(output)) for output in made]
     load_manifest(config.shards)
     if config.resume_from is not None and Path(os.path.realpath(config.resume_from)) not in later:

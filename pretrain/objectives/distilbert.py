@@ -9,6 +9,7 @@ L_cos = 1 - cos(last hidden states), mean over all tokens.
 Weights 5 / 2 / 1 and T = 2 are what the authors used. Two more are 0 by default:
 L_mse = squared distance of the logits, an option of the authors' code, over the tokens of L_ce,
 L_hid = mean squared difference of the last hidden states, mean over all tokens.
+`divergence` replaces L_ce by T^2 KL(student || teacher), "reverse", or by T^2 JS, "js".
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ class DistilBert(Objective):
     mse: float = Field(0.0, ge=0, le=1e6)  # the LM head then takes the slower way, see `terms`
     hidden_mse: float = Field(0.0, ge=0, le=1e6)
     kl_positions: Literal["all", "masked"] = "all"
+    # Of what `kl` is the weight: the paper's, or one that the slower way computes.
+    divergence: Literal["forward", "reverse", "js"] = "forward"
 
     @model_validator(mode="after")
     def _some_term(self) -> DistilBert:
         if self.kl == self.mlm == self.cosine == self.mse == self.hidden_mse == 0:
             raise ValueError("kl, mlm and cosine are all 0: give at least one term a weight")
+        if self.kl == 0 and self.divergence != "forward":
+            raise ValueError(f"divergence {self.divergence}: kl is 0, and it is kl's formula")
         return self
 
     @property
@@ -70,9 +75,14 @@ class DistilBert(Objective):
     @property
     def sentence(self) -> str:
         """Return the terms and their weights, for the model card."""
-        kl = f"KL(teacher || student) at temperature {self.temperature:g} over {self.kl_positions}"
+        name = {
+            "forward": "KL(teacher || student)",
+            "reverse": "KL(student || teacher)",
+            "js": "Jensen-Shannon divergence",
+        }[self.divergence]
+        where = f"at temperature {self.temperature:g} over {self.kl_positions} tokens"
         texts = (
-            (self.kl, f"{kl} tokens"),
+            (self.kl, f"{name} {where}"),
             (self.mlm, "cross-entropy of the masked tokens"),
             (self.cosine, "cosine distance of the last hidden states"),
             (self.mse, f"squared distance of the logits over {self.kl_positions} tokens"),
@@ -92,6 +102,7 @@ class DistilBert(Objective):
                 )
         from pretrain.objectives.terms import (
             cosine_term,
+            divergence_term,
             hidden_mse_term,
             kl_term,
             mlm_term,
@@ -99,8 +110,14 @@ class DistilBert(Objective):
         )
 
         over: Count = "tokens" if self.kl_positions == "all" else "masked"
+        # The fused kernels compute the paper's formula; a variant runs through autograd.
+        kl = kl_term(self.kl, temperature=self.temperature, over=over)
+        if self.divergence != "forward":
+            kl = divergence_term(
+                self.kl, kind=self.divergence, temperature=self.temperature, over=over
+            )
         terms: tuple[tuple[float, Term], ...] = (
-            (self.kl, kl_term(self.kl, temperature=self.temperature, over=over)),
+            (self.kl, kl),
             (self.mlm, mlm_term(self.mlm)),
             (self.cosine, cosine_term(self.cosine)),
             (self.mse, mse_term(self.mse, over=over)),

@@ -129,6 +129,7 @@ class ModernBert(Family):
         if period is not None and period < 1:
             raise ValueError(f"global_attn_every_n_layers is {period}; it counts layers from 1")
         if period is None or kinds != _repeated(period, len(kinds)):
+            # A wrong period counts for nothing here: the walk asks each layer for its kind.
             config.global_attn_every_n_layers = period = _period(kinds)
         if period is None:
             raise ValueError("its layers have global attention at places that do not repeat")
