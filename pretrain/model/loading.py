@@ -164,7 +164,8 @@ def assemble(
     if headless and needs_head:
         raise RunError(
             f"{who}: it has no trained masked-language-model head ({headless[0]} is not in its "
-            f"weights); take one that was saved as {family.architecture.__name__}"
+            f"weights); take one that was saved as {family.architecture.__name__}, or continue "
+            "this one first with objective mlm and model.init, which gives it a head"
         )
     missing = [key for key in missing if key not in headless]
     # An unused pooler or next-sentence head is fine. A layer beyond the number in config.json was

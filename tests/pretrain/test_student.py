@@ -37,6 +37,7 @@ from pretrain.model.teacher import Teacher, load_teacher, parameters_sha256
 MakeBert = Callable[..., BertForMaskedLM]
 AsTeacher = Callable[[BertForMaskedLM], Teacher]
 REAL = Path(__file__).parents[3] / "shared" / "data" / "rxn-bert.tar.xz"
+REAL_BODY = REAL.with_name("minilm-l6-body.tar.xz")
 
 
 @pytest.fixture(scope="module")
@@ -472,3 +473,27 @@ def test_the_real_teacher(real_teacher: Path, manifest: Manifest, tmp_path: Path
     (tmp_path / "copy" / "vocab.txt").write_text("\n".join(words[::-1]) + "\n")
     with refused(str(tmp_path / "copy"), "other tokens"):
         load_teacher(str(tmp_path / "copy"), fitting)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL_BODY.is_file(), reason="../shared/data has no minilm-l6-body.tar.xz")
+def test_a_real_body_teaches_after_it_was_continued(manifest: Manifest, tmp_path: Path) -> None:
+    """Refuse a sentence encoder as DistilBERT's teacher, and give it a head under `model.init`."""
+    with tarfile.open(REAL_BODY) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(tmp_path)
+    body = tmp_path / "minilm-l6-body"
+    vocabulary = json.loads((body / "tokenizer.json").read_bytes())["model"]["vocab"]
+    fitting = fitting_manifest(manifest, sorted(vocabulary, key=vocabulary.__getitem__), 128)
+    with refused(str(body), "no trained masked-language-model head", "objective mlm and model.init"):
+        load_teacher(str(body), fitting)
+
+    assert load_teacher(str(body), fitting, needs_head=False).model.config.num_hidden_layers == 6
+    said: list[str] = []
+    model: Any = build_model(Model(init=str(body)), fitting, 0, said.append)
+    assert len(said) == 1 and "gets a new one, tied to its embeddings" in said[0]
+    tensors = load_file(body / "model.safetensors")
+    name = "encoder.layer.5.attention.self.query.weight"
+    assert torch.equal(model.bert.get_parameter(name), tensors[name].float())
+    words = tensors["embeddings.word_embeddings.weight"].float()
+    assert torch.equal(model.cls.predictions.decoder.weight, words)
