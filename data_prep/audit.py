@@ -95,10 +95,10 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
     path = side_table(shards.folder, shards.manifest, split.shards[shard].file)
     ids = shards.rows([row])[0]
     special = shards.manifest.tokenizer.special_ids
-    numbered = Segments(shards)
-    numbers = numbered.of_rows([row]).numbers
-    texts: list[str | None] = [None] * len(numbers)
+    texts: list[str | None] = []
     if shards.manifest.has_texts:
+        numbered = Segments(shards)
+        numbers = numbered.of_rows([row]).numbers
         texts = numbered.texts(int(numbers[0]), int(numbers[-1]) + 1)
     found: list[Segment] = []
     for batch in _batches(path, pc.field("row") == row - int(starts[shard])):
@@ -119,7 +119,7 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
                     licence=source.licence,
                     **{name: entry[name] for name in _FIELDS},
                     text=tokens.decode(ids[start + 1 : end - 1]),
-                    kept_text=texts[len(found)],
+                    kept_text=texts[len(found)] if texts else None,
                 )
             )
     return found

@@ -55,6 +55,10 @@ def test_a_small_corpus_is_read_whole(make_config: Any, tmp_path: Path) -> None:
     # two special tokens a document here, two a segment there
     assert manifest.splits["train"].tokens == source.tokens + 2 * (segments - 60)
     assert source.rows == {32: manifest.splits["train"].rows}
+    kept = estimate(make_config(validation=0, keep_text=True))
+    texts = sum(len(path.read_bytes().strip()) for path in (tmp_path / "texts").iterdir())
+    # Each of the 6 files has 9 blank lines between its documents.
+    assert kept.shard_bytes == 2 * 32 * source.rows[32] + texts - 6 * 9 * 2
 
 
 def test_a_vocabulary_is_trained_on_the_sample(make_config: Any) -> None:
