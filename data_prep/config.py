@@ -136,7 +136,9 @@ class CorpusConfig(Keys):
         default_factory=lambda: os.cpu_count() or 1
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the split, `fraction`, and samples
-    keep_text: bool = False  # of whole documents, for teachers with another vocabulary
+    # Also write the cleaned text of each whole document, in the order of the rows: an encoder with
+    # another vocabulary can then teach. It takes the disk space of the text.
+    keep_text: bool = False
 
     @field_validator("output", mode="before")
     @classmethod
