@@ -21,6 +21,13 @@ _Share = Annotated[float, Field(ge=0, lt=1)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+# Keys of `model:` that are those of the model in `init`, if there is one.
+OF_INIT = (
+    *("architecture", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "max_position_embeddings"),
+)
+
+
 class Model(Keys):
     """Hold the model that `objective: mlm` trains, with sizes named as in `BertConfig`.
 
@@ -41,9 +48,8 @@ class Model(Keys):
     @model_validator(mode="after")
     def sizes_fit(self) -> Model:
         """Refuse sizes that `init` would ignore, and heads that do not divide the width."""
-        usable = {"init", "hidden_dropout_prob", "attention_probs_dropout_prob"}
-        for name, field in type(self).model_fields.items() if self.init is not None else ():
-            if name not in usable and getattr(self, name) != field.default:
+        for name in OF_INIT if self.init is not None else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is that of init: remove it")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(

@@ -56,7 +56,7 @@ class Inputs:
     optimizer: dict[str, Tensor]
     dataset: StepDataset
     tokenizer: dict[str, bytes]  # its files, by name
-    resumed_at: int | None  # the step at which it left the run that `resume_from` names
+    notes: tuple[str, ...]  # of its first start, for the card
 
     def names(self, stop_after: int | None) -> dict[str, str]:
         """Return what all ranks must have loaded identically; only paths may differ."""
@@ -91,13 +91,13 @@ def load_inputs(
     num_steps = config.train.max_steps or order.steps_for(config.train.epochs)
     # Before precision and teacher: a resumed run keeps its precision.
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
-    resumed_at = saved.state.get("resumed_at") if saved else None
-    # Only the first start of such a run reads the other run; later ones have a checkpoint of their
-    # own, which says where it began.
+    # Only the first start of such a run reads the other run; later ones have their own checkpoint.
     branches = saved is None and config.resume_from is not None
+    # What was noted at the first start is in every checkpoint; new notes are shown once.
+    notes: list[str] = []
     if saved is None and config.resume_from is not None:
         saved = branch_point(config.resume_from, config.optimizer, num_steps, progress.say)
-        resumed_at = saved.step
+        notes.append(f"continued from step {saved.step:,} of another run")
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
     teacher, needs_head = None, config.objective.needs_logits
     if config.teacher is not None:
@@ -114,13 +114,18 @@ def load_inputs(
         student = load_model(saved.folder / "student", needs_head=needs_head).train()
         optimizer = saved.optimizer()
     elif teacher is not None:
-        student = build_student(config.student, teacher, config.train.seed, needs_head=needs_head)
+        student = build_student(
+            config.student, teacher, config.train.seed, needs_head=needs_head, notes=notes
+        )
     else:
         assert config.model is not None
-        student = build_model(config.model, manifest, config.train.seed, progress.say)
-    check_row_length("student.init", student.config, manifest)
+        student = build_model(config.model, manifest, config.train.seed, notes)
+    check_row_length("model.init" if teacher is None else "student.init", student.config, manifest)
     if saved is None and (note := family_of(student).note(student.config)):
+        notes.append(note)
+    for note in notes:
         progress.say(f"note: {note}")
+    notes = [*(saved.state.get("notes", []) if saved else []), *notes]
     # Here, because they refuse sizes that do not fit, and a refusal writes nothing.
     shapes = shape_of(student), shape_of(teacher.model) if teacher is not None else None
     terms, adapters = config.objective.terms(*shapes), config.objective.adapters(*shapes)
@@ -155,7 +160,7 @@ def load_inputs(
         optimizer,
         dataset,
         tokenizer,
-        resumed_at,
+        tuple(notes),
     )
 
 

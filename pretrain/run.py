@@ -59,7 +59,7 @@ class Run:
     state: TrainState
     ended: Ended = "up to date"
     micro_batch: dict[str, Any] | None = None
-    resumed_at: int | None = None  # the step at which it left the run that `resume_from` names
+    notes: tuple[str, ...] = ()  # of its first start, for the card
 
     @property
     def before_decay(self) -> bool:
@@ -162,7 +162,7 @@ def build(
         spikes=SpikeDetector(),
         num_steps=config.train.max_steps or epochs,
         state=inputs.state,
-        resumed_at=inputs.resumed_at,
+        notes=inputs.notes,
     )
 
 
@@ -207,7 +207,7 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
         **run.state.write(),
         "num_steps": run.num_steps,
         "before_decay": run.before_decay,
-        "resumed_at": run.resumed_at,
+        "notes": run.notes,
         "config": config.model_dump(mode="json"),
         "micro_batch": run.micro_batch,
         "shaping": config.shaping(),

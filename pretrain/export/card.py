@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from data_prep.messages import one_line
-from pretrain.config import Objective
+from pretrain.config import OF_INIT, Objective
 from pretrain.evaluate import weak_teacher
 
 _OBJECTIVE: TypeAdapter[Objective] = TypeAdapter(Objective)
@@ -49,9 +49,7 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
         )
     elif teacher is not None:
         how += "; no term compares it with the teacher"
-    if state.get("resumed_at"):
-        how += f"; continued from step {state['resumed_at']:,} of another run"
-    size = sum(p.numel() for p in student.parameters())
+    size, notes = sum(p.numel() for p in student.parameters()), state.get("notes")
 
     # Validation figures.
     figures = ["Not measured: the corpus had no validation split."]
@@ -74,13 +72,20 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
 
     # The keys of the config that shape the run, without paths of the machine it ran on.
     recipe: list[tuple[str, object]] = []
+    unused = set()  # keys that another one overrides: their values trained nothing
+    if config["train"]["max_steps"] is not None:
+        unused.add("train.epochs")
+    if config["optimizer"].get("schedule") != "wsd":
+        unused.add("optimizer.decay_ratio")
+    if config["model"] is not None and config["model"].get("init") is not None:
+        unused |= {f"model.{key}" for key in OF_INIT}
     for section in ("objective", "model", "student", "masking", "optimizer", "train"):
         for key, value in (config[section] or {}).items():
-            # A published card must not contain paths of this machine.
-            if key == "init" and "/" in str(value):
-                value = "a local checkpoint"
-            if (section, key) == ("train", "epochs") and config["train"]["max_steps"] is not None:
-                continue  # max_steps overrides it
+            # A published card must not contain paths of this machine; a note says what it was.
+            if key == "init" and isinstance(value, str) and value not in ("teacher", "random"):
+                value = "an existing model"
+            if f"{section}.{key}" in unused:
+                continue
             if value is not None and (section != "student" or config["teacher"] is not None):
                 recipe.append((f"{section}.{key}", value))
     for first, last, step in state["skip_rows"]:
@@ -102,6 +107,8 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
         f"# {student.config.num_hidden_layers}-layer {type(student).__name__}",
         f"{how}: {size:,} parameters, {state['step']:,} of {state['num_steps']:,} steps, "
         f"{state['tokens']:,} tokens seen.",
+        # Checkpoints of older versions have no notes.
+        *(["\n".join(f"- {_escape(note)}" for note in notes)] if notes else []),
         "## Use",
         f"```python\nfrom transformers import pipeline\n\n{use}\n```",
         "## Validation figures",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from pretrain.model.loading import (
     reinitialise,
 )
 from pretrain.model.model_files import fetch, first_line, read_config, read_tensors, student_of
-from pretrain.model.teacher import Teacher, check_vocabulary
+from pretrain.model.teacher import Teacher, check_vocabulary, parameters_sha256
 from pretrain.output import check_source
 
 _SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")
@@ -33,15 +33,22 @@ _PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as in the authors' released code
 
 
 def build_student(
-    config: Student, teacher: Teacher, seed: int, *, needs_head: bool = True
+    config: Student,
+    teacher: Teacher,
+    seed: int,
+    *,
+    needs_head: bool = True,
+    notes: list[str] | None = None,
 ) -> MaskedLM:
     """Build the student of a config, in fp32 and in training mode.
 
-    Without `needs_head` its LM head is never trained, so `init` may be a folder without one.
+    Without `needs_head` its LM head is never trained, so `init` may be a folder without one. What
+    screen and card should say about its weights is appended to `notes`.
 
     Raises:
         RunError: the teacher lacks a layer, sizes do not fit, or the folder does not fit it.
     """
+    notes = [] if notes is None else notes
     theirs, kind = teacher.model.config, teacher.model.config.model_type
     # By default a BERT is cut down to a DistilBERT, as in the paper, and others to their own kind.
     architecture = kind
@@ -58,7 +65,11 @@ def build_student(
     if isinstance(config.init, str) and config.init not in ("teacher", "random"):
         if config.num_layers is not None:
             sizes["num_hidden_layers"] = config.num_layers
-        return _continue_from(Path(config.init), teacher, family, sizes, dropouts, needs_head)
+        folder, init = student_of(Path(config.init)), config.init
+        check_source("student.init", init)
+        found = _continue_from(folder, teacher, family, sizes, dropouts, needs_head)
+        notes.append(f"the student began from {described(init, folder, None, found)}")
+        return found
 
     # Which layers of the teacher it starts from, and how many it has.
     num_layers = config.num_layers or max(1, theirs.num_hidden_layers // 2)
@@ -87,6 +98,9 @@ def build_student(
         student = family.architecture(family.student_config(theirs, changes, layers))
     except ValueError as error:  # the width is not a multiple of the number of heads
         raise RunError(f"student: its sizes cannot be used ({first_line(error)})") from error
+    numbers = " and ".join(", ".join(map(str, layers)).rsplit(", ", 1))
+    begun = f"the teacher's layer{'s' if len(layers) > 1 else ''} {numbers}"
+    notes.append(f"the student began from {begun if layers else 'random weights'}")
     if not layers:
         reinitialise(student, seed)
     elif architecture == kind:
@@ -170,10 +184,10 @@ def copy_layers(teacher: MaskedLM, student: DistilBertForMaskedLM, layers: tuple
     student.vocab_projector.bias.copy_(head.decoder.bias)
 
 
-def build_model(
-    config: Model, manifest: Manifest, seed: int, say: Callable[[str], None]
-) -> MaskedLM:
+def build_model(config: Model, manifest: Manifest, seed: int, notes: list[str]) -> MaskedLM:
     """Build the model that `objective: mlm` trains: a random one, or one to continue from.
+
+    What screen and card should say about its weights is appended to `notes`.
 
     Raises:
         RunError: the model to continue cannot be read, or does not fit the shards.
@@ -197,19 +211,29 @@ def build_model(
         return model.train()
     # To continue: its folder is read as carefully as a teacher's.
     who = f"model.init {config.init}"
-    folder, _ = fetch(who, config.init)
+    folder, commit = fetch(who, config.init)
     raw = read_config(who, folder)
     family = known_family(who, raw)
     raw |= {key: rates[which] for key, which in family.dropouts.items()}
     tensors = read_tensors(who, folder, pickled=True)
     model, has_head = assemble(who, family, raw, tensors, needs_head=False)
     check_vocabulary(who, folder, model.config, manifest)
+    notes.append(f"the model began from {described(config.init, folder, commit, model)}")
     if not has_head:
-        say(
-            f"note: {who} has no trained masked-language-model head: it gets a new one, tied to "
-            "its embeddings"
+        notes.append(
+            "it had no trained masked-language-model head: it got a new one, tied to its embeddings"
         )
     return model.train()
+
+
+def described(name: str, folder: Path, commit: str | None, model: MaskedLM) -> str:
+    """Say where the weights of a model come from, without a path of this machine."""
+    if commit is not None:
+        return f"{name.partition('@')[0]} at revision {commit}"
+    # A published card names no folder, so that a checksum says which weights they were.
+    step = re.fullmatch(r"step-0*(\d+)", folder.parent.name)
+    origin = f"step {step[1]} of another run" if step else "a local model"
+    return f"{origin} (weights sha256 {parameters_sha256(model)[:16]})"
 
 
 def _continue_from(
@@ -220,8 +244,6 @@ def _continue_from(
     dropouts: dict[str, float],
     needs_head: bool,
 ) -> MaskedLM:
-    check_source("student.init", str(folder))
-    folder = student_of(folder)
     # A folder's own dropout is replaced by this config's, in the layers and in its config.json.
     who = f"student.init {folder}"
     model = load_model(folder, dropouts, needs_head=needs_head, who=who)

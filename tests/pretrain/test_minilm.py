@@ -267,6 +267,6 @@ def test_a_student_without_a_head_is_saved_and_exported_without_one(
     continued = {k: v for k, v in values.items() if k not in ("teacher", "student", "evaluation")}
     continued |= {"output": str(tmp_path / "mlm"), "objective": mlm[0], "model": mlm[1]}
     start(continued, progress=said)
-    assert any("gets a new one, tied to its embeddings" in line for line in said.lines)
+    assert any("got a new one, tied to its embeddings" in line for line in said.lines)
     with refused("has no trained masked-language-model head"):
         evaluate_folder(Path(values["output"]), Path(values["shards"]), warn=pytest.fail)

@@ -155,7 +155,7 @@ def test_a_run_of_a_version_without_schedules_is_resumed(make: Settings) -> None
     for key in ("config", "shaping"):
         for name in ("schedule", "decay_ratio"):
             del recorded[key]["optimizer"][name]
-    del recorded["resumed_at"], recorded["before_decay"], recorded["config"]["resume_from"]
+    del recorded["notes"], recorded["before_decay"], recorded["config"]["resume_from"]
     (folder / "state.json").write_text(json.dumps(recorded), encoding="utf-8")
     reseal_checkpoint(folder)
     assert start(values).ended == "finished"

@@ -1,0 +1,105 @@
+"""Check that screen and card say where a model began, and what was noted at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import RECIPE, history, start
+from test_precision import Said
+from tiny import save_teacher, tiny_bert
+
+from pretrain.export.export import export
+
+Settings = Callable[..., dict[str, Any]]
+
+
+def said_and_card(values: dict[str, Any], folder: Path, **arguments: Any) -> tuple[str, str]:
+    """Train; return what the screen showed, and the card of the export."""
+    said = Said()
+    start(values, progress=said, **arguments)
+    export(Path(values["output"]), folder, pytest.fail)
+    card = (folder / "README.md").read_text(encoding="utf-8").replace("\\", "")
+    # A published card holds no path of this machine.
+    assert values["output"] not in card and "/tmp" not in card
+    return "\n".join(said.lines), card
+
+
+@pytest.mark.parametrize(
+    ("student", "note"),
+    [
+        ({"num_layers": 2}, "the student began from the teacher's layers 0 and 2"),
+        ({"init": [3]}, "the student began from the teacher's layer 3"),
+        ({"init": [1, 2, 3]}, "the student began from the teacher's layers 1, 2 and 3"),
+        ({"init": "random"}, "the student began from random weights"),
+    ],
+)
+def test_a_student_says_which_layers_it_began_from(
+    student: dict[str, Any], note: str, tmp_path: Path, teacher_folder: Path, run_config: Settings
+) -> None:
+    """Stop and resume: the note is shown once and stays in the card."""
+    values = run_config(tmp_path / "run", teacher_folder, **RECIPE | {"student": student})
+    screen, card = said_and_card(values, tmp_path / "first", stop_after=2)
+    assert f"note: {note}" in screen and f"- {note}\n" in card
+    screen, card = said_and_card(values, tmp_path / "second")
+    assert note not in screen and f"- {note}\n" in card
+    assert "student.hidden_size" not in card  # no size that nobody gave
+    assert "optimizer.decay_ratio" not in card  # and no decay of a linear schedule
+
+
+def test_a_finished_run_is_continued_with_a_schedule_of_its_own(
+    tmp_path: Path, teacher_folder: Path, run_config: Settings
+) -> None:
+    """Begin with the other run's weights at step 0, and say where they come from."""
+    first = run_config(tmp_path / "first", teacher_folder, **RECIPE)
+    start(first)
+    second = run_config(tmp_path / "second", teacher_folder, **RECIPE)
+    second["student"] = {"init": first["output"]}
+    second["optimizer"] = {"schedule": "wsd", "learning_rate": 2e-3}
+    second["train"] |= {"max_steps": 3}
+    screen, card = said_and_card(second, tmp_path / "exported")
+    assert "note: the student began from step 4 of another run" in screen
+    assert "- the student began from step 4 of another run (weights sha256 " in card
+    assert "| optimizer.decay_ratio | 0.1 |" in card and "3 of 3 steps" in card
+    ended, begun = (
+        {e["step"]: e["loss"] for e in history(values["output"]) if e["kind"] == "evaluation"}
+        for values in (first, second)
+    )
+    assert begun[0] == pytest.approx(ended[4], rel=1e-6)
+    rates = [e["learning_rate"] for e in history(second["output"]) if e["kind"] == "train"]
+    assert rates[0] == 2e-3 and len(rates) == 3
+
+
+def test_a_model_that_got_a_head_says_so_in_its_card(tmp_path: Path, run_config: Settings) -> None:
+    body = tiny_bert()
+    save_teacher(tmp_path / "body", body)
+    body.bert.save_pretrained(tmp_path / "body")
+    values = run_config(
+        tmp_path / "run",
+        objective={"name": "mlm"},
+        model={"init": str(tmp_path / "body")},
+        train={"max_steps": 2, "global_batch_size": 4},
+    )
+    screen, card = said_and_card(values, tmp_path / "exported", stop_after=1)
+    for note in ("the model began from a local model (weights sha256 ", "it got a new one, tied"):
+        assert note in screen and note in card
+    for size in ("hidden_size", "num_hidden_layers", "architecture", "max_position_embeddings"):
+        assert f"model.{size}" not in card  # those of `init`, and not the defaults of the config
+    assert "| model.init | an existing model |" in card
+    assert "| model.hidden_dropout_prob | 0.1 |" in card
+
+
+def test_a_continued_run_keeps_the_notes_of_the_one_it_left(
+    tmp_path: Path, teacher_folder: Path, run_config: Settings
+) -> None:
+    first = run_config(tmp_path / "first", teacher_folder, **RECIPE)
+    start(first)
+    longer = run_config(tmp_path / "longer", teacher_folder, **RECIPE)
+    longer |= {"resume_from": first["output"]}
+    longer["train"] |= {"max_steps": 6}
+    screen, card = said_and_card(longer, tmp_path / "exported")
+    assert "continued from step 4 of another run" in screen
+    assert "- the student began from the teacher's layers 0 and 2\n" in card
+    assert "- continued from step 4 of another run\n" in card
