@@ -262,5 +262,11 @@ def check_same_run(
     before_sha256 = (saved.state["teacher"] or {}).get("sha256")
     if teacher is not None and before_sha256 not in (None, teacher.sha256):
         changes.append(f"the teacher {teacher.name} has other weights")
+    if changes and may_change:
+        raise RunError(
+            f"resume_from: {saved.folder}: {'; '.join(changes)}. Only output, "
+            f"{', '.join(may_change[:-1])} and {may_change[-1]} may differ from the run that is "
+            "continued: revert the change, or start a new run with student.init"
+        )
     if changes:
         raise another_run(saved.folder, changes)

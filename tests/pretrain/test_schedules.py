@@ -132,7 +132,8 @@ def test_what_does_not_continue_a_run_is_refused(
     values = make("other", 12, resume_from=short["output"])
     for key, change in changes.items():
         values[key] = {**values.get(key, {}), **change}
-    with refused(message):
+    may_differ = "optimizer.decay_ratio may differ from" if " was " in message else ""
+    with refused("resume_from", message, may_differ):
         start(values)
     assert not list(Path(values["output"]).glob("checkpoints/*"))
 
