@@ -166,7 +166,7 @@ def plain_loop(file: Path) -> None:
                 )
                 for part in parts:
                     rows = micro_batch(*part, cls_id=special.cls, pad_id=special.pad)
-                    tokens += rows.num_tokens
+                    tokens += rows.counts["tokens"]
                     batch = padded(rows.to(ranks.device), pad_id=special.pad)
                     BaselineStep(student, teacher, batch, "all", precision)()
                 for parameter in student.parameters():
