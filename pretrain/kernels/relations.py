@@ -1,15 +1,16 @@
-"""Compare the relations between the tokens of a document in two models, as MiniLM does.
+"""Compare how the tokens of a document are related in two models, as MiniLM and TinyBERT do.
 
-A relation of a head is softmax(X Y^T / sqrt(d)): how strongly each token of a document is related
-to each other one, for X and Y among query, key and value. The sum of KL(teacher || student) over
-heads and tokens is computed in chunks of rows and heads, together with its gradient, so that
-nothing of size [heads, length, length] outlives its chunk.
+The scores of a head are X Y^T / sqrt(d): how strongly each token of a document is related to each
+other one, for X and Y among query, key and value. A formula compares the scores of both models.
+The sum over heads and tokens is computed in chunks of rows and heads, together with its gradient,
+so that nothing of size [heads, length, length] outlives its chunk.
 
 Shapes: B rows, b of them at a time, L row length, D width, A relation heads, d = D / A.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ from pretrain.kernels.attention import block_diagonal_mask
 
 # Scores at a time: 16 MB in fp32 on a CPU, 256 MB on a GPU.
 _ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
+_MASKED = -1e2  # TinyBERT's authors take scores up to this one for masked positions
+
+# (student's scores, teacher's scores, where a token is of another document), each [b, A, L, L]
+# -> (values, the derivative of their sum by the student's scores)
+Formula = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def relation_divergence(
@@ -31,6 +37,8 @@ def relation_divergence(
 ) -> Tensor:
     """Return the sum over tokens of KL(teacher || student), the mean over heads [], in fp32.
 
+    The KL is that of the softmax of the scores, over the tokens of a document.
+
     Args:
         student: X and Y, each [B, L, D]; the same tensor twice for a relation of X with itself.
         teacher: X and Y of the teacher, of any width; they get no gradient.
@@ -38,11 +46,48 @@ def relation_divergence(
         token_mask_BL: False at padding.
         heads: relation heads, which divide both widths.
     """
-    total: Tensor = _Divergence.apply(*student, *teacher, cu_seqlens, token_mask_BL, heads)
+    total: Tensor = _Compared.apply(*student, *teacher, cu_seqlens, token_mask_BL, heads, _kl)
     return total
 
 
-class _Divergence(torch.autograd.Function):
+def score_difference(
+    student: tuple[Tensor, Tensor],
+    teacher: tuple[Tensor, Tensor],
+    cu_seqlens: Tensor,
+    token_mask_BL: Tensor,
+    heads: int,
+) -> Tensor:
+    """Return the sum over pairs of tokens of a document of (student - teacher)^2 [], in fp32.
+
+    It is the mean over heads, and compares scores before the softmax. As in the code of TinyBERT's
+    authors, a score of -100 or less counts as 0, in either model, and gets no gradient.
+
+    Args:
+        student .. heads: as in `relation_divergence`; X is query, and Y is key.
+    """
+    total: Tensor = _Compared.apply(*student, *teacher, cu_seqlens, token_mask_BL, heads, _squares)
+    return total
+
+
+def _kl(student: Tensor, teacher: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    log_s = student.masked_fill_(other, -torch.inf).log_softmax(-1)
+    log_t = teacher.masked_fill_(other, -torch.inf).log_softmax(-1)
+    p = log_t.exp()
+    # Outside the document both are -inf, and p is 0 there.
+    values = (log_t - log_s).masked_fill_(other, 0.0) * p
+    # In place, because nothing reads log_s after this.
+    return values, log_s.exp_().sub_(p)
+
+
+def _squares(student: Tensor, teacher: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    # Found before the scores are replaced: a constant 0 has no slope.
+    dropped = student <= _MASKED
+    teacher = teacher.masked_fill_(teacher <= _MASKED, 0.0)
+    difference = student.masked_fill_(dropped, 0.0).sub_(teacher).masked_fill_(other, 0.0)
+    return difference.square(), (2 * difference).masked_fill_(dropped, 0.0)
+
+
+class _Compared(torch.autograd.Function):
     """Compute the gradient with the value: autograd would keep the scores of all chunks."""
 
     @staticmethod
@@ -55,6 +100,7 @@ class _Divergence(torch.autograd.Function):
         cu_seqlens: Tensor,
         token_mask_BL: Tensor,
         heads: int,
+        formula: Formula,
     ) -> Tensor:
         # fp32 whatever the precision of the inputs; fp64 stays fp64, for tests.
         wide = torch.float64 if x_BLD.dtype == torch.float64 else torch.float32
@@ -85,13 +131,10 @@ class _Divergence(torch.autograd.Function):
                     some = slice(head, head + num_heads)
                     x, y, tx, ty = (part[:, some] for part in parts_bALd)
                     scale = x.shape[-1] ** -0.5
-                    log_s = (x @ y.mT * scale).masked_fill_(other, -torch.inf).log_softmax(-1)
-                    log_t = (tx @ ty.mT * tx.shape[-1] ** -0.5).masked_fill_(other, -torch.inf)
-                    log_t = log_t.log_softmax(-1)
-                    p = log_t.exp()
-                    # Outside the document both are -inf, and p is 0 there.
-                    total += ((log_t - log_s).masked_fill_(other, 0.0) * p * counts).sum()
-                    slope = (log_s.exp() - p) * (counts * scale)  # d total / d (x y^T)
+                    theirs = tx @ ty.mT * tx.shape[-1] ** -0.5
+                    values, slope = formula(x @ y.mT * scale, theirs, other)
+                    total += (values * counts).sum()
+                    slope *= counts * scale  # d total / d (x y^T)
                     # Both are views, so this writes into the gradients.
                     for grad, value in ((grad_x, slope @ y), (grad_y, slope.mT @ x)):
                         view = grad[row].unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -106,4 +149,4 @@ class _Divergence(torch.autograd.Function):
         x = (grad_x * grad).to(ctx.dtype)
         # The one of a relation with itself holds both parts.
         y = None if ctx.itself else (grad_y * grad).to(ctx.dtype)
-        return x, y, None, None, None, None, None
+        return x, y, *[None] * 6

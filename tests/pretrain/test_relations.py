@@ -1,6 +1,7 @@
-"""Compare the relations of MiniLM with a loop over documents and heads in fp64."""
+"""Compare the relations of MiniLM and TinyBERT with a loop over documents and heads in fp64."""
 
 import math
+from collections.abc import Callable
 from itertools import accumulate, chain
 
 import pytest
@@ -8,14 +9,33 @@ import torch
 from torch import Tensor
 
 from pretrain.kernels import relations
-from pretrain.kernels.relations import relation_divergence
+from pretrain.kernels.relations import relation_divergence, score_difference
 
 LENGTHS = [[5, 3], [8], [2, 1, 5]]  # of documents in rows of 8; the last of row 2 is padding
 PADDED = 2
 
 
-def naive(x: Tensor, y: Tensor, tx: Tensor, ty: Tensor, tokens: Tensor, heads: int) -> Tensor:
-    """Return the sum over tokens of the mean over heads, document by document."""
+def kl(student: Tensor, teacher: Tensor) -> Tensor:
+    student, teacher = student.softmax(-1), teacher.softmax(-1)
+    return (teacher * (teacher.log() - student.log())).sum()
+
+
+def squares(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the attention loss of TinyBERT's code, `transformer/modeling.py`, before its mean."""
+    student, teacher = (torch.where(x <= -1e2, torch.zeros_like(x), x) for x in (student, teacher))
+    return torch.nn.functional.mse_loss(student, teacher, reduction="sum")
+
+
+def naive(
+    x: Tensor,
+    y: Tensor,
+    tx: Tensor,
+    ty: Tensor,
+    tokens: Tensor,
+    heads: int,
+    formula: Callable[[Tensor, Tensor], Tensor] = kl,
+) -> Tensor:
+    """Return the sum over documents of the mean over heads, one at a time."""
     total = x.new_zeros(())
     for row, lengths in enumerate(LENGTHS):
         start = 0
@@ -30,21 +50,30 @@ def naive(x: Tensor, y: Tensor, tx: Tensor, ty: Tensor, tokens: Tensor, heads: i
                     d = a.shape[-1] // heads
                     part = slice(head * d, (head + 1) * d)
                     scores = a[row, here, part] @ b[row, here, part].T / math.sqrt(d)
-                    both.append(scores.softmax(-1))
-                student, teacher = both
-                total = total + (teacher * (teacher.log() - student.log())).sum() / heads
+                    both.append(scores)
+                total = total + formula(*both) / heads
     return total
+
+
+# With the size of the inputs: at 10, an eighth of the scores of two tensors are below -100.
+COMPARISONS = [(relation_divergence, kl, 1), (score_difference, squares, 10)]
 
 
 @pytest.mark.parametrize("elements", [1, 200, 2**20])
 @pytest.mark.parametrize("itself", [True, False])
+@pytest.mark.parametrize(("compare", "formula", "size"), COMPARISONS, ids=["kl", "squares"])
 def test_value_and_gradients_equal_a_loop(
-    itself: bool, elements: int, monkeypatch: pytest.MonkeyPatch
+    compare: Callable[..., Tensor],
+    formula: Callable[[Tensor, Tensor], Tensor],
+    size: int,
+    itself: bool,
+    elements: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(relations._ELEMENTS, "cpu", elements)
     generator = torch.Generator().manual_seed(0)
     x, y, tx, ty = (
-        torch.randn(3, 8, width, generator=generator, dtype=torch.float64)
+        size * torch.randn(3, 8, width, generator=generator, dtype=torch.float64)
         for width in (12, 12, 24, 24)
     )
     if itself:
@@ -53,16 +82,31 @@ def test_value_and_gradients_equal_a_loop(
     tokens = torch.ones(3, 8, dtype=torch.bool)
     tokens[PADDED, 3:] = False
     x, y = x.requires_grad_(), y.requires_grad_()
-    expected = naive(x, y, tx, ty, tokens, 6)
-    found = relation_divergence((x, y), (tx, ty), starts, tokens, 6)
-    assert expected > 1 and (found - expected).abs() < 1e-9
+    expected = naive(x, y, tx, ty, tokens, 6, formula)
+    found = compare((x, y), (tx, ty), starts, tokens, 6)
+    assert expected > 1 and (found - expected).abs() < 1e-9 * expected
     inputs = [x] if itself else [x, y]
     for ours, theirs in zip(
         torch.autograd.grad(3 * found, inputs),
         torch.autograd.grad(3 * expected, inputs),
         strict=True,
     ):
-        assert theirs.abs().max() > 0.1 and (ours - theirs).abs().max() < 1e-9
+        assert theirs.abs().max() > 0.1
+        assert (ours - theirs).abs().max() < 1e-9 * max(1.0, float(theirs.abs().max()))
+
+
+def test_a_score_of_minus_100_counts_as_0_and_gets_no_gradient() -> None:
+    """Compute by hand: a document of two tokens, then padding; two heads of width 1."""
+    # Head 0: [[1, -200], [0.5, -100]] and [[2, 6], [-50, -150]]; head 1: [[1, 2], [1, 2]] and 0.
+    q, k = torch.tensor([[[2, 1], [1, 1], [9, 9]], [[0.5, 1], [-100, 2], [9, 9]]]).unsqueeze(1)
+    tq, tk = torch.tensor([[[2.0, 0], [-50, 0], [5, 5]], [[1, 0], [3, 0], [5, 5]]]).unsqueeze(1)
+    starts, tokens = torch.tensor([0, 2, 3]).int(), torch.tensor([[True, True, False]])
+    q, k = q.requires_grad_(), k.requires_grad_()
+    found = score_difference((q, k), (tq, tk), starts, tokens, 2)
+    assert found.item() == ((1 + 6**2 + 50.5**2 + 0) + (1 + 4 + 1 + 4)) / 2
+    grad_q, grad_k = torch.autograd.grad(found, [q, k])
+    assert grad_q.tolist() == [[[-0.5, 5], [25.25, 5], [0, 0]]]
+    assert grad_k.tolist() == [[[48.5, 2], [0, 4], [0, 0]]]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +132,10 @@ def test_half_precision_is_computed_in_fp32(dtype: torch.dtype, bound: float) ->
     assert (ours.double() - theirs).norm() < bound * theirs.norm()
 
 
-def test_scores_do_not_outlive_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compare", [relation_divergence, score_difference])
+def test_scores_do_not_outlive_their_chunk(
+    compare: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Count what autograd keeps: the gradient of a relation with itself, and nothing else."""
     monkeypatch.setitem(relations._ELEMENTS, "cpu", 8 * 8)
     x = torch.randn(3, 8, 12, requires_grad=True)
@@ -100,5 +147,5 @@ def test_scores_do_not_outlive_their_chunk(monkeypatch: pytest.MonkeyPatch) -> N
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        relation_divergence((x, x), (x.detach(), x.detach()), starts, tokens, 6)
+        compare((x, x), (x.detach(), x.detach()), starts, tokens, 6)
     assert kept == {3 * 8 * 12 * 4}
