@@ -96,6 +96,8 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
     if not objective.needs_logits:
         use = 'vectors = pipeline("feature-extraction", model="PATH_OR_NAME")'
         how += ". It has no language-model head: fine-tune it on a task"
+        if getattr(student, "pooler", None) is not None:
+            how += " (its pooler is untrained, with random weights)"
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag=task,

@@ -20,7 +20,7 @@ from pretrain.export.card import model_card, trains_head
 from pretrain.files import writing_to
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of
-from pretrain.model.loading import load_model
+from pretrain.model.loading import load_model, reinitialise
 from pretrain.model.model_files import first_line
 from pretrain.output import no_checkpoint
 
@@ -74,7 +74,7 @@ def export(
             raise no_checkpoint(run)
         saved, (model, tokenizer) = found
         has_head = trains_head(saved.state)
-        student: Any = model if has_head else model.base_model
+        student: Any = model if has_head else body(model, saved.state["config"]["train"]["seed"])
         with writing_to(folder):
             temporary.mkdir(parents=True)
             for name, data in tokenizer.items():
@@ -102,6 +102,20 @@ def export(
         num_bytes=(folder / "model.safetensors").stat().st_size,
         difference=difference,
     )
+
+
+def body(model: MaskedLM, seed: int) -> PreTrainedModel:
+    """Return a model without its LM head, with all that `AutoModel` looks for.
+
+    BERT and RoBERTa have a pooler there, which no term reaches. It gets random weights, the same in
+    every export of a run: `AutoModel` would draw its own, and warn about them.
+    """
+    trained: Any = model.base_model
+    # By default the class has its pooler; the body of a model with a head was made without one.
+    whole: PreTrainedModel = type(trained)(trained.config)
+    reinitialise(whole, seed)
+    whole.load_state_dict({**whole.state_dict(), **trained.state_dict()})
+    return whole.eval()
 
 
 def push(folder: Path, repository: str, token: str) -> str:

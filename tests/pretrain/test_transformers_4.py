@@ -26,7 +26,7 @@ from transformers import DistilBertForMaskedLM
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from pretrain.config import RunConfig, Student
-from pretrain.export.export import export
+from pretrain.export.export import body, export
 from pretrain.model.loading import load_model
 from pretrain.model.student import build_student
 from pretrain.train import train
@@ -188,7 +188,7 @@ OTHERWISE = {
 
 def test_every_family_is_the_same_in_4_and_5(tmp_path: Path, python_4: Path) -> None:
     """Save a teacher and its student of each family, and load both in both versions."""
-    folders = []
+    folders, bodies = [], []
     for kind in CONFIGS:
         model = build(kind)
         model.save_pretrained(tmp_path / kind / "plain")  # as transformers saves it
@@ -202,12 +202,16 @@ def test_every_family_is_the_same_in_4_and_5(tmp_path: Path, python_4: Path) -> 
         assert plain.keys() == ours.keys()
         assert all(plain[name].equal(ours[name]) for name in ours)
         folders += [tmp_path / kind / "teacher", tmp_path / kind / "student"]
+        bodies.append(tmp_path / kind / "body")
+        body(student, seed=0).save_pretrained(bodies[-1])
+    for old, folder in zip(in_4(python_4, *bodies, ask="model"), bodies, strict=True):
+        assert old["missing_body"] == use_export.model_answers(str(folder))["missing_body"] == []
     for old, folder in zip(in_4(python_4, *folders, ask="model"), folders, strict=True):
         new = use_export.model_answers(str(folder))
         assert np.std(new["logits"]) > SPREAD, folder
         np.testing.assert_allclose(old["logits"], new["logits"], rtol=0, atol=1e-4, err_msg=folder)
         assert old["missing"] == new["missing"] == [], folder
-        # BERT's pooler is not trained here, so none is saved.
+        # A model with a head has no pooler.
         for missing in (old["missing_body"], new["missing_body"]):
             assert all("pooler" in name for name in missing), folder
         both = old["config"].keys() & new["config"].keys() - OTHERWISE
