@@ -13,8 +13,11 @@ from pretrain.device.precision import PrecisionName
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
+from pretrain.objectives.tinybert import TinyBert
 
-Objective = Annotated[DistilBert | MiniLM | MaskedLanguageModel, Field(discriminator="name")]
+Objective = Annotated[
+    DistilBert | MiniLM | TinyBert | MaskedLanguageModel, Field(discriminator="name")
+]
 OBJECTIVES = get_args(get_args(Objective)[0])
 ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
 _Share = Annotated[float, Field(ge=0, lt=1)]

@@ -30,7 +30,7 @@ Shapes: N positions, V vocabulary, B rows, L row length, D width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.kernels.attention import Packing
-from pretrain.kernels.relations import relation_divergence
+from pretrain.kernels.relations import relation_divergence, score_difference
 
 Count = Literal["tokens", "masked", "sequences", "pairs"]
 COUNTS: tuple[Count, ...] = get_args(Count)
@@ -266,3 +266,61 @@ def relation_term(
 
     needs = frozenset(student), frozenset(teacher)
     return SignalTerm(name, constant(1.0), "tokens", total, True, *needs)
+
+
+def adapted_mse_term(
+    name: str, weight: float, *, pairs: Sequence[tuple[Signal, Signal]], adapter: str
+) -> SignalTerm:
+    """Return the mean squared difference of hidden states, a term of TinyBERT.
+
+    Args:
+        name, weight: of the term.
+        pairs: a signal of the student and one of the teacher; the sum over pairs is taken.
+        adapter: the name of the module that brings the student's to the teacher's width.
+    """
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        assert teacher is not None
+        # A mean over the width, as an MSE has it. `count` makes the sum a mean over tokens.
+        values_BL = [
+            (_wide(adapters[adapter](student.signals[ours])) - _wide(teacher.signals[theirs]))
+            .square()
+            .mean(-1)
+            for ours, theirs in pairs
+        ]
+        return torch.stack([(x_BL * batch.packing.token_mask).sum() for x_BL in values_BL]).sum()
+
+    needs = frozenset(ours for ours, _ in pairs), frozenset(theirs for _, theirs in pairs)
+    return SignalTerm(name, constant(weight), "tokens", total, True, *needs)
+
+
+def scores_term(weight: float, *, heads: int, layers: Sequence[tuple[int, int]]) -> SignalTerm:
+    """Return the mean squared difference of attention scores, a term of TinyBERT.
+
+    Args:
+        weight: of the term.
+        heads: attention heads of both models.
+        layers: one of the student and one of the teacher; the sum over these pairs is taken.
+    """
+    both = [
+        tuple((Signal("query", layer), Signal("key", layer)) for layer in pair) for pair in layers
+    ]
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        assert teacher is not None
+        # One layer at a time, so that only its scores are in memory.
+        packing, sums = batch.packing, []
+        for (query, key), (teacher_query, teacher_key) in both:
+            ours = student.signals[query], student.signals[key]
+            theirs = teacher.signals[teacher_query], teacher.signals[teacher_key]
+            sums.append(
+                score_difference(ours, theirs, packing.cu_seqlens, packing.token_mask, heads)
+            )
+        return torch.stack(sums).sum()
+
+    needs = (frozenset(signal for pair in both for signal in pair[i]) for i in (0, 1))
+    return SignalTerm("attention", constant(weight), "pairs", total, True, *needs)

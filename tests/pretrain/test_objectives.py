@@ -13,6 +13,7 @@ from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
 from pretrain.objectives.terms import Shape, VocabularyTerm
+from pretrain.objectives.tinybert import TinyBert
 
 STUDENT, TEACHER = Shape(2, 32, 4), Shape(4, 32, 4)
 NARROW = {"init": "random", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
@@ -34,6 +35,8 @@ Settings = Callable[..., dict[str, Any]]
         (DistilBert(divergence="js", cosine=0), ["js", "mlm"], True),
         (MaskedLanguageModel(), ["mlm"], False),
         (MiniLM(relation_heads=8), ["queries", "keys", "values"], True),
+        (TinyBert(), ["attention", "hidden", "embedding"], True),
+        (TinyBert(attention=0, hidden=0.5), ["hidden", "embedding"], True),
     ],
     ids=str,
 )

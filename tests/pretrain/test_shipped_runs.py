@@ -50,6 +50,7 @@ def test_the_shipped_recipe_trains_a_student_by_an_assistant(tmp_path: Path, cor
     ("name", "kind", "overrides"),
     [
         ("minilm-6x384", "bert", [f"student={NARROW}", "objective.relation_heads=8"]),
+        ("tinybert-4x312", "bert", [f"student={NARROW}", "student.num_attention_heads=4"]),
         ("distilroberta", "roberta", ["student.num_layers=2"]),
         ("distilmbert", "bert", ["student.init=random", "student.num_layers=2"]),
         ("modernbert-small", "modernbert", ["student.num_layers=3"]),

@@ -1,0 +1,151 @@
+"""Define the general distillation of TinyBERT (Jiao et al. 2020, arXiv 1909.10351, section 3.1).
+
+    L = attention * L_att + hidden * L_hid + embedding * L_emb
+
+L_att = sum over the student's layers of MSE(S, S'),          S = Q K^T / sqrt(d) before the softmax
+L_hid = sum over the student's layers of MSE(W H + b, H'),    H = the output of a layer
+L_emb = MSE(W E + b, E'),                                     E = the output of the embeddings
+
+A prime marks the teacher. W and b are one linear layer for embeddings and all layers, also where
+both widths are equal, as in the authors' code. It is trained and not exported.
+
+L_hid and L_emb are means over tokens and width. L_att is a mean over heads and over the pairs of
+tokens of the same document. A score of -100 or less counts as 0 in either model, as in that code,
+whose means also count padding: for rows of one document it has L_att * (pairs / (B L^2)) and
+L_hid * (tokens / (B L)), plus what its padding adds, for B rows of length L.
+
+The query and key are those that attention multiplies, so with rotary positions they are rotated. In
+a model with a norm after the last layer (ModernBERT), H of that layer is taken before it, and the
+student's norm stays as it was initialised.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from pretrain import RunError
+from pretrain.objectives.objective import Objective
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pretrain.objectives.terms import Shape, Term
+
+_ADAPTER = "hidden"
+
+
+class TinyBert(Objective):
+    """Configure the weights, where 0 leaves a term out, and the teacher's layers.
+
+    `layers` has a layer of the teacher, counted from 0, for each layer of the student. Without it
+    they are evenly spaced and end with the teacher's last: 2, 5, 8, 11 for 4 layers of 12.
+    """
+
+    needs_logits: ClassVar[bool] = False
+    corrupts: ClassVar[bool] = False  # the paper compares models on text without masks
+
+    name: Literal["tinybert"] = "tinybert"
+    # The authors never tuned the weights.
+    attention: float = Field(1.0, ge=0, le=1e6)  # needs as many heads as the teacher has
+    hidden: float = Field(1.0, ge=0, le=1e6)
+    embedding: float = Field(1.0, ge=0, le=1e6)
+    # For depths that do not divide, and for the paper's ablation of the map.
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+
+    @model_validator(mode="after")
+    def _some_term(self) -> TinyBert:
+        if self.attention == self.hidden == self.embedding == 0:
+            raise ValueError("attention, hidden and embedding are all 0: give one of them a weight")
+        return self
+
+    @property
+    def published(self) -> str:
+        """Return the paper's name if this is its objective; empty for a variant."""
+        paper = "the general distillation of TinyBERT, arXiv 1909.10351"
+        return paper if self == TinyBert() else ""
+
+    @property
+    def sentence(self) -> str:
+        """Return the terms and their weights, for the model card."""
+        texts = (
+            (self.attention, "mean squared difference of the attention scores"),
+            (self.hidden, "that of the hidden states"),
+            (self.embedding, "that of the embeddings"),
+        )
+        terms = " + ".join(f"{weight:g} x {text}" for weight, text in texts if weight > 0)
+        layers = "evenly spaced layers"
+        if self.layers is not None:
+            layers = f"layers {', '.join(map(str, self.layers))}"
+        return f"{terms}, with {layers} of the teacher"
+
+    def layer_map(self, student: Shape, teacher: Shape) -> tuple[tuple[int, int], ...]:
+        """Return each layer of the student with the teacher's layer that it learns from.
+
+        Raises:
+            RunError: they are not evenly spaced, or `layers` does not fit the models.
+        """
+        ours, theirs = student.num_layers, teacher.num_layers
+        layers = self.layers
+        if layers is None:
+            if theirs % ours:
+                raise RunError(
+                    f"objective.layers is missing: the teacher's {theirs} layers are no multiple "
+                    f"of the student's {ours}; list {ours} layers of the teacher, or set "
+                    "student.num_layers to a divisor"
+                )
+            # Layer m of the paper, from 1, learns from layer m * theirs / ours.
+            step = theirs // ours
+            layers = tuple(range(step - 1, theirs, step))
+        if len(layers) != ours:
+            raise RunError(
+                f"objective.layers has {len(layers)} layers, and the student has {ours}; list a "
+                "layer of the teacher for each"
+            )
+        if beyond := [layer for layer in layers if layer >= theirs]:
+            raise RunError(
+                f"objective.layers {beyond[0]}: the teacher has layers 0 to {theirs - 1}"
+            )
+        return tuple(enumerate(layers))
+
+    def adapters(self, student: Shape, teacher: Shape | None) -> nn.ModuleDict:
+        """Return the linear layer from the student's width to the teacher's."""
+        from torch import nn
+
+        assert teacher is not None
+        # Attention scores have no width. Without a term it would be frozen, and saved for nothing.
+        if self.hidden == self.embedding == 0:
+            return nn.ModuleDict()
+        return nn.ModuleDict({_ADAPTER: nn.Linear(student.hidden_size, teacher.hidden_size)})
+
+    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
+        """Return the terms with a weight above 0."""
+        assert teacher is not None
+        layers = self.layer_map(student, teacher)
+        if self.attention > 0 and student.num_heads != teacher.num_heads:
+            raise RunError(
+                f"objective.attention {self.attention:g}: compares the scores of each head, and "
+                f"the student has {student.num_heads} heads, the teacher {teacher.num_heads}; set "
+                f"student.num_attention_heads: {teacher.num_heads}, or objective.attention: 0"
+            )
+        from pretrain.objectives.terms import Signal, adapted_mse_term, scores_term
+
+        # The authors' code has both terms in one list, of which the embeddings are entry 0.
+        embedded = Signal("hidden", -1)
+        hidden = [(Signal("hidden", ours), Signal("hidden", theirs)) for ours, theirs in layers]
+        terms: tuple[tuple[float, Term], ...] = (
+            (self.attention, scores_term(self.attention, heads=teacher.num_heads, layers=layers)),
+            (
+                self.hidden,
+                adapted_mse_term("hidden", self.hidden, pairs=hidden, adapter=_ADAPTER),
+            ),
+            (
+                self.embedding,
+                adapted_mse_term(
+                    "embedding", self.embedding, pairs=[(embedded, embedded)], adapter=_ADAPTER
+                ),
+            ),
+        )
+        # A term of weight 0 would cost its whole computation and change nothing.
+        return tuple(term for weight, term in terms if weight > 0)

@@ -1,0 +1,266 @@
+"""Compare TinyBERT's general distillation with its formula on Transformers' outputs, and train."""
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_work
+import ranks
+import torch
+from batches import masked_batch, mean_coefficients
+from results import difference, weights
+from runs import RECIPE, history, refused, start, step_folder
+from safetensors.torch import load_file
+from test_families import build
+from test_shipped_runs import CONFIGS, SPECIAL
+from tiny import as_teacher, save_teacher, tiny_bert
+from torch import Tensor, nn
+from transformers import AutoModel, BertConfig
+
+from launch.config import load_config
+from pretrain.config import RunConfig, Student
+from pretrain.export.export import export
+from pretrain.model.distillation import Distillation
+from pretrain.model.families import FAMILIES, shape_of
+from pretrain.model.loading import reinitialise
+from pretrain.model.student import build_student
+from pretrain.objectives.terms import Shape
+from pretrain.objectives.tinybert import TinyBert
+
+NARROW = {
+    "architecture": "same",
+    "init": "random",
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+}
+ZERO = (pytest.mark.slow, ranks.needs_deepspeed)
+Settings = Callable[..., dict[str, Any]]
+
+
+def inside(model: Any, document: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the scores of each layer [A, n, n], and all hidden states [n, D], of one document."""
+    seen: list[list[Tensor]] = [[], []]
+    hooks = [
+        getattr(layer.attention.self, kind).register_forward_hook(
+            lambda _, __, output, into=into: into.append(output[0])
+        )
+        for layer in model.bert.encoder.layer
+        for kind, into in zip(("query", "key"), seen, strict=True)
+    ]
+    hidden = model(input_ids=document[None], output_hidden_states=True).hidden_states
+    for hook in hooks:
+        hook.remove()
+    scores = []
+    for query, key in zip(*seen, strict=True):
+        q, k = (x.unflatten(-1, (4, -1)).transpose(0, 1) for x in (query, key))
+        scores.append(q @ k.mT / math.sqrt(q.shape[-1]))
+    return scores, [x[0] for x in hidden]
+
+
+@pytest.mark.parametrize("layers", [None, (3, 0)])
+def test_the_loss_and_its_gradient_are_the_formula(
+    layers: tuple[int, ...] | None, packed_ids: Tensor, documents: list[list[list[int]]]
+) -> None:
+    """Evaluate each document alone, in fp64, as the authors' loop over layers does."""
+    teacher = tiny_bert().requires_grad_(False)
+    config = Student(**NARROW, dropout=0, attention_dropout=0)
+    student = build_student(config, as_teacher(teacher), seed=0)
+    objective = TinyBert(layers=layers, attention=0.5, embedding=2)
+    shapes = shape_of(student), shape_of(teacher)
+    adapters = objective.adapters(*shapes)
+    reinitialise(adapters, seed=1)
+    with torch.no_grad():
+        for parameter in (*student.parameters(), *adapters.parameters()):
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    alone = copy.deepcopy(student).double(), copy.deepcopy(teacher).double()
+    exact_adapters: Any = copy.deepcopy(adapters).double()
+    fit = exact_adapters["hidden"]
+
+    batch = masked_batch(packed_ids)
+    sums, num_pairs, num_tokens = [torch.zeros(()).double() for _ in range(3)], 0, 0
+    for row, row_documents in enumerate(documents):
+        begin = 0
+        for n in map(len, row_documents):
+            document = batch.input_ids[row, begin : begin + n]
+            begin, num_pairs, num_tokens = begin + n, num_pairs + n * n, num_tokens + n
+            (s, h), (ts, th) = (inside(model, document) for model in alone)
+            for layer, theirs in enumerate(layers or (1, 3)):
+                limited = (torch.where(x <= -1e2, 0.0, x) for x in (s[layer], ts[theirs]))
+                sums[0] = sums[0] + nn.functional.mse_loss(*limited) * n * n
+                sums[1] = sums[1] + nn.functional.mse_loss(fit(h[layer + 1]), th[theirs + 1]) * n
+            sums[2] = sums[2] + nn.functional.mse_loss(fit(h[0]), th[0]) * n
+    means = torch.stack([sums[0] / num_pairs, sums[1] / num_tokens, sums[2] / num_tokens])
+    expected = torch.tensor([0.5, 1.0, 2.0]).double() @ means
+
+    module = Distillation(student, teacher, objective.terms(*shapes), pad_id=0, adapters=adapters)
+    assert [term.name for term in module.terms] == ["attention", "hidden", "embedding"]
+    loss, found = module(*batch, mean_coefficients(module.terms, batch))
+    counts = [batch.counts[term.over] for term in module.terms]
+    assert counts == [num_pairs, num_tokens, num_tokens]
+    assert means.min() > 0.1
+    torch.testing.assert_close(found.double() / torch.tensor(counts), means, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+
+    loss.backward()
+    expected.backward()
+    ours = dict(module.named_parameters())
+    exact = {f"student.{name}": p for name, p in alone[0].named_parameters()}
+    exact |= {f"adapters.{name}": p for name, p in exact_adapters.named_parameters()}
+    assert ours.keys() == exact.keys()
+    for name, parameter in exact.items():
+        gradient = ours[name].grad
+        if parameter.grad is None:
+            assert gradient is None and "cls.predictions" in name, name
+        else:
+            assert gradient is not None
+            assert (gradient - parameter.grad).norm() < 1e-4 * parameter.grad.norm(), name
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    student, teacher = Shape(2, 16, 4), Shape(4, 32, 4)
+    with refused("the student has 2 heads, the teacher 4", "student.num_attention_heads: 4"):
+        TinyBert().terms(student._replace(num_heads=2), teacher)
+    assert len(TinyBert(attention=0).terms(student._replace(num_heads=2), teacher)) == 2
+    with refused("objective.layers is missing", "4 layers", "the student's 3", "list 3 layers"):
+        TinyBert().terms(student._replace(num_layers=3), teacher)
+    with refused("objective.layers has 3 layers", "the student has 2"):
+        TinyBert(layers=(0, 1, 2)).terms(student, teacher)
+    with refused("objective.layers 4", "layers 0 to 3"):
+        TinyBert(layers=(1, 4)).terms(student, teacher)
+    with pytest.raises(ValueError, match="all 0"):
+        TinyBert(attention=0, hidden=0, embedding=0)
+    assert not TinyBert(hidden=0, embedding=0).adapters(student, teacher)
+    assert "1909.10351" in TinyBert().published and not TinyBert(layers=(1, 3)).published
+
+
+def test_layers_are_evenly_spaced() -> None:
+    base = Shape(12, 768, 12)
+    for num_layers, expected in ((4, (2, 5, 8, 11)), (6, (1, 3, 5, 7, 9, 11)), (1, (11,))):
+        found = TinyBert().layer_map(Shape(num_layers, 312, 12), base)
+        assert found == tuple(enumerate(expected))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "millions"),
+    [
+        ([], "14.35"),
+        (["student={architecture: same, num_layers: 6}"], "66.96"),
+    ],
+)
+def test_students_have_the_published_sizes(overrides: list[str], millions: str) -> None:
+    """Count as the authors did: with token types, and with a pooler that is not trained."""
+    config = load_config(RunConfig, CONFIGS / "tinybert-4x312.yaml", overrides)
+    names = ("hidden_size", "num_attention_heads", "intermediate_size")
+    sizes = {name: getattr(config.student, name) for name in names}
+    changes = {"num_hidden_layers": config.student.num_layers}
+    changes |= {name: size for name, size in sizes.items() if size is not None}
+    settings = FAMILIES["bert"].student_config(BertConfig(), changes)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in AutoModel.from_config(settings).parameters())
+    assert f"{count / 1e6:.2f}" == millions
+
+
+@pytest.fixture
+def values(tmp_path: Path, teacher_folder: Path, run_config: Settings) -> dict[str, Any]:
+    changes = {**RECIPE, "student": NARROW, "objective": {"name": "tinybert"}}
+    return run_config(tmp_path / "run", teacher_folder, **changes)
+
+
+def adapters(values: dict[str, Any], step: int) -> dict[str, Tensor]:
+    return load_file(step_folder(values["output"], step) / "adapters.safetensors")
+
+
+def test_a_run_stops_and_resumes_as_if_it_never_had(values: dict[str, Any], tmp_path: Path) -> None:
+    start(values, stop_after=2)
+    start(values)
+    whole = {**values, "output": str(tmp_path / "whole")}
+    start(whole)
+    entries = history(whole["output"])
+    assert history(values["output"]) == entries
+    assert difference(values, whole, 4) == 0
+    first, last, other = adapters(whole, 3), adapters(whole, 4), adapters(values, 4)
+    assert last.keys() == {"hidden.weight", "hidden.bias"}
+    for name, tensor in last.items():
+        assert tensor.equal(other[name]) and not tensor.equal(first[name])
+        assert f"adapters.{name}/exp_avg" in weights(whole, 4)
+    steps = [entry for entry in entries if entry["kind"] == "train"]
+    assert len(steps) == 4
+    for entry in steps:
+        parts = entry["attention"], entry["hidden"], entry["embedding"]
+        assert entry["loss"] == pytest.approx(sum(parts), rel=1e-6) and min(parts) > 0
+
+
+def test_training_brings_the_models_together(values: dict[str, Any]) -> None:
+    values["optimizer"] = {"learning_rate": 1e-2}
+    values["student"] = {**NARROW, "dropout": 0.0, "attention_dropout": 0.0}
+    values["train"] |= {"max_steps": 40, "global_batch_size": 16, "micro_batch_size": 16}
+    values["checkpoint"] = {"every": 0}
+    start(values)
+    steps = [entry for entry in history(values["output"]) if entry["kind"] == "train"]
+    for name in ("attention", "hidden", "embedding"):
+        losses = [entry[name] for entry in steps]
+        assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), name
+
+
+@pytest.mark.parametrize("stage", [0, *(pytest.param(n, marks=ZERO) for n in (1, 2))])
+def test_two_ranks_train_as_one(values: dict[str, Any], tmp_path: Path, stage: int) -> None:
+    values["train"] |= {"micro_batch_size": 2}
+    values["student"] = {**NARROW, "dropout": 0.0, "attention_dropout": 0.0}
+    two = {**values, "output": str(tmp_path / "two")}
+    start(values)
+    ranks.run(2, rank_work.once, two, environment=ranks.zero(stage))
+    one, other = (weights(run, 4) | adapters(run, 4) for run in (values, two))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        if "/" not in name:
+            size = tensor.abs().max().clamp(min=1e-3)
+            assert (tensor - other[name]).abs().max() < 1e-5 * size, name
+
+
+def test_the_export_has_an_untrained_pooler_and_no_adapter(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Check that `AutoModel` finds every weight, that two exports are equal, and the card."""
+    values["evaluation"] = {"every": 2, "rows": 8}
+    start(values)
+    figures = [e for e in history(values["output"]) if e["kind"] == "evaluation"]
+    for entry in figures:
+        parts = [entry[name] for name in ("attention", "hidden", "embedding")]
+        assert entry["loss"] == pytest.approx(sum(parts))
+    for name in ("exported", "again"):
+        exported = export(Path(values["output"]), tmp_path / name, pytest.fail)
+        assert exported.architecture == "BertModel" and exported.difference < 1e-6
+    files = [tmp_path / name / "model.safetensors" for name in ("exported", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    model, report = AutoModel.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    trained = weights(values, 4)
+    assert "pooler.dense.weight" not in trained
+    tensors = dict(model.named_parameters())
+    assert 0.015 < tensors.pop("pooler.dense.weight").std() < 0.025
+    assert not tensors.pop("pooler.dense.bias").any()
+    assert all(tensor.equal(trained[name]) for name, tensor in tensors.items())
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "its pooler is untrained" in card and "TinyBERT" in card
+
+
+@pytest.mark.parametrize("kind", ["distilbert", "roberta", "modernbert"])
+def test_other_families_train_and_their_body_misses_nothing(
+    kind: str, tmp_path: Path, run_config: Settings
+) -> None:
+    special = SPECIAL | ({"cls_token_id": 2, "sep_token_id": 3} if kind == "modernbert" else {})
+    save_teacher(tmp_path / "teacher", build(kind, **special))
+    changes = {**RECIPE, "student": NARROW, "objective": {"name": "tinybert", "layers": [0, 1]}}
+    changes["train"] = {**RECIPE["train"], "activation_checkpointing": True}
+    values = run_config(tmp_path / "run", tmp_path / "teacher", **changes)
+    start(values)
+    export(tmp_path / "run", tmp_path / "exported", pytest.fail)
+    _, report = AutoModel.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert ("pooler" in card) == (kind == "roberta")
