@@ -248,11 +248,14 @@ def _continue_from(
     who = f"student.init {folder}"
     model = load_model(folder, dropouts, needs_head=needs_head, who=who)
     if model.config.model_type != family.model_type:
+        same = model.config.model_type == teacher.model.config.model_type
+        fix = "set student.architecture: same" if same else f"take a {family.model_type}"
         raise RunError(
-            f"student.init: {folder} holds a {model.config.model_type}, no {family.model_type}"
+            f"student.init: {folder} holds a {model.config.model_type}, no {family.model_type}; "
+            f"{fix}"
         )
-    theirs = teacher.model.config
-    wanted = {"vocab_size": theirs.vocab_size, "hidden_size": theirs.hidden_size, **sizes}
+    # Its width is its own: a term that needs the teacher's refuses another one.
+    wanted = {"vocab_size": teacher.model.config.vocab_size, **sizes}
     for name, size in wanted.items():
         own_name = family.own_names.get(name, name)
         if getattr(model.config, own_name) != size:

@@ -72,6 +72,22 @@ def test_a_finished_run_is_continued_with_a_schedule_of_its_own(
     assert rates[0] == 2e-3 and len(rates) == 3
 
 
+def test_a_narrow_run_is_continued_without_naming_its_sizes_again(
+    tmp_path: Path, teacher_folder: Path, run_config: Settings
+) -> None:
+    """Take the width of the folder, where no term needs the teacher's."""
+    narrow = {"init": "random", "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    first = run_config(
+        tmp_path / "first",
+        teacher_folder,
+        **RECIPE | {"student": narrow, "objective": {"name": "minilm", "relation_heads": 4}},
+    )
+    start(first)
+    second = {**first, "output": str(tmp_path / "second"), "student": {"init": first["output"]}}
+    _, card = said_and_card(second, tmp_path / "exported")
+    assert "began from step 4 of another run" in card and "1-layer DistilBertModel" in card
+
+
 def test_a_model_that_got_a_head_says_so_in_its_card(tmp_path: Path, run_config: Settings) -> None:
     body = tiny_bert()
     save_teacher(tmp_path / "body", body)

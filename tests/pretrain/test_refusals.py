@@ -314,9 +314,9 @@ MODELS = [
     (partial(teacher_config, num_hidden_layers=3), "do not fit its config.json", "layer.3"),
     (teacher_in_int8, "holds torch.int8", "save the model in fp32"),
     (partial(teacher_config, is_decoder=True), "is_decoder is true", "both sides"),
-    (student_is_wider, "student.init", "has dim 48, but this run needs 32"),
+    (student_is_wider, "objective.cosine 1", "the student has 48 and the teacher 32"),
     (student_without_head, "masked-language-model head", "saved as DistilBertForMaskedLM"),
-    (student_is_a_bert, "student.init", "holds a bert, no distilbert"),
+    (student_is_a_bert, "student.init", "no distilbert", "student.architecture: same"),
 ]
 SHARDS = [
     (shards_with_ids_outside_the_vocabulary, "id 200 is outside the vocabulary"),
