@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import history, start
+from runs import history, start, step_folder
+from safetensors.torch import load_file
 from test_masking import CLS, MASK, PAD, SEP, SPECIAL, UNIFORM, V, mask, ordinary, selected
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
@@ -211,6 +212,29 @@ def test_runs_train_with_each_masking(
         for run in (values, plain)
     ]
     assert counts[0] == counts[1] and min(counts[0]) > 0
+
+
+@pytest.mark.parametrize("name", ["distilbert", "mlm"])
+def test_a_step_without_masked_tokens_is_legal(
+    name: str, tmp_path: Path, teacher_folder: Path, run_config: Callable[..., Any]
+) -> None:
+    """Let the share fall to 0: terms on masked tokens are 0 there, and have no gradient."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = {"model": {**sizes, "intermediate_size": 16}} if name == "mlm" else {}
+    values = run_config(
+        tmp_path / "run",
+        None if name == "mlm" else teacher_folder,
+        objective={"name": name},
+        train={"max_steps": 3, "global_batch_size": 4, "micro_batch_size": 2},
+        masking={"probability": [0.3, 0.0]},
+        **model,
+    )
+    assert start(values).ended == "finished"
+    losses = [e for e in history(values["output"]) if e["kind"] == "train"]
+    assert losses[0]["mlm"] > 0 and losses[2]["mlm"] == 0
+    assert all(np.isfinite(e["loss"]) for e in losses)
+    weights = load_file(step_folder(values["output"], 3) / "student" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_a_term_on_masked_tokens_without_any_is_refused() -> None:

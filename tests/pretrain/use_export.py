@@ -27,6 +27,7 @@ def answers(folder: str) -> dict[str, Any]:
     fill = transformers.pipeline("fill-mask", model=folder, device="cpu")
     return {
         "version": transformers.__version__,
+        "tokenizer": type(tokenizer).__name__,
         "ids": [tokenizer(text)["input_ids"] for text in TEXTS],
         "pair": tokenizer("hello", "world")["input_ids"],
         "inputs": list(tokenizer("hello", "world")),
@@ -58,6 +59,23 @@ def model_answers(folder: str) -> dict[str, Any]:
     }
 
 
+def body_answers(folder: str) -> dict[str, Any]:
+    """Return last hidden states of fixed ids of an encoder without an LM head."""
+    import torch
+    import transformers
+
+    model, report = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
+    ids = torch.arange(10, 34)[None]
+    with torch.no_grad():
+        hidden = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))[0][0]
+    missing = [name for name in report["missing_keys"] if "pooler" not in name]
+    return {
+        "version": transformers.__version__,
+        "hidden": hidden.tolist(),
+        "missing": missing + sorted(report["unexpected_keys"]),
+    }
+
+
 if __name__ == "__main__":
-    ask = model_answers if sys.argv[1] == "model" else answers
+    ask = {"model": model_answers, "body": body_answers, "answers": answers}[sys.argv[1]]
     json.dump([ask(folder) for folder in sys.argv[2:]], sys.stdout)
