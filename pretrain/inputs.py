@@ -123,9 +123,6 @@ def load_inputs(
     check_row_length("model.init" if teacher is None else "student.init", student.config, manifest)
     if saved is None and (note := family_of(student).note(student.config)):
         notes.append(note)
-    for note in notes:
-        progress.say(f"note: {note}")
-    notes = [*(saved.state.get("notes", []) if saved else []), *notes]
     # Here, because they refuse sizes that do not fit, and a refusal writes nothing.
     shapes = shape_of(student), shape_of(teacher.model) if teacher is not None else None
     terms, adapters = config.objective.terms(*shapes), config.objective.adapters(*shapes)
@@ -133,6 +130,9 @@ def load_inputs(
     if saved is not None:
         load_adapters(adapters, saved.adapters())
         check_optimizer(optimizer, parameters_by_name(student, adapters))
+    for note in notes:  # after the last refusal of models that do not fit
+        progress.say(f"note: {note}")
+    notes = [*(saved.state.get("notes", []) if saved else []), *notes]
 
     # Rows left out by an earlier start stay left out; new ones count from the present step on.
     state = TrainState.from_checkpoint(saved.state) if saved else TrainState()

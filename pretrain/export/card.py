@@ -41,7 +41,7 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
     how = f"Trained by masked language modelling ({objective.sentence})"
     if distilled:
         revision = f" at revision `{_escape(teacher['revision'])}`" if teacher["revision"] else ""
-        name = _escape(teacher["name"] or "a local BERT")
+        name = _escape(teacher["name"] or "a local model")
         paper = f" ({objective.published})" if objective.published else ""
         how = (
             f"Distilled from {name}{revision} (weights sha256 `{teacher['sha256'][:16]}`) with "
@@ -84,20 +84,20 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
             # A published card must not contain paths of this machine; a note says what it was.
             if key == "init" and isinstance(value, str) and value not in ("teacher", "random"):
                 value = "an existing model"
-            if f"{section}.{key}" in unused:
-                continue
-            if value is not None and (section != "student" or config["teacher"] is not None):
+            used = value is not None and f"{section}.{key}" not in unused
+            if used and (section != "student" or config["teacher"] is not None):
                 recipe.append((f"{section}.{key}", value))
     for first, last, step in state["skip_rows"]:
         recipe.append(("left out", f"training rows {first} to {last - 1}, from step {step + 1} on"))
 
-    task = "fill-mask" if objective.needs_logits else "feature-extraction"
+    task, headless = "fill-mask", ""
     use = 'fill = pipeline("fill-mask", model="PATH_OR_NAME")'
     if not objective.needs_logits:
+        task = "feature-extraction"
         use = 'vectors = pipeline("feature-extraction", model="PATH_OR_NAME")'
-        how += ". It has no language-model head: fine-tune it on a task"
+        headless = " It has no language-model head: fine-tune it on a task."
         if getattr(student, "pooler", None) is not None:
-            how += " (its pooler is untrained, with random weights)"
+            headless += " Its pooler is untrained, with random weights."
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag=task,
@@ -108,7 +108,7 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
         f"---\n{data.to_yaml()}\n---",
         f"# {student.config.num_hidden_layers}-layer {type(student).__name__}",
         f"{how}: {size:,} parameters, {state['step']:,} of {state['num_steps']:,} steps, "
-        f"{state['tokens']:,} tokens seen.",
+        f"{state['tokens']:,} tokens seen.{headless}",
         # Checkpoints of older versions have no notes.
         *(["\n".join(f"- {_escape(note)}" for note in notes)] if notes else []),
         "## Use",

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from pretrain.objectives.terms import Kind, Shape, Term
 
 
+_HEADS = 48
+
+
 class MiniLM(Objective):
     """Configure the relations; `teacher_layer` counts from 0, and from the end if negative.
 
@@ -36,14 +39,14 @@ class MiniLM(Objective):
 
     name: Literal["minilm"] = "minilm"
     version: Literal[1, 2] = 2
-    relation_heads: int = Field(48, ge=1, le=2**10)  # the paper's for a teacher of width 768
+    # None: 48, the paper's for a teacher of width 768; version 1 has none of its own.
+    relation_heads: int | None = Field(None, ge=1, le=2**10)
     teacher_layer: int = -1  # the paper takes a layer before the last one of teachers of 24 layers
 
     @model_validator(mode="after")
     def heads_are_used(self) -> MiniLM:
         """Refuse a number of heads that version 1 would ignore."""
-        default = type(self).model_fields["relation_heads"].default
-        if self.version == 1 and self.relation_heads != default:
+        if self.version == 1 and self.relation_heads is not None:
             raise ValueError("relation_heads is for version 2; version 1 takes the attention heads")
         return self
 
@@ -58,7 +61,7 @@ class MiniLM(Objective):
         """Return the terms, for the model card."""
         what = "attention and of the value relations of each head"
         if self.version == 2:
-            what = f"query, key and value relations of {self.relation_heads} heads"
+            what = f"query, key and value relations of {self.relation_heads or _HEADS} heads"
         return f"KL(teacher || student) of the {what}, at layer {self.teacher_layer} of the teacher"
 
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
@@ -69,7 +72,7 @@ class MiniLM(Objective):
                 f"objective.teacher_layer {self.teacher_layer}: the teacher has layers 0 to "
                 f"{teacher.num_layers - 1}, or -1 for the last one"
             )
-        heads = self.relation_heads
+        heads = self.relation_heads or _HEADS
         if self.version == 1:
             heads = teacher.num_heads
             if student.num_heads != heads:

@@ -88,6 +88,21 @@ def test_a_narrow_run_is_continued_without_naming_its_sizes_again(
     assert "began from step 4 of another run" in card and "1-layer DistilBertModel" in card
 
 
+def test_a_card_names_what_was_used_and_no_more(
+    tmp_path: Path, teacher_folder: Path, run_config: Settings
+) -> None:
+    """Check MiniLM v1, which has no relation heads of its own, and a teacher that is no BERT."""
+    values = run_config(
+        tmp_path / "run",
+        teacher_folder,
+        **RECIPE | {"objective": {"name": "minilm", "version": 1}},
+    )
+    _, card = said_and_card(values, tmp_path / "exported")
+    assert "relation_heads" not in card and "| objective.version | 1 |" in card
+    assert "Distilled from a local model (weights sha256" in card
+    assert "tokens seen. It has no language-model head: fine-tune it on a task." in card
+
+
 def test_a_model_that_got_a_head_says_so_in_its_card(tmp_path: Path, run_config: Settings) -> None:
     body = tiny_bert()
     save_teacher(tmp_path / "body", body)

@@ -246,7 +246,7 @@ def test_the_export_has_an_untrained_pooler_and_no_adapter(
     assert not tensors.pop("pooler.dense.bias").any()
     assert all(tensor.equal(trained[name]) for name, tensor in tensors.items())
     card = (tmp_path / "exported" / "README.md").read_text()
-    assert "its pooler is untrained" in card and "TinyBERT" in card
+    assert "Its pooler is untrained" in card and "TinyBERT" in card
 
 
 @pytest.mark.parametrize("kind", ["distilbert", "roberta", "modernbert"])
