@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pretrain.device.precision import PRECISIONS
+from pretrain.kernels.attention.dispatch import masked, usable
 from pretrain.monitor.metrics import Clock
 from pretrain.run import Run
 from pretrain.step import Step
@@ -42,6 +44,22 @@ def describe(run: Run) -> None:
         f"{accelerator.num_processes} process(es), {config.train.precision} on "
         f"{accelerator.device.type}{run.parallel.name}"
     )
+    # Local attention has a kernel on GPUs with flash attention alone; it works everywhere.
+    device, dtype = accelerator.device, PRECISIONS[config.train.precision].dtype
+    models = [run.student.config, *([run.teacher.model.config] if run.teacher else [])]
+    for model in models:
+        if (window := getattr(model, "local_attention", None)) is None:
+            continue
+        if (
+            usable(device, dtype, model.hidden_size // model.num_attention_heads, window)[0]
+            is masked
+        ):
+            length = manifest.row_length
+            say(
+                f"note: {device.type} has no attention kernel with a window: local "
+                f"layers take a dense mask [rows, {length}, {length}]"
+            )
+            break
     if config.train.compile:
         say("train.compile: the first step compiles, which may take a minute or a few")
     if run.state.step:
