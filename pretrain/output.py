@@ -16,11 +16,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from data_prep.disk import refuse_if_held
-from data_prep.disk.json_files import parse_object
+from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig
 
+_LONGEST_CONFIG = 2**20  # bytes
 # Files that exist before the first step: locks, a launch's logs, hidden files, the user's YAML.
 _BEGUN = re.compile(r"\..*|.*\.ya?ml|logs|pretrain\..*lock|exit_status\.json")
 
@@ -184,7 +185,9 @@ def _has_checkpoint(folder: Path) -> bool:
 def _recorded(folder: Path) -> RunConfig | None:
     """Return the config that a run has written; None if there is none."""
     try:
-        return RunConfig.model_validate_json((folder / "config.json").read_bytes())
+        # Of a regular file alone: a pipe would block, and a huge file fill the memory.
+        data = read_regular(folder / "config.json", _LONGEST_CONFIG)
+        return RunConfig.model_validate_json(data)
     except (OSError, ValueError, RecursionError):
         return None
 
