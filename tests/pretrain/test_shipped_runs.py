@@ -46,6 +46,34 @@ def test_the_shipped_recipe_trains_a_student_by_an_assistant(tmp_path: Path, cor
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["rxn-objectives", "english-3x384"])
+def test_a_shipped_comparison_runs_in_its_order(name: str, tmp_path: Path, corpus: Path) -> None:
+    """Train each run of a recipe with tiny models, which continue and teach as its own do."""
+    save_teacher(
+        tmp_path / "teacher",
+        build("bert", num_hidden_layers=6, layer_norm_eps=1e-12, hidden_act="gelu", **SPECIAL),
+    )
+    path = CONFIGS / f"{name}.yaml"
+    overrides = [f"defaults.shards={corpus}"]
+    outputs: dict[str, Path] = {}
+    for i, run in enumerate(load_config(Recipe, path, []).runs):
+        outputs[run.output.name] = tmp_path / str(i)
+        changes = {"output": tmp_path / str(i), "evaluation.rows": 4}
+        changes |= {"train.max_steps": 2, "train.global_batch_size": 2, "train.micro_batch_size": 2}
+        if run.teacher is not None:
+            changes["teacher"] = tmp_path / "teacher"
+        if run.student.hidden_size is not None:
+            changes["student"] = NARROW.replace("num_attention_heads: 2", "num_attention_heads: 4")
+        if run.model is not None and run.model.init is not None:
+            changes["model.init"] = outputs[Path(run.model.init).name]
+        elif run.model is not None:
+            changes["model.hidden_size"] = changes["model.intermediate_size"] = 16
+        overrides += [f"runs.{i}.{key}={value}" for key, value in changes.items()]
+    for run in load_config(Recipe, path, overrides).runs:
+        assert train(run).ended == "finished"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "overrides"),
     [
@@ -54,6 +82,7 @@ def test_the_shipped_recipe_trains_a_student_by_an_assistant(tmp_path: Path, cor
         ("distilroberta", "roberta", ["student.num_layers=2"]),
         ("distilmbert", "bert", ["student.init=random", "student.num_layers=2"]),
         ("modernbert-small", "modernbert", ["student.num_layers=3"]),
+        ("german-2l", "roberta", ["train.micro_batch_size=4"]),
     ],
 )
 def test_a_shipped_config_trains_and_exports(
