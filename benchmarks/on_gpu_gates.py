@@ -94,7 +94,7 @@ def attention_error(
     def by_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return attend(q, k, v, cu_seqlens, 0.0, D**-0.5, None)
+        return attend(q, k, v, cu_seqlens, L, 0.0, D**-0.5, None)
 
     def by_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outputs = []

@@ -188,13 +188,14 @@ def of_micro_step(
     B, L, K = batch_size, row_length, max(1, round(masked * row_length))
     begins = [row * L + i * L // segments for row in range(B) for i in range(segments)]
     cu_seqlens = torch.tensor([*begins, B * L], dtype=torch.int32)
+    longest = int(cu_seqlens.diff().max())
     pairs = B * L * L // segments
     counts: dict[Count, int] = {"tokens": B * L, "masked": B * K}
     counts |= {"sequences": B * segments, "pairs": pairs}
     with shapes_only(module, device) as shapes, Counter() as counter:
         ids = torch.zeros(B, L, dtype=torch.int64, device=device)
         slots = torch.zeros(B, K, dtype=torch.int64, device=device)
-        batch = MicroBatch(ids, slots, slots.clone(), cu_seqlens, counts)
+        batch = MicroBatch(ids, slots, slots.clone(), cu_seqlens, longest, counts)
         with torch.autocast(device, autocast, enabled=autocast is not None):
             loss, _ = shapes(*batch, torch.ones(len(shapes.terms), device=device))
         (loss * (1 / batch.counts["tokens"])).backward()

@@ -66,7 +66,8 @@ class OurStep:
     def encoders(self) -> Any:
         """Return the encoders' outputs alone, which keeps all that their graph holds alive."""
         with self.precision.autocast(self.batch.input_ids.device):
-            return self.module.encode(self.batch.input_ids, self.batch.cu_seqlens)
+            ids, _, _, cu_seqlens, max_length, *_ = self.batch
+            return self.module.encode(ids, cu_seqlens, max_length)
 
     @property
     def terms(self) -> dict[str, float]:

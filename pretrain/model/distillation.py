@@ -38,6 +38,7 @@ class MicroBatch(NamedTuple):
     positions: Tensor  # [B, K] mask slots
     labels: Tensor  # [B, K] their labels, -100 in an unused slot
     cu_seqlens: Tensor  # [S + 1] int32, starts of documents in the B * L positions, and the end
+    max_length: int  # tokens of the longest document
     counts: Mapping[Count, int]  # what the terms are means over
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -46,13 +47,7 @@ class MicroBatch(NamedTuple):
         Ids, positions and labels may have any integer type before: the loader's are narrow.
         """
         ids, positions, labels, cu_seqlens = (send(tensor, device) for tensor in self[:4])
-        return MicroBatch(
-            ids.long(),
-            positions.long(),
-            labels.long(),
-            cu_seqlens,
-            self.counts,
-        )
+        return MicroBatch(ids.long(), positions.long(), labels.long(), cu_seqlens, *self[4:])
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -80,17 +75,17 @@ def micro_batch(
     starts[:, 1:] |= token[:, :-1] > token[:, 1:]
     starts[:, 0] = True
     begins = np.flatnonzero(starts)
-    # The end is repeated up to a power of two of documents, for few distinct shapes on a GPU.
-    cu_seqlens = np.full((1 << (len(begins) - 1).bit_length()) + 1, ids.size, dtype=np.int32)
-    cu_seqlens[: len(begins)] = begins
-    lengths = np.diff(begins, append=ids.size)[token.flat[begins]]
+    lengths = np.diff(begins, append=ids.size)
+    max_length = int(lengths.max(initial=0))
+    lengths = lengths[token.flat[begins]]
     counts: dict[Count, int] = {
         "tokens": int(np.count_nonzero(token)),
         "masked": int(np.count_nonzero(labels.numpy() != IGNORE)),
         "sequences": len(lengths),
         "pairs": int(np.square(lengths).sum()),
     }
-    return MicroBatch(input_ids, positions, labels, torch.from_numpy(cu_seqlens), counts)
+    cu_seqlens = torch.from_numpy(np.append(begins, ids.size).astype(np.int32))
+    return MicroBatch(input_ids, positions, labels, cu_seqlens, max_length, counts)
 
 
 class Distillation(nn.Module):
@@ -152,6 +147,7 @@ class Distillation(nn.Module):
         positions: Tensor,
         labels: Tensor,
         cu_seqlens: Tensor,
+        max_length: int,
         counts: Mapping[Count, int],
         factors_T: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -161,7 +157,7 @@ class Distillation(nn.Module):
             input_ids .. counts: the fields of a `MicroBatch`; DDP and DeepSpeed pass them on.
             factors_T: the factor of each term's sum; the caller divides by a count.
         """
-        packing, student, teacher = self.encode(input_ids, cu_seqlens)
+        packing, student, teacher = self.encode(input_ids, cu_seqlens, max_length)
         hidden_BLD = student.last_hidden_state
         loss = hidden_BLD.new_zeros((), dtype=torch.float32)
         sums = []
@@ -209,12 +205,18 @@ class Distillation(nn.Module):
         return loss, torch.stack(sums)
 
     def encode(
-        self, input_ids: Tensor, cu_seqlens: Tensor
+        self, input_ids: Tensor, cu_seqlens: Tensor, max_length: int
     ) -> tuple[Packing, Encoded, Encoded | None]:
         """Return (packing, the student's output, the teacher's output or None)."""
-        if self.compiled:  # only the number of documents changes from step to step
+        if self.compiled:
+            # For few shapes, repeat the end up to a power of two of documents, and let the length
+            # of a row bound theirs. Uncompiled, kernels take memory for the real documents alone.
+            num = len(cu_seqlens) - 1
+            more = (1 << (num - 1).bit_length()) - num
+            cu_seqlens = nn.functional.pad(cu_seqlens, (0, more), value=input_ids.numel())
             torch._dynamo.mark_dynamic(cu_seqlens, 0)
-        packing = find_documents(input_ids, cu_seqlens, pad_id=self.pad_id)
+            max_length = input_ids.shape[1]
+        packing = find_documents(input_ids, cu_seqlens, max_length, pad_id=self.pad_id)
         # Compiled or not, the same function; compiled once per shape of the rows.
         student = self._walk(
             self.student,

@@ -1,6 +1,7 @@
 """Check that attention computes every document of a packed row as if it were alone."""
 
 import copy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 
 from pretrain.kernels.attention import Packing, block_diagonal_mask, find_documents
-from pretrain.model.distillation import micro_batch
+from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.model.families import MaskedLM, encode, family_of
 
 CLS, PAD = 2, 0
@@ -27,7 +28,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 def packed(ids: Tensor) -> Packing:
     nothing = torch.zeros(len(ids), 0, dtype=torch.int64)
     batch = micro_batch(ids, nothing, nothing, cls_id=CLS, pad_id=PAD)
-    return find_documents(ids, batch.cu_seqlens, pad_id=PAD)
+    return find_documents(ids, batch.cu_seqlens, batch.max_length, pad_id=PAD)
 
 
 def packed_outputs(model: MaskedLM, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,7 @@ def test_packing_by_hand() -> None:
     found = packed(ids)
     assert found.token_mask.tolist() == [[True] * 7 + [False] * 2]
     assert found.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 1]]
-    assert found.cu_seqlens.tolist() == [0, 3, 7, 9, 9]  # a power of two of segments
+    assert found.cu_seqlens.tolist() == [0, 3, 7, 9] and found.max_length == 4
     groups = "aaabbbbcc"
     expected = [[query == key for key in groups] for query in groups]
     mask = block_diagonal_mask(found.cu_seqlens, 1, 9)
@@ -75,21 +76,27 @@ def test_packing_of_random_rows_against_a_loop() -> None:
             assert found.token_mask[row, i] == (token != PAD)
         together = torch.tensor(groups)[:, None] == torch.tensor(groups)
         assert (mask[row, 0] == together).all()
-    bounds = found.cu_seqlens.tolist()
-    assert bounds[: len(begins)] == begins and set(bounds[len(begins) :]) == {40 * 24}
+    bounds = [*begins, 40 * 24]
+    assert found.cu_seqlens.dtype == torch.int32 and found.cu_seqlens.tolist() == bounds
+    assert found.max_length == max(end - begin for begin, end in pairwise(bounds))
 
 
-@pytest.mark.parametrize(
-    ("num_segments", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16), (16, 16)]
-)
-def test_the_number_of_documents_is_padded_to_a_power_of_two(
-    num_segments: int, padded: int
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("num", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (9, 16)])
+def test_the_number_of_documents_is_padded_to_a_power_of_two_only_when_compiled(
+    num: int, padded: int, compiled: bool
 ) -> None:
     ids = torch.full((1, 16), 8)
-    ids[0, :num_segments] = CLS
-    bounds = packed(ids).cu_seqlens
-    assert bounds.dtype == torch.int32
-    assert bounds.tolist() == [*range(num_segments), *[16] * (padded + 1 - num_segments)]
+    ids[0, :num] = CLS
+    nothing = torch.zeros(1, 0, dtype=torch.int64)
+    batch = micro_batch(ids, nothing, nothing, cls_id=CLS, pad_id=PAD)
+    module = Distillation(tiny_bert(), None, (), pad_id=PAD)
+    module.compiled = compiled  # the documents alone: nothing is compiled here
+    found = module.encode(ids, batch.cu_seqlens, batch.max_length)[0]
+    assert len(batch.cu_seqlens) == num + 1  # what the host sends
+    more = padded - num if compiled else 0
+    assert found.cu_seqlens.tolist() == [*range(num), *[16] * (1 + more)]
+    assert found.max_length == (16 if compiled else 16 - num + 1)
 
 
 def test_a_packed_document_gives_the_outputs_of_the_document_alone(
@@ -134,8 +141,9 @@ def test_attention_across_documents_fails_the_comparison(
     right = packed_outputs(model, packed_ids)[0][0, here]
     rows, length = packed_ids.shape
     counting = torch.arange(length).expand_as(packed_ids)
+    alone = torch.arange(rows + 1, dtype=torch.int32) * length
     for wrong in (
-        packing._replace(cu_seqlens=torch.arange(rows + 1, dtype=torch.int32) * length),
+        packing._replace(cu_seqlens=alone, max_length=length),
         packing._replace(position_ids=counting),
     ):
         with torch.no_grad():
@@ -203,7 +211,8 @@ def test_a_saved_model_names_no_attention(model: Any, packed_ids: Tensor, tmp_pa
 
 def test_no_mask_and_no_sync_on_a_gpu(model: Any, packed_ids: Tensor) -> None:
     """Run on the meta device, which uses a GPU's kernels and refuses a read."""
-    packing = Packing(*(t.to("meta") for t in packed(packed_ids)))
+    *tensors, longest = packed(packed_ids)
+    packing = Packing(*(t.to("meta") for t in tensors), longest)
     on_meta, ids = model.to("meta").bfloat16().train(), packed_ids.to("meta")
     shape = (3, 1, 32, 32)  # of a mask
     with Operators() as called:

@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from operators import Operators
 from torch import Tensor
 
 from pretrain.kernels import attention
 from pretrain.kernels.attention import cpu
 from pretrain.kernels.attention.dispatch import by_document, flash, masked, memory_efficient, usable
 from pretrain.kernels.cpu_layers import draw, drop_levels
+from pretrain.model.distillation import micro_batch
 
 BOUNDS = [0, 7, 8, 13, 24, 24, 48, 48, 48]  # in two rows of 24; some of no length
+LONGEST = 24
 SCALE = 0.4
 
 
@@ -32,7 +35,7 @@ def attended(
     tensors: list[Tensor], dropout: float = 0.0, attend: Any = by_document, window: Any = None
 ) -> list[Tensor]:
     """Return the output of a kernel and its gradients."""
-    output = attend(*tensors[:3], bounds(tensors[0].device), dropout, SCALE, window)
+    output = attend(*tensors[:3], bounds(tensors[0].device), LONGEST, dropout, SCALE, window)
     return with_gradients(output, tensors)
 
 
@@ -122,7 +125,7 @@ def test_a_common_part_of_all_keys_costs_no_precision() -> None:
     tensors[1] = (tensors[1] + 16).detach()
     tensors[0] = (tensors[0] + 1).detach()
     exact = naive([t.detach().double() for t in tensors])
-    found = by_document(*tensors[:3], bounds(), 0.0, SCALE)
+    found = by_document(*tensors[:3], bounds(), LONGEST, 0.0, SCALE)
     assert relative(found.detach(), exact) < 2e-2
     q, k, v = (t[0, 0, 13:].detach() for t in tensors[:3])
     plain = (q @ k.T * SCALE).softmax(-1) @ v
@@ -156,15 +159,16 @@ def test_the_same_state_of_the_generator_gives_the_same_bits(
 def test_without_dropout_nothing_is_drawn() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         before = torch.get_rng_state()
-        by_document(*inputs(dtype=dtype)[:3], bounds(), 0.0, SCALE)
+        by_document(*inputs(dtype=dtype)[:3], bounds(), LONGEST, 0.0, SCALE)
         assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_mean_over_dropout_is_the_output_without_dropout() -> None:
     q, k, v, _ = (t.detach() for t in inputs(heads=2, width=4, dtype=torch.float32))
     torch.manual_seed(0)
-    drawn = torch.stack([by_document(q, k, v, bounds(), 0.1, SCALE) for _ in range(500)]).double()
-    exact = by_document(q, k, v, bounds(), 0.0, SCALE)
+    several = q, k, v, bounds(), LONGEST
+    drawn = torch.stack([by_document(*several, 0.1, SCALE) for _ in range(500)]).double()
+    exact = by_document(*several, 0.0, SCALE)
     error = (drawn.mean(0) - exact) / (drawn.std(0) / 500**0.5)
     assert error.abs().max() < 5
     assert 0.8 < float(error.std()) < 1.2  # the bound is not a loose one
@@ -194,14 +198,17 @@ def test_nan_in_the_input_is_nan_in_the_output() -> None:
 def test_autocast_computes_in_half_precision_as_sdpa_does() -> None:
     tensors = inputs(dtype=torch.float32)
 
+    nothing = torch.empty(0)
+    packing = attention.Packing(nothing, nothing, bounds(), LONGEST)
+
     def attend(dropout: float) -> Tensor:
         query, key, value = (t.transpose(1, 2).flatten(2) for t in tensors[:3])
         query = query * (SCALE * 8**0.5)  # ours divides by the root of the head width
-        return attention.attend(query, key, value, bounds(), 3, dropout).unflatten(2, (3, 8))
+        return attention.attend(query, key, value, packing, 3, dropout).unflatten(2, (3, 8))
 
     with torch.autocast("cpu", torch.bfloat16):
         half, dropped = attend(0.0), attend(0.5)
-        plain = masked(*tensors[:3], bounds(), 0.0, SCALE)
+        plain = masked(*tensors[:3], bounds(), LONGEST, 0.0, SCALE)
     assert half.dtype == dropped.dtype == plain.dtype == torch.bfloat16
     found = with_gradients(half, tensors)
     assert {t.dtype for t in found[1:]} == {torch.float32}
@@ -220,7 +227,7 @@ def test_compiled_graphs_break_at_the_cpu_kernel() -> None:
         return graph.forward
 
     def layer(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return by_document(2 * q, k, v, cu_seqlens, 0.0, SCALE).exp()
+        return by_document(2 * q, k, v, cu_seqlens, LONGEST, 0.0, SCALE).exp()
 
     q, k, v, _ = (t.detach() for t in inputs())
     compiled = torch.compile(layer, backend=backend)
@@ -274,12 +281,34 @@ def test_the_operators_take_these_arguments() -> None:
     """Check shapes and dtypes of forward and backward on the meta device."""
     tensors = [t.detach().to("meta").requires_grad_() for t in inputs(dtype=torch.bfloat16)]
     for attend in (flash, memory_efficient):
-        output = attend(*tensors[:3], bounds("meta"), 0.1, SCALE)
+        output = attend(*tensors[:3], bounds("meta"), LONGEST, 0.1, SCALE)
         assert output.shape == (2, 24, 3, 8) and output.dtype == torch.bfloat16
         assert output.requires_grad
     for window in (None, 4):
         for grad in attended(tensors, 0.1, flash, window)[1:]:
             assert grad.shape == (2, 3, 24, 8) and grad.dtype == torch.bfloat16
+
+
+def test_memory_is_taken_for_the_real_documents() -> None:
+    """Record what the kernels get for 9 documents of at most 20 tokens in two rows of 64."""
+    ids = torch.full((2, 64), 9)
+    ids.view(-1)[[0, 20, 30, 48, 64, 80, 100, 119]] = 2
+    ids[1, 60:] = 0  # padding, which counts as a document
+    nothing = torch.zeros(2, 0, dtype=torch.int64)
+    batch = micro_batch(ids, nothing, nothing, cls_id=2, pad_id=0)
+    packing = attention.find_documents(ids, batch.cu_seqlens, batch.max_length, pad_id=0)
+    *tensors, longest = packing
+    packing = attention.Packing(*(t.to("meta") for t in tensors), longest)
+    for dtype, name in ((torch.bfloat16, "flash"), (torch.float32, "efficient")):
+        q = torch.zeros(2, 64, 24, dtype=dtype, device="meta")
+        with Operators() as called:
+            attention.attend(q, q, q, packing, 3, 0.1)
+        (call,) = (call for call in called.calls if f"aten._{name}_attention_f" in call.name)
+        first = call.name.startswith("aten._efficient")  # it has an argument more, a bias
+        bounds, *lengths = (call.args[i + first] for i in (3, 5, 6))
+        assert bounds.shape == (10,) and lengths == [20, 20]
+        if first:  # 9 documents, 3 heads, and 20 rounded up
+            assert call.result[1].shape == (9, 3, 32)
 
 
 @pytest.mark.gpu

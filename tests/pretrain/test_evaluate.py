@@ -42,7 +42,7 @@ def test_the_figures_equal_those_of_a_plain_loop(corpus: Path) -> None:
         assert ((masked.input_ids == 4) | (masked.input_ids == ids)).all()
         batch = micro_batch(*masked, cls_id=2, pad_id=0)
         with torch.no_grad():
-            packed = find_documents(batch.input_ids, batch.cu_seqlens, pad_id=0)
+            packed = find_documents(batch.input_ids, batch.cu_seqlens, batch.max_length, pad_id=0)
             arguments = {"attention_mask": block_diagonal_mask(batch.cu_seqlens, *ids.shape)}
             arguments["position_ids"] = packed.position_ids
             student_logits = student(masked.input_ids, **arguments).logits[0].double()

@@ -161,7 +161,8 @@ def pack(model: MaskedLM) -> Packed:
         documents.append(in_row)
     nothing = torch.zeros(len(ids), 0, dtype=torch.int64)
     batch = micro_batch(ids, nothing, nothing, cls_id=CLS, pad_id=pad)
-    return Packed(documents, ids, find_documents(ids, batch.cu_seqlens, pad_id=pad))
+    packing = find_documents(ids, batch.cu_seqlens, batch.max_length, pad_id=pad)
+    return Packed(documents, ids, packing)
 
 
 def last_of(model: Any, packed: Packed, **settings: Any) -> Tensor:
@@ -293,7 +294,8 @@ def test_no_mask_on_a_gpu_in_half_precision(kind: str) -> None:
     """Run on the meta device, which uses a GPU's kernels and refuses a read."""
     model = build(kind)
     packed = pack(model)
-    packing = Packing(*(t.to("meta") for t in packed.packing))
+    *tensors, longest = packed.packing
+    packing = Packing(*(t.to("meta") for t in tensors), longest)
     on_meta = model.to("meta").bfloat16().train()
     with Operators() as called:
         encode(on_meta, packed.ids.to("meta"), packing).last_hidden_state.sum().backward()
@@ -304,7 +306,7 @@ def test_no_mask_on_a_gpu_in_half_precision(kind: str) -> None:
 def test_a_modernbert_in_half_precision_has_the_angles_of_fp32() -> None:
     model = build("modernbert", max_position_embeddings=600)
     ids = torch.full((1, 600), 9)
-    packing = find_documents(ids, torch.tensor([0, 600], dtype=torch.int32), pad_id=5)
+    packing = find_documents(ids, torch.tensor([0, 600], dtype=torch.int32), 600, pad_id=5)
     exact = family_of(model).prepare(model, torch.zeros(1), packing).angles
     half = family_of(model).prepare(model.bfloat16(), torch.zeros(1).bfloat16(), packing).angles
     assert exact.keys() == half.keys() == {"full_attention", "sliding_attention"}

@@ -176,7 +176,7 @@ def test_a_layer_of_bert_base_takes_24_d_squared_and_4_s_d() -> None:
         cu_seqlens = torch.arange(0, 3 * L, L, dtype=torch.int32)
         with shapes_only(model) as shapes, torch.inference_mode(), Counter() as counter:
             ids = torch.zeros(2, L, dtype=torch.int64)
-            encode(shapes, ids, find_documents(ids, cu_seqlens, pad_id=1))
+            encode(shapes, ids, find_documents(ids, cu_seqlens, L, pad_id=1))
         counts.append(counter.flops)
     assert counts[1] - counts[0] == 2 * L * (24 * D**2 + 4 * L * D)
 
@@ -212,7 +212,7 @@ def really(module: Distillation, dtype: torch.dtype | None) -> None:
     ids = torch.ones(4, 32, dtype=torch.int64)
     slots = torch.arange(5).repeat(4, 1)
     counts: dict[Count, int] = {"tokens": 128, "masked": 20, "sequences": 8, "pairs": 8 * 256}
-    batch = MicroBatch(ids, slots, slots + 5, torch.arange(0, 129, 16).int(), counts)
+    batch = MicroBatch(ids, slots, slots + 5, torch.arange(0, 129, 16).int(), 16, counts)
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         loss, _ = module(*batch, torch.ones(3))
     (loss / 128).backward()

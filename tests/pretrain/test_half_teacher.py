@@ -105,7 +105,7 @@ def test_the_teacher_is_not_cast_during_a_step(batch: MicroBatch) -> None:
     def casts(teacher: BertForMaskedLM | None) -> int:
         module = Distillation(tiny_distilbert(), teacher, terms_of(DistilBert()), pad_id=0)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Operators() as called:
-            module.encode(batch.input_ids, batch.cu_seqlens)
+            module.encode(batch.input_ids, batch.cu_seqlens, batch.max_length)
         pairs = [(c.args[0], c.result) for c in called.calls if c.name in CASTS]
         floating = [pair for pair in pairs if all(x.is_floating_point() for x in pair)]
         return sum(given.dtype != result.dtype for given, result in floating)

@@ -23,7 +23,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
+    packing: Packing,
     num_heads: int,
     dropout: float,
     window: int | None = None,
@@ -42,4 +42,5 @@ def attend(
     q, k, v = (t.view(split).transpose(1, 2) for t in (query, key, value))
     # Chosen at each call, because autocast decides the dtype.
     kernel = usable(device, q.dtype, q.shape[-1], window)[0]
-    return kernel(q, k, v, cu_seqlens, dropout, q.shape[-1] ** -0.5, window).flatten(2)
+    documents = packing.cu_seqlens, packing.max_length
+    return kernel(q, k, v, *documents, dropout, q.shape[-1] ** -0.5, window).flatten(2)

@@ -29,6 +29,7 @@ def by_document(
     key_BHLD: Tensor,
     value_BHLD: Tensor,
     cu_seqlens: Tensor,
+    max_length: int,
     dropout: float,
     scale: float,
     window: int | None = None,

@@ -1,7 +1,7 @@
 """Choose the attention kernel for packed rows, by device and dtype.
 
-Every kernel takes (query, key, value [B, H, L, D], cu_seqlens [S + 1], dropout, scale, window),
-returns [B, L, H, D], and needs no sync. All compute what `masked` computes: torch's
+Every kernel takes (query, key, value [B, H, L, D], cu_seqlens [S + 1], max_length, dropout, scale,
+window), returns [B, L, H, D], and needs no sync. All compute what `masked` computes: torch's
 `scaled_dot_product_attention` with a block-diagonal mask.
 
 Shapes: B rows, H heads, L row length, D head width, N = B * L positions, S documents.
@@ -18,7 +18,7 @@ from torch import Tensor
 from pretrain.kernels.attention.cpu import by_document
 from pretrain.kernels.attention.packing import block_diagonal_mask
 
-Backend = Callable[[Tensor, Tensor, Tensor, Tensor, float, float, int | None], Tensor]
+Backend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float, int | None], Tensor]
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -54,12 +54,12 @@ def flash(
     k: Tensor,
     v: Tensor,
     cu: Tensor,
+    max_length: int,
     dropout: float,
     scale: float,
     window: int | None = None,
 ) -> Tensor:
     """Attend by FlashAttention 2: half precision on GPUs of compute capability 8.0 or more."""
-    length = q.shape[2]  # an upper bound of the lengths of documents
     q_NHD, k_NHD, v_NHD = (_positions(t) for t in (q, k, v))
     output = torch.ops.aten._flash_attention_forward(
         q_NHD,
@@ -67,8 +67,8 @@ def flash(
         v_NHD,
         cu,
         cu,
-        length,
-        length,
+        max_length,
+        max_length,
         dropout,
         False,
         False,
@@ -76,7 +76,7 @@ def flash(
         window_size_left=window,
         window_size_right=window,
     )[0]
-    return output.unflatten(0, (len(q), length))
+    return output.unflatten(0, (len(q), q.shape[2]))
 
 
 # Compiled, its backward fails in torch 2.13: the operator's shape function takes other arguments.
@@ -86,18 +86,18 @@ def memory_efficient(
     k: Tensor,
     v: Tensor,
     cu: Tensor,
+    max_length: int,
     dropout: float,
     scale: float,
     window: int | None = None,
 ) -> Tensor:
     """Attend by the kernels of xFormers: older GPUs, and fp32."""
     assert window is None  # `usable` leaves this kernel out
-    length = q.shape[2]
     one_row = [_positions(t)[None] for t in (q, k, v)]
     output = torch.ops.aten._efficient_attention_forward(
-        *one_row, None, cu, cu, length, length, dropout, 0, True, scale=scale
+        *one_row, None, cu, cu, max_length, max_length, dropout, 0, True, scale=scale
     )[0]
-    return output[0].unflatten(0, (len(q), length))
+    return output[0].unflatten(0, (len(q), q.shape[2]))
 
 
 def masked(
@@ -105,6 +105,7 @@ def masked(
     k: Tensor,
     v: Tensor,
     cu: Tensor,
+    max_length: int,
     dropout: float,
     scale: float,
     window: int | None = None,

@@ -20,9 +20,12 @@ class Packing(NamedTuple):
     token_mask: Tensor  # [B, L] bool, False at padding
     position_ids: Tensor  # [B, L] position within the document
     cu_seqlens: Tensor  # [S + 1] int32, starts of documents in the B * L positions, and the end
+    max_length: int  # a bound of the documents' lengths; kernels take memory for S of that length
 
 
-def find_documents(input_ids: Tensor, cu_seqlens: Tensor, *, pad_id: int) -> Packing:
+def find_documents(
+    input_ids: Tensor, cu_seqlens: Tensor, max_length: int, *, pad_id: int
+) -> Packing:
     """Compute the packing of rows [B, L] whose documents start at `cu_seqlens` [S + 1].
 
     The last entry is B * L. It may be repeated: empty documents keep S the same from step to step.
@@ -30,7 +33,8 @@ def find_documents(input_ids: Tensor, cu_seqlens: Tensor, *, pad_id: int) -> Pac
     """
     index = torch.arange(input_ids.numel(), device=input_ids.device)
     begin = cu_seqlens.long()[_numbers(cu_seqlens, index)]
-    return Packing(input_ids != pad_id, (index - begin).view_as(input_ids), cu_seqlens)
+    position_ids = (index - begin).view_as(input_ids)
+    return Packing(input_ids != pad_id, position_ids, cu_seqlens, max_length)
 
 
 def block_diagonal_mask(cu_seqlens: Tensor, num_rows: int, row_length: int) -> Tensor:

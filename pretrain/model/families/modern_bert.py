@@ -84,7 +84,7 @@ class ModernBert(Family):
             query,
             key,
             value,
-            prepared.packing.cu_seqlens,
+            prepared.packing,
             model.config.num_attention_heads,
             attention.attention_dropout if model.training else 0.0,
             window=model.config.local_attention // 2 if local else None,

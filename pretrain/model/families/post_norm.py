@@ -63,7 +63,7 @@ class PostNorm(Family):
         outputs: dict[Kind, Tensor] = {"query": query, "key": key, "value": value}
         outputs = {kind: outputs[kind] for kind in kinds if kind in outputs}
         dropout = part.attention_dropout.p if model.training else 0.0
-        context = attend(query, key, value, packing.cu_seqlens, part.num_heads, dropout)
+        context = attend(query, key, value, packing, part.num_heads, dropout)
         # A teacher has no graph: what no name holds is free before the widest tensors are made.
         del query, key, value
         out = part.out(context)
