@@ -13,19 +13,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pretrain import RunError
-from pretrain.data.rows import special_ids
+from pretrain.data.rows import StepDataset, special_ids
 from pretrain.device.fitting import Found, largest, measured, sizes
 from pretrain.device.memory import Memory, out_of_memory
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.processes import any_process, jointly
-from pretrain.model.distillation import micro_batch
+from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.run import Run
 
 MULTIPLE_ON_GPU = 8  # rows; matrix units are faster with multiples of 8
 _MARGIN = 0.08  # share of the memory that is left free
+_PLACES, _TOGETHER = 64, 64  # a trial's sample: that many rows at each of so many places
 _SAME_MEMORY = 0.02  # relative; the total of one machine varies a little between starts
 
 
@@ -117,7 +120,7 @@ def gpu_memory(device: torch.device) -> Memory:
 
 
 def micro_step_memory(run: Run, rows: int) -> int:
-    """Return the bytes of the GPU that torch holds after a real micro-step of full rows.
+    """Return the bytes of the GPU that torch holds after a real micro-step of the fullest rows.
 
     The gradients are returned by autograd and discarded. No parameter gets one, so neither DDP nor
     DeepSpeed communicates. torch's random states are restored. Compiled code runs uncompiled: that
@@ -126,15 +129,7 @@ def micro_step_memory(run: Run, rows: int) -> int:
     Raises:
         torch.OutOfMemoryError: the rows do not fit.
     """
-    manifest, device = run.manifest, run.accelerator.device
-    special, length = manifest.tokenizer.special_ids, manifest.row_length
-    slots = run.dataset.masking.num_slots(length)
-    # Rows without padding and with every mask slot used take the most memory.
-    token = min(set(range(manifest.tokenizer.vocab_size)) - {*special_ids(manifest)})
-    ids, labels = torch.full((rows, length), token), torch.full((rows, slots), token)
-    ids[:, 0], ids[:, -1] = special.cls, special.sep
-    positions = torch.arange(slots).expand(rows, slots)
-    batch = micro_batch(ids, positions, labels, cls_id=special.cls, pad_id=special.pad)
+    device, batch = run.accelerator.device, fullest(run.dataset, rows)
     parameters = [p for p in run.module.parameters() if p.requires_grad]
     # Blocks cached by an earlier trial would count as this one's.
     torch.cuda.empty_cache()
@@ -148,6 +143,36 @@ def micro_step_memory(run: Run, rows: int) -> int:
         torch.autograd.grad(loss, parameters, allow_unused=True)
     # Reserved and not allocated: what torch holds cannot be used by anyone else.
     return torch.cuda.max_memory_reserved(device)
+
+
+def fullest(dataset: StepDataset, rows: int) -> MicroBatch:
+    """Return a micro-batch that takes about the most memory of any of the corpus.
+
+    Attention takes memory for each document and for the longest one. So these are the rows with the
+    most documents of a sample, whose longest one counts, too. Rows without padding and with every
+    mask slot used take the most memory, so padding becomes one document more.
+    """
+    shards, manifest = dataset.shards, dataset.shards.manifest
+    special, length = manifest.tokenizer.special_ids, manifest.row_length
+    token = min(set(range(manifest.tokenizer.vocab_size)) - {*special_ids(manifest)})
+    # Neighbours from all over the corpus: a block of a file is hashed when it is first read.
+    places = np.linspace(0, max(len(shards) - _TOGETHER, 0), _PLACES).astype(np.int64)
+    sample = np.unique((places[:, None] + np.arange(_TOGETHER)).clip(max=len(shards) - 1))
+    ids = shards.rows(sample)
+    padding = ids == special.pad
+    ids[padding] = token
+    ids[:, 1:][padding[:, 1:] > padding[:, :-1]] = special.cls
+    most = np.argsort(-(ids[:, 1:] == special.cls).sum(1), kind="stable")
+    slots = dataset.masking.num_slots(length)
+
+    def batch(ids: NDArray[Any]) -> MicroBatch:
+        positions = torch.arange(slots).expand(len(ids), slots)
+        labels = torch.full_like(positions, token)
+        rows = torch.from_numpy(ids), positions, labels
+        return micro_batch(*rows, cls_id=special.cls, pad_id=special.pad)
+
+    # The same rows again where the sample has too few.
+    return batch(ids[np.resize(most, rows)])._replace(max_length=batch(ids).max_length)
 
 
 def _find(run: Run, share: int) -> tuple[Found, str]:

@@ -3,6 +3,9 @@
 import errno
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from results import recorded
 
+from data_prep.shards import open_shards
 from launch.config import ConfigError, load_config
 from pretrain import RunError
 from pretrain.config import RunConfig, with_defaults
+from pretrain.data.order import Order
+from pretrain.data.rows import StepDataset, masking_over
 from pretrain.device.fitting import Found, largest, sizes
 from pretrain.device.memory import out_of_memory
-from pretrain.device.micro_batch import recorded_rows
+from pretrain.device.micro_batch import fullest, recorded_rows
+from pretrain.model.distillation import micro_batch
 from pretrain.replay import replay
 from pretrain.train import train
 
@@ -188,6 +195,54 @@ def test_out_of_memory_names_the_fix(settings: Settings, tmp_path: Path) -> None
     )
     status = json.loads((Path(values["output"]) / "exit_status.json").read_text())
     assert status["exit_code"] == 2 and status["error"] == message
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_a_trial_needs_what_the_fullest_micro_batch_of_the_corpus_needs(
+    rows: int, corpus: Path
+) -> None:
+    """Compare with every micro-batch of two epochs; the sample has all rows of a small corpus."""
+    shards = open_shards(corpus)
+    dataset = StepDataset(
+        shards, Order(len(shards), rows, 0), masking_over(shards.manifest, 0.15, 0)
+    )
+    special = shards.manifest.tokenizer.special_ids
+    found = fullest(dataset, rows)
+    real = [
+        micro_batch(*dataset[step], cls_id=special.cls, pad_id=special.pad)
+        for step in range(2 * len(shards) // rows)
+    ]
+    documents = [len(batch.cu_seqlens) - 1 for batch in real]
+    assert len(found.cu_seqlens) - 1 >= max(documents) > rows
+    if rows == 1:  # two epochs have every row alone
+        assert len(found.cu_seqlens) - 1 == max(documents)
+    assert found.max_length == max(batch.max_length for batch in real)
+    assert found.num_tokens == found.input_ids.numel() >= max(batch.num_tokens for batch in real)
+    assert found.num_masked == found.positions.numel() >= max(batch.num_masked for batch in real)
+    # More rows than there are in the sample: they are taken again.
+    assert len(fullest(dataset, 3 * len(shards)).input_ids) == 3 * len(shards)
+
+
+@pytest.mark.parametrize(
+    ("torch", "given", "expected"),
+    [
+        ("2.13.0+cu130", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("2.8.0", {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ("2.13.0", *2 * [{"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}]),
+        ("2.6.0", *2 * [{"PYTORCH_ALLOC_CONF": ""}]),
+    ],
+)
+def test_segments_are_expandable_unless_the_user_sets_the_allocator(
+    torch: str, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    code = (
+        f"import importlib.metadata as m, json, os, sys; m.version = lambda _: {torch!r}; "
+        "import pretrain; assert 'torch' not in sys.modules; "
+        "print(json.dumps({k: v for k, v in os.environ.items() if k.endswith('ALLOC_CONF')}))"
+    )
+    clean = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | given, capture_output=True)
+    assert json.loads(done.stdout) == expected, done.stderr
 
 
 @pytest.mark.parametrize("value", ["automatic", "0", "-8", "1.5", "[8]", "''"])
