@@ -1,3 +1,3 @@
 """Start everything: the command line, configs, runs of several processes."""
 
-import pretrain  # noqa: F401  bounds the spinning of OpenMP's threads before torch is imported
+import pretrain  # noqa: F401  sets what torch reads when it is imported

@@ -1,11 +1,20 @@
 """Distil a student from shards; usable from Python without the command line."""
 
 import os
+from importlib.metadata import version
 
 # torch's libgomp reads this when it is loaded, so it is set before any module imports torch; child
 # processes inherit it. docs/performance.md has the measurement behind the number.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+# On a GPU the number of documents, and so the shapes, change from step to step. With segments that
+# can grow, torch's allocator holds fewer blocks of sizes that never come again. It reads this when
+# the GPU is first used. Torch 2.9 renamed the variable, and warns of the old name.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+if not any(name in os.environ for name in _ALLOCATOR):
+    renamed = [int(part) for part in version("torch").split(".")[:2]] >= [2, 9]
+    os.environ[_ALLOCATOR[0 if renamed else 1]] = "expandable_segments:True"
 
 
 class RunError(ValueError):
