@@ -32,7 +32,6 @@ from pretrain.export.export import export
 from pretrain.kernels import attention
 from pretrain.kernels.attention import Packing, find_documents
 from pretrain.kernels.attention.dispatch import by_document, masked, usable
-from pretrain.kernels.compilation import compile_static
 from pretrain.model.distillation import micro_batch
 from pretrain.model.families import FAMILIES, MaskedLM, encode, family_of, shape_of, walk
 from pretrain.model.loading import load_model
@@ -402,26 +401,88 @@ def test_signals_change_no_output(kind: str) -> None:
     assert num == len(family_of(model).layers(model))
 
 
+def shallow(kind: str, **changes: Any) -> Any:
+    """Build a model of two layers."""
+    layers = {"n_layers": 2} if kind == "distilbert" else {"num_hidden_layers": 2}
+    return build(kind, **layers, **changes)
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "roberta", "modernbert"])
+def test_the_compiled_walk_is_one_graph_with_the_same_signals_and_gradients(
+    kind: str, recompute: bool
+) -> None:
+    """Trace and partition without the compiler's kernels, which the slow test below has."""
+    compare_compiled(kind, recompute, backend="aot_eager_decomp_partition", fullgraph=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
 def test_the_compiled_walk_returns_the_same_signals(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compare_compiled(kind, False, fullgraph=True)
+
+
+def compare_compiled(kind: str, recompute: bool, **options: Any) -> None:
+    """Compare the walk in one compiled graph with the plain one."""
     torch._dynamo.reset()
-    models = [build(kind), build(kind)]
+    models = [shallow(kind), shallow(kind)]
     packed, needs, gradients = pack(models[0]), every_signal(models[0]), []
     found = []
-    for model, run in zip(models, (walk, compile_static(walk, whole=False)), strict=True):
+    for model, run in zip(
+        models, (walk, torch.compile(walk, dynamic=False, **options)), strict=True
+    ):
         hidden = family_of(model).embed(model, packed.ids, packed.packing)
-        found.append(run(model, hidden, packed.packing, needs))
-        sum(value.square().sum() for value in found[-1].signals.values()).backward()
+        found.append(run(model, hidden, packed.packing, needs, recompute=recompute))
+        last, signals = found[-1]
+        (last.sum() + sum(value.square().sum() for value in signals.values())).backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert found[0].signals.keys() == found[1].signals.keys() == needs
     for signal, value in found[0].signals.items():
         assert (value - found[1].signals[signal]).abs().max() < BOUND * value.std()
+    assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         assert (gradient - gradients[1][name]).norm() < BOUND * gradient.norm(), name
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+def test_a_compiled_backward_pass_drops_what_the_forward_pass_dropped(
+    kind: str, recompute: bool
+) -> None:
+    """Compare the gradient in one direction with a difference of losses, in fp64."""
+    rate = "attention_dropout" if kind == "distilbert" else "attention_probs_dropout_prob"
+    model = shallow(kind, **{rate: 0.3}).double().train()
+    packed, layers = pack(model), [*family_of(model).layers(model).parameters()]
+    torch._dynamo.reset()
+    run = torch.compile(walk, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+    hidden = family_of(model).embed(model, packed.ids, packed.packing).detach()
+    generator = torch.Generator().manual_seed(6)
+    weights = torch.randn(hidden.shape, generator=generator).double()
+    direction = [torch.randn(p.shape, generator=generator).double() for p in layers]
+
+    def loss(seed: int = 5) -> Tensor:
+        torch.manual_seed(seed)
+        found = run(model, hidden, packed.packing, recompute=recompute).last_hidden_state
+        return (found * weights).sum()
+
+    @torch.no_grad()
+    def move(distance: float) -> None:
+        for parameter, step in zip(layers, direction, strict=True):
+            parameter += distance * step
+
+    loss().backward()
+    slope = sum((p.grad * step).sum() for p, step in zip(layers, direction, strict=True))
+    move(1e-6)
+    after = loss().detach()
+    move(-2e-6)
+    difference = (after - loss().detach()) / 2e-6
+    assert abs(slope - difference) < 1e-5 * abs(difference)
+    assert not torch.equal(loss(), loss(seed=6))  # something is dropped
     torch._dynamo.reset()
 
 

@@ -6,11 +6,17 @@ computes with a mask, and runs for packed rows on a CPU.
 With dropout, torch's own attention draws one number after the other and does not use its fused
 kernel; in bf16 that kernel takes as long as in fp32. Here both are a few large matrix products.
 
+The lengths of documents decide how many products there are. A compiled graph has operators of our
+own instead: they keep no probabilities, and the backward pass computes them again with the same
+random numbers.
+
 Shapes: B rows, L row length, N = B * L positions, H heads, D head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +29,6 @@ from pretrain.kernels.cpu_layers import LEVELS, draw, drop_levels
 _BYTES_PER_THREAD = 2**20  # of scores at a time, so that they stay in the cache
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the lengths decide the number of products
 def by_document(
     query_BHLD: Tensor,
     key_BHLD: Tensor,
@@ -36,12 +41,26 @@ def by_document(
 ) -> Tensor:
     """Attend within one document after the other; `cu_seqlens` may repeat its last bound."""
     assert window is None  # `usable` leaves this kernel out
-    # On a CPU this list costs no device sync.
-    lengths = [length for length in cu_seqlens.diff().tolist() if length]
-    # [H, N, D], with no copy where a model split heads off its width.
-    q, k, v = (
-        t.transpose(1, 2).flatten(0, 1).transpose(0, 1) for t in (query_BHLD, key_BHLD, value_BHLD)
-    )
+    if torch.compiler.is_compiling():
+        # Drawn in the graph, so a layer that is recomputed drops the same.
+        seed = torch.randint(2**62, (1,)) if dropout else None
+        output: Tensor = _operator(
+            query_BHLD, key_BHLD, value_BHLD, cu_seqlens, seed, dropout, scale
+        )
+        return output
+    return _by_document(query_BHLD, key_BHLD, value_BHLD, cu_seqlens, dropout, scale)
+
+
+def _by_document(
+    query_BHLD: Tensor,
+    key_BHLD: Tensor,
+    value_BHLD: Tensor,
+    cu_seqlens: Tensor,
+    dropout: float,
+    scale: float,
+) -> Tensor:
+    lengths = _lengths(cu_seqlens)
+    q, k, v = (_positions(t) for t in (query_BHLD, key_BHLD, value_BHLD))
     with torch.autocast("cpu", enabled=False):
         if dropout == 0 and q.dtype in (torch.float32, torch.float64):
             # With slices, each would have a gradient of full size; a split has one for all.
@@ -51,6 +70,16 @@ def by_document(
         else:
             output = _Attention.apply(q, k, v, lengths, dropout, scale)
     return output.transpose(0, 1).unflatten(0, (len(query_BHLD), query_BHLD.shape[2]))
+
+
+def _lengths(cu_seqlens: Tensor) -> list[int]:
+    # On a CPU this list costs no device sync.
+    return [length for length in cu_seqlens.diff().tolist() if length]
+
+
+def _positions(t_BHLD: Tensor) -> Tensor:
+    # [H, N, D], with no copy where a model split heads off its width.
+    return t_BHLD.transpose(1, 2).flatten(0, 1).transpose(0, 1)
 
 
 class _Attention(torch.autograd.Function):
@@ -69,55 +98,149 @@ class _Attention(torch.autograd.Function):
         dropout: float,
         scale: float,
     ) -> Tensor:
-        # The probability that is really used, a multiple of 1 / 32,768; outputs are scaled by
-        # exactly this one.
-        levels = drop_levels(dropout)
-        keep = 1 - levels / LEVELS
-        # Scale the queries, which have fewer numbers than the scores.
-        query = (query * scale).contiguous()
-        # Subtract the mean key of the document: probabilities do not change, and half-precision
-        # scores become more exact.
-        keys = key.split(lengths, dim=1)
-        key = torch.cat([k - k.mean(1, keepdim=True) for k in keys], dim=1)
-        output, saved = torch.empty_like(value), []
-        # (heads, positions) of every document, with as many heads as fit in the cache.
-        chunk_bytes, blocks, start = _BYTES_PER_THREAD * torch.get_num_threads(), [], 0
-        for length in lengths:
-            heads = max(1, chunk_bytes // (length**2 * query.element_size()))
-            positions = slice(start, start + length)
-            blocks += [(slice(h, h + heads), positions) for h in range(0, len(query), heads)]
-            start += length
-        for at in blocks:
-            # [heads, length, length], freed before the next block; only the probabilities are kept.
-            scores = torch.bmm(query[at], key[at].mT)
-            probabilities = kept = torch.softmax(scores, -1)
-            if levels:
-                noise = draw(len(scores), scores[0].numel(), levels).view(scores.shape)
-                # Write the mask into the sign bit: it needs no further memory. ReLU drops the
-                # negative ones.
-                kept = probabilities.copysign_(noise.to(scores.dtype)).relu()
-            torch.bmm(kept, value[at], out=output[at])
-            if any(ctx.needs_input_grad):
-                saved.append(probabilities)
-        ctx.save_for_backward(query, key, value, *saved)
-        ctx.blocks, ctx.keep, ctx.scale = blocks, keep, scale
-        return output.div_(keep) if levels else output
+        keeps = any(ctx.needs_input_grad)
+        output, saved, ctx.how = _attend(query, key, value, lengths, dropout, scale, keeps)
+        ctx.save_for_backward(*saved)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *saved = ctx.saved_tensors
-        grad_query, grad_key, grad_value = (torch.empty_like(value) for _ in range(3))
-        with torch.autocast("cpu", enabled=False):
-            grad = grad / ctx.keep
-            for at, probabilities in zip(ctx.blocks, saved, strict=True):
-                # d value: the kept probabilities, as in the forward pass.
-                torch.bmm(probabilities.relu().mT, grad[at], out=grad_value[at])
-                # d probabilities, then through dropout and softmax to the scores.
-                slope = torch.bmm(grad[at], value[at].mT)
-                # The derivative of ReLU: 0 where the sign means dropped.
-                slope = torch.ops.aten.threshold_backward(slope, probabilities, 0)
-                slope = torch._softmax_backward_data(slope, probabilities.abs(), -1, slope.dtype)
-                torch.bmm(slope, key[at], out=grad_query[at])
-                torch.bmm(slope.mT, query[at], out=grad_key[at])
-        return grad_query.mul_(ctx.scale), grad_key, grad_value, None, None, None
+        return (*_gradients(grad, ctx.saved_tensors, *ctx.how), None, None, None)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    dropout: float,
+    scale: float,
+    keeps: bool,
+) -> tuple[Tensor, list[Tensor], tuple[Any, ...]]:
+    """Return the output [H, N, D], and tensors and other arguments for `_gradients`."""
+    # The probability that is really used, a multiple of 1 / 32,768; outputs are scaled by exactly
+    # this one.
+    levels = drop_levels(dropout)
+    keep = 1 - levels / LEVELS
+    # Scale the queries, which have fewer numbers than the scores.
+    query = (query * scale).contiguous()
+    # Subtract the mean key of the document: probabilities do not change, and half-precision scores
+    # become more exact.
+    keys = key.split(lengths, dim=1)
+    key = torch.cat([k - k.mean(1, keepdim=True) for k in keys], dim=1)
+    output, saved = torch.empty_like(value), []
+    # (heads, positions) of every document, with as many heads as fit in the cache.
+    chunk_bytes, blocks, start = _BYTES_PER_THREAD * torch.get_num_threads(), [], 0
+    for length in lengths:
+        heads = max(1, chunk_bytes // (length**2 * query.element_size()))
+        positions = slice(start, start + length)
+        blocks += [(slice(h, h + heads), positions) for h in range(0, len(query), heads)]
+        start += length
+    for at in blocks:
+        # [heads, length, length], freed before the next block; only the probabilities are kept.
+        scores = torch.bmm(query[at], key[at].mT)
+        probabilities = kept = torch.softmax(scores, -1)
+        if levels:
+            noise = draw(len(scores), scores[0].numel(), levels).view(scores.shape)
+            # Write the mask into the sign bit: it needs no further memory. ReLU drops the negative
+            # ones.
+            kept = probabilities.copysign_(noise.to(scores.dtype)).relu()
+        torch.bmm(kept, value[at], out=output[at])
+        if keeps:
+            saved.append(probabilities)
+    # The output itself is scaled, not each probability.
+    output = output.div_(keep) if levels else output
+    return output, [query, key, value, *saved], (blocks, keep, scale)
+
+
+def _gradients(
+    grad: Tensor, tensors: Sequence[Tensor], blocks: Any, keep: float, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value [H, N, D]."""
+    query, key, value, *saved = tensors
+    grad_query, grad_key, grad_value = (torch.empty_like(value) for _ in range(3))
+    with torch.autocast("cpu", enabled=False):
+        grad = grad / keep
+        for at, probabilities in zip(blocks, saved, strict=True):
+            # d value: the kept probabilities, as in the forward pass.
+            torch.bmm(probabilities.relu().mT, grad[at], out=grad_value[at])
+            # d probabilities, then through dropout and softmax to the scores.
+            slope = torch.bmm(grad[at], value[at].mT)
+            # The derivative of ReLU: 0 where the sign means dropped.
+            slope = torch.ops.aten.threshold_backward(slope, probabilities, 0)
+            slope = torch._softmax_backward_data(slope, probabilities.abs(), -1, slope.dtype)
+            torch.bmm(slope, key[at], out=grad_query[at])
+            torch.bmm(slope.mT, query[at], out=grad_key[at])
+    return grad_query.mul_(scale), grad_key, grad_value
+
+
+@contextmanager
+def _seeded(seed: Tensor | None) -> Iterator[None]:
+    with torch.random.fork_rng([], enabled=seed is not None):
+        if seed is not None:
+            torch.default_generator.manual_seed(int(seed))
+        yield  # the caller's generator stays as it was
+
+
+@torch.library.custom_op("distil::by_document", mutates_args=())
+def _operator(
+    query_BHLD: Tensor,
+    key_BHLD: Tensor,
+    value_BHLD: Tensor,
+    cu_seqlens: Tensor,
+    seed: Tensor | None,
+    dropout: float,
+    scale: float,
+) -> Tensor:
+    with _seeded(seed):
+        output = _by_document(query_BHLD, key_BHLD, value_BHLD, cu_seqlens, dropout, scale)
+    return output.contiguous()  # as the shape function below says
+
+
+@_operator.register_fake
+def _(query_BHLD: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(query_BHLD.transpose(1, 2), memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("distil::by_document_backward", mutates_args=())
+def _operator_backward(
+    grad_BLHD: Tensor,
+    query_BHLD: Tensor,
+    key_BHLD: Tensor,
+    value_BHLD: Tensor,
+    cu_seqlens: Tensor,
+    seed: Tensor | None,
+    dropout: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (_positions(t) for t in (query_BHLD, key_BHLD, value_BHLD))
+    with _seeded(seed), torch.autocast("cpu", enabled=False):
+        _, tensors, how = _attend(q, k, v, _lengths(cu_seqlens), dropout, scale, True)
+    gradients = _gradients(grad_BLHD.flatten(0, 1).transpose(0, 1), tensors, *how)
+    # [H, N, D] to [B, H, L, D], as contiguous as `query.transpose(1, 2)` is.
+    rows = len(grad_BLHD), grad_BLHD.shape[1]
+    q, k, v = (t.transpose(0, 1).contiguous().unflatten(0, rows).transpose(1, 2) for t in gradients)
+    return q, k, v
+
+
+@_operator_backward.register_fake
+def _(grad_BLHD: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (
+        torch.empty_like(grad_BLHD, memory_format=torch.contiguous_format).transpose(1, 2)
+        for _ in range(3)
+    )
+    return q, k, v
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.dropout, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _operator_backward(grad, *ctx.saved_tensors, ctx.dropout, ctx.scale)
+    return (*gradients, None, None, None, None)
+
+
+_operator.register_autograd(_backward, setup_context=_keep)

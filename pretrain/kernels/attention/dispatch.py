@@ -10,11 +10,13 @@ Shapes: B rows, H heads, L row length, D head width, N = B * L positions, S docu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain.kernels.attention import efficient
 from pretrain.kernels.attention.cpu import by_document
 from pretrain.kernels.attention.packing import block_diagonal_mask
 
@@ -79,8 +81,6 @@ def flash(
     return output.unflatten(0, (len(q), q.shape[2]))
 
 
-# Compiled, its backward fails in torch 2.13: the operator's shape function takes other arguments.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def memory_efficient(
     q: Tensor,
     k: Tensor,
@@ -93,10 +93,10 @@ def memory_efficient(
 ) -> Tensor:
     """Attend by the kernels of xFormers: older GPUs, and fp32."""
     assert window is None  # `usable` leaves this kernel out
-    one_row = [_positions(t)[None] for t in (q, k, v)]
-    output = torch.ops.aten._efficient_attention_forward(
-        *one_row, None, cu, cu, max_length, max_length, dropout, 0, True, scale=scale
-    )[0]
+    q_1NHD, k_1NHD, v_1NHD = (_positions(t)[None] for t in (q, k, v))
+    # Compiled, torch's own operator has no backward pass: see `efficient.py`.
+    attend: Any = efficient.operator if torch.compiler.is_compiling() else efficient.attend
+    output: Tensor = attend(q_1NHD, k_1NHD, v_1NHD, cu, max_length, dropout, scale)[0]
     return output[0].unflatten(0, (len(q), q.shape[2]))
 
 

@@ -3,7 +3,7 @@
 In training and evaluation the walk replaces the forward pass of transformers: documents of a packed
 row stay apart, and no vocabulary logits are computed. It returns the last hidden state, and the
 signals that were asked for, as values: forward hooks and `output_hidden_states` return nothing
-under `torch.compile` wherever attention breaks the graph.
+under `torch.compile` wherever the graph breaks.
 
 Shapes: B rows, L row length, D width.
 """
