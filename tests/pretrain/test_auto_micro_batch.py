@@ -217,8 +217,16 @@ def test_a_trial_needs_what_the_fullest_micro_batch_of_the_corpus_needs(
     if rows == 1:  # two epochs have every row alone
         assert len(found.cu_seqlens) - 1 == max(documents)
     assert found.max_length == max(batch.max_length for batch in real)
-    assert found.num_tokens == found.input_ids.numel() >= max(batch.num_tokens for batch in real)
-    assert found.num_masked == found.positions.numel() >= max(batch.num_masked for batch in real)
+    assert (
+        found.counts["tokens"]
+        == found.input_ids.numel()
+        >= max(batch.counts["tokens"] for batch in real)
+    )
+    assert (
+        found.counts["masked"]
+        == found.positions.numel()
+        >= max(batch.counts["masked"] for batch in real)
+    )
     # More rows than there are in the sample: they are taken again.
     assert len(fullest(dataset, 3 * len(shards)).input_ids) == 3 * len(shards)
 
