@@ -23,6 +23,7 @@ from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head import Backend
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM
+from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.terms import Term, cosine_term, kl_term, mlm_term
 
 GATE_ROWS = 9  # 9 x 512 positions are more than a chunk of the head
@@ -107,7 +108,8 @@ class Subjects:
         """Build the baseline's step on the same rows and masks."""
         moved = padded(batch(self.sizes, rows).to(self.device), pad_id=PAD)
         student, teacher = twin(self.student), twin(self.teacher)
-        return BaselineStep(student, teacher, moved, kl, PRECISIONS[precision])
+        objective = DistilBert.model_validate({"kl_positions": kl})
+        return BaselineStep(student, teacher, moved, objective, PRECISIONS[precision])
 
     def tried(self, build: Callable[..., Step], *arguments: int) -> Step | None:
         """Return a step after one call, which warms it up, or None if it does not fit."""

@@ -17,12 +17,17 @@ def bench(
     config: Annotated[
         Path | None,
         typer.Argument(
-            help="A YAML file, shipped:NAME.yaml; without one, --synthetic.", metavar="CONFIG"
+            help="A YAML file, shipped:NAME.yaml; without one, DistilBERT at BERT-base's sizes.",
+            metavar="CONFIG",
         ),
     ] = None,
     overrides: Overrides = None,
     synthetic: Annotated[
-        bool, typer.Option("--synthetic", help="Random weights and rows: no shards, no teacher.")
+        bool,
+        typer.Option(
+            "--synthetic",
+            help="Random weights and rows: no shards. With CONFIG its objective and sizes.",
+        ),
     ] = False,
     micro_batch: Annotated[
         list[int] | None,
@@ -57,18 +62,21 @@ def bench(
         Path | None, typer.Option("--json", help="Write all figures there.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Time our step next to the baseline: same weights, rows and masks, results compared first.
+    """Time a step next to its objective in plain transformers, after comparing their results.
 
-    Example: distil bench --synthetic --micro-batch 2 --json bench.json
+    Both have the same weights, rows and masks.
+
+    Example: distil bench shipped:minilm-6x384.yaml --synthetic --micro-batch 2
     """
     from launch.config import config_line, load_config
     from pretrain import RunError
     from pretrain.config import RunConfig
 
-    if config is not None and (synthetic or (layers, width, row_length) != (12, 768, 512)):
+    sizes = layers, width, row_length
+    if config is not None and not synthetic and sizes != (12, 768, 512):
         raise RunError(
-            f"--synthetic, --layers, --width, --row-length: {config} has its own models and rows: "
-            "leave out one or the other"
+            f"--layers, --width, --row-length: {config} has its own models and rows; leave them "
+            "out, or add --synthetic"
         )
     settings = load_config(RunConfig, config, overrides or []) if config else None
 
@@ -85,10 +93,10 @@ def bench(
         show(config_line(config))
     given = (precision, kl, micro_batch)
     asked = comparison.choose(settings, device, *given, repeats, documents, compiled)
-    if settings is None:
-        subject = comparison.synthetic(layers, width, row_length, device, asked)
+    if settings is None or synthetic:
+        subject = comparison.synthetic(settings, *sizes, device, asked)
     else:
-        subject = comparison.configured(settings, device, asked)
+        subject = comparison.configured(settings, device, asked, show)
     if json_file is not None:  # a file that cannot be written is an error before hours of timing
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.open("a").close()
@@ -110,7 +118,9 @@ def show_rows(found: Sequence[dict[str, Any]], peaks: dict[str, float]) -> None:
     lines = []
     for cell in found:
         for name, step in cell["steps"].items():
-            title = f"{cell['precision']} {cell['kl']} {cell['micro_batch']}"
+            title = " ".join(
+                filter(None, (cell["precision"], cell["kl"], str(cell["micro_batch"])))
+            )
             if "error" in step:
                 lines.append([title, name, "-", step["error"], "-", "-", "-", "-"])
                 continue
@@ -141,7 +151,8 @@ def show_documents(found: Sequence[dict[str, Any]]) -> None:
     """Print the speed of packed rows next to that of padded documents."""
     lines = []
     for cell in found:
-        title = f"{cell['precision']} {cell['kl']} {cell['micro_batch']} {cell['layout']}"
+        parts = cell["precision"], cell["kl"], str(cell["micro_batch"]), cell["layout"]
+        title = " ".join(filter(None, parts))
         for name in cell["steps"]:
             step, against = cell["steps"][name], cell.get(f"against {name}")
             lines.append(

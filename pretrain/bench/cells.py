@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from pretrain.bench.baseline import BaselineStep, padded, twin
-from pretrain.bench.measure import OurStep, Step, check, flops, memory, ratio, timings
+from pretrain.bench.measure import OurStep, Step, check, flops, forget, memory, ratio, timings
 from pretrain.device.memory import out_of_memory
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head.triton_support import use_triton
 from pretrain.model.distillation import Distillation, MicroBatch
-from pretrain.model.families import MaskedLM
-from pretrain.objectives.terms import Term, VocabularyTerm
+from pretrain.model.families import MaskedLM, shape_of
+from pretrain.objectives.objective import Objective
+from pretrain.objectives.terms import Shape
 
 Result = TypeVar("Result")
 OUT_OF_MEMORY = "out of memory"
@@ -39,7 +40,8 @@ class Pair:
     student: MaskedLM
     teachers: Mapping[str, MaskedLM]  # ours, by precision
     usual_student: MaskedLM
-    usual_teacher: MaskedLM
+    usual_teacher: MaskedLM | None
+    adapters: nn.ModuleDict  # of the objective, trained by both
     device: torch.device
     pad_id: int
     compiled: bool
@@ -49,81 +51,87 @@ class Pair:
     def of(
         cls,
         student: MaskedLM,
-        teacher: MaskedLM,
+        teacher: MaskedLM | None,
         device: torch.device,
         precisions: Sequence[str],
         *,
         pad_id: int,
+        adapters: nn.ModuleDict | None = None,
         compiled: bool = False,
         recompute: bool = False,
     ) -> Pair:
         """Move both models to the device and make the baseline's twins."""
-        nn.Module.to(student, device)
-        nn.Module.to(teacher, device)
+        adapters = adapters or nn.ModuleDict()
+        for module in (student, adapters, *([teacher] if teacher is not None else [])):
+            nn.Module.to(module, device)
         teachers = {}
-        for precision in precisions:
-            dtype = PRECISIONS[precision].dtype
-            same = dtype == torch.float32
-            # A copy only where the precision differs: the weights are the largest part of the
-            # memory.
-            teachers[precision] = teacher if same else nn.Module.to(copy.deepcopy(teacher), dtype)
-        twins = twin(student), twin(teacher)
-        return cls(student, teachers, *twins, device, pad_id, compiled, recompute)
+        for dtype, name in ((PRECISIONS[name].dtype, name) for name in precisions):
+            if teacher is not None:
+                # A copy only where the precision differs: the weights are the largest part of the
+                # memory.
+                same = dtype == torch.float32
+                teachers[name] = teacher if same else nn.Module.to(copy.deepcopy(teacher), dtype)
+        twins = twin(student), None if teacher is None else twin(teacher)
+        return cls(student, teachers, *twins, adapters, device, pad_id, compiled, recompute)
 
-    def ours(self, terms: Sequence[Term], batch: MicroBatch, precision: str) -> OurStep:
+    @property
+    def shapes(self) -> tuple[Shape, Shape | None]:
+        """Return the sizes of both models, for an objective."""
+        teacher = self.usual_teacher
+        return shape_of(self.student), None if teacher is None else shape_of(teacher)
+
+    def ours(self, objective: Objective, batch: MicroBatch, precision: str) -> OurStep:
         """Return our step on a micro-batch in the host's memory."""
         weight = next(self.student.parameters())
         module = Distillation(
             self.student,
-            self.teachers[precision],
-            terms,
+            self.teachers.get(precision),
+            objective.terms(*self.shapes),
             pad_id=self.pad_id,
+            adapters=self.adapters,
             backend="compiled" if self.compiled and not use_triton("auto", weight) else "auto",
             compiled=self.compiled,
             recompute=self.recompute,
         )
         return OurStep(module, batch.to(self.device), PRECISIONS[precision])
 
-    def usual(self, terms: Sequence[Term], batch: MicroBatch, precision: str) -> BaselineStep:
+    def usual(self, objective: Objective, batch: MicroBatch, precision: str) -> BaselineStep:
         """Return the baseline step on the same data."""
-        by_name = {term.name: term for term in terms}
-        kl = by_name.get("kl")
         return BaselineStep(
             self.usual_student,
             self.usual_teacher,
             padded(batch.to(self.device), pad_id=self.pad_id),
-            kl_positions="masked" if kl and kl.over == "masked" else "all",
-            precision=PRECISIONS[precision],
-            temperature=kl.temperature if isinstance(kl, VocabularyTerm) else 1.0,
-            weights={name: term.weight(0) for name, term in by_name.items()},
+            objective,
+            PRECISIONS[precision],
+            self.adapters,
         )
 
 
 def agreement(
-    pair: Pair, terms: Sequence[Term], batch: MicroBatch, precision: str
+    pair: Pair, objective: Objective, batch: MicroBatch, precision: str
 ) -> dict[str, Any]:
     """Return the differences between the two steps.
 
     Raises:
         NumericalError: they are larger than rounding explains.
     """
-    ours, usual = pair.ours(terms, batch, precision), pair.usual(terms, batch, precision)
+    ours, usual = pair.ours(objective, batch, precision), pair.usual(objective, batch, precision)
     found = attempt(lambda: check(ours, usual, precision))
     return {"error": OUT_OF_MEMORY} if found is None else found._asdict()
 
 
 def rows(
-    pair: Pair, terms: Sequence[Term], batch: MicroBatch, precision: str, repeats: int
+    pair: Pair, objective: Objective, batch: MicroBatch, precision: str, repeats: int
 ) -> dict[str, Any]:
     """Measure both steps on rows of one document each: the gain of head and encoder."""
-    ours = pair.ours(terms, batch, precision)
-    both: dict[str, Step] = {"ours": ours, "usual": pair.usual(terms, batch, precision)}
+    ours = pair.ours(objective, batch, precision)
+    both: dict[str, Step] = {"ours": ours, "usual": pair.usual(objective, batch, precision)}
     taken = {}
     for name, step in both.items():
         fits = attempt(lambda step=step: memory(step, pair.device))  # type: ignore[misc]
         if fits is not None:
             taken[name] = fits
-        step.student.zero_grad(set_to_none=True)
+        forget(step)
     times = timings({name: both[name] for name in taken}, repeats, pair.device)
 
     steps: dict[str, dict[str, Any]] = {name: {"error": OUT_OF_MEMORY} for name in both}
@@ -145,7 +153,7 @@ def rows(
 
 def documents(
     pair: Pair,
-    terms: Sequence[Term],
+    objective: Objective,
     batches: Mapping[str, MicroBatch],
     precision: str,
     repeats: int,
@@ -159,9 +167,9 @@ def documents(
     with full rows, it shows the cost of a position in packed rows.
     """
     steps: dict[str, Step] = {
-        f"ours {name}": pair.ours(terms, batch, precision) for name, batch in batches.items()
+        f"ours {name}": pair.ours(objective, batch, precision) for name, batch in batches.items()
     }
-    steps["usual padded"] = pair.usual(terms, batches["padded"], precision)
+    steps["usual padded"] = pair.usual(objective, batches["padded"], precision)
     fills = {
         name: batch.counts["tokens"] / batch.input_ids.numel() for name, batch in batches.items()
     }

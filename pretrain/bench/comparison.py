@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -18,17 +18,19 @@ from pretrain import RunError
 from pretrain.bench import cells, host, subjects
 from pretrain.bench.cost import flops_per_token, peak_flops
 from pretrain.bench.documents import LAYOUTS, Document, SpecialIds, batch, drawn, packed, typical
+from pretrain.bench.plain import formulation
 from pretrain.bench.sizes import Sizes
 from pretrain.config import RunConfig
 from pretrain.data.rows import build_masking
 from pretrain.device.precision import PRECISIONS, allow_tf32
 from pretrain.device.precision import choose as choose_precision
 from pretrain.model.distillation import MicroBatch
-from pretrain.model.families import shape_of
-from pretrain.model.student import build_student
+from pretrain.model.families import MaskedLM, shape_of
+from pretrain.model.loading import reinitialise
+from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import load_teacher
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.objectives.terms import Term
+from pretrain.objectives.objective import Objective
 
 SCHEMA = 1
 _DOCUMENTS = 2000  # drawn for a layout
@@ -43,7 +45,7 @@ class Subject:
     what: str  # in a line
     pair: cells.Pair
     row_length: int
-    terms: Callable[[str], Sequence[Term]]  # of "all" or "masked", where KL is over
+    objective: Callable[[str], Objective]  # with KL over "all" or "masked"; "" as it is
     rows: Callable[[int], MicroBatch]  # that many, of one document each
     documents: Callable[[int], dict[str, dict[str, MicroBatch]]]  # by layout, see `cells.documents`
 
@@ -81,7 +83,10 @@ def choose(
     if config is not None:
         configured = config.train.precision
         defaults = [choose_precision(device)[0] if configured == "auto" else configured]
-        positions = [getattr(config.objective, "kl_positions", "all")]
+        formulation(config.objective)  # raises if there is none to compare with
+        positions = [getattr(config.objective, "kl_positions", "")]
+        if kl and positions == [""]:
+            raise RunError(f"--kl {kl[0]}: objective {config.objective.name} has no such term")
         if isinstance(config.train.micro_batch_size, int):
             rows = [config.train.micro_batch_size]
         compiled |= config.train.compile
@@ -100,7 +105,7 @@ def choose(
             others = " or ".join(name for name, known in PRECISIONS.items() if not known.scaled)
             raise RunError(f"--precision {precision}: needs a GPU; on a CPU use {others}")
     for name in settings.kl:
-        if name not in ("all", "masked"):
+        if name not in ("all", "masked", *positions):
             raise RunError(f"--kl {name}: there are all and masked")
     for size in settings.micro_batches:
         if size < 1:
@@ -109,12 +114,21 @@ def choose(
 
 
 def synthetic(
-    layers: int, width: int, row_length: int, device: torch.device, settings: Settings
+    config: RunConfig | None,
+    layers: int,
+    width: int,
+    row_length: int,
+    device: torch.device,
+    settings: Settings,
 ) -> Subject:
-    """Build models of these sizes with random weights, and random rows.
+    """Build models with random weights, and random rows.
+
+    Without a config it is DistilBERT. With one, the student and the objective are the config's, and
+    the teacher is `subjects.shaped`.
 
     Raises:
-        RunError: the teacher's layers cannot be halved, or the width does not divide into heads.
+        RunError: the teacher's layers cannot be halved, the width does not divide into heads, or
+            the models do not fit the objective.
     """
     if layers % 2:
         raise RunError(f"--layers {layers}: the student has half as many; give an even number")
@@ -123,8 +137,24 @@ def synthetic(
         raise RunError(f"--width {width}: {heads} heads do not divide it; take a multiple of 64")
     sizes = Sizes(layers=layers, width=width, length=row_length)
     special = SpecialIds(subjects.PAD, subjects.CLS, subjects.SEP)
-    student, teacher = subjects.models(sizes)
     masking = subjects.masking(sizes)
+    objective: Objective = DistilBert()
+    student: MaskedLM
+    teacher: MaskedLM | None
+    if config is None:
+        student, teacher = subjects.models(sizes)
+        what = subjects.sizes_of(teacher, student)
+    else:
+        student, teacher, sizes, what = subjects.shaped(config, sizes)
+        objective = config.objective
+        pad_id = student.config.pad_token_id
+        special = special._replace(pad=subjects.PAD if pad_id is None else pad_id)
+        what = f"{config.objective.name}, {what}"
+        known = (special.pad, subjects.CLS, subjects.SEP, subjects.MASK)
+        masking = replace(
+            subjects.masking(sizes), probability=config.masking.ends[0], special_ids=known
+        )
+    pair = _pair(student, teacher, objective, device, settings, special, config)
 
     def rows(size: int) -> MicroBatch:
         whole = drawn([sizes.length] * size, sizes.vocabulary, special)
@@ -142,43 +172,64 @@ def synthetic(
             }
         return found
 
-    pair = cells.Pair.of(
+    what = f"random weights: {what}; random rows of {sizes.length} tokens"
+    return Subject(what, pair, sizes.length, _variant(objective), rows, documents)
+
+
+def _pair(
+    student: MaskedLM,
+    teacher: MaskedLM | None,
+    objective: Objective,
+    device: torch.device,
+    settings: Settings,
+    special: SpecialIds,
+    config: RunConfig | None,
+) -> cells.Pair:
+    """Return the two steps' models, with the objective's adapters."""
+    adapters = objective.adapters(shape_of(student), None if teacher is None else shape_of(teacher))
+    reinitialise(adapters, 0)
+    return cells.Pair.of(
         student,
         teacher,
         device,
         settings.precisions,
         pad_id=special.pad,
+        adapters=adapters,
         compiled=settings.compiled,
+        recompute=config is not None and config.train.activation_checkpointing,
     )
-    what = (
-        f"random weights: {sizes.layers} -> {sizes.layers // 2} layers x {sizes.width}, "
-        f"{sizes.vocabulary:,} words; random rows of {sizes.length} tokens"
-    )
-    return Subject(what, pair, sizes.length, _terms(DistilBert(), pair), rows, documents)
 
 
-def configured(config: RunConfig, device: torch.device, settings: Settings) -> Subject:
+def _variant(objective: Objective) -> Callable[[str], Objective]:
+    """Return a function of where KL is over, for an objective that has such a key."""
+    return lambda kl: objective.model_copy(update={"kl_positions": kl} if kl else {})
+
+
+def configured(
+    config: RunConfig, device: torch.device, settings: Settings, say: Callable[[str], None]
+) -> Subject:
     """Load a config's teacher and shards, and build its student and objective.
 
     Raises:
-        RunError: the config has no teacher, or teacher and shards do not fit.
+        RunError: teacher and shards do not fit.
         CorpusError: there are no shards.
     """
     objective = config.objective
-    if config.teacher is None or not isinstance(objective, DistilBert):
-        raise RunError(
-            f"objective {objective.name} has no teacher: distil bench measures distillation; "
-            "give a config with a teacher, or --synthetic"
-        )
     manifest = load_manifest(config.shards)
     shards, length = open_shards(config.shards), manifest.row_length
     if max(settings.micro_batches) > len(shards):
         raise RunError(
             f"--micro-batch {max(settings.micro_batches)}: {config.shards} has {len(shards)} rows"
         )
-    same = config.teacher_vocabulary == "same"
-    teacher = load_teacher(config.teacher, manifest, same_vocabulary=same)
-    student = build_student(config.student, teacher, config.train.seed)
+    teacher, needs_head = None, objective.needs_logits
+    if config.teacher is not None:
+        same = config.teacher_vocabulary == "same"
+        loaded = load_teacher(config.teacher, manifest, same_vocabulary=same, needs_head=needs_head)
+        teacher = loaded.model
+        student = build_student(config.student, loaded, config.train.seed, needs_head=needs_head)
+    else:
+        assert config.model is not None
+        student = build_model(config.model, manifest, config.train.seed, say)
     masking = build_masking(config.masking, config.shards, manifest, config.train.seed)
     ids = manifest.tokenizer.special_ids
     special = SpecialIds(ids.pad, ids.cls, ids.sep)
@@ -206,33 +257,18 @@ def configured(config: RunConfig, device: torch.device, settings: Settings) -> S
             }
         }
 
-    pair = cells.Pair.of(
-        student,
-        teacher.model,
-        device,
-        settings.precisions,
-        pad_id=special.pad,
-        compiled=settings.compiled,
-        recompute=config.train.activation_checkpointing,
-    )
-    sizes = teacher.model.config
+    pair = _pair(student, teacher, objective, device, settings, special, config)
     what = (
-        f"{objective.name}: {sizes.num_hidden_layers} -> {student.config.num_hidden_layers} layers "
-        f"x {sizes.hidden_size}, {sizes.vocab_size:,} words; rows of {length} tokens from the "
-        f"config's shards, digest {manifest.digest[:16]}"
+        f"{objective.name}: {subjects.sizes_of(teacher, student)}; rows of {length} tokens from "
+        f"the config's shards, digest {manifest.digest[:16]}"
     )
-    return Subject(what, pair, length, _terms(objective, pair), rows, documents)
+    return Subject(what, pair, length, _variant(objective), rows, documents)
 
 
 def _documents(row: Document, special: SpecialIds) -> list[Document]:
     """Split a packed row into its documents, without padding."""
     tokens = row[row != special.pad]
     return [d for d in np.split(tokens, np.flatnonzero(tokens == special.cls)) if len(d)]
-
-
-def _terms(objective: DistilBert, pair: cells.Pair) -> Callable[[str], Sequence[Term]]:
-    shapes = shape_of(pair.student), shape_of(pair.usual_teacher)
-    return lambda kl: objective.model_copy(update={"kl_positions": kl}).terms(*shapes)
 
 
 def measure(subject: Subject, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
@@ -282,25 +318,26 @@ def measure(subject: Subject, settings: Settings, say: Callable[[str], None]) ->
 
     for precision, positions in product(settings.precisions, settings.kl):
         size = min(settings.micro_batches)
-        found = cells.agreement(pair, subject.terms(positions), subject.rows(size), precision)
+        found = cells.agreement(pair, subject.objective(positions), subject.rows(size), precision)
         name = {"precision": precision, "kl": positions, "micro_batch": size}
+        where = precision + (positions and f", KL over {positions}")
         report["agreement"].append({**name, **found})
         if "error" in found:
-            say(f"{precision}, KL over {positions}: {found['error']} before the two were compared")
+            say(f"{where}: {found['error']} before the two were compared")
         else:
             say(
-                f"the same function in {precision}, KL over {positions}: terms within "
+                f"the same function in {where}: terms within "
                 f"{found['term']:.0e}, gradients within {found['gradient']:.0e}"
             )
     allow_tf32(device)  # as a run in fp32 does; only now, because rounding would hide an error
     for precision, positions, size in combinations:
         name = {"precision": precision, "kl": positions, "micro_batch": size}
-        say(f"measuring {precision}, KL over {positions}, {size} rows")
-        terms = subject.terms(positions)
-        found = cells.rows(pair, terms, subject.rows(size), precision, settings.repeats)
+        say(f"measuring {precision}{positions and f', KL over {positions}'}, {size} rows")
+        objective = subject.objective(positions)
+        found = cells.rows(pair, objective, subject.rows(size), precision, settings.repeats)
         report["rows"].append({**name, **found})
         for layout, batches in (subject.documents(size) if settings.documents else {}).items():
-            found = cells.documents(pair, terms, batches, precision, settings.repeats)
+            found = cells.documents(pair, objective, batches, precision, settings.repeats)
             report["documents"].append({**name, "layout": layout, **found})
     # The peak once more, in case another process disturbed the first measurement.
     for precision, before in report["peak_flops"].items():

@@ -24,7 +24,7 @@ from pretrain.bench.baseline import BaselineStep
 from pretrain.bench.cost import flops_per_token
 from pretrain.bench.footprint import Counter
 from pretrain.device.precision import PRECISIONS, Precision
-from pretrain.model.distillation import Distillation, MicroBatch
+from pretrain.model.distillation import Distillation, MicroBatch, parameters_by_name
 from pretrain.model.families import MaskedLM
 
 
@@ -43,12 +43,14 @@ class OurStep:
     precision: Precision = PRECISIONS["fp32"]
     student: MaskedLM = field(init=False)
     teacher: MaskedLM | None = field(init=False)
+    adapters: nn.ModuleDict = field(init=False)
     _counts: list[int] = field(init=False)
     _factors_T: Tensor = field(init=False)
     _sums_T: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.student, self.teacher = self.module.student, self.module.teacher
+        self.adapters = self.module.adapters
         batch, terms = self.batch, self.module.terms
         self._counts = [batch.counts[term.over] for term in terms]
         factors = [
@@ -120,14 +122,14 @@ def compare(ours: Step, baseline: Step, precision: str) -> Agreement:
     gradients: list[dict[str, Tensor]] = []  # by parameter, unscaled
     with without_dropout(ours.student, baseline.student):
         for step in (ours, baseline):
-            step.student.zero_grad(set_to_none=True)
+            forget(step)
             step()
             found = {}
-            for name, parameter in step.student.named_parameters():
+            for name, parameter in parameters_by_name(step.student, step.adapters).items():
                 made = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 found[name] = made.float() / step.precision.loss_scale
             gradients.append(found)
-            step.student.zero_grad(set_to_none=True)
+            forget(step)
     expected, total = baseline.terms, sum(map(abs, baseline.terms.values()))
     terms = [abs(ours.terms[name] - value) / max(total, 1e-30) for name, value in expected.items()]
     differences = {name: gradients[0][name] - theirs for name, theirs in gradients[1].items()}
@@ -148,6 +150,12 @@ def compare(ours: Step, baseline: Step, precision: str) -> Agreement:
     return Agreement(term, error)
 
 
+def forget(step: Step) -> None:
+    """Free the gradients that a step has made."""
+    for module in (step.student, step.adapters):
+        module.zero_grad(set_to_none=True)
+
+
 def timings(
     steps: Mapping[str, Step], repeats: int, device: torch.device
 ) -> dict[str, list[float]]:
@@ -155,12 +163,12 @@ def timings(
     found: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):
         for name, step in steps.items():
-            step.student.zero_grad(set_to_none=True)
+            forget(step)
             milliseconds = timed(step, device)  # in turn, so that a slow moment hits all steps
             if repeat:
                 found[name].append(milliseconds)
     for step in steps.values():
-        step.student.zero_grad(set_to_none=True)
+        forget(step)
     return found
 
 
@@ -188,13 +196,13 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 
 def memory(step: Step, device: torch.device) -> Memory:
     """Return the peak memory of a step. Shared weights are counted once."""
-    step.student.zero_grad(set_to_none=True)
-    models = [model for model in (step.student, step.teacher) if model is not None]
+    forget(step)
+    models = [m for m in (step.student, step.adapters, step.teacher) if m is not None]
     tensors = {id(t): t for m in models for t in chain(m.parameters(), m.buffers())}
     weights = sum(t.numel() * t.element_size() for t in tensors.values())
     _, encoders = _allocated(step.encoders, device)
     peak, _ = _allocated(step, device)
-    step.student.zero_grad(set_to_none=True)
+    forget(step)
     return Memory(weights + peak, peak - encoders)
 
 
@@ -217,7 +225,12 @@ def _allocated(work: Callable[[], object], device: torch.device) -> tuple[int, i
 
 
 def flops(step: OurStep, milliseconds: float) -> float:
-    """Return the FLOP/s of the work that the loss needs, for rows of one document."""
+    """Return the FLOP/s of the work that the loss needs, for rows of one document.
+
+    It is 0 without a term on logits: what relations take is not a part of the cost model.
+    """
+    if not step.module.vocabulary_terms:
+        return 0.0
     everywhere = any(t.over == "tokens" for t in step.module.vocabulary_terms)
     share = 1.0 if everywhere else step.batch.counts["masked"] / step.batch.counts["tokens"]
     work = flops_per_token(step.student, step.teacher, step.batch.input_ids.shape[1], share)
@@ -227,12 +240,18 @@ def flops(step: OurStep, milliseconds: float) -> float:
 @contextmanager
 def without_dropout(*models: nn.Module) -> Iterator[None]:
     """Set dropout to 0 inside the block, also in attention."""
-    layers = [m for model in models for m in model.modules() if isinstance(m, nn.Dropout)]
-    before = [layer.p for layer in layers]
-    for layer in layers:
-        layer.p = 0.0
+    # ModernBERT's attention has no layer for it, but a number.
+    layers: list[tuple[Any, str]] = []
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, nn.Dropout):
+            layers.append((module, "p"))
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            layers.append((module, "attention_dropout"))
+    before = [getattr(layer, name) for layer, name in layers]
+    for layer, name in layers:
+        setattr(layer, name, 0.0)
     try:
         yield
     finally:
-        for layer, p in zip(layers, before, strict=True):
-            layer.p = p
+        for (layer, name), p in zip(layers, before, strict=True):
+            setattr(layer, name, p)

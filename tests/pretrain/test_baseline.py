@@ -7,16 +7,22 @@ from typing import Any
 import pytest
 import torch
 from allocator import allocated_peak
-from batches import masked_batch, terms_of
+from batches import masked_batch
+from test_families import build
 from tiny import tiny_bert, tiny_distilbert
 
-from pretrain import NumericalError
-from pretrain.bench import cells, measure
-from pretrain.bench.baseline import BaselineStep, Padded, padded, twin
+from pretrain import NumericalError, RunError
+from pretrain.bench import cells, measure, plain
+from pretrain.bench.baseline import BaselineStep, padded, twin
 from pretrain.bench.documents import LAYOUTS, drawn, packed, typical
 from pretrain.bench.documents import SpecialIds as Special
+from pretrain.bench.plain import Padded
+from pretrain.config import OBJECTIVES
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.minilm import MiniLM
+from pretrain.objectives.mlm import MaskedLanguageModel
+from pretrain.objectives.objective import Objective
 
 CPU = torch.device("cpu")
 
@@ -68,7 +74,8 @@ def test_the_baseline_equals_the_formulas(
 ) -> None:
     student, teacher = twin(pair.student).double().eval(), twin(pair.usual_teacher).double()
     sequences = padded(batch, pad_id=0)
-    step = BaselineStep(student, teacher, sequences, kl_positions=positions)
+    objective = DistilBert.model_validate({"kl_positions": positions})
+    step = BaselineStep(student, teacher, sequences, objective)
     step()
     with torch.no_grad():
         expected = formulas(student, teacher, sequences, positions == "masked")
@@ -88,7 +95,7 @@ def test_the_baseline_equals_the_formulas(
 
 
 def test_a_term_without_weight_is_not_computed(pair: cells.Pair, batch: MicroBatch) -> None:
-    step = pair.usual(terms_of(DistilBert(kl=0, cosine=0)), batch, "fp32")
+    step = pair.usual(DistilBert(kl=0, cosine=0), batch, "fp32")
     step()
     assert list(step.terms) == ["mlm"]
 
@@ -109,13 +116,47 @@ def test_a_twin_shares_weights_and_nothing_else(pair: cells.Pair) -> None:
 def test_both_steps_are_the_same_function(
     pair: cells.Pair, batch: MicroBatch, precision: str, positions: str
 ) -> None:
-    terms = terms_of(DistilBert(kl_positions=positions))
-    ours, usual = pair.ours(terms, batch, precision), pair.usual(terms, batch, precision)
+    objective = DistilBert.model_validate({"kl_positions": positions})
+    ours, usual = pair.ours(objective, batch, precision), pair.usual(objective, batch, precision)
     found = measure.check(ours, usual, precision)
     assert found.gradient > 0
     assert ours.terms == pytest.approx(usual.terms, rel=1e-5 if precision == "fp32" else 2e-2)
     assert pair.student.distilbert.embeddings.dropout.p == 0.1
     assert all(parameter.grad is None for parameter in pair.student.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        DistilBert(mse=0.01, hidden_mse=1),
+        DistilBert(divergence="reverse", kl_positions="masked"),
+        DistilBert(divergence="js", temperature=3),
+        DistilBert(kl=0, mlm=0),
+        MaskedLanguageModel(),
+        MiniLM(relation_heads=8, teacher_layer=-2),
+        MiniLM(version=1),
+    ],
+)
+def test_every_objective_equals_its_plain_formulation(
+    objective: Objective, precision: str, pair: cells.Pair, batch: MicroBatch
+) -> None:
+    if not objective.needs_teacher:
+        pair = cells.Pair.of(tiny_bert().train(), None, CPU, [], pad_id=0)
+    ours, usual = pair.ours(objective, batch, precision), pair.usual(objective, batch, precision)
+    assert measure.check(ours, usual, precision).gradient > 0
+    assert ours.terms.keys() == usual.terms.keys() and min(usual.terms.values()) > 0.01
+
+
+def test_every_objective_of_a_config_has_a_plain_formulation() -> None:
+    assert set(plain.FORMULATIONS) == set(OBJECTIVES)
+    with pytest.raises(RunError, match=r"Unknown: distil bench has no plain formulation"):
+        plain.formulation(type("Unknown", (MiniLM,), {})())
+
+
+def test_queries_of_other_families_are_refused() -> None:
+    with pytest.raises(RunError, match="modernbert"), plain.hooked(build("modernbert"), [0]):
+        pass
 
 
 def shifted(batch: MicroBatch) -> MicroBatch:
@@ -136,6 +177,7 @@ def packed_rows(batch: MicroBatch) -> MicroBatch:
         (DistilBert(temperature=3), None),
         (DistilBert(kl_positions="masked"), None),
         (DistilBert(mlm=2.2), None),
+        (DistilBert(cosine=1.2), None),
         (DistilBert(), shifted),
         (DistilBert(), packed_rows),
     ],
@@ -147,18 +189,18 @@ def test_a_step_with_other_values_is_refused(
     objective: DistilBert,
     change: Callable[[MicroBatch], MicroBatch] | None,
 ) -> None:
-    ours = pair.ours(terms_of(objective), change(batch) if change else batch, precision)
-    usual = pair.usual(terms_of(DistilBert()), batch, precision)
+    ours = pair.ours(objective, change(batch) if change else batch, precision)
+    usual = pair.usual(DistilBert(), batch, precision)
     with pytest.raises(NumericalError, match=r"differ: a (term|gradient)"):
         measure.check(ours, usual, precision)
 
 
 def test_peak_memory_equals_the_allocators(pair: cells.Pair, batch: MicroBatch) -> None:
-    terms = terms_of(DistilBert())
+    objective = DistilBert()
     models = (pair.student, pair.usual_teacher)
     weights = sum(p.numel() * 4 for model in models for p in model.parameters())
     weights += sum(b.numel() * b.element_size() for model in models for b in model.buffers())
-    for step in (pair.ours(terms, batch, "fp32"), pair.usual(terms, batch, "fp32")):
+    for step in (pair.ours(objective, batch, "fp32"), pair.usual(objective, batch, "fp32")):
         found = measure.memory(step, CPU)
         assert found.peak - weights == pytest.approx(allocated_peak(step), rel=0.1)
         step.student.zero_grad(set_to_none=True)
@@ -198,17 +240,17 @@ class Starving(cells.Pair):
 
     def usual(self, *arguments: Any) -> BaselineStep:
         step = super().usual(*arguments)
-        return Starved(step.student, step.teacher, step.batch)
+        return Starved(step.student, step.teacher, step.batch, step.objective)
 
 
 def test_a_step_that_does_not_fit_is_reported(pair: cells.Pair, batch: MicroBatch) -> None:
     starving = Starving(**vars(pair))
-    terms = terms_of(DistilBert())
-    found = cells.rows(starving, terms, batch, "fp32", 1)
+    objective = DistilBert()
+    found = cells.rows(starving, objective, batch, "fp32", 1)
     assert found["steps"]["usual"] == {"error": "out of memory"} and found["ratio"] is None
     assert found["steps"]["ours"]["tokens_per_second"] > 0
-    assert cells.agreement(starving, terms, batch, "fp32") == {"error": "out of memory"}
+    assert cells.agreement(starving, objective, batch, "fp32") == {"error": "out of memory"}
     rows = {"packed": batch, "padded": batch, "full": batch}
-    found = cells.documents(starving, terms, rows, "fp32", 1)
+    found = cells.documents(starving, objective, rows, "fp32", 1)
     assert found["steps"]["usual padded"] == {"error": "out of memory"}
     assert "against ours padded" in found and "against usual padded" not in found

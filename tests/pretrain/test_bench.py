@@ -12,6 +12,8 @@ import torch
 import yaml
 from tiny import save_teacher
 
+from pretrain.model.families import FAMILIES
+
 Distil = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
 TINY = ["--layers", "2", "--width", "32", "--row-length", "16", "--micro-batch", "2"]
@@ -107,7 +109,8 @@ def test_a_config_is_measured_as_it_trains(
         (["--micro-batch", "0"], ["--micro-batch 0"]),
         (["--width", "100000", "--layers", "2"], ["--width 100000", "multiple of 64"]),
         (["nowhere.yaml"], ["nowhere.yaml", "no such file"]),
-        (["nowhere.yaml", "--synthetic"], ["--synthetic", "nowhere.yaml"]),
+        (["nowhere.yaml", "--width", "128"], ["--width", "nowhere.yaml", "--synthetic"]),
+        (["shipped:minilm-6x384.yaml", "--kl", "all"], ["--kl all", "objective minilm"]),
     ],
 )
 def test_mistakes_are_reported_in_one_line(
@@ -125,14 +128,65 @@ def test_an_unwritable_file_is_refused_before_anything_is_measured(
     assert "measuring" not in ended[1] and "the same function" not in ended[1]
 
 
+@pytest.mark.parametrize("name", ["mlm", "minilm"])
+def test_other_objectives_are_measured(
+    name: str, tmp_path: Path, config: Path, distil: Distil
+) -> None:
+    values = yaml.safe_load(config.read_text(encoding="utf-8"))
+    values["train"]["precision"] = "fp32"
+    values["objective"] = {"name": name} | ({"relation_heads": 8} if name == "minilm" else {})
+    if name == "mlm":
+        sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+        sizes |= {"intermediate_size": 64, "max_position_embeddings": 64}
+        values |= {"teacher": None, "model": sizes}
+    config.write_text(yaml.safe_dump(values), encoding="utf-8")
+    code, out, err = distil("bench", config, "--repeats", 1, "--json", tmp_path / "bench.json")
+    assert code == 0, out + err
+    report = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    [row], [agreement] = report["rows"], report["agreement"]
+    assert "KL over" not in out and 0 < agreement["gradient"] < 1e-4
+    assert row["ratio"] > 0
+    assert (row["steps"]["ours"]["mfu"] is None) == (name == "minilm")
+
+
+def shipped() -> list[str]:
+    """Return the names of the configs of runs; the others are of corpora and recipes."""
+    loaded = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / "configs").iterdir()}
+    return sorted(name for name, values in loaded.items() if "shards" in values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", shipped())
+def test_a_shipped_config_is_measured_with_random_weights(
+    name: str, tmp_path: Path, distil: Distil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    width = ["--layers", 12, "--width", 192, "--row-length", 16, "--micro-batch", 2]
+    options = ("--synthetic", *width, "--repeats", 1, "--precision", "fp32")
+    code, out, err = distil("bench", ROOT / "configs" / name, *options)
+    assert code == 0, out + err
+    assert "the same function" in out and "random weights" in out
+
+
+def test_a_synthetic_teacher_has_the_sizes_of_its_config(tmp_path: Path, distil: Distil) -> None:
+    """Take a family with other special ids, positions and names of sizes; no weights are there."""
+    family, pad = FAMILIES["modernbert"], 7
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 48, "vocab_size": 210, "max_position_embeddings": 24}
+    family.new_config(sizes, {"pad": pad, "cls": 101, "sep": 102}).save_pretrained(tmp_path / "t")
+    values = {"output": "run", "shards": "none", "teacher": str(tmp_path / "t")}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    options = ("--micro-batch", 2, "--repeats", 1, "--precision", "fp32")
+    code, out, err = distil("bench", tmp_path / "run.yaml", "--synthetic", *options)
+    assert code == 0, out + err
+    assert "4 -> 2 layers x 32, 210 words" in out and "rows of 24 tokens" in out
+    assert "cannot be read" not in out
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
         ({"shards": "nowhere"}, ["nowhere"]),
-        (
-            {"objective": {"name": "mlm"}, "model": {"hidden_size": 12}, "teacher": None},
-            ["objective mlm", "--synthetic"],
-        ),
         ({"train": {"micro_batch_size": 10**6}}, ["1000000", "rows"]),
     ],
 )

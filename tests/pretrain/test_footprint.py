@@ -19,17 +19,19 @@ from tiny import tiny_bert, tiny_distilbert
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
-from pretrain.bench import baseline
-from pretrain.bench.baseline import BaselineStep, Padded, twin
+from pretrain.bench import plain
+from pretrain.bench.baseline import BaselineStep, twin
 from pretrain.bench.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
+from pretrain.bench.plain import Padded
 from pretrain.device.precision import PRECISIONS
-from pretrain.kernels import attention, cpu_layers
+from pretrain.kernels import attention, cpu_layers, relations
 from pretrain.kernels.attention import find_documents
 from pretrain.kernels.attention.dispatch import flash
 from pretrain.kernels.head import closed_form, vocabulary
 from pretrain.model.distillation import Distillation, MicroBatch
-from pretrain.model.families import encode
+from pretrain.model.families import encode, shape_of
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.terms import Count
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "footprint.json"
@@ -321,11 +323,12 @@ def of_baseline_step(
         index = torch.zeros(every, dtype=torch.int64)
         return values.flatten(0, 1).index_select(0, index)
 
-    patch.setattr(baseline, "selected", selected)
+    patch.setattr(plain, "selected", selected)
     with shapes_only(pair) as shapes:
         ids = torch.zeros(batch_size, L, dtype=torch.int64)
         batch = Padded(ids, torch.ones_like(ids), ids.clone())
-        step = BaselineStep(shapes.student, shapes.frozen, batch, where, PRECISIONS["fp16"])
+        objective = DistilBert.model_validate({"kl_positions": where})
+        step = BaselineStep(shapes.student, shapes.frozen, batch, objective, PRECISIONS["fp16"])
         with Counter() as counter:
             with step.precision.autocast(ids.device):
                 loss = torch.stack([*step.losses().values()]).sum()
@@ -378,6 +381,27 @@ def test_rows_that_16_gb_take_in_the_baseline_step(
     module = base(where, "fp32")
     peak = partial(of_baseline_step, BaselinePair(module), where, monkeypatch)
     assert rows_that_fit(module, 4, peak, 4) == pytest.approx(rows, rel=0.05)
+
+
+# MiniLM
+
+
+@pytest.mark.slow
+def test_a_step_of_minilm_takes_little_more_memory_than_one_of_distilbert(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compare 6 x 384 by 48 relation heads with KL and cross-entropy, at 16 x 512."""
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setitem(relations._ELEMENTS, "cpu", relations._ELEMENTS["cuda"])
+    with torch.device("meta"):
+        teacher = BertForMaskedLM(BertConfig()).requires_grad_(False).eval()
+        sizes = BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536)
+        student = BertForMaskedLM(sizes).train()
+    shapes, peaks = (shape_of(student), shape_of(teacher)), []
+    for objective in (MiniLM(), DistilBert(cosine=0)):
+        module = Distillation(student, teacher, objective.terms(*shapes), pad_id=0)
+        peaks.append(of_micro_step(module, 16, L).peak)
+    assert 0.5 * peaks[1] < peaks[0] <= 1.3 * peaks[1]
 
 
 # The regression

@@ -1,0 +1,212 @@
+"""Compute each objective as one would write it with transformers: what `distil bench` compares.
+
+Both models are called as they are, with padded sequences of one document each and a 2-D mask.
+Hidden states and attention probabilities come from `output_hidden_states` and `output_attentions`;
+query, key and value, which transformers does not return, from forward hooks on their linear layers.
+Every tensor exists in full. Attention is torch's `sdpa`, the default of transformers, and `eager`
+only where probabilities are asked for, which no other returns.
+
+A new objective is a function here and a line in `FORMULATIONS`.
+
+Shapes: B sequences, L length, V vocabulary, D width, A heads, N selected positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pretrain import RunError
+from pretrain.data.masking import IGNORE
+from pretrain.model.families import MaskedLM, family_of, shape_of
+from pretrain.model.families.post_norm import PostNorm
+from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.minilm import MiniLM
+from pretrain.objectives.mlm import MaskedLanguageModel
+from pretrain.objectives.objective import Objective
+
+
+class Padded(NamedTuple):
+    """Hold sequences as transformers takes them, each [B, L] and int64."""
+
+    input_ids: Tensor  # corrupted
+    attention_mask: Tensor  # 1 at tokens, 0 at padding
+    labels: Tensor  # -100 where nothing is predicted
+
+
+class Inputs(NamedTuple):
+    """Hold what an objective's formulation reads."""
+
+    student: MaskedLM
+    teacher: MaskedLM | None
+    batch: Padded
+    adapters: nn.ModuleDict
+
+    def outputs(self, *, head: bool = False, **asked: bool) -> tuple[Any, Any]:
+        """Call student and teacher, with their LM heads or as `AutoModel` would load them.
+
+        `asked` are arguments of transformers: output_hidden_states, output_attentions.
+        """
+        found: list[Any] = []
+        kind = "eager" if asked.get("output_attentions") else "sdpa"
+        for model in (self.student, self.teacher):
+            if model is None:
+                found.append(None)
+                continue
+            if model.config._attn_implementation != kind:
+                model.set_attn_implementation(kind)
+            with torch.set_grad_enabled(model is self.student):
+                ids, mask, _ = self.batch
+                found.append((model if head else model.base_model)(ids, mask, **asked))
+        return found[0], found[1]
+
+
+Formulation = Callable[[Any, Inputs], dict[str, Tensor]]  # the mean of each term, by its name
+
+
+def distilbert(objective: DistilBert, inputs: Inputs) -> dict[str, Tensor]:
+    """Compute the triple loss (arXiv 1910.01108, section 3) and its options."""
+    if not objective.compares:
+        inputs = inputs._replace(teacher=None)
+    student, teacher = inputs.outputs(head=objective.needs_logits, output_hidden_states=True)
+    labels, tokens = inputs.batch.labels, inputs.batch.attention_mask.bool()
+    chosen = tokens if objective.kl_positions == "all" else labels != IGNORE
+    means = {}
+    if objective.kl or objective.mse:
+        student_NV = selected(student.logits, chosen)
+        teacher_NV = selected(teacher.logits, chosen)
+    if objective.kl:
+        # KLDivLoss(log q, p) is KL(p || q).
+        kl_div, temperature = nn.KLDivLoss(reduction="batchmean"), objective.temperature
+        if objective.divergence == "forward":
+            log_q = F.log_softmax(student_NV / temperature, dim=-1)
+            kl = kl_div(log_q, F.softmax(teacher_NV / temperature, dim=-1))
+        elif objective.divergence == "reverse":
+            log_p = F.log_softmax(teacher_NV / temperature, dim=-1)
+            kl = kl_div(log_p, F.softmax(student_NV / temperature, dim=-1))
+        else:
+            q, p = (F.softmax(each / temperature, dim=-1) for each in (student_NV, teacher_NV))
+            log_middle = ((q + p) / 2).log()
+            kl = (kl_div(log_middle, q) + kl_div(log_middle, p)) / 2
+        name = {"forward": "kl", "reverse": "reverse_kl", "js": "js"}[objective.divergence]
+        means[name] = kl * objective.temperature**2
+    if objective.mlm:
+        means["mlm"] = nn.CrossEntropyLoss(ignore_index=IGNORE)(
+            student.logits.flatten(0, 1), labels.flatten()
+        )
+    if objective.cosine or objective.hidden_mse:
+        student_ND = selected(student.hidden_states[-1], tokens)
+        teacher_ND = selected(teacher.hidden_states[-1], tokens)
+    if objective.cosine:
+        same = student_ND.new_ones(len(student_ND))
+        means["cosine"] = nn.CosineEmbeddingLoss()(student_ND, teacher_ND, same)
+    if objective.mse:
+        means["mse"] = nn.MSELoss(reduction="sum")(student_NV, teacher_NV) / len(student_NV)
+    if objective.hidden_mse:
+        means["hidden_mse"] = nn.MSELoss()(student_ND, teacher_ND)
+    return means
+
+
+def mlm(objective: MaskedLanguageModel, inputs: Inputs) -> dict[str, Tensor]:
+    """Compute masked language modelling, as the model itself does when it is given labels."""
+    return {"mlm": inputs.student(**inputs.batch._asdict()).loss}
+
+
+def minilm(objective: MiniLM, inputs: Inputs) -> dict[str, Tensor]:
+    """Compute MiniLM 2 (arXiv 2012.15828, section 3), or 1 (arXiv 2002.10957, section 3)."""
+    student, teacher = inputs.student, inputs.teacher
+    assert teacher is not None
+    last = shape_of(student).num_layers - 1
+    layer = objective.teacher_layer % shape_of(teacher).num_layers
+    first = objective.version == 1
+    with hooked(student, [last]) as ours, hooked(teacher, [layer]) as theirs:
+        outputs = inputs.outputs(output_attentions=True) if first else inputs.outputs()
+    keys, means = inputs.batch.attention_mask.bool(), {}
+    if first:
+        q, p = outputs[0].attentions[last], outputs[1].attentions[layer]
+        means["attention"] = mean_divergence(p, q, keys)
+    heads = shape_of(teacher).num_heads if first else objective.relation_heads
+    kinds = {"values": "value"} if first else {"queries": "query", "keys": "key", "values": "value"}
+    for name, kind in kinds.items():
+        q, p = relation(ours[kind, last], keys, heads), relation(theirs[kind, layer], keys, heads)
+        means[name] = mean_divergence(p, q, keys)
+    return means
+
+
+FORMULATIONS: Mapping[type[Objective], Formulation] = {
+    DistilBert: distilbert,
+    MaskedLanguageModel: mlm,
+    MiniLM: minilm,
+}
+
+
+def formulation(objective: Objective) -> Formulation:
+    """Return the formulation of an objective, or raise RunError."""
+    found = FORMULATIONS.get(type(objective))
+    if found is None:
+        raise RunError(
+            f"objective {type(objective).__name__}: distil bench has no plain formulation to "
+            "compare it with; add one to pretrain/bench/plain.py"
+        )
+    return found
+
+
+@contextmanager
+def hooked(model: MaskedLM, layers: Iterable[int]) -> Iterator[dict[tuple[str, int], Tensor]]:
+    """Yield a dictionary that a call of the model fills.
+
+    Its keys are ("query", "key" or "value", layer), its values [B, L, D].
+
+    Raises:
+        RunError: the model has one linear layer for all three, and rotates query and key later.
+    """
+    family = family_of(model)
+    if not isinstance(family, PostNorm):
+        raise RunError(
+            f"distil bench: no hook sees query and key of a {family.model_type}, so there is no "
+            "plain formulation to compare with; take a BERT, DistilBERT or RoBERTa"
+        )
+    found: dict[tuple[str, int], Tensor] = {}
+
+    def keep(key: tuple[str, int], _: nn.Module, __: Any, output: Tensor) -> None:
+        found[key] = output
+
+    handles = []
+    for layer in layers:
+        parts = family.parts(model, layer)
+        for kind in ("query", "key", "value"):
+            module: nn.Module = getattr(parts, kind)
+            handles.append(module.register_forward_hook(partial(keep, (kind, layer))))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def relation(x_BLD: Tensor, keys_BL: Tensor, heads: int) -> Tensor:
+    """Return softmax(X X^T / sqrt(d)) of each head [B, A, L, L], 0 at padded keys."""
+    x_BALd = x_BLD.unflatten(-1, (heads, -1)).transpose(1, 2)
+    scores = x_BALd @ x_BALd.mT / x_BALd.shape[-1] ** 0.5
+    scores = scores.masked_fill(~keys_BL[:, None, None, :], torch.finfo(scores.dtype).min)
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+
+
+def mean_divergence(p_BALL: Tensor, q_BALL: Tensor, tokens_BL: Tensor) -> Tensor:
+    """Return the mean of KL(p || q) over heads and tokens."""
+    # A probability of 0, at padding, has no logarithm.
+    tiny = torch.finfo(p_BALL.dtype).tiny
+    logs = p_BALL.clamp_min(tiny).log() - q_BALL.clamp_min(tiny).log()
+    return (p_BALL * logs).sum(-1).mean(1)[tokens_BL].mean()
+
+
+def selected(values_BLX: Tensor, mask_BL: Tensor) -> Tensor:
+    """Return a copy of the positions of a mask [N, X]."""
+    width = values_BLX.shape[-1]
+    return values_BLX.masked_select(mask_BL[:, :, None].expand_as(values_BLX)).view(-1, width)
