@@ -63,6 +63,7 @@ class BaselineStep:
             means = self.losses()
             loss = torch.stack([term.weight(0) * means[term.name] for term in terms]).sum()
         (loss * self.precision.loss_scale).backward()
+        # Device sync, once a term: the baseline reads its losses, as plain code does.
         self.terms = {name: mean.item() for name, mean in means.items()}
 
     def losses(self) -> dict[str, Tensor]:

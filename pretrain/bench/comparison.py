@@ -83,6 +83,7 @@ def choose(
     if config is not None:
         configured = config.train.precision
         defaults = [choose_precision(device)[0] if configured == "auto" else configured]
+        # Before models are loaded, which takes seconds.
         formulation(config.objective)  # raises if there is none to compare with
         positions = [getattr(config.objective, "kl_positions", "")]
         if kl and positions == [""]:
@@ -151,6 +152,7 @@ def synthetic(
         special = special._replace(pad=subjects.PAD if pad_id is None else pad_id)
         what = f"{config.objective.name}, {what}"
         known = (special.pad, subjects.CLS, subjects.SEP, subjects.MASK)
+        # An objective that reads text without masks is measured without.
         masking = replace(
             subjects.masking(sizes), probability=config.masking.ends[0], special_ids=known
         )
@@ -187,6 +189,7 @@ def _pair(
 ) -> cells.Pair:
     """Return the two steps' models, with the objective's adapters."""
     adapters = objective.adapters(shape_of(student), None if teacher is None else shape_of(teacher))
+    # Both steps share them, like the weights of the models.
     reinitialise(adapters, 0)
     return cells.Pair.of(
         student,

@@ -59,6 +59,7 @@ def drawn(lengths: Sequence[int], vocabulary: int, special: SpecialIds) -> list[
     documents = []
     for n in lengths:
         ids = draw.integers(104, vocabulary, n)
+        # Some vocabularies have padding at their end, among the drawn ids.
         ids[ids == special.pad] = 104
         ids[0], ids[-1] = special.cls, special.sep
         documents.append(ids)

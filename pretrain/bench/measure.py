@@ -197,6 +197,7 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 def memory(step: Step, device: torch.device) -> Memory:
     """Return the peak memory of a step. Shared weights are counted once."""
     forget(step)
+    # A parameter that both share is one allocation.
     models = [m for m in (step.student, step.adapters, step.teacher) if m is not None]
     tensors = {id(t): t for m in models for t in chain(m.parameters(), m.buffers())}
     weights = sum(t.numel() * t.element_size() for t in tensors.values())

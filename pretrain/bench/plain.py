@@ -54,6 +54,7 @@ class Inputs(NamedTuple):
         `asked` are arguments of transformers: output_hidden_states, output_attentions.
         """
         found: list[Any] = []
+        # The other kinds of attention never compute the probabilities.
         kind = "eager" if asked.get("output_attentions") else "sdpa"
         for model in (self.student, self.teacher):
             if model is None:
@@ -72,6 +73,7 @@ Formulation = Callable[[Any, Inputs], dict[str, Tensor]]  # the mean of each ter
 
 def distilbert(objective: DistilBert, inputs: Inputs) -> dict[str, Tensor]:
     """Compute the triple loss (arXiv 1910.01108, section 3) and its options."""
+    # A term that is left out costs the baseline nothing, either.
     if not objective.compares:
         inputs = inputs._replace(teacher=None)
     student, teacher = inputs.outputs(head=objective.needs_logits, output_hidden_states=True)
@@ -100,6 +102,7 @@ def distilbert(objective: DistilBert, inputs: Inputs) -> dict[str, Tensor]:
         means["mlm"] = nn.CrossEntropyLoss(ignore_index=IGNORE)(
             student.logits.flatten(0, 1), labels.flatten()
         )
+    # Padding has hidden states, too, which mean nothing.
     if objective.cosine or objective.hidden_mse:
         student_ND = selected(student.hidden_states[-1], tokens)
         teacher_ND = selected(teacher.hidden_states[-1], tokens)
@@ -125,9 +128,11 @@ def minilm(objective: MiniLM, inputs: Inputs) -> dict[str, Tensor]:
     last = shape_of(student).num_layers - 1
     layer = objective.teacher_layer % shape_of(teacher).num_layers
     first = objective.version == 1
+    # Only the two layers that are compared are kept.
     with hooked(student, [last]) as ours, hooked(teacher, [layer]) as theirs:
         outputs = inputs.outputs(output_attentions=True) if first else inputs.outputs()
     keys, means = inputs.batch.attention_mask.bool(), {}
+    # With dropout 0 the probabilities are those of the paper; in training some are dropped.
     if first:
         q, p = outputs[0].attentions[last], outputs[1].attentions[layer]
         means["attention"] = mean_divergence(p, q, keys)
@@ -200,6 +205,7 @@ def relation(x_BLD: Tensor, keys_BL: Tensor, heads: int) -> Tensor:
 
 def mean_divergence(p_BALL: Tensor, q_BALL: Tensor, tokens_BL: Tensor) -> Tensor:
     """Return the mean of KL(p || q) over heads and tokens."""
+    # Padded keys count 0, and padded queries are left out.
     # A probability of 0, at padding, has no logarithm.
     tiny = torch.finfo(p_BALL.dtype).tiny
     logs = p_BALL.clamp_min(tiny).log() - q_BALL.clamp_min(tiny).log()

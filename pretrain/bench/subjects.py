@@ -81,6 +81,7 @@ def shaped(config: RunConfig, sizes: Sizes) -> tuple[MaskedLM, MaskedLM | None, 
         The student in training mode, the frozen teacher, sizes with their vocabulary and a row
         length that both have positions for, and a description.
     """
+    # The same weights at every call, as for models without a config.
     torch.manual_seed(0)
     source = config.model.init if config.model is not None else config.teacher
     if source is not None:
@@ -89,6 +90,7 @@ def shaped(config: RunConfig, sizes: Sizes) -> tuple[MaskedLM, MaskedLM | None, 
             settings = AutoConfig.from_pretrained(source.partition("@")[0]).to_dict()
             read = ""
         except (OSError, ValueError):
+            # Offline, or a run that was not trained yet: the time is that of a model like it.
             heads, inner = max(1, sizes.width // 64), 4 * sizes.width
             bert = BertConfig(
                 hidden_size=sizes.width,
@@ -107,11 +109,13 @@ def shaped(config: RunConfig, sizes: Sizes) -> tuple[MaskedLM, MaskedLM | None, 
         values = {key: getattr(config.model, key) for key in keys}
         values |= {"vocab_size": sizes.vocabulary, "max_position_embeddings": sizes.length}
         first = family.architecture(family.new_config(values, {"pad": PAD, "cls": CLS, "sep": SEP}))
+    # Afterwards a student that copies its layers is near it, as in a run.
     spread(first)
     student, teacher = first.train(), None
     if config.model is None:
         teacher = first.eval().requires_grad_(False)
         keys_of_student = config.student
+        # A folder to continue from has weights, and none are read here.
         if isinstance(keys_of_student.init, str) and keys_of_student.init != "teacher":
             keys_of_student = keys_of_student.model_copy(update={"init": "random"})
         named = Teacher(teacher, str(source), local=True, revision=None, sha256="")
