@@ -123,6 +123,7 @@ def plain_loop(file: Path) -> None:
     from pretrain.inputs import load_inputs
     from pretrain.model.distillation import micro_batch
     from pretrain.monitor.metrics import Silent
+    from pretrain.objectives.distilbert import DistilBert
     from pretrain.step import learning_rate
 
     stopped: list[int] = []
@@ -168,7 +169,7 @@ def plain_loop(file: Path) -> None:
                     rows = micro_batch(*part, cls_id=special.cls, pad_id=special.pad)
                     tokens += rows.counts["tokens"]
                     batch = padded(rows.to(ranks.device), pad_id=special.pad)
-                    BaselineStep(student, teacher, batch, "all", precision)()
+                    BaselineStep(student, teacher, batch, DistilBert(), precision)()
                 for parameter in student.parameters():
                     if parameter.grad is not None:
                         parameter.grad /= len(parts)

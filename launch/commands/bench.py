@@ -96,7 +96,7 @@ def bench(
     if settings is None or synthetic:
         subject = comparison.synthetic(settings, *sizes, device, asked)
     else:
-        subject = comparison.configured(settings, device, asked, show)
+        subject = comparison.configured(settings, device, asked)
     if json_file is not None:  # a file that cannot be written is an error before hours of timing
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.open("a").close()

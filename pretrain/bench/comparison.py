@@ -208,9 +208,7 @@ def _variant(objective: Objective) -> Callable[[str], Objective]:
     return lambda kl: objective.model_copy(update={"kl_positions": kl} if kl else {})
 
 
-def configured(
-    config: RunConfig, device: torch.device, settings: Settings, say: Callable[[str], None]
-) -> Subject:
+def configured(config: RunConfig, device: torch.device, settings: Settings) -> Subject:
     """Load a config's teacher and shards, and build its student and objective.
 
     Raises:
@@ -232,7 +230,7 @@ def configured(
         student = build_student(config.student, loaded, config.train.seed, needs_head=needs_head)
     else:
         assert config.model is not None
-        student = build_model(config.model, manifest, config.train.seed, say)
+        student = build_model(config.model, manifest, config.train.seed, [])
     masking = build_masking(config.masking, config.shards, manifest, config.train.seed)
     ids = manifest.tokenizer.special_ids
     special = SpecialIds(ids.pad, ids.cls, ids.sep)

@@ -30,6 +30,7 @@ from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
+from pretrain.objectives.tinybert import TinyBert
 
 
 class Padded(NamedTuple):
@@ -136,7 +137,7 @@ def minilm(objective: MiniLM, inputs: Inputs) -> dict[str, Tensor]:
     if first:
         q, p = outputs[0].attentions[last], outputs[1].attentions[layer]
         means["attention"] = mean_divergence(p, q, keys)
-    heads = shape_of(teacher).num_heads if first else objective.relation_heads
+    heads = shape_of(teacher).num_heads if first else objective.relation_heads or 48
     kinds = {"values": "value"} if first else {"queries": "query", "keys": "key", "values": "value"}
     for name, kind in kinds.items():
         q, p = relation(ours[kind, last], keys, heads), relation(theirs[kind, layer], keys, heads)
@@ -144,10 +145,40 @@ def minilm(objective: MiniLM, inputs: Inputs) -> dict[str, Tensor]:
     return means
 
 
+def tinybert(objective: TinyBert, inputs: Inputs) -> dict[str, Tensor]:
+    """Compute general distillation (arXiv 1909.10351, section 3.1) with the authors' clamp."""
+    student, teacher = inputs.student, inputs.teacher
+    assert teacher is not None
+    layers = objective.layer_map(shape_of(student), shape_of(teacher))
+    ours, theirs = zip(*layers, strict=True)
+    with hooked(student, ours) as s, hooked(teacher, theirs) as t:
+        outputs = inputs.outputs(output_hidden_states=True)
+    tokens = inputs.batch.attention_mask.bool()
+    terms: dict[str, list[Tensor]] = {"attention": [], "hidden": [], "embedding": []}
+    # Of transformers' hidden states the first is the output of the embeddings.
+    for here, there in ((-1, -1), *layers):
+        if objective.attention and here >= 0:
+            both = []
+            for found, layer in ((s, here), (t, there)):
+                heads = shape_of(teacher).num_heads
+                q, k = (found[kind, layer].unflatten(-1, (heads, -1)) for kind in ("query", "key"))
+                scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / q.shape[-1] ** 0.5
+                both.append(torch.where(scores <= -1e2, 0.0, scores))
+            squares = (both[0] - both[1]).square().mean(1)
+            terms["attention"].append(squares[tokens[:, :, None] & tokens[:, None, :]].mean())
+        name = "embedding" if here < 0 else "hidden"
+        if getattr(objective, name):
+            mapped = inputs.adapters["hidden"](outputs[0].hidden_states[here + 1])
+            target = outputs[1].hidden_states[there + 1]
+            terms[name].append(nn.MSELoss()(selected(mapped, tokens), selected(target, tokens)))
+    return {name: torch.stack(means).sum() for name, means in terms.items() if means}
+
+
 FORMULATIONS: Mapping[type[Objective], Formulation] = {
     DistilBert: distilbert,
     MaskedLanguageModel: mlm,
     MiniLM: minilm,
+    TinyBert: tinybert,
 }
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
+from pretrain.objectives.tinybert import TinyBert
 
 CPU = torch.device("cpu")
 
@@ -136,11 +138,14 @@ def test_both_steps_are_the_same_function(
         MaskedLanguageModel(),
         MiniLM(relation_heads=8, teacher_layer=-2),
         MiniLM(version=1),
+        TinyBert(),
     ],
 )
 def test_every_objective_equals_its_plain_formulation(
     objective: Objective, precision: str, pair: cells.Pair, batch: MicroBatch
 ) -> None:
+    adapters = objective.adapters(*pair.shapes)
+    pair = replace(pair, adapters=adapters)
     if not objective.needs_teacher:
         pair = cells.Pair.of(tiny_bert().train(), None, CPU, [], pad_id=0)
     ours, usual = pair.ours(objective, batch, precision), pair.usual(objective, batch, precision)
