@@ -108,6 +108,7 @@ setup(
             "pytest-xdist>=3.5",
             "ray>=2.30,<3",
             "ruff>=0.9",
+            "sentence-transformers>=5,<7",
             "setuptools>=68",
             "tensorboard>=2.15",
             # torch brings it where it is built for GPUs; the tests interpret the kernels without.
