@@ -34,6 +34,13 @@ from pretrain.output import is_run, no_checkpoint
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 _TEXTS = ["config.json", "vocab.txt", "tokenizer.json", *_SETTINGS]
+# Of a folder of sentence-transformers; a pattern fits a whole path.
+_TEXTS += [
+    "modules.json",
+    "sentence_bert_config.json",
+    "[1-9]_*/config.json",
+    "[1-9]_*/model.safetensors",
+]
 # Keys that make transformers import, fetch or replace code; a leading underscore hides none.
 _CODE = (
     *("auto_map", "attn_implementation", "experts_implementation", "custom_generate"),

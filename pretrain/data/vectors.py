@@ -1,0 +1,236 @@
+"""Keep a teacher's vectors of a corpus's documents in a file, one row for each segment of a split.
+
+    FILE           safetensors: tensors `train` and `validation` [segments, width] in fp16. The row
+                   of a piece of a cut document is 0 and never read. The metadata say which shards
+                   and which teacher they are of, with a checksum of the data.
+    FILE.partial   the same while it is written, and in FILE.progress how much of it is on disk
+
+Other programs may write such a file, too: of the metadata only `shards`, the digest in the shards'
+manifest, is needed. `sha256` is that of all bytes behind the header; `teacher` is compared where
+the run has a teacher.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from data_prep.disk import lock, sync
+from data_prep.disk.json_files import parse_object, read_regular
+from data_prep.shards import Manifest, Segments
+from pretrain import RunError
+from pretrain.files import write_json, writing_to
+
+CODE = "1"  # raised when the same teacher and texts would give other vectors
+SEGMENTS = 4096  # written at a time: a kill costs at most these
+_AGAIN = "remove it to write it again, or name another file"
+_SECONDS = 30  # between two lines on the screen
+
+
+class Record(NamedTuple):
+    """Hold the metadata of a file of vectors."""
+
+    shards: str  # digest of their manifest
+    teacher: str = ""  # digest of all that shapes a vector; empty in a file of another program
+    name: str = ""  # of the teacher; empty for a folder of some machine
+    normalised: str = ""  # "true": the teacher divides a vector by its length
+    sha256: str = ""  # of the data
+    code: str = ""
+
+
+def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Record, int]:
+    """Return a finished file's metadata and the width of its vectors.
+
+    Args:
+        path: the file.
+        manifest: of the shards that it must be of.
+        teacher: digest of the teacher that it must be of, where there is one.
+
+    Raises:
+        RunError: it cannot be read, or is of other shards or another teacher.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            known = {key: v for key, v in (file.metadata() or {}).items() if key in Record._fields}
+            shapes = {}
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                shapes[name] = (part.get_dtype(), part.get_shape())
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{path}: cannot be read as safetensors ({error}); {_AGAIN}") from None
+    if known.get("shards") != manifest.digest:
+        raise RunError(f"{path}: holds vectors of other shards; {_AGAIN}")
+    # Another program may name no teacher; then nothing can be compared.
+    record = Record(**known)
+    if teacher is not None and record.teacher not in ("", teacher):
+        raise RunError(f"{path}: holds vectors of another teacher; {_AGAIN}")
+    if record.teacher and record.code != CODE:
+        raise RunError(f"{path}: another version of this program wrote it; {_AGAIN}")
+    # One tensor for each split, of one width.
+    widths = set()
+    for split, sizes in manifest.splits.items():
+        dtype, shape = shapes.get(split, ("", []))
+        if dtype != "F16" or len(shape) != 2 or shape[0] != sizes.segments:
+            raise RunError(
+                f"{path}: tensor {split} is {shape} of {dtype or 'nothing'}, and must be "
+                f"[{sizes.segments}, width] of F16; {_AGAIN}"
+            )
+        widths.add(shape[1])
+    if len(widths) != 1:
+        raise RunError(f"{path}: vectors of several widths; {_AGAIN}")
+    return record, int(widths.pop())
+
+
+def map_vectors(path: Path, split: str) -> NDArray[np.float16]:
+    """Return a split's vectors [segments, width], mapped; `read_record` has checked the file."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(size))[split]
+    begin = 8 + size + entry["data_offsets"][0]
+    shape = tuple(entry["shape"])
+    return np.memmap(path, dtype=np.float16, mode="r", offset=begin, shape=shape)
+
+
+def check_vectors(path: Path, record: Record) -> None:
+    """Compare a file with its checksum, if it has one; raise RunError if they differ."""
+    if record.sha256 and _data_sha256(path) != record.sha256:
+        raise RunError(f"{path}: differs from its checksum; {_AGAIN}")
+
+
+def write_vectors(
+    path: Path,
+    record: Record,
+    splits: Mapping[str, Segments],
+    encode: Callable[[Sequence[str]], NDArray[np.floating[Any]]],
+    width: int,
+    say: Callable[[str], None],
+) -> None:
+    """Write a file of vectors, or the rest of one whose writing was interrupted.
+
+    Args:
+        path: the file; it gets this name once it is complete and on disk.
+        record: its metadata, without the checksum.
+        splits: the segments of each split.
+        encode: returns the vectors [n, width] of n texts.
+        width: of a vector.
+        say: shows lines.
+
+    Raises:
+        RunError: a vector is not finite, or unfinished ones are of other shards or another teacher.
+        CorpusError: a text cannot be read.
+        Busy: another process writes this file.
+        OSError: the disk is full or read-only.
+    """
+    partial, progress = (path.with_name(f"{path.name}.{end}") for end in ("partial", "progress"))
+    described = {**record._asdict(), "width": width, "segments": SEGMENTS}
+    described["splits"] = {split: len(segments) for split, segments in splits.items()}
+    header = _header(record._replace(sha256="0" * 64), described["splits"], width)
+    row = 2 * width
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with lock(path.parent, path.name, who="distil pretrain", output=path) as held:
+        if path.exists():  # another process has finished it meanwhile
+            return
+        # Go on where an earlier start was killed.
+        done = read_progress(progress, described) if partial.exists() else 0
+        total, start, said, first = sum(described["splits"].values()), time.monotonic(), 0.0, done
+        say(f"{path}: writing the teacher's vectors of {total:,} documents and pieces of some")
+        with writing_to(partial), partial.open("r+b" if done else "wb") as file:
+            if not done:
+                file.write(header)
+            # What lies behind the noted end may be half written.
+            file.truncate(len(header) + done * row)
+            file.seek(0, os.SEEK_END)
+            # The same units at every start, so that a file has the same bytes after any kill.
+            before = 0  # segments of the splits before
+            for segments in splits.values():
+                for begin in range(0, len(segments), SEGMENTS):
+                    end = min(begin + SEGMENTS, len(segments))
+                    if before + end <= done:
+                        continue
+                    texts = segments.texts(begin, end)
+                    there = [i for i, text in enumerate(texts) if text is not None]
+                    values = np.zeros((end - begin, width), dtype=np.float16)
+                    values[there] = encode([text for text in texts if text is not None])
+                    if not np.isfinite(values).all():
+                        bad = begin + int(np.flatnonzero(~np.isfinite(values).all(1))[0])
+                        raise RunError(
+                            f"teacher: its vector of segment {bad} is not finite in fp16"
+                        )
+                    # Nobody else may have taken the file over while this process stood still.
+                    held.check()
+                    file.write(values.tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                    done = before + end
+                    # After the data: what is noted is on disk.
+                    write_json(progress, {**described, "done": done})
+                    seconds = time.monotonic() - start
+                    if seconds - said > _SECONDS:
+                        said = seconds
+                        rate = (done - first) / seconds
+                        say(f"{path.name}: {done:,} of {total:,}, {rate:,.0f} a second")
+                before += len(segments)
+            # The checksum lies in the header, so all data come first.
+            file.seek(0)
+            sha256 = _data_sha256(partial)
+            file.write(_header(record._replace(sha256=sha256), described["splits"], width))
+            file.flush()
+            os.fsync(file.fileno())
+        with writing_to(path):
+            partial.rename(path)
+            sync(path.parent)
+            progress.unlink(missing_ok=True)
+
+
+def read_progress(path: Path, described: Mapping[str, Any]) -> int:
+    """Return how many vectors of a file that is `described` are on disk.
+
+    Raises:
+        RunError: the unfinished file is another one.
+    """
+    if not path.exists():
+        return 0
+    try:
+        noted = parse_object(read_regular(path))
+        done = int(noted.pop("done"))
+    except (ValueError, KeyError, TypeError):
+        raise RunError(f"{path}: damaged; remove it to begin again") from None
+    if noted != described:
+        raise RunError(
+            f"{path}: of unfinished vectors of other shards or another teacher; remove it to begin "
+            "again, or name another file"
+        )
+    return done
+
+
+def _header(record: Record, splits: Mapping[str, int], width: int) -> bytes:
+    """Return the beginning of a safetensors file; its length does not depend on the checksum."""
+    begin, values = 0, {"__metadata__": record._asdict()}
+    for split, rows in splits.items():
+        end = begin + 2 * rows * width
+        entry: dict[str, Any] = {"dtype": "F16", "shape": [rows, width]}
+        values[split] = entry | {"data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(values).encode()
+    text += b" " * (-len(text) % 8)  # aligned, as the format asks
+    return len(text).to_bytes(8, "little") + text
+
+
+def _data_sha256(path: Path) -> str:
+    """Return the sha256 of what follows the header."""
+    whole = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        while block := file.read(1 << 20):
+            whole.update(block)
+    return whole.hexdigest()
