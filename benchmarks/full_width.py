@@ -159,12 +159,7 @@ def plain_loop(file: Path) -> None:
                     )
                     print(json.dumps({"kind": "evaluation", "step": step, **figures}), file=metrics)
                     since, since_tokens = time.perf_counter(), tokens
-                parts = list(
-                    zip(
-                        *(t.split(train.micro_batch_size) for t in inputs.dataset[step]),
-                        strict=True,
-                    )
-                )
+                parts = [*inputs.dataset[step].split(train.micro_batch_size)]
                 for part in parts:
                     rows = micro_batch(*part, cls_id=special.cls, pad_id=special.pad)
                     tokens += rows.counts["tokens"]

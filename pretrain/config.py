@@ -11,12 +11,13 @@ from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.device.precision import PrecisionName
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.embedding import Embedding
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.tinybert import TinyBert
 
 Objective = Annotated[
-    DistilBert | MiniLM | TinyBert | MaskedLanguageModel, Field(discriminator="name")
+    DistilBert | Embedding | MiniLM | TinyBert | MaskedLanguageModel, Field(discriminator="name")
 ]
 OBJECTIVES = get_args(get_args(Objective)[0])
 ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
@@ -33,6 +34,8 @@ OF_INIT = (
 
 class Model(Keys):
     """Hold the model that `objective: mlm` trains, with sizes named as in `BertConfig`.
+
+    It may also be the student of objective embedding, whose teacher may have another vocabulary.
 
     It is random, or with `init`, a folder, a run or a hub's name, an existing one that is trained
     on: domain-adaptive pretraining. That has its own sizes, and gets a head if it has none.
@@ -218,12 +221,17 @@ class RunConfig(Keys):
     With `teacher_vocabulary: same` the user asserts that a teacher without tokenizer files has the
     shards' vocabulary, or that case and accents may be treated differently than by its tokenizer.
     The vocabulary in tokenizer files is compared in any case.
+    `vectors` names a file of the teacher's sentence vectors, for objective embedding. If it is not
+    there, the first start writes it, from the texts of a corpus prepared with `keep_text: true`.
+    Without this key a teacher with the shards' vocabulary computes them in each step, and those of
+    another one are written to OUTPUT/vectors.safetensors.
     """
 
     output: Path
     shards: Path
     resume_from: Path | None = None
     teacher: str | None = None
+    vectors: Path | None = None
     teacher_vocabulary: Literal["same"] | None = None
     model: Model | None = None
     student: Student = Student()
@@ -260,10 +268,17 @@ class RunConfig(Keys):
                 f"masking.probability is 0, and the term {term} of objective {name} is computed on "
                 f"masked tokens: set another probability, or objective.{term}: 0"
             )
+        vectors = self.objective.compares_documents
+        if self.vectors is not None and not vectors:
+            raise ValueError(f"objective {name} compares no sentence vectors: remove vectors")
         if self.objective.needs_teacher:
-            if self.teacher is None:
+            if self.teacher is None and self.vectors is None:
                 raise ValueError(f"objective {name} needs `teacher:`, a folder or a hub name")
-            if self.model is not None:
+            if vectors and self.model is not None and self.student != type(self.student)():
+                raise ValueError("the student is that of `model:`: remove one of the two sections")
+            if self.teacher is None and self.model is None:
+                raise ValueError("without `teacher:` the student is that of `model:`: add it")
+            if self.model is not None and not vectors:
                 raise ValueError(
                     f"`model:` is for objective mlm; objective {name} takes the teacher's widths"
                 )
@@ -290,7 +305,7 @@ class RunConfig(Keys):
         freely_changed = {"micro_batch_size", "num_workers", "skip_non_finite", "compare_every"}
         freely_changed |= {"compile", "activation_checkpointing"}
         others = ["output", "resume_from", "shards", "teacher", "teacher_vocabulary"]
-        others += ["evaluation", "checkpoint", "logging"]
+        others += ["vectors", "evaluation", "checkpoint", "logging"]
         return self.model_dump(
             mode="json", exclude={**dict.fromkeys(others, True), "train": freely_changed}
         )

@@ -24,10 +24,12 @@ from data_prep.shards import Manifest, ShardSet, check, open_shards
 from pretrain import checkpoint
 from pretrain.data.masking import IGNORE, Masking
 from pretrain.data.rows import corrupt, masking_over, special_ids
+from pretrain.data.sequences import Documents
 from pretrain.device.gpu import check_kernels
 from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.model.families import MaskedLM
 from pretrain.model.loading import check_row_length, load_model
+from pretrain.model.pooling import SentenceHead
 from pretrain.model.teacher import check_vocabulary, load_teacher
 from pretrain.objectives.terms import (
     COUNTS,
@@ -54,6 +56,8 @@ def evaluate(
     own_terms: Sequence[Term] = (),
     adapters: nn.ModuleDict | None = None,
     step: int = 0,
+    head: SentenceHead | None = None,
+    documents: Documents | None = None,
 ) -> dict[str, float]:
     """Evaluate on the first `rows` rows of a split, divided among the ranks.
 
@@ -69,6 +73,8 @@ def evaluate(
             rows without masks.
         adapters: those of the own terms.
         step: whose weights the loss of the own terms has.
+        head: makes sentence vectors of the teacher's hidden states.
+        documents: finds whole documents for terms on their vectors; rows are then evenly spaced.
 
     Returns:
         loss (nats) and accuracy; with a teacher also kl (nats, temperature 1), agreement (same
@@ -78,13 +84,16 @@ def evaluate(
         With `own_terms` the mean of each, their weighted sum as loss, and the number of tokens.
     """
     rows = min(rows, len(shards))
-    mine = np.array_split(np.arange(rows), accelerator.num_processes)[accelerator.process_index]
+    numbers = np.arange(rows)
+    if documents is not None:  # packing puts the longest ones first, most of which were cut
+        numbers = numbers * len(shards) // max(rows, 1)
+    mine = np.array_split(numbers, accelerator.num_processes)[accelerator.process_index]
     special = shards.manifest.tokenizer.special_ids
     # The same masks for every run, so that figures of two runs can be compared.
     masking = evaluation_masking(shards.manifest, 0.0 if own_terms else probability)
 
     terms = list(own_terms) or figures_of_head(with_teacher=teacher is not None)
-    module = Distillation(student, teacher, terms, pad_id=special.pad, adapters=adapters)
+    module = Distillation(student, teacher, terms, pad_id=special.pad, adapters=adapters, head=head)
     ones = torch.ones(len(terms), device=accelerator.device)
 
     # Sums of this rank: one entry per term, one per count, then the number of masked labels of each
@@ -100,8 +109,8 @@ def evaluate(
         for batch in np.array_split(mine, -(-len(mine) // batch_size) or 1):
             if len(batch) == 0:  # more ranks than rows
                 continue
-            masked = corrupt(shards, masking, np.zeros_like(batch), batch)  # epoch 0
-            inputs = micro_batch(*masked, cls_id=special.cls, pad_id=special.pad)
+            found = corrupt(shards, masking, np.zeros_like(batch), batch, documents=documents)
+            inputs = micro_batch(*found, cls_id=special.cls, pad_id=special.pad)
             # Counted on the host, before the copy to the device.
             labels = inputs.labels[inputs.labels != IGNORE].long()
             labels_V += torch.bincount(labels, minlength=num_labels)

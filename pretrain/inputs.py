@@ -25,9 +25,10 @@ from pretrain.model.distillation import parameters_by_name
 from pretrain.model.families import MaskedLM, family_of, shape_of
 from pretrain.model.loading import check_row_length, load_model, reinitialise
 from pretrain.model.student import build_model, build_student
+from pretrain.model.targets import Targets, find_targets
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
-from pretrain.objectives.terms import Term
+from pretrain.objectives.terms import Shape, Term
 from pretrain.output import another_run, no_checkpoint, recipe_changes
 from pretrain.state import FIELDS, TrainState
 
@@ -53,6 +54,7 @@ class Inputs:
     student: MaskedLM
     terms: tuple[Term, ...]
     adapters: nn.ModuleDict  # of the objective
+    targets: Targets | None  # where sentence vectors come from, if any are compared
     optimizer: dict[str, Tensor]
     dataset: StepDataset
     tokenizer: dict[str, bytes]  # its files, by name
@@ -60,11 +62,14 @@ class Inputs:
 
     def names(self, stop_after: int | None) -> dict[str, str]:
         """Return what all ranks must have loaded identically; only paths may differ."""
-        settings = self.config.model_dump(mode="json", exclude={"output", "shards", "teacher"})
+        settings = self.config.model_dump(
+            mode="json", exclude={"output", "shards", "teacher", "vectors"}
+        )
         return {
             "configuration": repr((settings, stop_after, self.dataset.skips)),
             "corpus": self.manifest.digest,
             "teacher": self.teacher.sha256 if self.teacher else "",
+            "file of vectors": self.targets.digest if self.targets else "",
             "checkpoint": str(self.saved.step if self.saved else None),
         }
 
@@ -101,32 +106,31 @@ def load_inputs(
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
     teacher, needs_head = None, config.objective.needs_logits
     if config.teacher is not None:
-        same = config.teacher_vocabulary == "same"
         teacher = load_teacher(
-            config.teacher, manifest, config.shards, same_vocabulary=same, needs_head=needs_head
+            config.teacher,
+            manifest,
+            config.shards,
+            same_vocabulary=config.teacher_vocabulary == "same",
+            needs_head=needs_head,
+            sentences=config.objective.compares_documents,
+            any_vocabulary=config.model is not None,
         )
-
-    # A checkpoint wins over `student.init`, so that the same command starts and resumes a run.
-    student: MaskedLM
-    optimizer: dict[str, Tensor] = {}
+    targets = None
+    if config.objective.compares_documents:
+        # One rank of each node reads all of an existing file. A checkpoint has the notes already.
+        about, whole = notes if saved is None else [], ranks.is_local_main_process
+        targets = find_targets(config, manifest, teacher, about, whole=whole)
     if saved is not None:
-        check_same_run(config, manifest, teacher, saved, _SCHEDULE if branches else ())
-        student = load_model(saved.folder / "student", needs_head=needs_head).train()
-        optimizer = saved.optimizer()
-    elif teacher is not None:
-        student = build_student(
-            config.student, teacher, config.train.seed, needs_head=needs_head, notes=notes
-        )
-    else:
-        assert config.model is not None
-        student = build_model(config.model, manifest, config.train.seed, notes)
-    check_row_length("model.init" if teacher is None else "student.init", student.config, manifest)
-    if saved is None and (note := family_of(student).note(student.config)):
-        notes.append(note)
+        check_same_run(config, manifest, teacher, targets, saved, _SCHEDULE if branches else ())
+    student = load_student(config, manifest, teacher, saved, notes)
     # Here, because they refuse sizes that do not fit, and a refusal writes nothing.
-    shapes = shape_of(student), shape_of(teacher.model) if teacher is not None else None
+    theirs = shape_of(teacher.model) if teacher is not None else None
+    if targets is not None:
+        theirs = (theirs or Shape(0, 0, 0))._replace(vector_size=targets.width)
+    shapes = shape_of(student), theirs
     terms, adapters = config.objective.terms(*shapes), config.objective.adapters(*shapes)
     reinitialise(adapters, root(config.train.seed, _ADAPTERS))
+    optimizer = saved.optimizer() if saved is not None else {}
     if saved is not None:
         load_adapters(adapters, saved.adapters())
         check_optimizer(optimizer, parameters_by_name(student, adapters))
@@ -145,6 +149,7 @@ def load_inputs(
         rank=ranks.process_index,
         world=ranks.num_processes,
         skips=state.skip_rows,
+        documents=targets.documents if targets is not None else None,
     )
     positions = family_of(student).row_length(student.config)
     tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
@@ -157,11 +162,41 @@ def load_inputs(
         student,
         terms,
         adapters,
+        targets,
         optimizer,
         dataset,
         tokenizer,
         tuple(notes),
     )
+
+
+def load_student(
+    config: RunConfig,
+    manifest: Manifest,
+    teacher: Teacher | None,
+    saved: Saved | None,
+    notes: list[str],
+) -> MaskedLM:
+    """Return the student of a checkpoint, or a new one; `notes` receives what to say about it.
+
+    Raises:
+        RunError: it cannot be read or built, or does not fit teacher and shards.
+    """
+    seed, needs_head = config.train.seed, config.objective.needs_logits
+    student: MaskedLM
+    # A checkpoint wins over `student.init`, so that the same command starts and resumes a run.
+    if saved is not None:
+        student = load_model(saved.folder / "student", needs_head=needs_head).train()
+    elif config.model is not None:
+        student = build_model(config.model, manifest, seed, notes, needs_head=needs_head)
+    else:
+        assert teacher is not None
+        student = build_student(config.student, teacher, seed, needs_head=needs_head, notes=notes)
+    key = "student.init" if config.model is None else "model.init"
+    check_row_length(key, student.config, manifest)
+    if saved is None and (note := family_of(student).note(student.config)):
+        notes.append(note)
+    return student
 
 
 def resolve_precision(
@@ -249,6 +284,7 @@ def check_same_run(
     config: RunConfig,
     manifest: Manifest,
     teacher: Teacher | None,
+    targets: Targets | None,
     saved: Saved,
     may_change: Sequence[str] = (),
 ) -> None:
@@ -262,6 +298,9 @@ def check_same_run(
     before_sha256 = (saved.state["teacher"] or {}).get("sha256")
     if teacher is not None and before_sha256 not in (None, teacher.sha256):
         changes.append(f"the teacher {teacher.name} has other weights")
+    before_vectors = (saved.state.get("vectors") or {}).get("digest")
+    if targets is not None and before_vectors not in (None, targets.digest):
+        changes.append("the sentence vectors are of another teacher")
     if changes and may_change:
         raise RunError(
             f"resume_from: {saved.folder}: {'; '.join(changes)}. Only output, "

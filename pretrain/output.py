@@ -23,7 +23,10 @@ from pretrain.config import RunConfig
 
 _LONGEST_CONFIG = 2**20  # bytes
 # Files that exist before the first step: locks, a launch's logs, hidden files, the user's YAML.
-_BEGUN = re.compile(r"\..*|.*\.ya?ml|logs|pretrain\..*lock|exit_status\.json")
+_BEGUN = re.compile(
+    r"\..*|.*\.ya?ml|logs|pretrain\..*lock|exit_status\.json"
+    r"|vectors\.safetensors.*"
+)
 
 
 def check_output(config: RunConfig) -> None:

@@ -114,7 +114,7 @@ class Replay:
             fed = dataset[self.step - 1]
             first = dataset.mine.start
             for i, (ids, positions, labels) in enumerate(
-                zip(*(tensor.long().numpy() for tensor in fed), strict=True)
+                zip(*(tensor.long().numpy() for tensor in fed.masked), strict=True)
             ):
                 used = labels != IGNORE
                 # Slots are in the order of their draws; a reader expects positions from left to

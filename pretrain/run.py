@@ -16,6 +16,7 @@ from data_prep.shards import Manifest, ShardSet, open_shards
 from pretrain.checkpoint import Writer
 from pretrain.config import Optimizer, RunConfig
 from pretrain.data.rows import StepDataset
+from pretrain.data.sequences import Documents
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.parallel import DDP, Parallel, ZeRO, uses_deepspeed
 from pretrain.distributed.processes import jointly
@@ -24,6 +25,7 @@ from pretrain.kernels.compilation import check_compiler
 from pretrain.kernels.head.triton_support import use_triton
 from pretrain.model.distillation import Distillation, micro_batch, parameters_by_name
 from pretrain.model.families import MaskedLM
+from pretrain.model.targets import Targets
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress
@@ -50,6 +52,8 @@ class Run:
     manifest: Manifest
     dataset: StepDataset
     validation: ShardSet | None
+    documents: Documents | None  # of the validation rows, if sentence vectors are compared
+    targets: Targets | None  # where these come from
     teacher: Teacher | None
     student: MaskedLM
     module: Distillation  # student and teacher on a micro-batch
@@ -104,11 +108,15 @@ def build(
     All ranks call it. The first rank holds `lock`, and writes.
     """
     config, manifest = inputs.config, inputs.manifest
-    teacher, student = inputs.teacher, inputs.student
+    teacher, student, targets = inputs.teacher, inputs.student, inputs.targets
     device, train = accelerator.device, config.train
-    if teacher is not None:
+    # A teacher whose vectors a file holds does not run.
+    runs = teacher is not None and (targets is None or targets.documents.path is None)
+    if runs and teacher is not None:
         # The sha256 is computed and the student has its layers: fp32 is no longer needed.
         teacher.model.to(device, PRECISIONS[train.precision].dtype)
+        if teacher.head is not None:
+            teacher.head.to(device)
     student.to(device)
     if train.compile:
         jointly(accelerator, lambda: check_compiler(device))
@@ -116,10 +124,11 @@ def build(
     compiled_head = train.compile and not use_triton("auto", next(student.parameters()))
     module = Distillation(
         student,
-        teacher.model if teacher else None,
+        teacher.model if teacher is not None and runs else None,
         inputs.terms,
         pad_id=manifest.tokenizer.special_ids.pad,
         adapters=inputs.adapters.to(device),
+        head=teacher.head if teacher is not None and runs else None,
         backend="compiled" if compiled_head else "auto",
         compiled=train.compile,
         recompute=train.activation_checkpointing,
@@ -138,6 +147,10 @@ def build(
     fence = lock.check if lock else lambda: None
     validates = "validation" in manifest.splits and manifest.splits["validation"].rows > 0
     epochs = inputs.dataset.order.steps_for(config.train.epochs)
+    validation = open_shards(config.shards, "validation") if validates else None
+    documents = None
+    if validation is not None and targets is not None:
+        documents = Documents(validation, targets.documents.path)
     return Run(
         config=config,
         accelerator=accelerator,
@@ -154,7 +167,9 @@ def build(
         ),
         manifest=manifest,
         dataset=inputs.dataset,
-        validation=open_shards(config.shards, "validation") if validates else None,
+        validation=validation,
+        documents=documents,
+        targets=targets,
         teacher=teacher,
         student=student,
         module=module,
@@ -173,10 +188,16 @@ def freeze_unreached(module: Distillation, inputs: Inputs, device: torch.device)
     finds them; its gradients and random numbers are discarded.
     """
     special = inputs.manifest.tokenizer.special_ids
-    row = (values[:1] for values in inputs.dataset[inputs.state.step])
+    row = next(inputs.dataset[inputs.state.step].split(1))
     batch = micro_batch(*row, cls_id=special.cls, pad_id=special.pad).to(device)
-    models = module.student, module.teacher
-    plain = Distillation(*models, module.terms, pad_id=special.pad, adapters=module.adapters)
+    plain = Distillation(
+        module.student,
+        module.teacher,
+        module.terms,
+        pad_id=special.pad,
+        adapters=module.adapters,
+        head=module.head,
+    )
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus):
         # Without autocast, which would keep casts of weights for the first step.
@@ -219,6 +240,13 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
             "revision": teacher.revision,
             "sha256": teacher.sha256,
         },
+        "vectors": run.targets
+        and {
+            "name": run.targets.name,
+            "digest": run.targets.digest,
+            "normalised": run.targets.normalised,
+        },
+        "row_length": run.manifest.row_length,
         "num_processes": run.accelerator.num_processes,
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }

@@ -20,7 +20,7 @@ import torch
 from pretrain import NonFiniteError
 from pretrain.config import Optimizer
 from pretrain.data.hashing import root
-from pretrain.data.masking import MaskedRows
+from pretrain.data.rows import StepRows
 from pretrain.model.distillation import MicroBatch, micro_batch, send
 from pretrain.monitor.post_mortem import write_post_mortem
 from pretrain.objectives.terms import COUNTS, Count
@@ -39,7 +39,7 @@ class Step(NamedTuple):
     learning_rate: float
 
 
-def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
+def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
     """Make one optimizer step on this rank's rows; return None if a rank was interrupted.
 
     Args:
@@ -128,10 +128,10 @@ def train_step(run: Run, rows: MaskedRows | None, *, stop: bool) -> Step | None:
     return Step(counts, weights, totals_of_step, size, rate)
 
 
-def micro_batches(run: Run, rows: MaskedRows) -> list[MicroBatch]:
+def micro_batches(run: Run, rows: StepRows) -> list[MicroBatch]:
     """Split a rank's rows of a step into micro-batches, on the host."""
     special = run.manifest.tokenizer.special_ids
-    parts = zip(*(tensor.split(run.micro_batch_size) for tensor in rows), strict=True)
+    parts = rows.split(run.micro_batch_size)
     return [micro_batch(*part, cls_id=special.cls, pad_id=special.pad) for part in parts]
 
 

@@ -96,4 +96,5 @@ def batch(
         row[: len(joined)] = joined
     numbers: Any = np.arange(len(rows))
     masked = masking(ids, np.zeros_like(numbers), numbers)
-    return micro_batch(*map(torch.from_numpy, masked), cls_id=special.cls, pad_id=special.pad)
+    tokens, positions, labels = map(torch.from_numpy, masked)
+    return micro_batch(tokens, positions, labels, cls_id=special.cls, pad_id=special.pad)

@@ -153,4 +153,5 @@ def batch(sizes: Sizes, num_rows: int) -> MicroBatch:
     """Return a micro-batch of one document a row, masked, in the host's memory."""
     numbers = np.arange(num_rows)
     masked = masking(sizes)(ids(sizes, num_rows), np.zeros_like(numbers), numbers)
-    return micro_batch(*map(torch.from_numpy, masked), cls_id=CLS, pad_id=PAD)
+    rows, positions, labels = map(torch.from_numpy, masked)
+    return micro_batch(rows, positions, labels, cls_id=CLS, pad_id=PAD)

@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -27,10 +29,12 @@ from data_prep.shards.manifest import TOKEN_COUNTS
 from data_prep.shards.reading import check_size
 from pretrain import RunError
 from pretrain.config import MaskingConfig
-from pretrain.data.masking import MaskedRows, Masking
+from pretrain.data.masking import Masking
 from pretrain.data.order import Order
+from pretrain.data.sequences import Documents
 from pretrain.data.words import continuations
 from pretrain.environment import SUPERVISOR, TIMEOUT
+from pretrain.model.pooling import Sequences
 from pretrain.signals import Interrupted, Signals, stop_signals
 
 _SOCKET = len("/pymp-12345678/listener-12345678")  # the socket that a worker creates in TMPDIR
@@ -50,7 +54,28 @@ class Skip:
     step: int  # from 0
 
 
-class StepDataset(Dataset[MaskedRows]):
+class StepRows(NamedTuple):
+    """Hold the rows of a rank in a step, as tensors of the narrowest types."""
+
+    input_ids: Tensor  # [R, L] uint16 or uint32 as in the shards, corrupted
+    positions: Tensor  # [R, K] int16, where the slots point
+    labels: Tensor  # [R, K] int32, original id, or IGNORE in an unused slot
+    sequences: Sequences | None = None  # of objectives that compare vectors of documents
+
+    @property
+    def masked(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the corrupted ids, the slots and their labels."""
+        return self.input_ids, self.positions, self.labels
+
+    def split(self, size: int) -> Iterator[StepRows]:
+        """Yield `size` rows at a time."""
+        sequences = self.sequences.split(size) if self.sequences else repeat(None)
+        masked = (tensor.split(size) for tensor in self.masked)
+        for ids, positions, labels, part in zip(*masked, sequences, strict=False):
+            yield StepRows(ids, positions, labels, part)
+
+
+class StepDataset(Dataset[StepRows]):
     """Return the rows of a step as a pure function of the step, so that any worker can do it."""
 
     def __init__(
@@ -62,6 +87,7 @@ class StepDataset(Dataset[MaskedRows]):
         rank: int = 0,
         world: int = 1,
         skips: Sequence[Skip] = (),
+        documents: Documents | None = None,
     ) -> None:
         """Raise RunError if `skips` name rows that are not there."""
         for skip in skips:
@@ -75,13 +101,14 @@ class StepDataset(Dataset[MaskedRows]):
         # ranks.
         share = order.global_batch_size // world
         self.shards, self.order, self.masking, self.skips = shards, order, masking, tuple(skips)
+        self.documents = documents
         self.mine = slice(rank * share, (rank + 1) * share)
 
-    def __getitem__(self, step: int) -> MaskedRows:
+    def __getitem__(self, step: int) -> StepRows:
         """Return this rank's rows of optimizer step `step`, counted from 0."""
         epochs, rows = (values[self.mine] for values in self.order.at(step))
         left_out = skipped(rows, step, self.skips)
-        return corrupt(self.shards, self.masking, epochs, rows, left_out, step)
+        return corrupt(self.shards, self.masking, epochs, rows, left_out, step, self.documents)
 
 
 def corrupt(
@@ -91,25 +118,26 @@ def corrupt(
     rows: Any,
     skipped: NDArray[np.bool_] | None = None,
     step: int = 0,
-) -> MaskedRows:
+    documents: Documents | None = None,
+) -> StepRows:
     """Read rows [R], pad those `skipped` [R], and mask the others by their epochs [R] and the step.
+
+    With `documents`, the whole documents of the rows come with them.
 
     The host makes the masks, not the GPU: one core masks tens of millions of tokens a second, ahead
     of the step that needs them, and no GPU trains on two million a second.
-
-    Returns:
-        CPU tensors in the narrowest types: ids uint16 or uint32 as in the shards, positions int16,
-        labels int32.
     """
     ids = shards.rows(rows)
+    sequences = documents(ids, rows, skipped) if documents is not None else None
     if skipped is not None:
         # Padding is special, so masking selects nothing there.
         ids[skipped] = shards.manifest.tokenizer.special_ids.pad
     masked = masking(ids, epochs, rows, step)
-    return MaskedRows(
+    return StepRows(
         torch.from_numpy(masked.input_ids),
         torch.from_numpy(masked.positions.astype(np.int16)),
         torch.from_numpy(masked.labels.astype(np.int32)),
+        sequences,
     )
 
 
@@ -133,7 +161,7 @@ def with_skip(skips: Sequence[Skip], skip: Skip) -> tuple[Skip, ...]:
 @contextmanager
 def loader(
     dataset: StepDataset, first: int, last: int, num_workers: int
-) -> Iterator[Iterator[MaskedRows]]:
+) -> Iterator[Iterator[StepRows]]:
     """Yield an iterator over steps `first` to `last` - 1, loaded ahead by `num_workers` processes.
 
     The processes end with the block.
@@ -163,7 +191,7 @@ def loader(
                 worker.kill()  # still alive only if it was stopped or hangs
 
 
-def next_rows(batches: Iterator[MaskedRows], signals: Signals, seconds: float) -> MaskedRows | None:
+def next_rows(batches: Iterator[StepRows], signals: Signals, seconds: float) -> StepRows | None:
     """Wait for the rows of the next step; return None as soon as a signal has come.
 
     Args:

@@ -172,7 +172,12 @@ def fullest(dataset: StepDataset, rows: int) -> MicroBatch:
         return micro_batch(*rows, cls_id=special.cls, pad_id=special.pad)
 
     # The same rows again where the sample has too few.
-    return batch(ids[np.resize(most, rows)])._replace(max_length=batch(ids).max_length)
+    chosen = np.resize(most, rows)
+    found = batch(ids[chosen])._replace(max_length=batch(ids).max_length)
+    if dataset.documents is not None:
+        numbers = sample[chosen]
+        found = found._replace(sequences=dataset.documents(shards.rows(numbers), numbers))
+    return found
 
 
 def _find(run: Run, share: int) -> tuple[Found, str]:

@@ -26,29 +26,17 @@ _FIGURES = {
 }
 
 
-def trains_head(state: Mapping[str, Any]) -> bool:
-    """Return whether the run of a checkpoint's state trains an LM head."""
-    return _OBJECTIVE.validate_python(state["config"]["objective"]).needs_logits
+def objective_of(state: Mapping[str, Any]) -> Objective:
+    """Return the objective of the run that a checkpoint's state is of."""
+    return _OBJECTIVE.validate_python(state["config"]["objective"])
 
 
 def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
     """Build the card from a checkpoint's state; it contains measured figures only."""
     config, teacher, evaluation = state["config"], state["teacher"], state["evaluation"]
-    objective = _OBJECTIVE.validate_python(config["objective"])
-    distilled = teacher is not None and objective.compares
-
-    # How it was trained.
-    how = f"Trained by masked language modelling ({objective.sentence})"
-    if distilled:
-        revision = f" at revision `{_escape(teacher['revision'])}`" if teacher["revision"] else ""
-        name = _escape(teacher["name"] or "a local model")
-        paper = f" ({objective.published})" if objective.published else ""
-        how = (
-            f"Distilled from {name}{revision} (weights sha256 `{teacher['sha256'][:16]}`) with "
-            f"{objective.sentence}{paper}"
-        )
-    elif teacher is not None:
-        how += "; no term compares it with the teacher"
+    objective = objective_of(state)
+    distilled = (teacher is not None or bool(state.get("vectors"))) and objective.compares
+    how = _provenance(state, objective, distilled)
     size, notes = sum(p.numel() for p in student.parameters()), state.get("notes")
 
     # Validation figures.
@@ -72,6 +60,7 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
 
     # The keys of the config that shape the run, without paths of the machine it ran on.
     recipe: list[tuple[str, object]] = []
+    cut = config["teacher"] is not None and config["model"] is None  # from a teacher
     unused = set()  # keys that another one overrides: their values trained nothing
     if config["train"]["max_steps"] is not None:
         unused.add("train.epochs")
@@ -85,24 +74,29 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
             if key == "init" and isinstance(value, str) and value not in ("teacher", "random"):
                 value = "an existing model"
             used = value is not None and f"{section}.{key}" not in unused
-            if used and (section != "student" or config["teacher"] is not None):
+            if used and (section != "student" or cut):
                 recipe.append((f"{section}.{key}", value))
     for first, last, step in state["skip_rows"]:
         recipe.append(("left out", f"training rows {first} to {last - 1}, from step {step + 1} on"))
 
-    task, headless = "fill-mask", ""
-    use = 'fill = pipeline("fill-mask", model="PATH_OR_NAME")'
-    if not objective.needs_logits:
+    library, task, headless = "transformers", "fill-mask", ""
+    use = 'from transformers import pipeline\n\nfill = pipeline("fill-mask", model="PATH_OR_NAME")'
+    if objective.compares_documents:
+        library, task = "sentence-transformers", "sentence-similarity"
+        use = "from sentence_transformers import SentenceTransformer\n\n"
+        use += 'vectors = SentenceTransformer("PATH_OR_NAME").encode(["A text.", "Another."])'
+    elif not objective.needs_logits:
         task = "feature-extraction"
-        use = 'vectors = pipeline("feature-extraction", model="PATH_OR_NAME")'
+        use = "from transformers import pipeline\n\n"
+        use += 'vectors = pipeline("feature-extraction", model="PATH_OR_NAME")'
         headless = " It has no language-model head: fine-tune it on a task."
-        if getattr(student, "pooler", None) is not None:
-            headless += " Its pooler is untrained, with random weights."
+    if getattr(student, "pooler", None) is not None:
+        headless += " Its pooler is untrained, with random weights."
     data = ModelCardData(
-        library_name="transformers",
+        library_name=library,
         pipeline_tag=task,
         tags=[task, "distillation"] if distilled else [task],
-        base_model=one_line(teacher["name"]) if distilled and teacher["name"] else None,
+        base_model=one_line(teacher["name"]) if distilled and teacher and teacher["name"] else None,
     )
     parts = [
         f"---\n{data.to_yaml()}\n---",
@@ -112,7 +106,7 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
         # Checkpoints of older versions have no notes.
         *(["\n".join(f"- {_escape(note)}" for note in notes)] if notes else []),
         "## Use",
-        f"```python\nfrom transformers import pipeline\n\n{use}\n```",
+        f"```python\n{use}\n```",
         "## Validation figures",
         *figures,
         "## Data",
@@ -125,6 +119,29 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
         _table(("key", "value"), recipe),
     ]
     return ModelCard("\n\n".join(parts) + "\n")
+
+
+def _provenance(state: Mapping[str, Any], objective: Objective, distilled: bool) -> str:
+    """Return a sentence that says how the model was trained."""
+    teacher, vectors = state["teacher"], state.get("vectors") or {}
+    how = f"Trained by masked language modelling ({objective.sentence})"
+    if distilled and teacher is None:
+        name = _escape(vectors["name"] or "a model")
+        how = (
+            f"Distilled from a file of the vectors of {name} (digest `{vectors['digest'][:16]}`) "
+            f"with {objective.sentence}"
+        )
+    elif distilled:
+        revision = f" at revision `{_escape(teacher['revision'])}`" if teacher["revision"] else ""
+        name = _escape(teacher["name"] or "a local model")
+        paper = f" ({objective.published})" if objective.published else ""
+        how = (
+            f"Distilled from {name}{revision} (weights sha256 `{teacher['sha256'][:16]}`) with "
+            f"{objective.sentence}{paper}"
+        )
+    elif teacher is not None:
+        how += "; no term compares it with the teacher"
+    return how
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -11,12 +11,16 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from data_prep.disk import hash_file
 from pretrain import RunError, checkpoint
+from pretrain.checkpoint.layout import ADAPTERS
 from pretrain.export.arguments import check_target, target_taken
-from pretrain.export.card import model_card, trains_head
+from pretrain.export.card import model_card, objective_of
+from pretrain.export.sentence_modules import write_modules
 from pretrain.files import writing_to
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of
@@ -62,19 +66,20 @@ def export(
     # A unique name: another export may be writing to the same target.
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
 
-    def load_saved(saved: Path) -> tuple[MaskedLM, dict[str, bytes]]:
+    def load_saved(saved: Path) -> tuple[MaskedLM, dict[str, bytes], dict[str, Tensor]]:
         # Whether it has a head, the run's objective says.
         model = load_model(saved / "student", needs_head=False).eval()
         positions = family_of(model).row_length(model.config)
-        return model, tokenizer_files.of_checkpoint(saved / "student", positions)
+        adapters = load_file(saved / ADAPTERS) if (saved / ADAPTERS).exists() else {}
+        return model, tokenizer_files.of_checkpoint(saved / "student", positions), adapters
 
     try:
         found = checkpoint.read_newest(run / "checkpoints", load_saved, warn)
         if found is None:
             raise no_checkpoint(run)
-        saved, (model, tokenizer) = found
-        has_head = trains_head(saved.state)
-        student: Any = model if has_head else body(model, saved.state["config"]["train"]["seed"])
+        saved, (model, tokenizer, adapters) = found
+        objective, seed = objective_of(saved.state), saved.state["config"]["train"]["seed"]
+        student: Any = model if objective.needs_logits else body(model, seed)
         with writing_to(folder):
             temporary.mkdir(parents=True)
             for name, data in tokenizer.items():
@@ -83,6 +88,14 @@ def export(
             # safetensors writes files for the owner only, config.json has the umask's mode.
             shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
             model_card(student, saved.state).save(temporary / "README.md")
+            if objective.compares_documents:
+                write_modules(
+                    temporary,
+                    width=student.config.hidden_size,
+                    longest=saved.state["row_length"],
+                    adapters=adapters,
+                    normalised=saved.state["vectors"]["normalised"],
+                )
         # Before the rename: an export that reads back differently never gets its name.
         difference = read_back(student, temporary)
         if not (again and target.is_dir() and _hashes(target) == _hashes(temporary)):

@@ -20,6 +20,7 @@ from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, vocabulary_losses
 from pretrain.model.families import MaskedLM, encode, family_of, walk
+from pretrain.model.pooling import SentenceHead, Sequences
 from pretrain.objectives.terms import (
     Batch,
     Count,
@@ -40,6 +41,7 @@ class MicroBatch(NamedTuple):
     cu_seqlens: Tensor  # [S + 1] int32, starts of documents in the B * L positions, and the end
     max_length: int  # tokens of the longest document
     counts: Mapping[Count, int]  # what the terms are means over
+    sequences: Sequences | None = None  # of objectives that compare vectors of documents
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy from the host to a device without a sync, and convert to int64 there.
@@ -47,7 +49,14 @@ class MicroBatch(NamedTuple):
         Ids, positions and labels may have any integer type before: the loader's are narrow.
         """
         ids, positions, labels, cu_seqlens = (send(tensor, device) for tensor in self[:4])
-        return MicroBatch(ids.long(), positions.long(), labels.long(), cu_seqlens, *self[4:])
+        sequences = self.sequences
+        if sequences is not None:
+            documents, lengths = (send(tensor, device) for tensor in sequences[:2])
+            vectors = sequences.vectors
+            vectors = None if vectors is None else send(vectors, device)
+            sequences = Sequences(documents, lengths, vectors)
+        masked = ids.long(), positions.long(), labels.long()
+        return MicroBatch(*masked, cu_seqlens, self.max_length, self.counts, sequences)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -61,7 +70,13 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def micro_batch(
-    input_ids: Tensor, positions: Tensor, labels: Tensor, *, cls_id: int, pad_id: int
+    input_ids: Tensor,
+    positions: Tensor,
+    labels: Tensor,
+    sequences: Sequences | None = None,
+    *,
+    cls_id: int,
+    pad_id: int,
 ) -> MicroBatch:
     """Build a micro-batch from rows on the host: find the documents, and count the tokens.
 
@@ -83,9 +98,15 @@ def micro_batch(
         "masked": int(np.count_nonzero(labels.numpy() != IGNORE)),
         "sequences": len(lengths),
         "pairs": int(np.square(lengths).sum()),
+        "sequence_pairs": 0,
     }
+    # A pair has two documents of one row, so no sum depends on the size of a micro-batch.
+    if sequences is not None:  # only whole documents count
+        per_row = np.count_nonzero(sequences.lengths.numpy(), axis=1)
+        counts["sequences"] = int(per_row.sum())
+        counts["sequence_pairs"] = int((per_row * (per_row - 1)).sum())
     cu_seqlens = torch.from_numpy(np.append(begins, ids.size).astype(np.int32))
-    return MicroBatch(input_ids, positions, labels, cu_seqlens, max_length, counts)
+    return MicroBatch(input_ids, positions, labels, cu_seqlens, max_length, counts, sequences)
 
 
 class Distillation(nn.Module):
@@ -95,6 +116,7 @@ class Distillation(nn.Module):
 
     Args:
         adapters: the objective's modules that are trained with the student.
+        head: makes sentence vectors of the teacher's hidden states, where no file holds them.
         backend: of the LM head, see `vocabulary_losses`.
         compiled: compile both encoders, at the first call and again for each new shape.
         recompute: keep only each layer's input of the student; see `families.encode`.
@@ -108,6 +130,7 @@ class Distillation(nn.Module):
         *,
         pad_id: int,
         adapters: nn.ModuleDict | None = None,
+        head: SentenceHead | None = None,
         backend: Backend = "auto",
         compiled: bool = False,
         recompute: bool = False,
@@ -117,6 +140,7 @@ class Distillation(nn.Module):
         needed = any(term.needs_teacher for term in terms)
         # In a tuple nn.Module does not register it as a submodule.
         self._teacher = (teacher if needed else None,)
+        self._head = (head,)  # frozen with the teacher
         self.vocabulary_terms = [term for term in terms if isinstance(term, VocabularyTerm)]
         self.signal_terms = [term for term in terms if isinstance(term, SignalTerm)]
         self.terms: list[Term] = [*self.vocabulary_terms, *self.signal_terms]
@@ -141,6 +165,11 @@ class Distillation(nn.Module):
         """Return the frozen teacher; None if no term needs one."""
         return self._teacher[0]
 
+    @property
+    def head(self) -> SentenceHead | None:
+        """Return the modules behind the frozen teacher's encoder that make sentence vectors."""
+        return self._head[0]
+
     def forward(
         self,
         input_ids: Tensor,
@@ -149,12 +178,13 @@ class Distillation(nn.Module):
         cu_seqlens: Tensor,
         max_length: int,
         counts: Mapping[Count, int],
+        sequences: Sequences | None,
         factors_T: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return (sum over terms of factor * sum [], sums [T] in the order of `self.terms`).
 
         Args:
-            input_ids .. counts: the fields of a `MicroBatch`; DDP and DeepSpeed pass them on.
+            input_ids .. sequences: the fields of a `MicroBatch`; DDP and DeepSpeed pass them on.
             factors_T: the factor of each term's sum; the caller divides by a count.
         """
         packing, student, teacher = self.encode(input_ids, cu_seqlens, max_length)
@@ -199,8 +229,12 @@ class Distillation(nn.Module):
             # Autograd cannot save a tensor of inference mode, but a clone of it.
             signals = {name: signal.clone() for name, signal in teacher.signals.items()}
             teacher = Encoded(teacher.last_hidden_state.clone(), signals)
+            if sequences is not None and sequences.vectors is None and self.head is not None:
+                hidden_BLD = teacher.last_hidden_state
+                vectors = self.head(hidden_BLD, sequences, packing.position_ids)
+                sequences = sequences._replace(vectors=vectors)
         for term, factor in zip(self.signal_terms, factors_T[num:], strict=True):
-            total = term.total(student, teacher, Batch(packing), self.adapters)
+            total = term.total(student, teacher, Batch(packing, sequences), self.adapters)
             loss, sums = loss + factor * total, [*sums, total.detach()]
         return loss, torch.stack(sums)
 

@@ -184,10 +184,13 @@ def copy_layers(teacher: MaskedLM, student: DistilBertForMaskedLM, layers: tuple
     student.vocab_projector.bias.copy_(head.decoder.bias)
 
 
-def build_model(config: Model, manifest: Manifest, seed: int, notes: list[str]) -> MaskedLM:
-    """Build the model that `objective: mlm` trains: a random one, or one to continue from.
+def build_model(
+    config: Model, manifest: Manifest, seed: int, notes: list[str], *, needs_head: bool = True
+) -> MaskedLM:
+    """Build the model of the section `model`: a random one, or one to continue from.
 
-    What screen and card should say about its weights is appended to `notes`.
+    What screen and card should say about its weights is appended to `notes`. Without `needs_head`
+    its LM head is never trained.
 
     Raises:
         RunError: the model to continue cannot be read, or does not fit the shards.
@@ -219,7 +222,7 @@ def build_model(config: Model, manifest: Manifest, seed: int, notes: list[str]) 
     model, has_head = assemble(who, family, raw, tensors, needs_head=False)
     check_vocabulary(who, folder, model.config, manifest)
     notes.append(f"the model began from {described(config.init, folder, commit, model)}")
-    if not has_head:
+    if needs_head and not has_head:
         notes.append(
             "it had no trained masked-language-model head: it got a new one, tied to its embeddings"
         )

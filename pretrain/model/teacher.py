@@ -15,6 +15,8 @@ from pretrain import RunError
 from pretrain.model.families import MaskedLM
 from pretrain.model.loading import assemble, check_row_length, known_family
 from pretrain.model.model_files import fetch, read_config, read_tensors, read_words
+from pretrain.model.pooling import SentenceHead
+from pretrain.model.sentences import read_head
 from pretrain.output import check_source
 
 
@@ -28,6 +30,19 @@ class Teacher:
     revision: str | None  # the commit, where it came from a hub
     sha256: str  # of its parameters
     manifest: Manifest | None = None  # of the shards that it was compared with
+    folder: Path = Path()
+    head: SentenceHead | None = None  # makes its sentence vectors
+    mismatch: str = ""  # why it cannot read the shards' ids; empty if it can
+
+    @property
+    def reads_ids(self) -> bool:
+        """Return whether its vocabulary is that of the shards."""
+        return not self.mismatch
+
+    @property
+    def public_name(self) -> str:
+        """Return its name; empty for a folder of this machine."""
+        return "" if self.local else self.name
 
 
 def load_teacher(
@@ -37,6 +52,8 @@ def load_teacher(
     *,
     same_vocabulary: bool = False,
     needs_head: bool = True,
+    sentences: bool = False,
+    any_vocabulary: bool = False,
 ) -> Teacher:
     """Load a teacher from a folder, a hub name or `name@revision`, and compare it with the shards.
 
@@ -47,6 +64,8 @@ def load_teacher(
         same_vocabulary: accept a teacher without tokenizer files, or with a tokenizer that encodes
             a text differently.
         needs_head: refuse a teacher without a trained MLM head.
+        sentences: also read the modules that make its sentence vectors.
+        any_vocabulary: accept a teacher with another tokenizer, which reads texts.
 
     Raises:
         RunError: it cannot be read, is of no supported family, has no trained MLM head, its
@@ -62,10 +81,36 @@ def load_teacher(
     family = known_family(who, raw)
     tensors = read_tensors(who, folder, pickled=True)
     model, _ = assemble(who, family, raw, tensors, needs_head=needs_head)
+    mismatch = ""
+    try:
+        check_tokenizer(who, folder, model, manifest, None if same_vocabulary else shards)
+    except RunError as error:
+        if not any_vocabulary:
+            raise
+        mismatch = str(error).removeprefix(f"{who}: ").partition(";")[0]
+    # Without dropout and gradients: the teacher is a function.
+    model.eval().requires_grad_(False)
+    return Teacher(
+        model,
+        name,
+        commit is None,
+        commit,
+        parameters_sha256(model),
+        manifest,
+        folder,
+        read_head(who, folder, model.config.hidden_size) if sentences else None,
+        mismatch,
+    )
+
+
+def check_tokenizer(
+    who: str, folder: Path, model: MaskedLM, manifest: Manifest, shards: Path | None
+) -> None:
+    """Refuse a teacher that cannot read the ids of the shards."""
     # First the vocabulary, then whole texts: the same tokens may still be cut differently (case,
     # accents).
-    check_vocabulary(who, folder, model.config, manifest, required=not same_vocabulary)
-    if shards is not None and not same_vocabulary:
+    check_vocabulary(who, folder, model.config, manifest, required=shards is not None)
+    if shards is not None:
         try:
             found = difference(folder, shards, manifest)
         except CorpusError as error:
@@ -77,9 +122,6 @@ def load_teacher(
                 "--same-vocabulary) if the shards are as you want them"
             )
     check_row_length(who, model.config, manifest)
-    # Without dropout and gradients: the teacher is a function.
-    model.eval().requires_grad_(False)
-    return Teacher(model, name, commit is None, commit, parameters_sha256(model), manifest)
 
 
 def parameters_sha256(model: nn.Module) -> str:

@@ -22,6 +22,10 @@ class Objective(Keys):
     # Also where no term compares: the student may be cut from it.
     needs_teacher: ClassVar[bool] = True
 
+    # Terms compare a vector of each whole document: the loader finds these, the student may be that
+    # of `model:`, and sentence-transformers loads the export.
+    compares_documents: ClassVar[bool] = False
+
     corrupts: ClassVar[bool] = True  # by default masks are drawn; `masking.probability` decides
 
     # What a run must know before models are loaded, and the model card without any.

@@ -4,8 +4,9 @@
 
 `total` is the sum of a term's values over one optimizer step and all ranks. `count` is the number
 of what the term is `over`: "tokens" (all but padding), "masked" (the selected positions),
-"sequences" (documents), or "pairs" (of two positions in the same document, in both orders). A
-weight is a function of the optimizer step.
+"sequences" (documents; of an objective that compares vectors of documents, the whole ones), "pairs"
+(of two positions in the same document, in both orders), or "sequence_pairs" (of two whole documents
+in the same row, in both orders). A weight is a function of the optimizer step.
 
 The LM head (`kernels/head/vocabulary.py`) computes the vocabulary terms in chunks of positions,
 without a tensor of [positions, vocabulary], in one of two ways:
@@ -24,14 +25,15 @@ query and key, in chunks of rows, so that the fast attention kernels stay on.
 All functions compute in fp32 whatever the precision of their inputs (fp64 stays fp64): a bf16
 softmax over 30,000 tokens is wrong in the second digit.
 
-Shapes: N positions, V vocabulary, B rows, L row length, D width.
+Shapes: N positions, V vocabulary, B rows, L row length, D width, K documents of a row, W width of a
+sentence vector.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +41,9 @@ from torch import Tensor, nn
 
 from pretrain.kernels.attention import Packing
 from pretrain.kernels.relations import relation_divergence, score_difference
+from pretrain.model.pooling import Sequences, pooled
 
-Count = Literal["tokens", "masked", "sequences", "pairs"]
+Count = Literal["tokens", "masked", "sequences", "pairs", "sequence_pairs"]
 COUNTS: tuple[Count, ...] = get_args(Count)
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> weight
 Kind = Literal["hidden", "query", "key", "value"]
@@ -126,6 +129,7 @@ class Shape(NamedTuple):
     num_layers: int
     hidden_size: int  # of query, key and value, too, with all heads side by side
     num_heads: int
+    vector_size: int = 0  # of a teacher's sentence vectors; 0 where none are compared
 
 
 class Signal(NamedTuple):
@@ -149,6 +153,7 @@ class Batch(NamedTuple):
     """Hold what a `SignalTerm` reads of a micro-batch besides the outputs of both encoders."""
 
     packing: Packing  # documents and padding
+    sequences: Sequences | None = None  # whole documents, of objectives that compare their vectors
 
 
 class SignalTerm(NamedTuple):
@@ -324,3 +329,46 @@ def scores_term(weight: float, *, heads: int, layers: Sequence[tuple[int, int]])
 
     needs = (frozenset(signal for pair in both for signal in pair[i]) for i in (0, 1))
     return SignalTerm("attention", constant(weight), "pairs", total, True, *needs)
+
+
+def vectors_term(name: Literal["cosine", "similarity", "mse"], weight: float) -> SignalTerm:
+    """Return a term that compares the sentence vectors of whole documents.
+
+    The student's vector is the mean over a document's tokens, through the adapter "dense" if there
+    is one. "cosine" is 1 - cos(student, teacher), and "mse" their mean squared difference, each a
+    mean over documents. "similarity" compares what a document is similar to: the squared
+    difference of cos(a, b) in both models, for the pairs of documents of a row. Pairs across rows
+    would make the loss depend on the size of a micro-batch.
+
+    Args:
+        name: of the formula.
+        weight: of the term.
+    """
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        # The teacher's own are there, too, whether it runs or a file holds them.
+        sequences = batch.sequences
+        assert sequences is not None and sequences.vectors is not None
+        ours_BKW, theirs_BKW = pooled(student.last_hidden_state, sequences), sequences.vectors
+        with torch.autocast(ours_BKW.device.type, enabled=False):
+            if "dense" in adapters:
+                dense: Any = adapters["dense"]
+                weight, bias = (t.to(ours_BKW.dtype) for t in (dense.weight, dense.bias))
+                ours_BKW = F.linear(ours_BKW, weight, bias)
+            theirs_BKW = theirs_BKW.to(ours_BKW.dtype)
+            there_BK = sequences.lengths > 0
+            if name == "cosine":
+                return (cosine_distance(ours_BKW, theirs_BKW) * there_BK).sum()
+            if name == "mse":
+                return ((ours_BKW - theirs_BKW).square().mean(-1) * there_BK).sum()
+            # Small: K is the number of documents of one row.
+            units = (F.normalize(vectors, dim=-1) for vectors in (ours_BKW, theirs_BKW))
+            ours_BKK, theirs_BKK = (unit @ unit.mT for unit in units)
+            # A document is as similar to itself in every model.
+            pairs_BKK = (there_BK[:, :, None] & there_BK[:, None]).float().triu(1) * 2
+            return ((ours_BKK - theirs_BKK).square() * pairs_BKK).sum()
+
+    over: Count = "sequence_pairs" if name == "similarity" else "sequences"
+    return SignalTerm(name, constant(weight), over, total, True)

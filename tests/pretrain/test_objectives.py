@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from runs import RECIPE, history, refused, start
 
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.embedding import Embedding
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
@@ -35,6 +36,8 @@ Settings = Callable[..., dict[str, Any]]
         (DistilBert(divergence="js", cosine=0), ["js", "mlm"], True),
         (MaskedLanguageModel(), ["mlm"], False),
         (MiniLM(relation_heads=8), ["queries", "keys", "values"], True),
+        (Embedding(), ["cosine", "similarity"], True),
+        (Embedding(cosine=0, mse=2, similarity=0), ["mse"], True),
         (TinyBert(), ["attention", "hidden", "embedding"], True),
         (TinyBert(attention=0, hidden=0.5), ["hidden", "embedding"], True),
     ],

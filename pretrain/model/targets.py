@@ -1,0 +1,142 @@
+"""Decide where the sentence vectors of a run come from: its teacher in each step, or a file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from data_prep.shards import Manifest, Segments, open_shards
+from pretrain import RunError
+from pretrain.config import RunConfig
+from pretrain.data.sequences import Documents
+from pretrain.data.vectors import CODE, Record, check_vectors, read_record, write_vectors
+from pretrain.model.sentences import TextEncoder
+from pretrain.model.teacher import Teacher
+
+
+class Targets(NamedTuple):
+    """Hold where sentence vectors come from."""
+
+    width: int
+    normalised: bool  # the teacher divides a vector by its length
+    digest: str  # of all that shapes a vector, or of a file of another program
+    name: str  # of the teacher; empty if unknown, or a folder of this machine
+    documents: Documents  # of the training rows
+    missing: bool = False  # the file is not written, or not all of it
+
+
+def find_targets(
+    config: RunConfig, manifest: Manifest, teacher: Teacher | None, notes: list[str], *, whole: bool
+) -> Targets:
+    """Return where the run's vectors come from.
+
+    Args:
+        config: of the run.
+        manifest: of its shards.
+        teacher: of the run, if it has one.
+        notes: receives how many documents are whole, and how many tokens the teacher reads.
+        whole: compare an existing file with its checksum, which reads all of it.
+
+    Raises:
+        RunError: the file is of other shards or another teacher, neither file nor texts are there,
+            or all documents were cut.
+    """
+    shards, path = open_shards(config.shards), config.vectors
+    head = teacher.head if teacher is not None else None
+    if path is None and (teacher is None or not teacher.reads_ids):
+        path = config.output / "vectors.safetensors"
+    # The same documents are left out whatever the teacher reads.
+    documents = Documents(shards, path)
+    num_whole, num_segments = documents.count()
+    if num_whole == 0:
+        raise RunError(
+            f"{config.shards}: all its documents were cut to fit rows of {manifest.row_length} "
+            "tokens; prepare it with a longer row_length"
+        )
+    notes.append(
+        f"examples are {num_whole:,} documents of at most {manifest.row_length} tokens; "
+        f"{num_segments - num_whole:,} pieces of longer ones are left out"
+    )
+    if path is None:
+        # It reads whole documents, as the student does.
+        assert teacher is not None and head is not None
+        if head.longest is not None and head.longest < manifest.row_length:
+            notes.append(
+                f"the teacher reads whole documents here, and its folder says at most "
+                f"{head.longest} tokens"
+            )
+        digest, name = teacher.sha256 + head.digest, teacher.public_name
+        return Targets(head.width, head.normalised, digest, name, documents)
+    # From here on a file: one that is there, or one that the first start writes.
+    known = None if teacher is None else _digest(teacher)
+    if path.exists():
+        record, width = read_record(path, manifest, known)
+        if whole:
+            check_vectors(path, record)
+        made_by = record.teacher or record.sha256
+        return Targets(width, record.normalised == "true", made_by, record.name, documents)
+    if teacher is None or head is None or known is None:
+        raise RunError(
+            f"vectors {path}: there is no such file; check the path, or add the `teacher:` whose "
+            "vectors are then written there"
+        )
+    if not manifest.has_texts:
+        raise RunError(
+            f"teacher {teacher.name}: it reads texts, because its vectors are written to a file "
+            f"({teacher.mismatch or 'the key vectors names one'}), and {config.shards} keeps none; "
+            "prepare the corpus with keep_text: true, or with the teacher's tokenizer"
+        )
+    if not (teacher.folder / "tokenizer.json").is_file():
+        raise RunError(
+            f"teacher {teacher.name}: there is no tokenizer.json in {teacher.folder}; save its "
+            "tokenizer there with save_pretrained"
+        )
+    name = teacher.public_name
+    return Targets(head.width, head.normalised, known, name, documents, missing=True)
+
+
+def write_targets(
+    config: RunConfig,
+    manifest: Manifest,
+    targets: Targets,
+    teacher: Teacher,
+    device: torch.device,
+    autocast: AbstractContextManager[Any],
+    say: Callable[[str], None],
+) -> None:
+    """Write the file of vectors, or the rest of it; see `write_vectors`."""
+    path = targets.documents.path
+    assert path is not None and teacher.head is not None
+    model: Any = teacher.model
+    model.to(device)
+    head = teacher.head.to(device)
+    encoder = TextEncoder(model, head, f"teacher {teacher.name}", teacher.folder, autocast)
+    record = Record(
+        shards=manifest.digest,
+        teacher=targets.digest,
+        name=targets.name,
+        normalised="true" if targets.normalised else "",
+        code=CODE,
+    )
+    splits: dict[str, Segments] = {
+        name: Segments(open_shards(config.shards, name)) for name in manifest.splits
+    }
+    write_vectors(path, record, splits, encoder, targets.width, say)
+    if encoder.num_cut:
+        say(
+            f"note: {encoder.num_cut:,} documents were cut to {encoder.longest} tokens, as many as "
+            "the teacher reads"
+        )
+
+
+def _digest(teacher: Teacher) -> str:
+    """Return a hash of all that turns a text into the teacher's vector."""
+    assert teacher.head is not None
+    tokenizer = teacher.folder / "tokenizer.json"
+    text = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
+    parts = (teacher.sha256, teacher.head.digest, teacher.head.longest, text)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

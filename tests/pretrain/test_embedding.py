@@ -1,0 +1,569 @@
+"""Compare embedding distillation with a loop over single documents; train and export with it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rank_work
+import ranks
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from results import difference, state, weights
+from runs import RECIPE, history, refused, start, step_folder
+from safetensors.torch import load_file, save_file
+from test_precision import Said
+from tiny import ROW_LENGTH, VOCABULARY, as_teacher, save_teacher, tiny_bert
+from torch import Tensor
+
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
+from data_prep.shards import Segments, load_manifest, open_shards
+from pretrain.config import RunConfig, Student
+from pretrain.data.sequences import Documents
+from pretrain.data.vectors import (
+    CODE,
+    Record,
+    check_vectors,
+    map_vectors,
+    read_record,
+    write_vectors,
+)
+from pretrain.export.export import export
+from pretrain.export.sentence_modules import write_modules
+from pretrain.kernels.attention import find_documents
+from pretrain.model.distillation import Distillation, micro_batch
+from pretrain.model.families import FAMILIES, encode, shape_of
+from pretrain.model.loading import assemble, load_model
+from pretrain.model.model_files import read_config, read_tensors
+from pretrain.model.pooling import SentenceHead, pooled
+from pretrain.model.sentences import TextEncoder, read_head
+from pretrain.model.student import build_student
+from pretrain.objectives.embedding import Embedding
+
+NARROW = {
+    "architecture": "same",
+    "init": "random",
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+MODEL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}
+OBJECTIVE = {"name": "embedding", "mse": 0.5}
+NAMES = ["cosine", "similarity", "mse"]
+Settings = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """Return shards that keep their texts: short documents, and some longer than a row."""
+    folder, draw = tmp_path_factory.mktemp("texts"), random.Random(6)
+    lengths = [40 if i % 12 == 0 else draw.randint(3, 12) for i in range(300)]
+    documents = [" ".join(draw.choices(VOCABULARY[5:], k=length)) for length in lengths]
+    (folder / "all.txt").write_text("\n\n".join(documents) + "\n", encoding="utf-8")
+    values = {
+        "output": folder / "shards",
+        "tokenizer": str(corpus.parent / "vocab.txt"),
+        "sources": [{"kind": "text", "path": str(folder / "all.txt"), "document": "paragraph"}],
+        "row_length": ROW_LENGTH,
+        "validation": 0.1,
+        "workers": 1,
+        "keep_text": True,
+    }
+    prepare(CorpusConfig.model_validate(values))
+    return folder / "shards"
+
+
+@pytest.fixture
+def values(
+    tmp_path: Path, teacher_folder: Path, texts: Path, run_config: Settings
+) -> dict[str, Any]:
+    """Return the settings of a tiny run."""
+    changes = {**RECIPE, "student": NARROW, "objective": OBJECTIVE, "shards": str(texts)}
+    return run_config(tmp_path / "run", teacher_folder, **changes)
+
+
+def whole_documents(corpus: Path, rows: list[int]) -> list[list[list[int]]]:
+    """Return the ids of each whole document of some rows, by the side tables alone."""
+    shards = open_shards(corpus)
+    segments, found = Segments(shards), []
+    for row in rows:
+        ids, of_row = shards.rows([row])[0].tolist(), segments.of_rows([row])
+        ends = [i for i, token in enumerate(ids) if token == 3]
+        begins = [0, *(end + 1 for end in ends[:-1])]
+        assert len(ends) == int(of_row.counts[0])
+        pieces = zip(begins, ends, of_row.whole.tolist(), strict=True)
+        found.append([ids[begin : end + 1] for begin, end, whole in pieces if whole])
+    return found
+
+
+def student_for(teacher: Any, width: int = 16) -> Any:
+    """Return a random student whose vectors differ from one another."""
+    config = Student(**NARROW | {"hidden_size": width}, dropout=0, attention_dropout=0)
+    student = build_student(config, as_teacher(teacher), seed=0)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(15)
+    return student
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_loss_and_its_gradient_are_the_formulas(texts: Path, first: bool) -> None:
+    teacher = tiny_bert().requires_grad_(False)
+    student = student_for(teacher)
+    dense = torch.randn(24, 32), torch.randn(24), "torch.nn.modules.activation.Tanh"
+    head = SentenceHead(32, first=first, dense=[dense], normalised=first)
+    objective = Embedding(mse=0.5)
+    shapes = shape_of(student), shape_of(teacher)._replace(vector_size=head.width)
+    adapters = objective.adapters(*shapes)
+    module = Distillation(
+        student, teacher, objective.terms(*shapes), pad_id=0, adapters=adapters, head=head
+    )
+    shards = open_shards(texts)
+    rows = np.linspace(0, len(shards) - 1, 7).astype(np.int64)[[3, 0, 6, 4, 1, 5]]
+    ids = torch.from_numpy(shards.rows(rows).astype(np.int64))
+    slots = torch.zeros(len(rows), 1, dtype=torch.int64), torch.full((len(rows), 1), -100)
+    sequences = Documents(shards)(ids.numpy(), rows)
+    batch = micro_batch(ids, *slots, cls_id=2, pad_id=0, sequences=sequences)
+    loss, sums = module(*batch, torch.tensor([1.0, 2.0, 3.0]))
+    loss.backward()
+
+    # The same in fp64, a document at a time, with the models of transformers.
+    models = [copy.deepcopy(model).double() for model in (student, teacher)]
+    linear: Any = copy.deepcopy(adapters["dense"]).double()
+    linear.zero_grad()
+    exact = [torch.zeros((), dtype=torch.float64) for _ in NAMES]
+    found, num_cut = whole_documents(texts, rows.tolist()), 0
+    for documents in found:
+        pairs = []
+        for document in documents:
+            tokens = torch.tensor([document])
+            ours, theirs = (model.bert(tokens).last_hidden_state[0] for model in models)
+            vector = theirs[0] if first else theirs.mean(0)
+            vector = torch.tanh(dense[0].double() @ vector + dense[1].double())
+            pairs.append((linear(ours.mean(0)), F.normalize(vector, dim=0) if first else vector))
+        for i, (s, t) in enumerate(pairs):
+            exact[0] = exact[0] + 1 - F.cosine_similarity(s, t, dim=0)
+            exact[2] = exact[2] + (s - t).square().mean()
+            for j, (s_other, t_other) in enumerate(pairs):
+                if i != j:
+                    cosines = [
+                        F.cosine_similarity(*two, dim=0) for two in ((s, s_other), (t, t_other))
+                    ]
+                    exact[1] = exact[1] + (cosines[0] - cosines[1]).square()
+    per_row = [len(documents) for documents in found]
+    num_cut = sum(1 for row in ids.tolist() for token in row if token == 2) - sum(per_row)
+    assert num_cut > 0 and max(per_row) > 1 and min(per_row) < max(per_row)
+    assert batch.counts["sequences"] == sum(per_row)
+    assert batch.counts["sequence_pairs"] == sum(n * (n - 1) for n in per_row)
+    assert [term.name for term in module.terms] == NAMES
+    expected = torch.stack(exact)
+    assert (sums - expected).abs().max() < 1e-5 * expected.min()
+
+    (expected @ torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)).backward()
+    compared = 0
+    mine = [*student.named_parameters(), *adapters.named_parameters()]
+    for (name, one), other in zip(
+        mine, [*models[0].parameters(), *linear.parameters()], strict=True
+    ):
+        if other.grad is not None and not name.endswith("key.bias"):  # whose gradient is 0
+            assert one.grad is not None
+            assert (one.grad - other.grad).norm() < 1e-4 * other.grad.norm(), name
+            compared += 1
+    assert compared > 20
+
+
+def test_a_run_resumes_exactly_with_its_adapter(values: dict[str, Any], tmp_path: Path) -> None:
+    values["evaluation"]["every"] = 2
+    assert RunConfig.model_validate(values).masking.probability == 0
+    start(values, stop_after=2)
+    start(values)
+    whole = {**values, "output": str(tmp_path / "whole")}
+    start(whole)
+    entries = history(whole["output"])
+    assert history(values["output"]) == entries
+    assert difference(values, whole, 4) == 0
+    one, other = (
+        load_file(step_folder(run["output"], 4) / "adapters.safetensors") for run in (values, whole)
+    )
+    assert one.keys() == other.keys() == {"dense.weight", "dense.bias"}
+    assert len(state(values, 4)["notes"]) == 2  # the resumed start has added none
+    assert all(one[name].equal(other[name]) for name in one)
+    for entry in entries:
+        if entry["kind"] in ("train", "evaluation"):
+            parts = [entry[name] for name in NAMES]
+            assert min(parts) > 0
+            assert entry["loss"] == pytest.approx(parts[0] + parts[1] + parts[2] / 2, rel=1e-6)
+
+
+def vectors_of(folder: Path, texts: list[str]) -> Tensor:
+    """Return the vectors that sentence-transformers computes with an exported folder."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    model = sentence_transformers.SentenceTransformer(str(folder), device="cpu").float()
+    found: Tensor = model.encode(texts, convert_to_tensor=True)
+    return found
+
+
+def exported_vectors(values: dict[str, Any], texts: Path, step: int) -> tuple[list[str], Tensor]:
+    """Return some texts, and their vectors from the packed rows by a checkpoint and its adapter."""
+    segments = Segments(open_shards(texts))
+    rows = np.arange(len(segments.shards))
+    of_rows = segments.of_rows(rows)
+    found = segments.texts(0, len(segments))
+    sequences = Documents(segments.shards)(segments.shards.rows(rows), rows)
+    ids = torch.from_numpy(segments.shards.rows(rows).astype(np.int64))
+    folder = step_folder(values["output"], step)
+    student = load_model(folder / "student", needs_head=False)
+    slots = torch.zeros(len(rows), 1, dtype=torch.int64), torch.full((len(rows), 1), -100)
+    batch = micro_batch(ids, *slots, cls_id=2, pad_id=0, sequences=sequences)
+    with torch.no_grad():
+        packing = find_documents(ids, batch.cu_seqlens, batch.max_length, pad_id=0)
+        vectors = pooled(encode(student.eval(), ids, packing).last_hidden_state, sequences)
+        if (folder / "adapters.safetensors").exists():
+            dense = load_file(folder / "adapters.safetensors")
+            vectors = F.linear(vectors, dense["dense.weight"], dense["dense.bias"])
+    kept = [text for text, whole in zip(found, of_rows.whole, strict=True) if whole]
+    assert all(text is not None for text in kept)
+    return [text or "" for text in kept], vectors[sequences.lengths > 0]
+
+
+@pytest.mark.parametrize(
+    ("student", "normalised"), [(NARROW, True), (NARROW, False), ({"num_layers": 2}, True)]
+)
+def test_sentence_transformers_computes_the_same_vectors(
+    student: dict[str, Any],
+    normalised: bool,
+    values: dict[str, Any],
+    texts: Path,
+    teacher_folder: Path,
+    tmp_path: Path,
+) -> None:
+    values["student"] = student
+    values["optimizer"] = {"learning_rate": 1e-2}
+    if normalised:
+        write_modules(teacher_folder, width=32, longest=64, adapters={}, normalised=True)
+    start(values)
+    exported = export(Path(values["output"]), tmp_path / "exported", pytest.fail)
+    assert exported.difference < 1e-6
+    kinds = [
+        module["type"].rpartition(".")[2]
+        for module in json.loads((tmp_path / "exported" / "modules.json").read_text())
+    ]
+    dense, unit = ["Dense"] * (student is NARROW), ["Normalize"] * normalised
+    assert kinds == ["Transformer", "Pooling", *dense, *unit]
+    documents, ours = exported_vectors(values, texts, 4)
+    ours = F.normalize(ours, dim=-1) if normalised else ours
+    theirs = vectors_of(tmp_path / "exported", documents)
+    assert theirs.shape == (len(documents), 32) and len(documents) > 100
+    assert (theirs - ours).abs().max() < 1e-5 * ours.abs().max()
+    card = (tmp_path / "exported" / "README.md").read_text()
+    num_cut = len(Segments(open_shards(texts))) - len(documents)
+    assert num_cut > 20
+    for said in (state(values, 4)["notes"][0], card):
+        assert f"{len(documents)} documents of at most 32 tokens; {num_cut} pieces" in said
+    assert "SentenceTransformer(" in card and "sentence-similarity" in card
+
+
+@pytest.fixture
+def with_tokenizer(teacher_folder: Path, texts: Path) -> Path:
+    """Return the teacher's folder with a tokenizer.json, which reads texts."""
+    shutil.copy(texts / "tokenizer" / "tokenizer.json", teacher_folder)
+    return teacher_folder
+
+
+def test_a_file_of_vectors_trains_as_the_teacher_does(
+    values: dict[str, Any], with_tokenizer: Path, texts: Path, tmp_path: Path
+) -> None:
+    """Check the file against the teacher on texts, and that a run needs no teacher then."""
+    start(values)
+    said = Said()
+    of_file = {**values, "output": str(tmp_path / "of_file"), "vectors": str(tmp_path / "v.st")}
+    start(of_file, stop_after=2, progress=said)
+    assert any("writing the teacher's vectors" in line for line in said.lines)
+    written = (tmp_path / "v.st").read_bytes()
+    said = Said()
+    start(of_file, progress=said)
+    assert not any("writing" in line for line in said.lines)
+    assert (tmp_path / "v.st").read_bytes() == written
+    for one, other in zip(history(values["output"]), history(of_file["output"]), strict=True):
+        for name in ("loss", *NAMES):
+            assert one.get(name) == pytest.approx(other.get(name), rel=1e-3, abs=2e-5)
+
+    vectors = load_file(tmp_path / "v.st")["train"]
+    segments = Segments(open_shards(texts))
+    found = segments.texts(0, len(segments))
+    theirs = vectors_of(with_tokenizer, [text for text in found if text])
+    there = torch.tensor([text is not None for text in found])
+    assert (vectors[there].float() - theirs).abs().max() < 1e-3 * theirs.abs().max()
+    assert not vectors[~there].any() and 20 < (~there).sum() < len(found) / 3
+
+    alone = {**of_file, "output": str(tmp_path / "alone"), "model": MODEL}
+    del alone["teacher"], alone["student"]
+    start(alone)
+    export(tmp_path / "alone", tmp_path / "exported", pytest.fail)
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "file of the vectors of a model" in card and str(tmp_path) not in card
+
+
+def test_a_teacher_with_another_vocabulary_reads_texts(
+    values: dict[str, Any], teacher_folder: Path, texts: Path, corpus: Path, tmp_path: Path
+) -> None:
+    words = [*VOCABULARY[:5], *VOCABULARY[60:4:-1]]  # fewer and in another order
+    shutil.rmtree(teacher_folder)
+    save_teacher(teacher_folder, tiny_bert(vocab_size=len(words)), words)
+    tokenizer = json.loads((texts / "tokenizer" / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {word: i for i, word in enumerate(words)}
+    (teacher_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with refused("its vocabulary has 61 tokens", "prepare the corpus with its tokenizer"):
+        start(values)
+    del values["student"]
+    values["model"] = MODEL
+    with refused("keeps none", "keep_text: true", "its vocabulary has 61 tokens"):
+        start({**values, "shards": str(corpus)})
+    start(values)
+    vectors = load_file(Path(values["output"]) / "vectors.safetensors")["validation"]
+    segments = Segments(open_shards(texts, "validation"))
+    found = segments.texts(0, len(segments))
+    theirs = vectors_of(teacher_folder, [text for text in found if text])
+    there = torch.tensor([text is not None for text in found])
+    assert (vectors[there].float() - theirs).abs().max() < 1e-3 * theirs.abs().max()
+    assert theirs.std(0).min() > 0.05
+    assert all(entry["cosine"] > 0 for entry in history(values["output"]) if "cosine" in entry)
+    # The same folder with other weights is another teacher.
+    save_teacher(teacher_folder, tiny_bert(seed=1, vocab_size=len(words)), words)
+    (teacher_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with refused("vectors.safetensors: holds vectors of another teacher"):
+        start(values)
+
+
+def numbered(texts: Sequence[str]) -> NDArray[np.float32]:
+    """Return a vector of each text that no other text has."""
+    digests = [hashlib.sha256(text.encode()).digest()[:8] for text in texts]
+    return np.array([[*digest] for digest in digests], dtype=np.float32).reshape(-1, 8)
+
+
+def write_until_killed(path: Path, texts: Path, calls: int) -> None:
+    """Write a file of vectors in this process, and kill it at the n-th call of the encoder."""
+    counter = iter(range(calls))
+
+    def encode(found: Sequence[str]) -> NDArray[np.float32]:
+        if next(counter, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return numbered(found)
+
+    write(path, texts, encode)
+
+
+def write(path: Path, texts: Path, encode: Any, **changes: str) -> None:
+    """Write a file of vectors, 16 segments at a time."""
+    manifest = load_manifest(texts)
+    splits = {name: Segments(open_shards(texts, name)) for name in manifest.splits}
+    record = Record(**{"shards": manifest.digest, "teacher": "one", "code": CODE} | changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pretrain.data.vectors.SEGMENTS", 16)
+        write_vectors(path, record, splits, encode, 8, lambda line: None)
+
+
+def test_writing_goes_on_after_a_kill(texts: Path, tmp_path: Path) -> None:
+    manifest = load_manifest(texts)
+    write(tmp_path / "whole", texts, numbered)
+    killed = tmp_path / "killed"
+    for calls in (3, 0, 7):
+        process = multiprocessing.get_context("fork").Process(
+            target=write_until_killed, args=(killed, texts, calls)
+        )
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL and not killed.exists()
+    done = json.loads((tmp_path / "killed.progress").read_text())["done"]
+    assert done == 160
+    # A write that the kill cut off, and one that reached the disk without being noted.
+    with (tmp_path / "killed.partial").open("ab") as file:
+        file.write(b"torn")
+    with refused("unfinished vectors of other shards or another teacher", "another file"):
+        write(killed, texts, numbered, teacher="other")
+    made: list[str] = []
+    write(killed, texts, lambda found: [made.extend(found), numbered(found)][1])
+    assert killed.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir() if "killed." in path.name) == [
+        path.name for path in sorted(tmp_path.glob("killed.*.lock"))
+    ]
+    segments = Segments(open_shards(texts))
+    found = segments.texts(0, len(segments))
+    assert 0 < len(made) < sum(text is not None for text in found)
+    vectors = map_vectors(killed, "train")
+    for vector, text in zip(vectors, found, strict=True):
+        assert vector.tolist() == (numbered([text])[0].tolist() if text else [0.0] * 8)
+    assert read_record(killed, manifest, "one")[1] == 8
+
+
+def test_a_file_of_something_else_is_refused(texts: Path, corpus: Path, tmp_path: Path) -> None:
+    path, manifest = tmp_path / "file", load_manifest(texts)
+    with refused("its vector of segment", "is not finite in fp16"):
+        write(path, texts, lambda found: np.full((len(found), 8), np.inf, dtype=np.float32))
+    write(tmp_path / "good", texts, numbered)
+    shutil.copy(tmp_path / "good", path)
+    with refused("holds vectors of another teacher", "remove it"):
+        read_record(path, manifest, "two")
+    with refused("holds vectors of other shards", "remove it"):
+        read_record(path, load_manifest(corpus), "one")
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    with refused("differs from its checksum"):
+        check_vectors(path, read_record(path, manifest, "one")[0])
+    path.write_bytes(data[:-2])
+    with refused("cannot be read as safetensors"):
+        read_record(path, manifest, "one")
+    # Of another program: it names no teacher, but its sizes are compared.
+    good = load_file(tmp_path / "good")
+    save_file(good, path, metadata={"shards": manifest.digest})
+    assert read_record(path, manifest, "any")[0].teacher == ""
+    save_file({**good, "train": good["train"][1:]}, path, metadata={"shards": manifest.digest})
+    with refused("tensor train is", "of F16"):
+        read_record(path, manifest, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", [False, True])
+def test_two_ranks_train_as_one(
+    missing: bool, values: dict[str, Any], with_tokenizer: Path, tmp_path: Path
+) -> None:
+    """Check the sums over ranks, whose rows have different numbers of documents."""
+    values["train"] |= {"micro_batch_size": 2}
+    values["student"] = {**NARROW, "dropout": 0.0, "attention_dropout": 0.0}
+    two = {**values, "output": str(tmp_path / "two")}
+    if missing:  # the first rank writes, the other one waits
+        two["vectors"], values["vectors"] = (str(tmp_path / name) for name in ("v2", "v1"))
+    start(values)
+    ranks.run(2, rank_work.once, two)
+    one, other = (weights(run, 4) for run in (values, two))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        if "/" not in name and not name.endswith("key.bias"):  # whose true gradient is 0
+            size = tensor.abs().max().clamp(min=1e-3)
+            assert (tensor - other[name]).abs().max() < 1e-5 * size, name
+    if missing:
+        assert (tmp_path / "v1").read_bytes() == (tmp_path / "v2").read_bytes()
+
+
+def with_modules(folder: Path, kinds: list[str]) -> None:
+    """Give a teacher's folder modules of sentence-transformers, with random dense layers."""
+    draw, modules = torch.Generator().manual_seed(2), []
+    for i, kind in enumerate(kinds):
+        modules.append({"idx": i, "name": str(i), "type": f"sentence_transformers.models.{kind}"})
+        modules[-1]["path"] = f"{i}_{kind}" if i else ""
+        (folder / f"{i}_{kind}").mkdir(exist_ok=True)
+        if kind == "Pooling":
+            settings: dict[str, Any] = {"word_embedding_dimension": 32}
+            settings |= {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+        elif kind == "Dense":
+            settings = {"in_features": 32, "out_features": 32, "bias": True}
+            settings["activation_function"] = "torch.nn.modules.activation.Tanh"
+            tensors = {"linear.weight": 0.2 * torch.randn(32, 32, generator=draw)}
+            tensors["linear.bias"] = torch.randn(32, generator=draw)
+            save_file(tensors, folder / f"{i}_{kind}" / "model.safetensors")
+        if kind in ("Pooling", "Dense"):
+            (folder / f"{i}_{kind}" / "config.json").write_text(json.dumps(settings))
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def test_the_modules_of_a_teachers_folder_are_read(with_tokenizer: Path) -> None:
+    with_modules(with_tokenizer, ["Transformer", "Pooling", "Dense", "Dense", "Normalize"])
+    settings = {"max_seq_length": 9, "do_lower_case": False}
+    (with_tokenizer / "sentence_bert_config.json").write_text(json.dumps(settings))
+    head = read_head("teacher", with_tokenizer, 32)
+    assert head.first and head.normalised and head.longest == 9 and len(head.dense) == 2
+    encoder = TextEncoder(tiny_bert(), head, "teacher", with_tokenizer)
+    draw = random.Random(3)
+    texts = [" ".join(draw.choices(VOCABULARY[5:], k=k)) for k in (3, 30, 1, 12, 7)]
+    theirs = vectors_of(with_tokenizer, texts)
+    assert (torch.from_numpy(encoder(texts)) - theirs).abs().max() < 1e-5
+    assert encoder.num_cut == 2 and theirs.std(0).max() > 0.03
+
+
+def test_other_modules_are_refused(teacher_folder: Path) -> None:
+    for kinds, parts in (
+        (["Transformer", "Normalize"], ["has Normalize at place 2"]),
+        (["Transformer", "WordWeights"], ["has WordWeights at place 2"]),
+        (["Transformer"], ["has no Pooling"]),
+        (["Transformer", "Pooling", "Normalize", "Dense"], ["has Dense at place 4"]),
+    ):
+        with_modules(teacher_folder, kinds)
+        with refused("teacher x", *parts):
+            read_head("teacher x", teacher_folder, 32)
+    with_modules(teacher_folder, ["Transformer", "Pooling", "Dense"])
+    with refused("2_Dense", "does not take vectors of 16"):
+        read_head("teacher x", teacher_folder, 16)
+    (teacher_folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with refused("1_Pooling", "another way than mean or cls"):
+        read_head("teacher x", teacher_folder, 32)
+    (teacher_folder / "modules.json").write_text(
+        '[{"type": "x.Transformer", "path": ""}, {"type": "x.Pooling", "path": "../../etc"}]'
+    )
+    with refused("modules.json names the path '../../etc'"):
+        read_head("teacher x", teacher_folder, 32)
+
+
+def test_settings_that_do_not_fit_are_refused(
+    values: dict[str, Any], corpus: Path, tmp_path: Path
+) -> None:
+    objective = {"name": "embedding"}
+    for change, message in (
+        ({"teacher": None}, "objective embedding needs `teacher:`"),
+        ({"teacher": None, "vectors": "v"}, "without `teacher:` the student is that of `model:`"),
+        ({"model": MODEL}, "remove one of the two sections"),
+        ({"vectors": "v", "objective": {"name": "minilm"}}, "compares no sentence vectors"),
+        ({"objective": objective | {"cosine": 0, "similarity": 0}}, "give a term a weight"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RunConfig.model_validate({**values, **change})
+    with refused("objective.adapter none", "have 16 values and the teacher's 32"):
+        start({**values, "objective": objective | {"adapter": "none"}})
+    alone = {key: value for key, value in values.items() if key not in ("teacher", "student")}
+    with refused(f"vectors {tmp_path / 'v'}: there is no such file", "add the `teacher:`"):
+        start({**alone, "model": MODEL, "vectors": str(tmp_path / "v")})
+    assert not Path(values["output"]).joinpath("checkpoints").exists()
+    # A start that was killed while it wrote vectors has left a folder without a checkpoint.
+    Path(values["output"]).mkdir(exist_ok=True)
+    (Path(values["output"]) / "vectors.safetensors.partial").touch()
+    start(values)
+
+
+def test_the_real_sentence_encoder_agrees_with_sentence_transformers(tmp_path: Path) -> None:
+    archive = Path(__file__).parents[3] / "shared" / "data" / "minilm-l6-body.tar.xz"
+    if not archive.is_file():
+        pytest.skip(f"{archive} is not here: it holds a real sentence encoder")
+    subprocess.run(["tar", "xJf", archive, "-C", tmp_path], check=True)
+    folder = tmp_path / "minilm-l6-body"
+    raw = read_config("teacher", folder)
+    tensors = read_tensors("teacher", folder)
+    model, _ = assemble("teacher", FAMILIES["bert"], raw, tensors, needs_head=False)
+    texts = ["A man plays the guitar.", "Someone is playing an instrument.", "Stocks fell."]
+    ours = torch.from_numpy(
+        TextEncoder(model.eval(), read_head("teacher", folder, 384), "teacher", folder)(texts)
+    )
+    assert (ours - vectors_of(folder, texts)).abs().max() < 1e-5
+    cosines = F.cosine_similarity(ours[0], ours[1:], dim=-1)
+    assert cosines[0] > 0.6 and cosines[1] < 0.2
