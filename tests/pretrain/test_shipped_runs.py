@@ -79,6 +79,7 @@ def test_a_shipped_comparison_runs_in_its_order(name: str, tmp_path: Path, corpu
     [
         ("minilm-6x384", "bert", [f"student={NARROW}", "objective.relation_heads=8"]),
         ("tinybert-4x312", "bert", [f"student={NARROW}", "student.num_attention_heads=4"]),
+        ("embedding-6x384", "bert", ["student.num_layers=2"]),
         ("distilroberta", "roberta", ["student.num_layers=2"]),
         ("distilmbert", "bert", ["student.init=random", "student.num_layers=2"]),
         ("modernbert-small", "modernbert", ["student.num_layers=3"]),
