@@ -32,13 +32,16 @@ def pairs(file: Path) -> tuple[list[str], list[str], Tensor]:
 def vectors(folder: Path, sentences: Sequence[str], *, batch_size: int = 64) -> Tensor:
     """Return a vector for each sentence."""
     from safetensors.torch import load_file
-    from transformers import AutoModel, AutoTokenizer
+    from tokenizers import Tokenizer
 
+    from pretrain.model.loading import load_model
     from pretrain.model.model_files import student_of
 
     folder = student_of(folder)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
-    model.eval().float()
+    model = load_model(folder, needs_head=False).eval().base_model
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(LENGTH)
+    tokenizer.enable_padding(pad_id=model.config.pad_token_id)
     dense = []
     if (folder / "modules.json").is_file():
         for module in json.loads((folder / "modules.json").read_text(encoding="utf-8")):
@@ -49,15 +52,11 @@ def vectors(folder: Path, sentences: Sequence[str], *, batch_size: int = 64) -> 
     order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        inputs = tokenizer(
-            [sentences[i] for i in chosen],
-            padding=True,
-            truncation=True,
-            max_length=LENGTH,
-            return_tensors="pt",
-        )
-        inputs.pop("token_type_ids", None)  # all 0, and a DistilBERT takes none
-        hidden_BLD, mask_BL1 = model(**inputs).last_hidden_state, inputs.attention_mask[:, :, None]
+        encoded = tokenizer.encode_batch([sentences[i] for i in chosen])
+        ids_BL = torch.tensor([text.ids for text in encoded])
+        mask_BL = torch.tensor([text.attention_mask for text in encoded])
+        hidden_BLD = model(ids_BL, attention_mask=mask_BL).last_hidden_state
+        mask_BL1 = mask_BL[:, :, None]
         pooled_BD = (hidden_BLD * mask_BL1).sum(1) / mask_BL1.sum(1)
         for layer in dense:
             pooled_BD = torch.nn.functional.linear(

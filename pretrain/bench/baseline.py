@@ -22,6 +22,7 @@ from pretrain.kernels.cpu_layers import use_torch_layers
 from pretrain.model.distillation import MicroBatch
 from pretrain.model.families import MaskedLM, shape_of
 from pretrain.objectives.objective import Objective
+from pretrain.objectives.terms import Shape
 
 Model = TypeVar("Model", bound=MaskedLM)
 
@@ -57,8 +58,7 @@ class BaselineStep:
 
     def __call__(self) -> None:
         """Run forward and backward of one micro-batch; gradients add up."""
-        teacher = None if self.teacher is None else shape_of(self.teacher)
-        terms = self.objective.terms(shape_of(self.student), teacher)
+        terms = self.objective.terms(*shapes_of(self.student, self.teacher))
         with self.precision.autocast(self.batch.input_ids.device):
             means = self.losses()
             loss = torch.stack([term.weight(0) * means[term.name] for term in terms]).sum()
@@ -76,6 +76,14 @@ class BaselineStep:
         inputs = Inputs(self.student, self.teacher, self.batch, self.adapters)
         with self.precision.autocast(self.batch.input_ids.device):
             return [each and each.last_hidden_state for each in inputs.outputs()]
+
+
+def shapes_of(student: MaskedLM, teacher: MaskedLM | None) -> tuple[Shape, Shape | None]:
+    """Return the sizes of both models, for an objective; sentence vectors are means of tokens."""
+    if teacher is None:
+        return shape_of(student), None
+    theirs = shape_of(teacher)
+    return shape_of(student), theirs._replace(vector_size=theirs.hidden_size)
 
 
 def twin(model: Model) -> Model:

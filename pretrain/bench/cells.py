@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from pretrain.bench.baseline import BaselineStep, padded, twin
+from pretrain.bench.baseline import BaselineStep, padded, shapes_of, twin
 from pretrain.bench.measure import OurStep, Step, check, flops, forget, memory, ratio, timings
 from pretrain.device.memory import out_of_memory
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head.triton_support import use_triton
 from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.families import MaskedLM, shape_of
+from pretrain.model.pooling import SentenceHead, Sequences
 from pretrain.objectives.objective import Objective
 from pretrain.objectives.terms import Shape
 
@@ -77,18 +80,21 @@ class Pair:
     @property
     def shapes(self) -> tuple[Shape, Shape | None]:
         """Return the sizes of both models, for an objective."""
-        teacher = self.usual_teacher
-        return shape_of(self.student), None if teacher is None else shape_of(teacher)
+        return shapes_of(self.student, self.usual_teacher)
 
     def ours(self, objective: Objective, batch: MicroBatch, precision: str) -> OurStep:
         """Return our step on a micro-batch in the host's memory."""
-        weight = next(self.student.parameters())
+        weight, head = next(self.student.parameters()), None
+        if objective.compares_documents:
+            batch = with_sequences(batch, pad_id=self.pad_id)
+            head = SentenceHead(shape_of(self.student).hidden_size)
         module = Distillation(
             self.student,
             self.teachers.get(precision),
             objective.terms(*self.shapes),
             pad_id=self.pad_id,
             adapters=self.adapters,
+            head=head,
             backend="compiled" if self.compiled and not use_triton("auto", weight) else "auto",
             compiled=self.compiled,
             recompute=self.recompute,
@@ -105,6 +111,24 @@ class Pair:
             PRECISIONS[precision],
             self.adapters,
         )
+
+
+def with_sequences(batch: MicroBatch, *, pad_id: int) -> MicroBatch:
+    """Return a micro-batch in which every document is a whole one."""
+    ids, length, places = batch.input_ids, batch.input_ids.shape[1], Counter[int]()
+    documents = torch.full(ids.shape, -1, dtype=torch.int16)
+    sizes = torch.zeros(len(ids), len(batch.cu_seqlens), dtype=torch.int16)
+    for begin, end in pairwise(batch.cu_seqlens.tolist()):
+        row, column = divmod(begin, length)
+        if begin < end and ids[row, column] != pad_id:
+            documents[row, column : column + end - begin] = places[row]
+            sizes[row, places[row]] = end - begin
+            places[row] += 1
+    sequences = Sequences(documents, sizes[:, : max(places.values(), default=1)])
+    counts = dict(batch.counts)
+    counts["sequences"] = sum(places.values())
+    counts["sequence_pairs"] = sum(num * (num - 1) for num in places.values())
+    return batch._replace(sequences=sequences, counts=counts)
 
 
 def agreement(

@@ -16,6 +16,7 @@ import torch
 from data_prep.shards import load_manifest, open_shards
 from pretrain import RunError
 from pretrain.bench import cells, host, subjects
+from pretrain.bench.baseline import shapes_of
 from pretrain.bench.cost import flops_per_token, peak_flops
 from pretrain.bench.documents import LAYOUTS, Document, SpecialIds, batch, drawn, packed, typical
 from pretrain.bench.plain import formulation
@@ -25,7 +26,7 @@ from pretrain.data.rows import build_masking
 from pretrain.device.precision import PRECISIONS, allow_tf32
 from pretrain.device.precision import choose as choose_precision
 from pretrain.model.distillation import MicroBatch
-from pretrain.model.families import MaskedLM, shape_of
+from pretrain.model.families import MaskedLM
 from pretrain.model.loading import reinitialise
 from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import load_teacher
@@ -188,7 +189,7 @@ def _pair(
     config: RunConfig | None,
 ) -> cells.Pair:
     """Return the two steps' models, with the objective's adapters."""
-    adapters = objective.adapters(shape_of(student), None if teacher is None else shape_of(teacher))
+    adapters = objective.adapters(*shapes_of(student, teacher))
     # Both steps share them, like the weights of the models.
     reinitialise(adapters, 0)
     return cells.Pair.of(

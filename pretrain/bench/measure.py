@@ -54,7 +54,7 @@ class OurStep:
         batch, terms = self.batch, self.module.terms
         self._counts = [batch.counts[term.over] for term in terms]
         factors = [
-            term.weight(0) * batch.counts["tokens"] / count
+            term.weight(0) * batch.counts["tokens"] / max(count, 1)
             for term, count in zip(terms, self._counts, strict=True)
         ]
         self._factors_T = torch.tensor(factors, device=batch.input_ids.device)
@@ -76,7 +76,7 @@ class OurStep:
         """Return the mean of each term in the last call."""
         assert self._sums_T is not None
         sums = zip(self.module.terms, self._sums_T.tolist(), self._counts, strict=True)
-        return {term.name: total / count for term, total, count in sums}
+        return {term.name: total / max(count, 1) for term, total, count in sums}
 
 
 Step = OurStep | BaselineStep

@@ -27,6 +27,7 @@ from pretrain.data.masking import IGNORE
 from pretrain.model.families import MaskedLM, family_of, shape_of
 from pretrain.model.families.post_norm import PostNorm
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.embedding import Embedding
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
@@ -174,11 +175,32 @@ def tinybert(objective: TinyBert, inputs: Inputs) -> dict[str, Tensor]:
     return {name: torch.stack(means).sum() for name, means in terms.items() if means}
 
 
+def embedding(objective: Embedding, inputs: Inputs) -> dict[str, Tensor]:
+    """Compare the mean-pooled vectors of sequences, as sentence-transformers makes them."""
+    student, teacher = inputs.outputs()
+    mask_BL1 = inputs.batch.attention_mask[:, :, None]
+    ours_BW, theirs_BW = (
+        (each.last_hidden_state * mask_BL1).sum(1) / mask_BL1.sum(1) for each in (student, teacher)
+    )
+    if "dense" in inputs.adapters:
+        ours_BW = inputs.adapters["dense"](ours_BW)
+    means = {}
+    if objective.cosine:
+        means["cosine"] = (1 - F.cosine_similarity(ours_BW, theirs_BW)).mean()
+    if objective.similarity:
+        # Of pairs of documents of a row, and each has one here.
+        means["similarity"] = torch.zeros_like(ours_BW.sum())
+    if objective.mse:
+        means["mse"] = nn.MSELoss()(ours_BW, theirs_BW)
+    return means
+
+
 FORMULATIONS: Mapping[type[Objective], Formulation] = {
     DistilBert: distilbert,
     MaskedLanguageModel: mlm,
     MiniLM: minilm,
     TinyBert: tinybert,
+    Embedding: embedding,
 }
 
 

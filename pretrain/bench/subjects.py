@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import hf_hub_download
 from transformers import (
-    AutoConfig,
     BertConfig,
     BertForMaskedLM,
     DistilBertConfig,
@@ -27,6 +28,7 @@ from pretrain.data.masking import Masking
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.model.families import FAMILIES, MaskedLM
 from pretrain.model.loading import known_family
+from pretrain.model.model_files import read_config, student_of
 from pretrain.model.student import build_student
 from pretrain.model.teacher import Teacher
 
@@ -85,11 +87,10 @@ def shaped(config: RunConfig, sizes: Sizes) -> tuple[MaskedLM, MaskedLM | None, 
     torch.manual_seed(0)
     source = config.model.init if config.model is not None else config.teacher
     if source is not None:
-        source = str(source)
         try:
-            settings = AutoConfig.from_pretrained(source.partition("@")[0]).to_dict()
-            read = ""
-        except (OSError, ValueError):
+            folder, read = config_folder(str(source)), ""
+            settings = read_config(f"teacher {source}", folder)
+        except OSError:
             # Offline, or a run that was not trained yet: the time is that of a model like it.
             heads, inner = max(1, sizes.width // 64), 4 * sizes.width
             bert = BertConfig(
@@ -124,6 +125,21 @@ def shaped(config: RunConfig, sizes: Sizes) -> tuple[MaskedLM, MaskedLM | None, 
     length = min(sizes.length, family.row_length(first.config))
     sizes = replace(sizes, vocabulary=first.config.vocab_size, length=length)
     return student, teacher, sizes, sizes_of(teacher, student) + read
+
+
+def config_folder(name: str) -> Path:
+    """Return the folder of a model's config.json; of a hub's model nothing else is downloaded.
+
+    Raises:
+        OSError: there is none, or the hub does not answer.
+    """
+    if Path(name).is_dir():
+        return student_of(Path(name))
+    source, _, revision = name.partition("@")
+    try:
+        return Path(hf_hub_download(source, "config.json", revision=revision or None)).parent
+    except ValueError as error:  # a name that no hub has
+        raise OSError(str(error)) from error
 
 
 def sizes_of(teacher: MaskedLM | None, student: MaskedLM) -> str:

@@ -21,6 +21,7 @@ from pretrain.bench.plain import Padded
 from pretrain.config import OBJECTIVES
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.objectives.embedding import Embedding
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
@@ -139,6 +140,7 @@ def test_both_steps_are_the_same_function(
         MiniLM(relation_heads=8, teacher_layer=-2),
         MiniLM(version=1),
         TinyBert(),
+        Embedding(similarity=0, mse=1, adapter="linear"),
     ],
 )
 def test_every_objective_equals_its_plain_formulation(
