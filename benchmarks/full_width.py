@@ -3,6 +3,7 @@
     benchmarks/on_gpu.sh --distil teacher SHARDS FOLDER --minutes 6
     benchmarks/on_gpu.sh --distil half SHARDS FOLDER --minutes 4      twice; the second resumes
     benchmarks/on_gpu.sh --distil report SHARDS FOLDER
+    benchmarks/on_gpu.sh --distil embedding SENTENCES FOLDER --teacher BODY --pairs sts-dev.csv
 
 `teacher` trains 12 layers x 768 with masked language modelling. `half` trains a student of 6 x 768
 with `distil pretrain`, stops it, and then does the same with a plain PyTorch loop. Both have the
@@ -12,6 +13,9 @@ loop has `--minutes` of training in each half, and its evaluations are on the sa
 
 SHARDS is a corpus with rows of 512 from `distil prepare`, FOLDER keeps the runs between commands.
 Memory is that of the whole GPU, as nvidia-smi shows it. `--rehearse` takes tiny models.
+
+`embedding` trains 3 layers on the vectors of a sentence encoder, with the shards of
+configs/corpus-wiki-sentences.yaml, and prints the STS-B scores of both.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from typing import Any
 
 START = 600.0  # seconds that a loop may take before its first figures
 LOOPS = ("ours", "plain")
+SHARES = ("accuracy", "agreement")
 
 
 def settings(options: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -58,6 +63,19 @@ def settings(options: argparse.Namespace, name: str) -> dict[str, Any]:
         sizes |= {"intermediate_size": 32}
         return values | {"objective": {"name": "mlm"}, "model": sizes if tiny else {}}
     student = {"num_layers": 1 if tiny else 6, "dropout": 0.0, "attention_dropout": 0.0}
+    if name == "embedding":
+        # Its length is known, so its rate falls to 0: about 20 passes over 100,000 sentences.
+        values["optimizer"] = {"learning_rate": 5e-4, "max_grad_norm": 1.0}
+        values["train"] |= {"max_steps": 20 if tiny else 1000}
+        values["evaluation"]["rows"] = 4 if tiny else 32
+        student |= {"architecture": "same", "num_layers": 1 if tiny else 3}
+        student |= {} if tiny else {"init": [0, 2, 4]}
+        objective = {"name": "embedding", "cosine": 1.0, "similarity": 1.0}
+        return values | {
+            "teacher": str(options.teacher),
+            "student": student,
+            "objective": objective,
+        }
     return values | {"teacher": str(options.folder / "teacher"), "student": student}
 
 
@@ -93,7 +111,8 @@ def train_for(options: argparse.Namespace, name: str) -> None:
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         code = process.wait()
-    if code not in (0, 75):
+    # A run that had just ended no longer catches the signal.
+    if code not in (0, 75) and not (code == -signal.SIGTERM and trained_since is not None):
         sys.exit(f"{name}: exit code {code}")
     if most:
         with (options.folder / "memory.jsonl").open("a", encoding="utf-8") as memory:
@@ -220,19 +239,20 @@ def report(folder: Path) -> str:
         for line in (folder / "memory.jsonl").read_text(encoding="utf-8").splitlines():
             found = json.loads(line)
             memory[found["loop"]] = max(memory.get(found["loop"], 0.0), found["peak_gb"])
-    lines = [f"{'loop':6} {'tokens':>13} {'loss':>7} {'accuracy':>9} {'agreement':>10}"]
-    for name in LOOPS:
+    lines = [f"{'loop':9} {'tokens':>13} {'loss':>7} {SHARES[0]:>9} {SHARES[1]:>9}"]
+    for name in (*LOOPS, "embedding"):
         found = entries(folder / name)
         trained = [entry for entry in found if entry["kind"] == "train"]
         tokens = {0: 0} | {entry["step"]: entry["tokens"] for entry in trained}
         for entry in found:
             if entry["kind"] == "evaluation":
-                shares = f"{100 * entry['accuracy']:8.2f}% {100 * entry['agreement']:9.2f}%"
-                lines.append(f"{name:6} {tokens[entry['step']]:13,} {entry['loss']:7.3f} {shares}")
+                shown = (f"{100 * entry[key]:8.2f}%" for key in SHARES if key in entry)
+                figures = f"{tokens[entry['step']]:13,} {entry['loss']:7.3f}"
+                lines.append(" ".join([f"{name:9}", figures, *shown]))
         if trained:
             rate = median(entry["tokens_per_second"] for entry in trained)
             peak = f"{memory[name]:.1f} GB" if name in memory else "memory not measured"
-            lines.append(f"{name:6} {tokens[trained[-1]['step']]:13,} {rate:,.0f} tokens/s, {peak}")
+            lines.append(f"{name:9} {tokens[trained[-1]['step']]:13,} {rate:,.0f} tokens/s, {peak}")
     return "\n".join(lines)
 
 
@@ -241,23 +261,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="benchmarks/on_gpu.sh --distil", description="Distil 12 x 768 into 6 x 768 on a GPU."
     )
-    parser.add_argument("stage", choices=("teacher", "half", "report"))
+    parser.add_argument("stage", choices=("teacher", "half", "report", "embedding"))
     parser.add_argument("shards", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=4.0, help="of training of each loop (4)")
+    parser.add_argument("--teacher", type=Path, help="of the stage embedding")
+    parser.add_argument("--pairs", type=Path, help="sts-dev.csv, for its scores")
     parser.add_argument("--rehearse", action="store_true", help="tiny models, also on a CPU")
     if sys.argv[1:2] == ["--loop"]:  # the process that `train_for` starts
         plain_loop(Path(sys.argv[2]))
         return
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    for name in {"teacher": ("teacher",), "half": LOOPS, "report": ()}[options.stage]:
+    stages = {"teacher": ("teacher",), "half": LOOPS, "report": (), "embedding": ("embedding",)}
+    for name in stages[options.stage]:
         train_for(options, name)
-    if options.stage != "teacher":
-        text = report(options.folder)
-        print(text)
-        if out := os.environ.get("OUT"):
-            Path(out, "full-width.txt").write_text(text + "\n", encoding="utf-8")
+    text = report(options.folder)
+    if options.pairs is not None:
+        from benchmarks.stsb import score
+
+        for model in (options.teacher, options.folder / "embedding"):
+            text += f"\n{score(model, options.pairs):.2f} Pearson on STS-B: {model}"
+    print(text)
+    if out := os.environ.get("OUT"):
+        Path(out, f"full-width-{options.stage}.txt").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ def shards(tmp_path: Path) -> Path:
 def test_two_halves_resume_both_loops(tmp_path: Path, shards: Path) -> None:
     folder = tmp_path / "runs"
 
-    def run(stage: str) -> subprocess.CompletedProcess[str]:
+    def run(stage: str, *more: object) -> subprocess.CompletedProcess[str]:
         command = [ROOT / "benchmarks" / "on_gpu.sh", "--distil", stage, shards, folder]
         done = finished(
             *command,
-            *("--rehearse", "--minutes", "0.05"),
+            *("--rehearse", "--minutes", "0.05", *more),
             environment={"PYTHON": sys.executable, "OUT": str(tmp_path)},
             timeout=600,
         )
@@ -64,7 +64,12 @@ def test_two_halves_resume_both_loops(tmp_path: Path, shards: Path) -> None:
         for name in LOOPS
     ]
     assert all(tokens[0][step] == tokens[1][step] for step in tokens[0].keys() & tokens[1].keys())
-    assert run("report").stdout == table == (tmp_path / "full-width.txt").read_text()
+    assert run("report").stdout == table == (tmp_path / "full-width-half.txt").read_text()
+
+    lines = [f"a\tb\tc\td\t{i}\t{' '.join(WORDS[5 : 7 + i])}\tw9 w8 w7" for i in range(6)]
+    (tmp_path / "pairs.csv").write_text("\n".join(lines), encoding="utf-8")
+    shown = run("embedding", "--teacher", folder / "teacher", "--pairs", tmp_path / "pairs.csv")
+    assert shown.stdout.count("Pearson on STS-B") == 2 and "\nembedding " in shown.stdout
 
 
 def test_the_report_has_tokens_quality_speed_and_memory(tmp_path: Path) -> None:
