@@ -62,7 +62,8 @@ def settings(options: argparse.Namespace, name: str) -> dict[str, Any]:
         sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
         sizes |= {"intermediate_size": 32}
         return values | {"objective": {"name": "mlm"}, "model": sizes if tiny else {}}
-    student = {"num_layers": 1 if tiny else 6, "dropout": 0.0, "attention_dropout": 0.0}
+    student: dict[str, Any] = {"num_layers": 1 if tiny else 6}
+    student |= {"dropout": 0.0, "attention_dropout": 0.0}
     if name == "embedding":
         # Its length is known, so its rate falls to 0: about 20 passes over 100,000 sentences.
         values["optimizer"] = {"learning_rate": 5e-4, "max_grad_norm": 1.0}
