@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -135,7 +136,7 @@ def plain_loop(file: Path) -> None:
     from torch import nn
 
     from data_prep.shards import open_shards
-    from pretrain.bench.baseline import BaselineStep, padded, twin
+    from pretrain.bench.baseline import TRIPLE_LOSS, BaselineStep, padded, triple_loss, twin
     from pretrain.config import RunConfig
     from pretrain.device.precision import PRECISIONS
     from pretrain.distributed.processes import build_accelerator, start_ranks
@@ -143,7 +144,6 @@ def plain_loop(file: Path) -> None:
     from pretrain.inputs import load_inputs
     from pretrain.model.distillation import micro_batch
     from pretrain.monitor.metrics import Silent
-    from pretrain.objectives.distilbert import DistilBert
     from pretrain.step import learning_rate
 
     stopped: list[int] = []
@@ -164,6 +164,7 @@ def plain_loop(file: Path) -> None:
         )
         step, tokens = restore(folder, student, optimizer)
         folder.mkdir(parents=True, exist_ok=True)
+        losses = partial(triple_loss, weights=TRIPLE_LOSS)
 
         with (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1) as metrics:
             since, since_tokens = time.perf_counter(), tokens
@@ -184,7 +185,7 @@ def plain_loop(file: Path) -> None:
                     rows = micro_batch(*part, cls_id=special.cls, pad_id=special.pad)
                     tokens += rows.counts["tokens"]
                     batch = padded(rows.to(ranks.device), pad_id=special.pad)
-                    BaselineStep(student, teacher, batch, DistilBert(), precision)()
+                    BaselineStep(student, teacher, batch, losses, TRIPLE_LOSS, precision)()
                 for parameter in student.parameters():
                     if parameter.grad is not None:
                         parameter.grad /= len(parts)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks import on_gpu
-from pretrain.bench.baseline import BaselineStep, padded, twin
+from pretrain.bench.baseline import TRIPLE_LOSS, BaselineStep, padded, triple_loss, twin
 from pretrain.bench.cost import peak_flops
 from pretrain.bench.measure import OurStep, Step, compare, flops, memory, ratio, timings
 from pretrain.bench.sizes import Sizes
@@ -23,7 +23,6 @@ from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head import Backend
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM
-from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.terms import Term, cosine_term, kl_term, mlm_term
 
 GATE_ROWS = 9  # 9 x 512 positions are more than a chunk of the head
@@ -108,8 +107,8 @@ class Subjects:
         """Build the baseline's step on the same rows and masks."""
         moved = padded(batch(self.sizes, rows).to(self.device), pad_id=PAD)
         student, teacher = twin(self.student), twin(self.teacher)
-        objective = DistilBert.model_validate({"kl_positions": kl})
-        return BaselineStep(student, teacher, moved, objective, PRECISIONS[precision])
+        losses = partial(triple_loss, weights=TRIPLE_LOSS, positions=kl)
+        return BaselineStep(student, teacher, moved, losses, TRIPLE_LOSS, PRECISIONS[precision])
 
     def tried(self, build: Callable[..., Step], *arguments: int) -> Step | None:
         """Return a step after one call, which warms it up, or None if it does not fit."""

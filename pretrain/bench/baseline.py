@@ -1,30 +1,69 @@
 """Compute the baseline: the step of an objective as one would write it with transformers.
 
-`plain.py` has the losses. The baseline sums them with the objective's weights, runs the backward
-pass, and reads each term back with `.item()`.
+The baseline sums the means of an objective's terms with their weights, runs the backward pass, and
+reads each term back with `.item()`. DistilBERT's terms are here, and those of other objectives in
+`plain.py`: this file needs only torch and transformers, so that a GPU machine can run it.
 
-Shapes: B sequences, L length.
+Shapes: B sequences, L length, V vocabulary, D width, N selected positions.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.bench.plain import Inputs, Padded, formulation
 from pretrain.data.masking import IGNORE
 from pretrain.device.precision import PRECISIONS, Precision
 from pretrain.kernels.cpu_layers import use_torch_layers
 from pretrain.model.distillation import MicroBatch
 from pretrain.model.families import MaskedLM, shape_of
-from pretrain.objectives.objective import Objective
 from pretrain.objectives.terms import Shape
 
 Model = TypeVar("Model", bound=MaskedLM)
+# The terms of DistilBERT's loss and their weights; the last two are options.
+TRIPLE_LOSS = {"kl": 5.0, "mlm": 2.0, "cosine": 1.0, "mse": 0.0, "hidden_mse": 0.0}
+
+
+class Padded(NamedTuple):
+    """Hold sequences as transformers takes them, each [B, L] and int64."""
+
+    input_ids: Tensor  # corrupted
+    attention_mask: Tensor  # 1 at tokens, 0 at padding
+    labels: Tensor  # -100 where nothing is predicted
+
+
+class Inputs(NamedTuple):
+    """Hold what an objective's formulation reads."""
+
+    student: MaskedLM
+    teacher: MaskedLM | None
+    batch: Padded
+    adapters: nn.ModuleDict
+
+    def outputs(self, *, head: bool = False, **asked: bool) -> tuple[Any, Any]:
+        """Call student and teacher, with their LM heads or as `AutoModel` would load them.
+
+        `asked` are arguments of transformers: output_hidden_states, output_attentions.
+        """
+        found: list[Any] = []
+        # The other kinds of attention never compute the probabilities.
+        kind = "eager" if asked.get("output_attentions") else "sdpa"
+        for model in (self.student, self.teacher):
+            if model is None:
+                found.append(None)
+                continue
+            if model.config._attn_implementation != kind:
+                model.set_attn_implementation(kind)
+            with torch.set_grad_enabled(model is self.student):
+                ids, mask, _ = self.batch
+                found.append((model if head else model.base_model)(ids, mask, **asked))
+        return found[0], found[1]
 
 
 def padded(batch: MicroBatch, *, pad_id: int) -> Padded:
@@ -43,7 +82,8 @@ class BaselineStep:
     Args:
         student, teacher: see `twin`; the teacher is frozen and in eval mode.
         batch: on their device.
-        objective: one that `plain.py` knows.
+        formulation: returns the mean of each term by name, with its graph.
+        weights: of the terms.
         precision: of the forward pass; its loss scale multiplies the loss.
         adapters: of the objective, on the same device.
     """
@@ -51,31 +91,97 @@ class BaselineStep:
     student: MaskedLM
     teacher: MaskedLM | None
     batch: Padded
-    objective: Objective
+    formulation: Callable[[Inputs], Mapping[str, Tensor]]
+    weights: Mapping[str, float]
     precision: Precision = PRECISIONS["fp32"]
     adapters: nn.ModuleDict = field(default_factory=nn.ModuleDict)
     terms: dict[str, float] = field(default_factory=dict)  # means of the last call
 
     def __call__(self) -> None:
         """Run forward and backward of one micro-batch; gradients add up."""
-        terms = self.objective.terms(*shapes_of(self.student, self.teacher))
         with self.precision.autocast(self.batch.input_ids.device):
             means = self.losses()
-            loss = torch.stack([term.weight(0) * means[term.name] for term in terms]).sum()
+            loss = torch.stack([self.weights[name] * mean for name, mean in means.items()]).sum()
         (loss * self.precision.loss_scale).backward()
         # Device sync, once a term: the baseline reads its losses, as plain code does.
         self.terms = {name: mean.item() for name, mean in means.items()}
 
-    def losses(self) -> dict[str, Tensor]:
+    def losses(self) -> Mapping[str, Tensor]:
         """Return the mean of each term with its graph."""
-        inputs = Inputs(self.student, self.teacher, self.batch, self.adapters)
-        return formulation(self.objective)(self.objective, inputs)
+        return self.formulation(Inputs(self.student, self.teacher, self.batch, self.adapters))
 
     def encoders(self) -> Any:
         """Return the encoders' outputs alone, which keeps all that their graph holds alive."""
         inputs = Inputs(self.student, self.teacher, self.batch, self.adapters)
         with self.precision.autocast(self.batch.input_ids.device):
             return [each and each.last_hidden_state for each in inputs.outputs()]
+
+
+def triple_loss(
+    inputs: Inputs,
+    *,
+    weights: Mapping[str, float],
+    positions: str = "all",
+    temperature: float = 2.0,
+    divergence: str = "forward",
+) -> dict[str, Tensor]:
+    """Return the mean of each term of DistilBERT's loss (arXiv 1910.01108, section 3).
+
+    Args:
+        inputs: models and sequences.
+        weights: of all terms in `TRIPLE_LOSS`; one of weight 0 is not computed.
+        positions: of the terms on distributions: "all" tokens but padding, or "masked" ones.
+        temperature: of the divergence.
+        divergence: "forward", "reverse" or "js".
+    """
+    # A term that is left out costs the baseline nothing, either.
+    if sum(weights.values()) == weights["mlm"]:  # no other term is computed
+        inputs = inputs._replace(teacher=None)
+    head = any(weights[name] for name in ("kl", "mlm", "mse"))
+    student, teacher = inputs.outputs(head=head, output_hidden_states=True)
+    labels, tokens = inputs.batch.labels, inputs.batch.attention_mask.bool()
+    chosen = tokens if positions == "all" else labels != IGNORE
+    means = {}
+    if weights["kl"] or weights["mse"]:
+        student_NV = selected(student.logits, chosen)
+        teacher_NV = selected(teacher.logits, chosen)
+    if weights["kl"]:
+        # KLDivLoss(log q, p) is KL(p || q).
+        kl_div = nn.KLDivLoss(reduction="batchmean")
+        if divergence == "forward":
+            log_q = F.log_softmax(student_NV / temperature, dim=-1)
+            kl = kl_div(log_q, F.softmax(teacher_NV / temperature, dim=-1))
+        elif divergence == "reverse":
+            log_p = F.log_softmax(teacher_NV / temperature, dim=-1)
+            kl = kl_div(log_p, F.softmax(student_NV / temperature, dim=-1))
+        else:
+            q, p = (F.softmax(each / temperature, dim=-1) for each in (student_NV, teacher_NV))
+            log_middle = ((q + p) / 2).log()
+            kl = (kl_div(log_middle, q) + kl_div(log_middle, p)) / 2
+        name = {"forward": "kl", "reverse": "reverse_kl", "js": "js"}[divergence]
+        means[name] = kl * temperature**2
+    if weights["mlm"]:
+        means["mlm"] = nn.CrossEntropyLoss(ignore_index=IGNORE)(
+            student.logits.flatten(0, 1), labels.flatten()
+        )
+    # Padding has hidden states, too, which mean nothing.
+    if weights["cosine"] or weights["hidden_mse"]:
+        student_ND = selected(student.hidden_states[-1], tokens)
+        teacher_ND = selected(teacher.hidden_states[-1], tokens)
+    if weights["cosine"]:
+        same = student_ND.new_ones(len(student_ND))
+        means["cosine"] = nn.CosineEmbeddingLoss()(student_ND, teacher_ND, same)
+    if weights["mse"]:
+        means["mse"] = nn.MSELoss(reduction="sum")(student_NV, teacher_NV) / len(student_NV)
+    if weights["hidden_mse"]:
+        means["hidden_mse"] = nn.MSELoss()(student_ND, teacher_ND)
+    return means
+
+
+def selected(values_BLX: Tensor, mask_BL: Tensor) -> Tensor:
+    """Return a copy of the positions of a mask [N, X]."""
+    width = values_BLX.shape[-1]
+    return values_BLX.masked_select(mask_BL[:, :, None].expand_as(values_BLX)).view(-1, width)
 
 
 def shapes_of(student: MaskedLM, teacher: MaskedLM | None) -> tuple[Shape, Shape | None]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from pretrain.bench.baseline import BaselineStep, padded, shapes_of, twin
 from pretrain.bench.measure import OurStep, Step, check, flops, forget, memory, ratio, timings
+from pretrain.bench.plain import baseline_step
 from pretrain.device.memory import out_of_memory
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head.triton_support import use_triton
@@ -103,7 +104,7 @@ class Pair:
 
     def usual(self, objective: Objective, batch: MicroBatch, precision: str) -> BaselineStep:
         """Return the baseline step on the same data."""
-        return BaselineStep(
+        return baseline_step(
             self.usual_student,
             self.usual_teacher,
             padded(batch.to(self.device), pad_id=self.pad_id),

@@ -17,6 +17,7 @@ from data_prep.shards import load_manifest, open_shards
 from pretrain import RunError
 from pretrain.bench import cells, host, subjects
 from pretrain.bench.baseline import shapes_of
+from pretrain.bench.configured import shaped, sizes_of
 from pretrain.bench.cost import flops_per_token, peak_flops
 from pretrain.bench.documents import LAYOUTS, Document, SpecialIds, batch, drawn, packed, typical
 from pretrain.bench.plain import formulation
@@ -145,9 +146,9 @@ def synthetic(
     teacher: MaskedLM | None
     if config is None:
         student, teacher = subjects.models(sizes)
-        what = subjects.sizes_of(teacher, student)
+        what = sizes_of(teacher, student)
     else:
-        student, teacher, sizes, what = subjects.shaped(config, sizes)
+        student, teacher, sizes, what = shaped(config, sizes)
         objective = config.objective
         pad_id = student.config.pad_token_id
         special = special._replace(pad=subjects.PAD if pad_id is None else pad_id)
@@ -261,7 +262,7 @@ def configured(config: RunConfig, device: torch.device, settings: Settings) -> S
 
     pair = _pair(student, teacher, objective, device, settings, special, config)
     what = (
-        f"{objective.name}: {subjects.sizes_of(teacher, student)}; rows of {length} tokens from "
+        f"{objective.name}: {sizes_of(teacher, student)}; rows of {length} tokens from "
         f"the config's shards, digest {manifest.digest[:16]}"
     )
     return Subject(what, pair, length, _variant(objective), rows, documents)

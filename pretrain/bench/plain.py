@@ -16,14 +16,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain import RunError
-from pretrain.data.masking import IGNORE
+from pretrain.bench.baseline import (
+    TRIPLE_LOSS,
+    BaselineStep,
+    Inputs,
+    Padded,
+    selected,
+    shapes_of,
+    triple_loss,
+)
+from pretrain.device.precision import Precision
 from pretrain.model.families import MaskedLM, family_of, shape_of
 from pretrain.model.families.post_norm import PostNorm
 from pretrain.objectives.distilbert import DistilBert
@@ -33,89 +42,19 @@ from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
 from pretrain.objectives.tinybert import TinyBert
 
-
-class Padded(NamedTuple):
-    """Hold sequences as transformers takes them, each [B, L] and int64."""
-
-    input_ids: Tensor  # corrupted
-    attention_mask: Tensor  # 1 at tokens, 0 at padding
-    labels: Tensor  # -100 where nothing is predicted
-
-
-class Inputs(NamedTuple):
-    """Hold what an objective's formulation reads."""
-
-    student: MaskedLM
-    teacher: MaskedLM | None
-    batch: Padded
-    adapters: nn.ModuleDict
-
-    def outputs(self, *, head: bool = False, **asked: bool) -> tuple[Any, Any]:
-        """Call student and teacher, with their LM heads or as `AutoModel` would load them.
-
-        `asked` are arguments of transformers: output_hidden_states, output_attentions.
-        """
-        found: list[Any] = []
-        # The other kinds of attention never compute the probabilities.
-        kind = "eager" if asked.get("output_attentions") else "sdpa"
-        for model in (self.student, self.teacher):
-            if model is None:
-                found.append(None)
-                continue
-            if model.config._attn_implementation != kind:
-                model.set_attn_implementation(kind)
-            with torch.set_grad_enabled(model is self.student):
-                ids, mask, _ = self.batch
-                found.append((model if head else model.base_model)(ids, mask, **asked))
-        return found[0], found[1]
-
-
 Formulation = Callable[[Any, Inputs], dict[str, Tensor]]  # the mean of each term, by its name
 
 
 def distilbert(objective: DistilBert, inputs: Inputs) -> dict[str, Tensor]:
-    """Compute the triple loss (arXiv 1910.01108, section 3) and its options."""
-    # A term that is left out costs the baseline nothing, either.
-    if not objective.compares:
-        inputs = inputs._replace(teacher=None)
-    student, teacher = inputs.outputs(head=objective.needs_logits, output_hidden_states=True)
-    labels, tokens = inputs.batch.labels, inputs.batch.attention_mask.bool()
-    chosen = tokens if objective.kl_positions == "all" else labels != IGNORE
-    means = {}
-    if objective.kl or objective.mse:
-        student_NV = selected(student.logits, chosen)
-        teacher_NV = selected(teacher.logits, chosen)
-    if objective.kl:
-        # KLDivLoss(log q, p) is KL(p || q).
-        kl_div, temperature = nn.KLDivLoss(reduction="batchmean"), objective.temperature
-        if objective.divergence == "forward":
-            log_q = F.log_softmax(student_NV / temperature, dim=-1)
-            kl = kl_div(log_q, F.softmax(teacher_NV / temperature, dim=-1))
-        elif objective.divergence == "reverse":
-            log_p = F.log_softmax(teacher_NV / temperature, dim=-1)
-            kl = kl_div(log_p, F.softmax(student_NV / temperature, dim=-1))
-        else:
-            q, p = (F.softmax(each / temperature, dim=-1) for each in (student_NV, teacher_NV))
-            log_middle = ((q + p) / 2).log()
-            kl = (kl_div(log_middle, q) + kl_div(log_middle, p)) / 2
-        name = {"forward": "kl", "reverse": "reverse_kl", "js": "js"}[objective.divergence]
-        means[name] = kl * objective.temperature**2
-    if objective.mlm:
-        means["mlm"] = nn.CrossEntropyLoss(ignore_index=IGNORE)(
-            student.logits.flatten(0, 1), labels.flatten()
-        )
-    # Padding has hidden states, too, which mean nothing.
-    if objective.cosine or objective.hidden_mse:
-        student_ND = selected(student.hidden_states[-1], tokens)
-        teacher_ND = selected(teacher.hidden_states[-1], tokens)
-    if objective.cosine:
-        same = student_ND.new_ones(len(student_ND))
-        means["cosine"] = nn.CosineEmbeddingLoss()(student_ND, teacher_ND, same)
-    if objective.mse:
-        means["mse"] = nn.MSELoss(reduction="sum")(student_NV, teacher_NV) / len(student_NV)
-    if objective.hidden_mse:
-        means["hidden_mse"] = nn.MSELoss()(student_ND, teacher_ND)
-    return means
+    """Compute the triple loss and its options."""
+    weights = {key: getattr(objective, key) for key in TRIPLE_LOSS}
+    return triple_loss(
+        inputs,
+        weights=weights,
+        positions=objective.kl_positions,
+        temperature=objective.temperature,
+        divergence=objective.divergence,
+    )
 
 
 def mlm(objective: MaskedLanguageModel, inputs: Inputs) -> dict[str, Tensor]:
@@ -215,6 +154,21 @@ def formulation(objective: Objective) -> Formulation:
     return found
 
 
+def baseline_step(
+    student: MaskedLM,
+    teacher: MaskedLM | None,
+    batch: Padded,
+    objective: Objective,
+    precision: Precision,
+    adapters: nn.ModuleDict,
+) -> BaselineStep:
+    """Return the baseline step of an objective."""
+    terms = objective.terms(*shapes_of(student, teacher))
+    weights = {term.name: term.weight(0) for term in terms}
+    losses = partial(formulation(objective), objective)
+    return BaselineStep(student, teacher, batch, losses, weights, precision, adapters)
+
+
 @contextmanager
 def hooked(model: MaskedLM, layers: Iterable[int]) -> Iterator[dict[tuple[str, int], Tensor]]:
     """Yield a dictionary that a call of the model fills.
@@ -263,9 +217,3 @@ def mean_divergence(p_BALL: Tensor, q_BALL: Tensor, tokens_BL: Tensor) -> Tensor
     tiny = torch.finfo(p_BALL.dtype).tiny
     logs = p_BALL.clamp_min(tiny).log() - q_BALL.clamp_min(tiny).log()
     return (p_BALL * logs).sum(-1).mean(1)[tokens_BL].mean()
-
-
-def selected(values_BLX: Tensor, mask_BL: Tensor) -> Tensor:
-    """Return a copy of the positions of a mask [N, X]."""
-    width = values_BLX.shape[-1]
-    return values_BLX.masked_select(mask_BL[:, :, None].expand_as(values_BLX)).view(-1, width)

@@ -14,11 +14,12 @@ from tiny import tiny_bert, tiny_distilbert
 
 from pretrain import NumericalError, RunError
 from pretrain.bench import cells, measure, plain
-from pretrain.bench.baseline import BaselineStep, padded, twin
+from pretrain.bench.baseline import BaselineStep, Padded, padded, twin
 from pretrain.bench.documents import LAYOUTS, drawn, packed, typical
 from pretrain.bench.documents import SpecialIds as Special
-from pretrain.bench.plain import Padded
+from pretrain.bench.plain import baseline_step
 from pretrain.config import OBJECTIVES
+from pretrain.device.precision import PRECISIONS
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.embedding import Embedding
@@ -78,7 +79,8 @@ def test_the_baseline_equals_the_formulas(
     student, teacher = twin(pair.student).double().eval(), twin(pair.usual_teacher).double()
     sequences = padded(batch, pad_id=0)
     objective = DistilBert.model_validate({"kl_positions": positions})
-    step = BaselineStep(student, teacher, sequences, objective)
+    none = torch.nn.ModuleDict()
+    step = baseline_step(student, teacher, sequences, objective, PRECISIONS["fp32"], none)
     step()
     with torch.no_grad():
         expected = formulas(student, teacher, sequences, positions == "masked")
@@ -247,7 +249,7 @@ class Starving(cells.Pair):
 
     def usual(self, *arguments: Any) -> BaselineStep:
         step = super().usual(*arguments)
-        return Starved(step.student, step.teacher, step.batch, step.objective)
+        return Starved(step.student, step.teacher, step.batch, step.formulation, step.weights)
 
 
 def test_a_step_that_does_not_fit_is_reported(pair: cells.Pair, batch: MicroBatch) -> None:

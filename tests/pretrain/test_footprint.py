@@ -19,10 +19,9 @@ from tiny import tiny_bert, tiny_distilbert
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
-from pretrain.bench import plain
-from pretrain.bench.baseline import BaselineStep, twin
+from pretrain.bench import baseline
+from pretrain.bench.baseline import TRIPLE_LOSS, BaselineStep, Padded, triple_loss, twin
 from pretrain.bench.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
-from pretrain.bench.plain import Padded
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels import attention, cpu_layers, relations
 from pretrain.kernels.attention import find_documents
@@ -323,12 +322,13 @@ def of_baseline_step(
         index = torch.zeros(every, dtype=torch.int64)
         return values.flatten(0, 1).index_select(0, index)
 
-    patch.setattr(plain, "selected", selected)
+    patch.setattr(baseline, "selected", selected)
     with shapes_only(pair) as shapes:
         ids = torch.zeros(batch_size, L, dtype=torch.int64)
         batch = Padded(ids, torch.ones_like(ids), ids.clone())
-        objective = DistilBert.model_validate({"kl_positions": where})
-        step = BaselineStep(shapes.student, shapes.frozen, batch, objective, PRECISIONS["fp16"])
+        losses = partial(triple_loss, weights=TRIPLE_LOSS, positions=where)
+        models = shapes.student, shapes.frozen
+        step = BaselineStep(*models, batch, losses, TRIPLE_LOSS, PRECISIONS["fp16"])
         with Counter() as counter:
             with step.precision.autocast(ids.device):
                 loss = torch.stack([*step.losses().values()]).sum()
