@@ -39,6 +39,9 @@ def shaped(config: RunConfig, sizes: Sizes) -> tuple[MaskedLM, MaskedLM | None, 
         except OSError:
             # Offline, or a run that was not trained yet: the time is that of a model like it.
             heads, inner = max(1, sizes.width // 64), 4 * sizes.width
+            # Some objectives compare the heads of both models, so it has as many as the student.
+            if (wanted := config.student.num_attention_heads) and sizes.width % wanted == 0:
+                heads = wanted
             bert = BertConfig(
                 hidden_size=sizes.width,
                 num_hidden_layers=sizes.layers,

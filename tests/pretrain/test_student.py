@@ -488,8 +488,8 @@ def test_a_real_body_teaches_after_it_was_continued(manifest: Manifest, tmp_path
 
     assert load_teacher(str(body), fitting, needs_head=False).model.config.num_hidden_layers == 6
     said: list[str] = []
-    model: Any = build_model(Model(init=str(body)), fitting, 0, said.append)
-    assert len(said) == 1 and "gets a new one, tied to its embeddings" in said[0]
+    model: Any = build_model(Model(init=str(body)), fitting, 0, said)
+    assert len(said) == 2 and "got a new one, tied to its embeddings" in said[1]
     tensors = load_file(body / "model.safetensors")
     name = "encoder.layer.5.attention.self.query.weight"
     assert torch.equal(model.bert.get_parameter(name), tensors[name].float())
