@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -290,6 +290,7 @@ def explained_workers(shards: ShardSet) -> Iterator[None]:
 
     Raises:
         CorpusError: damaged shards, as without workers.
+        RuntimeError: a worker ended for another reason.
     """
     try:
         yield
@@ -297,17 +298,23 @@ def explained_workers(shards: ShardSet) -> Iterator[None]:
         lines = str(error).splitlines()
         raise CorpusError(lines[-1].removeprefix("data_prep.CorpusError: ")) from error
     except (RuntimeError, ConnectionError, EOFError) as error:
+        crash: Exception = error
         # The connection broke because its worker ended. Wait for torch's own error about that
-        # worker.
+        # worker. A broken connection alone would be taken for a mistake that the user can fix.
         if not isinstance(error, RuntimeError):
-            with suppress(RuntimeError):  # raised by torch for the worker that was sending rows
+            crash = RuntimeError(f"a loader worker ended while it sent rows ({error})")
+            try:
                 time.sleep(1)
+            except RuntimeError as died:
+                crash = died
         # Check the size of each shard: a file that was cut off is the cause that a user can do
         # something about.
-        if not isinstance(error, RuntimeError) or "DataLoader worker" in str(error):
+        if crash is not error or "DataLoader worker" in str(error):
             for record in shards.manifest.splits[shards.split].shards:
                 check_size(shards.folder, record)
-        raise
+        if crash is error:
+            raise
+        raise crash from error
 
 
 def _ignore_signals(worker: int) -> None:

@@ -12,6 +12,8 @@ from data_prep.shards import open_shards
 from pretrain.config import MaskingConfig
 from pretrain.data.order import Order
 from pretrain.data.rows import StepDataset, build_masking, explained_workers, loader
+from pretrain.exit_codes import ExitCode
+from pretrain.monitor.status import verdict
 
 STEPS = 400
 
@@ -55,3 +57,16 @@ def test_a_damaged_block_is_one_line_from_a_worker_too(dataset: StepDataset) -> 
     ):
         next(batches)
     assert "\n" not in str(damaged.value)
+
+
+@pytest.mark.parametrize("kind", [ConnectionResetError, BrokenPipeError, EOFError])
+def test_a_broken_connection_to_a_worker_is_a_crash(
+    dataset: StepDataset, kind: type[Exception]
+) -> None:
+    """Check that a launcher restarts it, as it does not after a mistake of the user."""
+    with (
+        pytest.raises(RuntimeError, match="worker ended while it sent rows") as error,
+        explained_workers(dataset.shards),
+    ):
+        raise kind(104, "Connection reset by peer")
+    assert verdict(error.value)[0] == ExitCode.BUG
