@@ -23,6 +23,8 @@ def folder(tmp_path: Path) -> Path:
         for parameter in model.parameters():
             parameter.mul_(3)  # so that tokens differ
     save_teacher(tmp_path / "model", model)
+    # With a tokenizer.json, which the script reads.
+    AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
