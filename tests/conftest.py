@@ -1,8 +1,11 @@
 """Run all tests with one thread per process: tiny models gain nothing from more."""
 
+import atexit
 import hashlib
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +14,30 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in eve
 os.environ["GOMP_SPINCOUNT"] = "0"  # the few tests of several threads wait without spinning
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("FORCE_COLOR", None)  # rich would colour text that tests compare
 
-import pytest
-import torch
+# Every worker has its own home, so no test reads or writes the user's files. The session shares
+# what takes long to download or to compile. Nested sessions of pytest share it too.
+REAL_HOME = os.environ.get("DISTIL_TEST_REAL_HOME", os.environ.get("HOME", ""))
+if "DISTIL_TEST_SESSION" not in os.environ:
+    session = tempfile.mkdtemp(prefix="distil-tests-")
+    atexit.register(shutil.rmtree, session, ignore_errors=True)
+    os.environ |= {"DISTIL_TEST_SESSION": session, "DISTIL_TEST_REAL_HOME": REAL_HOME}
+SESSION = Path(os.environ["DISTIL_TEST_SESSION"])
+for name, place in (
+    ("HOME", f"home-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"),
+    ("PIP_CACHE_DIR", "pip"),
+    ("TORCH_EXTENSIONS_DIR", "torch-extensions"),
+    ("TRITON_CACHE_DIR", "triton"),
+    ("TORCHINDUCTOR_CACHE_DIR", "torch-inductor"),
+):
+    (SESSION / place).mkdir(exist_ok=True)
+    os.environ[name] = str(SESSION / place)
+for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME"):
+    os.environ.pop(name, None)  # they would name the user's files in spite of HOME
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -77,6 +101,20 @@ def _restore(before: dict[str, str]) -> None:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def installing() -> dict[str, str]:
+    """Return the changes to the environment of a command that installs: pip has settings there."""
+    return {"HOME": REAL_HOME} if REAL_HOME else {}
+
+
+@pytest.fixture(autouse=True)
+def _empty_working_directory(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Start every test in an empty folder: `make demo` has filled the checkout before."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
 
 
 @pytest.fixture(autouse=True)

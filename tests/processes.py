@@ -16,7 +16,7 @@ def finished(
     *command: object, environment: dict[str, str] | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, with these changes to the environment."""
-    options = {"cwd": ROOT, "timeout": 240, "env": os.environ | (environment or {}), **options}
+    options = {"timeout": 240, "env": os.environ | (environment or {}), **options}
     argv = [str(word) for word in command]
     return subprocess.run(argv, capture_output=True, text=True, check=False, **options)
 

@@ -192,7 +192,9 @@ def test_no_two_files_of_a_package_share_a_name(package: str) -> None:
 
 
 def test_build_has_only_the_listed_packages(tmp_path: Path) -> None:
-    done = python("setup.py", "-q", "build", "-b", tmp_path, "--build-lib", tmp_path / "lib")
+    done = python(
+        "setup.py", "-q", "build", "-b", tmp_path, "--build-lib", tmp_path / "lib", cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     built = {p.relative_to(tmp_path / "lib") for p in (tmp_path / "lib").rglob("*") if p.is_file()}
     expected = {

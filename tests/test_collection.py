@@ -1,13 +1,13 @@
 """Collect the tests twice, as two workers do: at other times and with other hash seeds."""
 
 import pytest
-from processes import python
+from processes import ROOT, python
 
 
 def collected(hash_seed: str) -> list[str]:
     """Return the names of all tests, as a new process collects them."""
     options = ("--collect-only", "-m", "", "-p", "no:cacheprovider")
-    done = python("-m", "pytest", *options, environment={"PYTHONHASHSEED": hash_seed})
+    done = python("-m", "pytest", *options, cwd=ROOT, environment={"PYTHONHASHSEED": hash_seed})
     assert done.returncode == 0, done.stdout
     return [line for line in done.stdout.splitlines() if "::" in line]
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from processes import finished, python
+from processes import ROOT, finished, python
 
 # Hide the packages from importlib too, because accelerate asks it whether they are installed.
 HIDE = """
@@ -40,7 +40,7 @@ def test_modules_import_without_datasets_and_deepspeed(hidden: dict[str, str]) -
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_gpu_tests_start_without_datasets_and_deepspeed(hidden: dict[str, str]) -> None:
     environment = {**hidden, "PYTEST_ADDOPTS": "-p no:cacheprovider", "CUDA_VISIBLE_DEVICES": ""}
-    result = finished("make", "test-gpu", environment=environment, timeout=300)
+    result = finished("make", "test-gpu", cwd=ROOT, environment=environment, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "test_gpu.py::test_nccl_has_the_time_limit_and_trains SKIPPED" in result.stdout
     assert "needs a GPU that torch can use" in result.stdout

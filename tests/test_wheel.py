@@ -4,7 +4,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from processes import python
+from processes import ROOT, python
 
 pytestmark = pytest.mark.slow
 PAPER = "launch shipped:distilbert-base-uncased.yaml"
@@ -12,11 +12,11 @@ DEMO = "launch shipped:demo.yaml"
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory: pytest.TempPathFactory, installing: dict[str, str]) -> Path:
     """Build the wheel and return the folder it is unpacked to."""
     folder = tmp_path_factory.mktemp("wheel")
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
-    built = python("-m", "pip", "wheel", *options, ".", timeout=600)
+    built = python("-m", "pip", "wheel", *options, ROOT, environment=installing, timeout=600)
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import python
+from processes import ROOT, python
 
 from data_prep.pipeline.engines import WorkerDiedError, started
 from data_prep.pipeline.watchdog import FILE, last_seen, watchdog
@@ -28,7 +28,8 @@ def test_the_process_ends_with_a_traceback(tmp_path: Path) -> None:
         "import sys; sys.path += sys.argv[2:]\n"
         "from pathlib import Path\nfrom test_watchdog import hang\nhang(Path(sys.argv[1]) / '.bad')"
     )
-    done = python("-c", code, tmp_path, *Path(__file__).parents[:2])
+    here = Path(__file__).parent
+    done = python("-c", code, tmp_path, here, ROOT, here.parent)
     assert done.returncode == 1
     assert "Timeout" in done.stderr and "in hang" in done.stderr
     assert last_seen(tmp_path) == ["page 12"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ROOT, assert_refused, file_size_limit, in_a_process
+from processes import assert_refused, file_size_limit, in_a_process
 from small_corpora import LETTERS, corpus_values, write
 
 from data_prep.config import CorpusConfig
@@ -99,7 +99,7 @@ def test_a_document_of_one_50_mb_line_stays_within_a_gigabyte(
     (tmp_path / "text" / "long.txt").write_bytes(line)
     corpus["sources"][0]["document"] = "file"
     path = write(tmp_path / "corpus.yaml", corpus)
-    process = subprocess.Popen([sys.executable, "-m", "launch", "prepare", str(path)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "launch", "prepare", str(path)])
     anonymous = [0]  # KiB; mapped files do not count
     while process.poll() is None:
         status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")

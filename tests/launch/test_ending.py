@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import ROOT, file_size_limit, wait_until
+from processes import file_size_limit, wait_until
 
 from launch.console import keep_going
 from pretrain.monitor.status import read_status
@@ -58,7 +58,7 @@ class Training:
         argv = [*prefix, *python, command, str(run), "train.num_workers=1", *arguments]
         with self.screen.open("wb") as file:
             options = {"stdout": file, "stderr": file, **options}
-            self.process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, **options)
+            self.process = subprocess.Popen(argv, start_new_session=True, **options)
 
     def wait_for(self, done: Callable[[], bool]) -> None:
         """Wait until something is true; assert that the process is alive before."""

@@ -63,7 +63,6 @@ class Node:
         with output.with_suffix(f".node-{self.rank}").open("ab") as screen:
             self.process = subprocess.Popen(
                 argv,
-                cwd=ROOT,
                 env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": CABLE},
                 stdin=subprocess.DEVNULL,
                 stdout=screen,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from processes import ROOT, assert_refused, wait_until
+from processes import assert_refused, wait_until
 
 Distil = Callable[..., Any]
 
@@ -79,7 +79,7 @@ def test_a_run_that_fails_ends_the_recipe_with_its_exit_code(distil: Distil, rec
 @pytest.mark.slow
 def test_an_interrupted_recipe_continues(distil: Distil, recipe: Path) -> None:
     argv = [sys.executable, "-m", "launch", "recipe", str(recipe), "runs.0.train.max_steps=300"]
-    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as process:
         log = recipe.parent / "teacher" / "metrics.jsonl"
         wait_until(log.exists, lambda: "no step was made", alive=lambda: process.poll() is None)
         process.send_signal(signal.SIGTERM)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import ROOT, wait_until
+from processes import wait_until
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 NOBODY = 65534
@@ -66,7 +66,7 @@ def test_another_user_reaches_no_store_of_a_launch(run: Path, tmp_path: Path) ->
     command += ["--gpus", "2", "train.micro_batch_size=2", "train.max_steps=1000000"]
     screen = tmp_path / "screen"
     with screen.open("wb") as file:
-        launch = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+        launch = subprocess.Popen(command, stdout=file, stderr=file)
     try:
         said = screen.read_text
         wait_until(lambda: "step 3/" in said(), said, alive=lambda: launch.poll() is None)

@@ -338,7 +338,7 @@ def test_three_failures_at_one_step_stop_the_run(start: Start) -> None:
 @pytest.mark.slow
 def test_a_launch_leaves_nothing_among_temporary_files(start: Start) -> None:
     # A short name, because sockets have their names there.
-    with TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+    with TemporaryDirectory(prefix="t") as folder:
         run = start(2, ENTRY, "worker", "40", "litter", "0", "5", temporary=folder)
         assert run.code(START) == 0
         assert "litter in distil-" in run.screen

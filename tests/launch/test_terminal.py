@@ -19,6 +19,8 @@ from launch.torchrun.attempt import say
 from pretrain.export.card import model_card
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\u2028"
+# A name of a file can only have characters of the locale's encoding, which may be ASCII.
+NAME = EVIL.encode(sys.getfilesystemencoding(), "ignore").decode(sys.getfilesystemencoding())
 Distil = Callable[..., Any]
 
 
@@ -35,13 +37,13 @@ def assert_harmless(ended: tuple[int, str, str], code: int) -> None:
 def corpus(tmp_path: Path) -> Path:
     """Write a corpus config with a hostile name of a file, source, licence, id, title and URL."""
     fields = [{"id": f"{EVIL}{n}", "title": EVIL, "url": EVIL} for n in range(3)]
-    source = {"path": str(tmp_path / f"texts{EVIL}.jsonl"), "licence": EVIL, "name": EVIL}
-    values = three_texts(tmp_path, fields, source, output=str(tmp_path / f"shards{EVIL}"))
+    source = {"path": str(tmp_path / f"texts{NAME}.jsonl"), "licence": EVIL, "name": EVIL}
+    values = three_texts(tmp_path, fields, source, output=str(tmp_path / f"shards{NAME}"))
     return write(tmp_path / "corpus.yaml", values)
 
 
 def test_commands_of_a_corpus_print_no_control_characters(distil: Distil, corpus: Path) -> None:
-    shards = f"{corpus.parent}/shards{EVIL}"
+    shards = f"{corpus.parent}/shards{NAME}"
     commands: list[tuple[int, tuple[object, ...]]] = [
         (0, ("prepare", corpus, "--dry-run")),
         (0, ("prepare", corpus)),
@@ -52,9 +54,9 @@ def test_commands_of_a_corpus_print_no_control_characters(distil: Distil, corpus
         (0, ("audit", shards, "--document", f"{EVIL}1")),
         (2, ("audit", shards, "--document", f"{EVIL}9")),
         (2, ("audit", shards, "--document", "x", "--source", EVIL + "x")),
-        (2, ("prepare", corpus, f"sources.0.path={EVIL}")),
-        (2, ("prepare", corpus, f"{EVIL}=3")),
-        (2, ("prepare", f"{EVIL}.yaml")),
+        (2, ("prepare", corpus, f"sources.0.path={NAME}")),
+        (2, ("prepare", corpus, f"{NAME}=3")),
+        (2, ("prepare", f"{NAME}.yaml")),
         (0, ("verify", shards)),
     ]
     for code, arguments in commands:
@@ -69,19 +71,19 @@ def test_commands_of_a_run_print_no_control_characters(
     distil: Distil, run_values: dict[str, Any], tmp_path: Path
 ) -> None:
     # The output is not an override: YAML takes no such characters.
-    config = {"output": f"{tmp_path}/out{EVIL}", **run_values}
-    hostile = write(tmp_path / f"run{EVIL}.yaml", config)
+    config = {"output": f"{tmp_path}/out{NAME}", **run_values}
+    hostile = write(tmp_path / f"run{NAME}.yaml", config)
     for code, arguments in (
         (0, ("launch", hostile, "--dry-run")),
         (0, ("pretrain", hostile, "train.max_steps=1")),
-        (2, ("pretrain", hostile, "objective={}", f"teacher={tmp_path}/{EVIL}", "model=null")),
+        (2, ("pretrain", hostile, "objective={}", f"teacher={tmp_path}/{NAME}", "model=null")),
         (2, ("pretrain", hostile, f"train.{EVIL}=1")),
-        (2, ("evaluate", tmp_path / EVIL, tmp_path / EVIL)),
-        (2, ("replay", tmp_path / EVIL, "--step", 1)),
-        (2, ("export", tmp_path / EVIL, tmp_path / "exported")),
+        (2, ("evaluate", tmp_path / NAME, tmp_path / NAME)),
+        (2, ("replay", tmp_path / NAME, "--step", 1)),
+        (2, ("export", tmp_path / NAME, tmp_path / "exported")),
     ):
         assert_harmless(distil(*arguments), code)
-    assert_harmless(distil("export", config["output"], tmp_path / f"exported{EVIL}"), 0)
+    assert_harmless(distil("export", config["output"], tmp_path / f"exported{NAME}"), 0)
 
 
 def test_a_traceback_prints_no_control_characters(
@@ -136,7 +138,7 @@ def test_a_real_terminal_gets_no_control_characters(tmp_path: Path) -> None:
     """Let our own colours and bars pass, but no control character of a string from outside."""
     controller, terminal = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, EVIL], **streams)
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, NAME], **streams)
     os.close(terminal)
     seen = bytearray()
     with suppress(OSError):  # its end, on Linux

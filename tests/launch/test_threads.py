@@ -19,7 +19,7 @@ def _nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
 def spin_count(package: str, **given: str) -> int:
     """Return how often a thread spins if torch is imported after `package`."""
     code = f"import sys, {package}; assert 'torch' not in sys.modules; import torch"
-    done = python("-c", code, environment={"OMP_DISPLAY_ENV": "verbose"} | given)
+    done = python("-c", code, cwd=ROOT, environment={"OMP_DISPLAY_ENV": "verbose"} | given)
     assert done.returncode == 0, done.stderr
     (count,) = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
     return int(count)

@@ -38,7 +38,6 @@ from data_prep.shards.manifest import manifest_bytes, seal
 from data_prep.shards.writing import hash_blocks
 from launch.cli import main
 
-ROOT = Path(__file__).parents[2]
 Values = dict[str, Any]
 
 
@@ -289,7 +288,6 @@ def test_in_a_process_of_its_own(tmp_path: Path, values: Values, canary: Path) -
     edit(settings, tokenizer_class="EvilTokenizer", auto_map=names)
     result = subprocess.run(
         [sys.executable, "-m", "launch", "pretrain", write_yaml(values)],
-        cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -23,7 +23,6 @@ from tiny import save_teacher, tiny_distilbert
 
 from pretrain.export.export import export
 
-ROOT = Path(__file__).parents[2]
 SECRETS = {
     "HF_TOKEN": "hf_canaryOfTheHubToken0123456789",
     "HUGGING_FACE_HUB_TOKEN": "hf_canaryOfTheOldHubToken01234567",
@@ -111,7 +110,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
         with (folder / log).open("wb") as file:
             return subprocess.Popen(
                 [sys.executable, *arguments],
-                cwd=ROOT,
                 env=os.environ | environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -28,7 +28,6 @@ from pretrain.config import Optimizer, RunConfig
 from pretrain.monitor import metrics
 from pretrain.step import learning_rate
 
-ROOT = Path(__file__).parents[2]
 STILL = {"student": {"dropout": 0.0, "attention_dropout": 0.0}}
 
 Settings = Callable[..., dict[str, Any]]
@@ -73,7 +72,7 @@ def command(values: dict[str, Any]) -> list[str]:
 
 def started(values: dict[str, Any], until: int) -> subprocess.Popen[bytes]:
     """Start a run in a session of its own; return it when it has logged the step `until`."""
-    process = subprocess.Popen(command(values), cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(command(values), start_new_session=True)
     log = Path(values["output"]) / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
@@ -308,7 +307,6 @@ def test_a_full_disk_loses_no_checkpoint(settings: Settings) -> None:
     # A file-size limit stands in for the full disk: the same error path, at the same write.
     result = subprocess.run(
         ["bash", "-c", 'ulimit -f 40; exec "$@"', "-", *command(values)],
-        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,

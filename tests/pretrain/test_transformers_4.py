@@ -48,7 +48,7 @@ TOKENIZERS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def python_4() -> Path:
+def python_4(installing: dict[str, str]) -> Path:
     """Return the interpreter of an environment with transformers 4.57 that shares torch alone."""
     ENVIRONMENT.mkdir(exist_ok=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(ENVIRONMENT)}))
@@ -61,7 +61,8 @@ def python_4() -> Path:
             make = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(ENVIRONMENT)]
             subprocess.run(make, check=True, timeout=600)
             pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-            subprocess.run([*pip, "--no-deps", "-r", str(REQUIREMENTS)], check=True, timeout=600)
+            install = [*pip, "--no-deps", "-r", str(REQUIREMENTS)]
+            subprocess.run(install, check=True, timeout=600, env=os.environ | installing)
             for name in ("torch", "torchgen", "functorch", f"torch-{torch.__version__}.dist-info"):
                 (site / name).symlink_to(torches / name)
             made.write_text(wanted)
