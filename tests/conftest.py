@@ -128,3 +128,34 @@ def _same_environment() -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU that torch can use")
+
+
+# Tests that reproduce a defect before its fix, which removes their line: part of the name -> item.
+KNOWN_DEFECTS: dict[str, str] = {
+    "test_a_body_without_a_head_is_loaded_as_its_file_has_it[xlm-roberta]": "31.2",
+    "test_a_body_without_a_head_is_loaded_as_its_file_has_it[camembert]": "31.2",
+    "test_a_run_that_trains_no_head_resumes_and_exports_its_files_tensors[xlm-roberta]": "31.2",
+    "test_a_run_that_trains_no_head_resumes_and_exports_its_files_tensors[camembert]": "31.2",
+    "test_an_unfinished_run_that_began_from_drawn_embeddings_is_refused": "31.2",
+    "test_a_head_that_is_not_the_embeddings_is_refused": "31.3",
+    "test_a_tensor_comes_from_the_shard_that_the_index_names": "31.11",
+    "test_tensors_that_no_layer_takes_are_refused_or_named": "31.11",
+    "positive_number_is_refused[bert-NaN]": "31.11",
+    "positive_number_is_refused[bert--1e-12]": "31.11",
+    "positive_number_is_refused[bert-Infinity]": "31.11",
+    "positive_number_is_refused[roberta-NaN]": "31.11",
+    "positive_number_is_refused[roberta--1e-12]": "31.11",
+    "positive_number_is_refused[roberta-Infinity]": "31.11",
+    "positive_number_is_refused[modernbert-NaN]": "31.11",
+    "positive_number_is_refused[modernbert--1e-12]": "31.11",
+    "positive_number_is_refused[modernbert-Infinity]": "31.11",
+    "test_a_teacher_whose_tokenizer_cannot_be_read_is_no_other_vocabulary": "31.11",
+    "test_an_unfinished_run_as_a_teacher_is_noted": "31.11",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for name, issue in KNOWN_DEFECTS.items():
+            if name in item.nodeid:
+                item.add_marker(pytest.mark.xfail(strict=True, reason=f"issue {issue}"))

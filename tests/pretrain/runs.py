@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -84,3 +84,11 @@ def reseal_checkpoint(folder: Path, **changes: Any) -> None:
             sha256, size = hash_file(path)
             values["files"][str(path.relative_to(folder))] = {"bytes": size, "sha256": sha256}
     (folder / "manifest.json").write_bytes(manifest_bytes(values))
+
+
+def edit_state(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a checkpoint's state.json, as another version might have written it."""
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    change(state)
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    reseal_checkpoint(folder)
