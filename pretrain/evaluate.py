@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from data_prep.shards import Manifest, ShardSet, check, open_shards
-from pretrain import checkpoint
+from pretrain.checkpoint import Saved
 from pretrain.data.masking import IGNORE, Masking
 from pretrain.data.rows import corrupt, masking_over, special_ids
 from pretrain.data.sequences import Documents
@@ -29,6 +29,7 @@ from pretrain.device.gpu import check_kernels
 from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.model.families import MaskedLM
 from pretrain.model.loading import check_row_length, load_model
+from pretrain.model.model_files import read_model
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.teacher import check_vocabulary, load_teacher
 from pretrain.objectives.terms import (
@@ -93,7 +94,15 @@ def evaluate(
     masking = evaluation_masking(shards.manifest, 0.0 if own_terms else probability)
 
     terms = list(own_terms) or figures_of_head(with_teacher=teacher is not None)
-    module = Distillation(student, teacher, terms, pad_id=special.pad, adapters=adapters, head=head)
+    module = Distillation(
+        student,
+        teacher,
+        terms,
+        pad_id=special.pad,
+        num_tokens=shards.manifest.tokenizer.vocab_size,
+        adapters=adapters,
+        head=head,
+    )
     ones = torch.ones(len(terms), device=accelerator.device)
 
     # Sums of this rank: one entry per term, one per count, then the number of masked labels of each
@@ -211,17 +220,13 @@ def evaluate_folder(
     """
     manifest = check(shards)
 
-    def load_student(folder: Path) -> MaskedLM:
+    def load_student(folder: Path, saved: Saved | None) -> MaskedLM:
         student = load_model(folder)
         required = not same_vocabulary
         check_vocabulary(str(model), folder, student.config, manifest, required=required)
         return student
 
-    # A run's newest checkpoint if there is one, else the folder itself is a model.
-    found = checkpoint.read_newest(
-        model / "checkpoints", lambda folder: load_student(folder / "student"), warn
-    )
-    student = found[1] if found else load_student(model)
+    student = read_model(model, load_student, warn)
     check_row_length(str(model), student.config, manifest)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     check_kernels(accelerator.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -18,7 +18,14 @@ from pretrain.checkpoint import Saved, check_optimizer, load_adapters
 from pretrain.config import Optimizer, RunConfig, accumulation_steps, with_defaults
 from pretrain.data.hashing import root
 from pretrain.data.order import Order
-from pretrain.data.rows import Skip, StepDataset, build_masking, check_workers, with_skip
+from pretrain.data.rows import (
+    Skip,
+    StepDataset,
+    build_masking,
+    check_workers,
+    unspaced_note,
+    with_skip,
+)
 from pretrain.device.precision import PRECISIONS, choose
 from pretrain.model import tokenizer_files
 from pretrain.model.distillation import parameters_by_name
@@ -29,7 +36,14 @@ from pretrain.model.targets import Targets, find_targets
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
 from pretrain.objectives.terms import Shape, Term
-from pretrain.output import another_run, no_checkpoint, recipe_changes
+from pretrain.output import (
+    CORRECTIONS,
+    DRAWN,
+    another_run,
+    no_checkpoint,
+    recipe_changes,
+    refuse_outdated,
+)
 from pretrain.state import FIELDS, TrainState
 
 _ADAPTERS = 5  # this use of the seed; order, masking, dropout and checksums have others
@@ -100,8 +114,17 @@ def load_inputs(
     branches = saved is None and config.resume_from is not None
     # What was noted at the first start is in every checkpoint; new notes are shown once.
     notes: list[str] = []
+    parts = None
     if saved is None and config.resume_from is not None:
-        saved = branch_point(config.resume_from, config.optimizer, num_steps, progress.say)
+        run, optimizer = config.resume_from, config.optimizer
+
+        def find(root: Path, warn: Callable[[str], None]) -> Saved:
+            return branch_point(run, optimizer, num_steps, warn)
+
+        # All of it now: the other run may be training, and removes old checkpoints.
+        found = checkpoint.read_newest(run / "checkpoints", read_parts, progress.say, find)
+        assert found is not None
+        saved, parts = found
         notes.append(f"continued from step {saved.step:,} of another run")
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
     teacher, needs_head = None, config.objective.needs_logits
@@ -115,6 +138,8 @@ def load_inputs(
             sentences=config.objective.compares_documents,
             any_vocabulary=config.model is not None,
         )
+        if teacher.note and saved is None:
+            notes.append(teacher.note)
     targets = None
     if config.objective.compares_documents:
         # One rank of each node reads all of an existing file. A checkpoint has the notes already.
@@ -122,7 +147,8 @@ def load_inputs(
         targets = find_targets(config, manifest, teacher, about, whole=whole)
     if saved is not None:
         check_same_run(config, manifest, teacher, targets, saved, _SCHEDULE if branches else ())
-    student = load_student(config, manifest, teacher, saved, notes)
+        parts = parts or read_parts(saved)
+    student = load_student(config, manifest, teacher, parts, notes)
     # Here, because they refuse sizes that do not fit, and a refusal writes nothing.
     theirs = shape_of(teacher.model) if teacher is not None else None
     if targets is not None:
@@ -130,10 +156,13 @@ def load_inputs(
     shapes = shape_of(student), theirs
     terms, adapters = config.objective.terms(*shapes), config.objective.adapters(*shapes)
     reinitialise(adapters, root(config.train.seed, _ADAPTERS))
-    optimizer = saved.optimizer() if saved is not None else {}
-    if saved is not None:
-        load_adapters(adapters, saved.adapters())
-        check_optimizer(optimizer, parameters_by_name(student, adapters))
+    moments: dict[str, Tensor] = {}
+    if parts is not None:
+        moments = parts.optimizer
+        load_adapters(adapters, parts.adapters)
+        check_optimizer(moments, parameters_by_name(student, adapters))
+    if saved is None and (note := unspaced_note(config.masking, config.shards, manifest)):
+        notes.append(note)
     for note in notes:  # after the last refusal of models that do not fit
         progress.say(f"note: {note}")
     notes = [*(saved.state.get("notes", []) if saved else []), *notes]
@@ -163,18 +192,36 @@ def load_inputs(
         terms,
         adapters,
         targets,
-        optimizer,
+        moments,
         dataset,
         tokenizer,
         tuple(notes),
     )
 
 
+class Parts(NamedTuple):
+    """Hold the tensors of a checkpoint."""
+
+    student: MaskedLM
+    optimizer: dict[str, Tensor]
+    adapters: dict[str, Tensor]
+
+
+def read_parts(saved: Saved) -> Parts:
+    """Read the tensors of a checkpoint; whether the student has an LM head, its objective says.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+    student = load_model(saved.folder / "student", needs_head=False)
+    return Parts(student, saved.optimizer(), saved.adapters())
+
+
 def load_student(
     config: RunConfig,
     manifest: Manifest,
     teacher: Teacher | None,
-    saved: Saved | None,
+    parts: Parts | None,
     notes: list[str],
 ) -> MaskedLM:
     """Return the student of a checkpoint, or a new one; `notes` receives what to say about it.
@@ -185,16 +232,18 @@ def load_student(
     seed, needs_head = config.train.seed, config.objective.needs_logits
     student: MaskedLM
     # A checkpoint wins over `student.init`, so that the same command starts and resumes a run.
-    if saved is not None:
-        student = load_model(saved.folder / "student", needs_head=needs_head).train()
+    if parts is not None:
+        student = parts.student.train()
     elif config.model is not None:
-        student = build_model(config.model, manifest, seed, notes, needs_head=needs_head)
+        student = build_model(
+            config.model, manifest, seed, notes, needs_head=needs_head, shards=config.shards
+        )
     else:
         assert teacher is not None
         student = build_student(config.student, teacher, seed, needs_head=needs_head, notes=notes)
     key = "student.init" if config.model is None else "model.init"
     check_row_length(key, student.config, manifest)
-    if saved is None and (note := family_of(student).note(student.config)):
+    if parts is None and (note := family_of(student).note(student.config)):
         notes.append(note)
     return student
 
@@ -292,12 +341,18 @@ def check_same_run(
     # A sealed file of this format has all keys, unless another program wrote it.
     if lacking := [key for key in _NEEDED if key not in saved.state]:
         raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
+    refuse_outdated(saved.folder, saved.state)
     changes = recipe_changes(saved.state, config, may_change)
     if saved.state["shards"] != manifest.digest:
         changes.append(f"the shards in {config.shards} are other ones")
     before_sha256 = (saved.state["teacher"] or {}).get("sha256")
     if teacher is not None and before_sha256 not in (None, teacher.sha256):
         changes.append(f"the teacher {teacher.name} has other weights")
+        # An earlier version drew the word embeddings of such a teacher, if it had no LM head.
+        if teacher.model.config.model_type in DRAWN and CORRECTIONS[0] not in saved.state.get(
+            "corrections", []
+        ):
+            changes[-1] += " (an earlier version loaded random word embeddings for it)"
     before_vectors = (saved.state.get("vectors") or {}).get("digest")
     if targets is not None and before_vectors not in (None, targets.digest):
         changes.append("the sentence vectors are of another teacher")

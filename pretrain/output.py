@@ -22,6 +22,10 @@ from pretrain import RunError
 from pretrain.config import RunConfig
 
 _LONGEST_CONFIG = 2**20  # bytes
+# Defects of earlier versions that changed what a run computes. A checkpoint lists those that the
+# version which began its run did not have.
+CORRECTIONS = ("embeddings of bodies", "word borders")
+DRAWN = ("xlm-roberta", "camembert")  # lost the word embeddings of a model without an LM head
 # Files that exist before the first step: locks, a launch's logs, hidden files, the user's YAML.
 _BEGUN = re.compile(
     r"\..*|.*\.ya?ml|logs|pretrain\..*lock|exit_status\.json"
@@ -75,6 +79,7 @@ def check_output(config: RunConfig) -> None:
     # included; here it takes no imports.
     if (found := sealed_state(output)) is not None:
         checkpoint, state = found
+        refuse_outdated(checkpoint, state)
         auto = ["train.precision"] if config.train.precision == "auto" else []
         if changes := recipe_changes(state, config, auto):
             raise another_run(checkpoint, changes)
@@ -193,6 +198,33 @@ def _recorded(folder: Path) -> RunConfig | None:
         return RunConfig.model_validate_json(data)
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def refuse_outdated(checkpoint: Path, state: Mapping[str, Any]) -> None:
+    """Refuse to continue a run that a defect of an earlier version has changed.
+
+    Raises:
+        RunError: names the defect.
+    """
+    corrected, again = state.get("corrections", []), "set a different `output:` to start it again"
+    try:
+        config = RunConfig.model_validate(state["config"])
+        student = parse_object((checkpoint / "student" / "config.json").read_bytes())
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # reported where the checkpoint is read
+    headless = not config.objective.needs_logits or any(
+        "a new one" in n for n in state.get("notes", [])
+    )
+    if student.get("model_type") in DRAWN and headless and CORRECTIONS[0] not in corrected:
+        raise RunError(
+            f"{checkpoint}: an earlier version loaded a {student['model_type']} without an LM head "
+            f"with random word embeddings, so this run may have begun from them; {again}"
+        )
+    if config.masking.mode in ("whole_word", "span") and CORRECTIONS[1] not in corrected:
+        raise RunError(
+            f"{checkpoint}: an earlier version found the borders of words differently for "
+            f"masking.mode {config.masking.mode}, so later steps would mask other tokens; {again}"
+        )
 
 
 def another_run(folder: Path, changes: Sequence[str]) -> RunError:

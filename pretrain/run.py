@@ -30,6 +30,7 @@ from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress
 from pretrain.monitor.spikes import SpikeDetector
+from pretrain.output import CORRECTIONS
 from pretrain.state import TrainState
 
 Ended = Literal["finished", "stopped", "interrupted", "up to date"]
@@ -127,6 +128,7 @@ def build(
         teacher.model if teacher is not None and runs else None,
         inputs.terms,
         pad_id=manifest.tokenizer.special_ids.pad,
+        num_tokens=manifest.tokenizer.vocab_size,
         adapters=inputs.adapters.to(device),
         head=teacher.head if teacher is not None and runs else None,
         backend="compiled" if compiled_head else "auto",
@@ -195,6 +197,7 @@ def freeze_unreached(module: Distillation, inputs: Inputs, device: torch.device)
         module.teacher,
         module.terms,
         pad_id=special.pad,
+        num_tokens=module.num_tokens,
         adapters=module.adapters,
         head=module.head,
     )
@@ -229,6 +232,7 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
         "num_steps": run.num_steps,
         "before_decay": run.before_decay,
         "notes": run.notes,
+        "corrections": CORRECTIONS,
         "config": config.model_dump(mode="json"),
         "micro_batch": run.micro_batch,
         "shaping": config.shaping(),

@@ -2,11 +2,13 @@
 
 import atexit
 import hashlib
+import locale
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,12 @@ os.environ["GOMP_SPINCOUNT"] = "0"  # the few tests of several threads wait with
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("FORCE_COLOR", None)  # rich would colour text that tests compare
+# Text files are read and written as UTF-8, here and in children, whatever the user's locale says.
+for name in ("LANG", "PYTHONUTF8", "PYTHONCOERCECLOCALE"):
+    os.environ.pop(name, None)
+os.environ["LC_ALL"] = "C.UTF-8"
+with suppress(locale.Error):  # a system without this name
+    locale.setlocale(locale.LC_ALL, "C.UTF-8")
 
 # Every worker has its own home, so no test reads or writes the user's files. The session shares
 # what takes long to download or to compile. Nested sessions of pytest share it too.
@@ -131,27 +139,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 # Tests that reproduce a defect before its fix, which removes their line: part of the name -> item.
-KNOWN_DEFECTS: dict[str, str] = {
-    "test_a_body_without_a_head_is_loaded_as_its_file_has_it[xlm-roberta]": "31.2",
-    "test_a_body_without_a_head_is_loaded_as_its_file_has_it[camembert]": "31.2",
-    "test_a_run_that_trains_no_head_resumes_and_exports_its_files_tensors[xlm-roberta]": "31.2",
-    "test_a_run_that_trains_no_head_resumes_and_exports_its_files_tensors[camembert]": "31.2",
-    "test_an_unfinished_run_that_began_from_drawn_embeddings_is_refused": "31.2",
-    "test_a_head_that_is_not_the_embeddings_is_refused": "31.3",
-    "test_a_tensor_comes_from_the_shard_that_the_index_names": "31.11",
-    "test_tensors_that_no_layer_takes_are_refused_or_named": "31.11",
-    "positive_number_is_refused[bert-NaN]": "31.11",
-    "positive_number_is_refused[bert--1e-12]": "31.11",
-    "positive_number_is_refused[bert-Infinity]": "31.11",
-    "positive_number_is_refused[roberta-NaN]": "31.11",
-    "positive_number_is_refused[roberta--1e-12]": "31.11",
-    "positive_number_is_refused[roberta-Infinity]": "31.11",
-    "positive_number_is_refused[modernbert-NaN]": "31.11",
-    "positive_number_is_refused[modernbert--1e-12]": "31.11",
-    "positive_number_is_refused[modernbert-Infinity]": "31.11",
-    "test_a_teacher_whose_tokenizer_cannot_be_read_is_no_other_vocabulary": "31.11",
-    "test_an_unfinished_run_as_a_teacher_is_noted": "31.11",
-}
+KNOWN_DEFECTS: dict[str, str] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

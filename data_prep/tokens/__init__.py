@@ -18,6 +18,7 @@ from data_prep.disk.json_files import NotRegularError, canonical_sha256, parse_o
 from data_prep.messages import error_line
 from data_prep.shards import Manifest, read_listed, vocabulary_sha256
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord
+from data_prep.tokens.failures import as_value_errors
 from data_prep.tokens.fast import PROBE, Encoder, fast_encoder
 from data_prep.tokens.long_texts import calls
 
@@ -34,6 +35,7 @@ class Tokens:
     """
 
     def __init__(self, backend: Tokenizer, names: Mapping[str, str], origin: str) -> None:
+        self.origin = origin
         backend.no_truncation()  # a tokenizer.json may set both
         backend.no_padding()
         names = {**_found(backend, [role for role in NAMES if role not in names], origin), **names}
@@ -89,7 +91,14 @@ class Tokens:
             if self._fast is not None:
                 flat, offsets = self._fast(pieces)
             else:
-                encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
+                try:
+                    with as_value_errors():
+                        encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
+                except ValueError as error:
+                    raise CorpusError(
+                        f"{self.origin}: this tokenizer cannot encode a text ({error}); correct "
+                        "it, or choose a different tokenizer"
+                    ) from None
                 parts = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
                 flat, offsets = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
             safe = self._safe[flat]
@@ -368,8 +377,9 @@ def _from_json(path: Path, names: dict[str, str]) -> Tokens:
 
 def _parse(path: Path, data: bytes) -> Tokenizer:
     try:
-        return Tokenizer.from_str(data.decode())
-    except Exception as error:  # tokenizers raises bare Exception
+        with as_value_errors():
+            return Tokenizer.from_str(data.decode())
+    except ValueError as error:
         raise CorpusError(f"{path}: not a tokenizer.json ({error_line(error)})") from None
 
 

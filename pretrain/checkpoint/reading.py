@@ -93,22 +93,25 @@ def newest(root: Path, warn: Callable[[str], None], last: int | None = None) -> 
 
 
 def read_newest(
-    root: Path, read: Callable[[Path], Result], warn: Callable[[str], None]
+    root: Path,
+    read: Callable[[Saved], Result],
+    warn: Callable[[str], None],
+    find: Callable[[Path, Callable[[str], None]], Saved | None] | None = None,
 ) -> tuple[Saved, Result] | None:
-    """Return the newest checkpoint that verifies and the result of `read` on its folder.
+    """Return the newest checkpoint that verifies and the result of `read` on it.
 
     A run may remove a checkpoint while it is read here. Then the newest is read instead, with a
-    warning.
+    warning. `find` chooses the checkpoint; by default it is `newest`.
 
     Raises:
         RunError: as `newest`, or the run removes checkpoints faster than they are read.
     """
     for _ in range(_ATTEMPTS):
-        saved = newest(root, warn)
+        saved = (find or newest)(root, warn)
         if saved is None:
             return None
         try:
-            result = read(saved.folder)
+            result = read(saved)
             if saved.folder.exists():  # else some files may have been missing
                 return saved, result
         except Exception:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.data.hashing import MASK32, derive, root
-from pretrain.data.words import draw_words
+from pretrain.data.words import Borders, choose_words, draw_words
 
 IGNORE = -100  # label of a slot without a prediction: the default of torch's cross-entropy
 
@@ -27,6 +27,7 @@ _POSITION_BITS = 12  # row lengths up to 4,096
 _POSITION = (1 << _POSITION_BITS) - 1
 _UNSELECTABLE = (1 << 63) - (1 << _POSITION_BITS)
 _COARSE = 19  # bits to drop: draws of frequency-weighted masking are below 2**51
+_AFTER_WORDS = 1 << 33  # above every draw of a word
 _BLOCK_TOKENS = 1 << 15  # so that numpy's temporaries stay in the processor's cache
 
 
@@ -52,7 +53,7 @@ class Masking:
         smoothing: None draws uniformly; for frequency-weighted masking, an integer table [V]
             proportional to count**0.7: a token is drawn with weight count**-0.7, so rare tokens are
             predicted more often (XLM; DistilBERT's training code).
-        goes_on: None draws single tokens; for whole words, which tokens continue one [V].
+        words: the borders of words, to draw whole words; None draws single tokens.
         spans: draw spans of words; each is replaced as a whole, 80/10/10 (SpanBERT, section 3.1).
         replace: "80/10/10" for training; "mask" puts [MASK] everywhere, for evaluation.
     """
@@ -65,7 +66,7 @@ class Masking:
     smoothing: NDArray[np.int64] | None = None
     final: float | None = None
     num_steps: int = 1
-    goes_on: NDArray[np.bool_] | None = None
+    words: Borders | None = None
     spans: bool = False
     replace: Literal["80/10/10", "mask"] = "80/10/10"
 
@@ -87,8 +88,8 @@ class Masking:
         # `keys` [4, B, 1]: one 32-bit key for each purpose (selection, action, replacement, length
         # of spans) and row. It is a bijection of the row number, so no two rows of an epoch share a
         # mask.
-        words: list[Any] = [np.asarray(x, dtype=np.uint32) for x in (epochs, np.arange(4), rows)]
-        epoch, purpose, number = words  # uint32, in which `mix` is fast
+        numbers: list[Any] = [np.asarray(x, dtype=np.uint32) for x in (epochs, np.arange(4), rows)]
+        epoch, purpose, number = numbers  # uint32, in which `mix` is fast
         base = derive(root(self.seed, _MASKING), epoch)
         keys = derive(derive(base, purpose[:, None]), number)[:, :, None]
 
@@ -131,22 +132,22 @@ class Masking:
             chance = np.asarray(draw >> 16, dtype=np.int64)
             draw = _EXPONENTIAL[chance] * self.smoothing[ids]  # int64
         drawn = None
-        if self.goes_on is not None:
+        if self.words is not None:
             lengths = derive(keys[_LENGTH], np.arange(length, dtype=keys.dtype))
             drawn = draw_words(
-                draw, ids, self.goes_on, self._special, lengths if self.spans else None
+                draw, ids, self.words, self._special, lengths if self.spans else None
             )
-            draw = drawn.draw
         # Padding, [CLS], [SEP] and the like are special, so no slot points at them while ordinary
         # tokens are left.
         selectable = ~self._special[ids]
-        slots = first_slots(draw, selectable, num_slots)
         # A row with fewer ordinary tokens uses fewer slots. The shape stays the same.
         wanted = _num_wanted(selectable.sum(1), share)
-        used = np.arange(num_slots) < wanted[:, None]
-        # The last word may not fit; half of it would be no whole word.
         if drawn is not None:
-            used &= _whole(drawn.word, slots, wanted, selectable)
+            chosen = choose_words(drawn, selectable, wanted)
+            wanted = chosen.sum(1)
+            draw = np.where(chosen, drawn.draw, _AFTER_WORDS)  # then the chosen come first
+        slots = first_slots(draw, selectable, num_slots)
+        used = np.arange(num_slots) < wanted[:, None]
 
         # One flat index per slot.
         flat = slots + np.arange(0, num_rows * length, length)[:, None]
@@ -197,25 +198,6 @@ def _num_wanted(num_selectable: Any, share: int) -> Any:
 
 def _at(values_BL: NDArray[np.int64], slots_BK: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.take_along_axis(values_BL, slots_BK, axis=1)
-
-
-def _whole(
-    words: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    wanted: NDArray[np.int64],
-    selectable: NDArray[np.bool_],
-) -> NDArray[np.bool_]:
-    """Return which slots stay if a word that did not fit whole is left out [B, K].
-
-    Only the last selected word can be cut. It stays as it is if it is a row's only one.
-    """
-    last = np.maximum(wanted - 1, 0)[:, None]
-    of_slots, last_word = _at(words, slots), _at(words, _at(slots, last))
-    in_last = (of_slots == last_word) & (np.arange(slots.shape[1]) < wanted[:, None])
-    size = ((words == last_word) & selectable).sum(1)
-    count = in_last.sum(1)
-    cut = (count < size) & (count < wanted)
-    return ~(in_last & cut[:, None])
 
 
 def integer_exponential() -> NDArray[np.int32]:

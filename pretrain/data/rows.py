@@ -32,11 +32,12 @@ from pretrain.config import MaskingConfig
 from pretrain.data.masking import Masking
 from pretrain.data.order import Order
 from pretrain.data.sequences import Documents
-from pretrain.data.words import continuations
+from pretrain.data.words import Borders, borders
 from pretrain.environment import SUPERVISOR, TIMEOUT
 from pretrain.model.pooling import Sequences
 from pretrain.signals import Interrupted, Signals, stop_signals
 
+_FEW_UNSPACED = 0.01  # share of the tokens that a note is not worth
 _SOCKET = len("/pymp-12345678/listener-12345678")  # the socket that a worker creates in TMPDIR
 _LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; 107 on Linux
 
@@ -239,28 +240,53 @@ def build_masking(
         CorpusError: a file of the shards is damaged.
         RunError: mode whole_word or span, and the tokenizer does not mark where words begin.
     """
-    smoothing, goes_on = None, None
+    smoothing, words = None, None
     if config.mode == "smoothed":
         table = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))
         smoothing = np.asarray(table["smoothing"], dtype=np.int64)
     if config.mode in ("whole_word", "span"):
         try:
-            goes_on = continuations(read_listed(folder, manifest, "tokenizer/tokenizer.json"))
+            words = borders_of(folder, manifest)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"masking.mode {config.mode}: {folder} holds no words: {error}; take mode uniform"
             ) from None
-        # Tokens that were added to the vocabulary later are words.
-        later = manifest.tokenizer.vocab_size - len(goes_on)
-        goes_on = np.pad(goes_on, (0, max(later, 0)))
     first, final = config.ends
     return replace(
         masking_over(manifest, first, seed),
         smoothing=smoothing,
         final=final,
         num_steps=num_steps,
-        goes_on=goes_on,
+        words=words,
         spans=config.mode == "span",
+    )
+
+
+def borders_of(folder: Path, manifest: Manifest) -> Borders:
+    """Return the borders of words in the shards' rows.
+
+    Raises:
+        CorpusError: the tokenizer of the shards is damaged.
+        ValueError: it does not mark where words begin.
+    """
+    found = borders(read_listed(folder, manifest, "tokenizer/tokenizer.json"))
+    # Tokens that were added to the vocabulary later are words.
+    later = max(0, manifest.tokenizer.vocab_size - len(found.goes_on))
+    return Borders(*(np.pad(marks, (0, later)) for marks in found))
+
+
+def unspaced_note(config: MaskingConfig, folder: Path, manifest: Manifest) -> str:
+    """Return what screen and card should say about words in scripts without spaces, or ""."""
+    if config.mode not in ("whole_word", "span"):
+        return ""
+    marks = borders_of(folder, manifest).unspaced
+    counts = np.array(json.loads(read_listed(folder, manifest, TOKEN_COUNTS))["counts"])
+    share = counts[marks[: len(counts)]].sum() / max(1, counts.sum())
+    if share < _FEW_UNSPACED:
+        return ""
+    return (
+        f"{share:.0%} of the tokens are in a script without spaces between words: there "
+        f"masking.mode {config.mode} masks the pieces of the tokenizer, not words"
     )
 
 

@@ -9,14 +9,23 @@ Shapes: B rows, L row length, V vocabulary.
 from __future__ import annotations
 
 import json
+import re
+import sys
+import unicodedata
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers.pre_tokenizers import ByteLevel
 
 LONGEST = 10  # words of a span: lengths are geometric with p = 0.2 up to it (SpanBERT, section 3.1)
-_SPACES = "\u0120\u010a\u0109\u2581"  # how tokens spell a space, line end or tab at their beginning
+_SPACE = "\u2581"  # how SentencePiece spells a space
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte that a SentencePiece vocabulary falls back to
+# Scripts that put no space between words, by the first word of a character's name.
+_UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 _NO_DRAW = 1 << 32  # above every 32-bit draw
+_NEVER = 1 << 62
 # P(length <= k) in units of 2**-32, for k from 1: weights 0.2 * 0.8**(k - 1) are 4**(k - 1) *
 # 5**(10 - k) as integers, so every machine has the same table.
 _WEIGHTS = [4**k * 5 ** (LONGEST - 1 - k) for k in range(LONGEST)]
@@ -33,11 +42,23 @@ class Drawn(NamedTuple):
     origin: NDArray[np.int64]  # [B, L] first position of a token's word or span
 
 
-def continuations(tokenizer_json: bytes) -> NDArray[np.bool_]:
-    """Return which tokens of a vocabulary go on with the word of the token before [V].
+class Borders(NamedTuple):
+    """Hold where words begin, for each token of a vocabulary."""
 
-    In WordPiece these begin with ##. In byte-level BPE and SentencePiece they are letters or digits
-    without the mark of a space before them, so punctuation is a word.
+    goes_on: NDArray[np.bool_]  # [V] it continues the word of the token before
+    joins: NDArray[np.bool_]  # [V] it does so after punctuation, too: it begins inside a character
+    closes: NDArray[np.bool_]  # [V] no word continues after it: it ends in punctuation
+    inherits: NDArray[np.bool_]  # [V] it has no character's first byte: it closes as the one before
+    unspaced: NDArray[np.bool_]  # [V] it begins with a letter of a script without spaces
+
+
+def borders(tokenizer_json: bytes) -> Borders:
+    """Return the borders of words in texts that a tokenizer has encoded.
+
+    In WordPiece, tokens with the prefix ## continue a word. In byte-level BPE and SentencePiece a
+    token continues a word if it begins with a letter, a combining sign or a digit (Unicode's
+    categories L, M and N), or in the middle of a character, unless it follows a space or
+    punctuation. In scripts without spaces each token is a word, with the combining signs behind it.
 
     Raises:
         ValueError: the tokenizer has no words: single symbols by a pattern, for instance.
@@ -45,20 +66,110 @@ def continuations(tokenizer_json: bytes) -> NDArray[np.bool_]:
     state = json.loads(tokenizer_json)
     model = state["model"]
     vocabulary = model["vocab"]
-    tokens: list[str] = (
-        sorted(vocabulary, key=vocabulary.__getitem__)
+    ids: dict[str, int] = (
+        vocabulary
         if isinstance(vocabulary, dict)
-        else [token for token, _ in vocabulary]
+        else {token: id for id, (token, _) in enumerate(vocabulary)}
     )
-    kinds = {step.get("type") for step in _steps(state.get("pre_tokenizer"))}
+    size = max(ids.values(), default=-1) + 1  # an id may have no token
+    found = Borders(*(np.zeros(size, dtype=bool) for _ in Borders._fields))
+    steps = [*_steps(state.get("pre_tokenizer")), *_steps(state.get("normalizer"))]
+    kinds = {step.get("type") for step in steps}
     if model["type"] == "WordPiece":
         prefix = model["continuing_subword_prefix"]
-        goes_on = [token.startswith(prefix) and token != prefix for token in tokens]
-    elif "ByteLevel" in kinds or "Metaspace" in kinds:
-        goes_on = [token[:1].isalnum() and token[0] not in _SPACES for token in tokens]
+        for token, id in ids.items():
+            found.goes_on[id] = token.startswith(prefix) and token != prefix
+            found.unspaced[id] = _is_unspaced(token[:1])
+        return found
+    if "ByteLevel" in kinds:
+        alphabet = byte_alphabet()
+
+        def spelled(token: str) -> bytes:
+            # A token that was added to the vocabulary is plain text.
+            if not all(character in alphabet for character in token):
+                return token.encode()
+            return bytes(alphabet[character] for character in token)
+
+        space = b" "
+    elif "Metaspace" in kinds or any(token.startswith(_SPACE) for token in ids):
+
+        def spelled(token: str) -> bytes:
+            fallback = _BYTE.fullmatch(token)
+            return bytes([int(fallback[1], 16)]) if fallback else token.encode(errors="replace")
+
+        space = _SPACE.encode()
     else:
         raise ValueError(f"its tokenizer is a {model['type']} without marks of word borders")
-    return np.array(goes_on)
+    for token, id in ids.items():
+        data = spelled(token)
+        marked = data.startswith(space)
+        text = data.removeprefix(space)
+        kind, unspaced = first_kind(text)
+        found.unspaced[id] = unspaced
+        # The mark alone belongs to the token after it, whatever that is.
+        found.joins[id] = not marked and kind == "M" and bool(text)
+        found.goes_on[id] = found.joins[id] or (not marked and kind in "LN" and not unspaced)
+        found.closes[id] = bool(text) and last_kind(text) not in "LMN"
+        found.inherits[id] = bool(text) and all(0x80 <= byte < 0xC0 for byte in text)
+    return found
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for."""
+    # GPT-2's: printable characters of Latin-1 are themselves, the others are numbered from 256.
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    found = {chr(byte): byte for byte in plain}
+    found |= {chr(256 + i): byte for i, byte in enumerate(others)}
+    assert found.keys() == set(ByteLevel.alphabet())
+    return found
+
+
+def first_kind(text: bytes) -> tuple[str, bool]:
+    """Return the category of a text's first character, L, M, N or another, and if it is unspaced.
+
+    A text may begin in the middle of a character: that continues whatever was begun, as M does. Of
+    a character that is not whole, the category is that of most characters that begin so.
+    """
+    if not text:
+        return "M", False
+    lead = text[0]
+    if 0x80 <= lead < 0xC0:
+        return "M", False
+    length = 1 + (lead >= 0xC0) + (lead >= 0xE0) + (lead >= 0xF0)
+    if lead >= 0xF8:  # no byte of UTF-8
+        return "S", False
+    if len(text) >= length:
+        character = text[:length].decode(errors="replace")[0]
+        return unicodedata.category(character)[0], _is_unspaced(character)
+    return _kind_of_most(bytes(text))
+
+
+def last_kind(text: bytes) -> str:
+    """Return the category of a text's last character; see `first_kind`."""
+    begin = max((i for i, byte in enumerate(text) if not 0x80 <= byte < 0xC0), default=0)
+    return first_kind(text[begin:])[0]
+
+
+@cache
+def _kind_of_most(begin: bytes) -> tuple[str, bool]:
+    length = 2 + (begin[0] >= 0xE0) + (begin[0] >= 0xF0)
+    # The first and the last code point whose UTF-8 begins with these bytes.
+    first, last = begin[0] & (0xFF >> (length + 1)), begin[0] & (0xFF >> (length + 1))
+    for place in range(1, length):
+        known = begin[place] & 0x3F if place < len(begin) else None
+        first = first << 6 | (0 if known is None else known)
+        last = last << 6 | (0x3F if known is None else known)
+    points = range(first, min(last, sys.maxunicode) + 1)
+    characters = [c for c in map(chr, points) if unicodedata.category(c)[0] != "C"]
+    letters = sum(unicodedata.category(c)[0] in "LMN" for c in characters)
+    unspaced = sum(map(_is_unspaced, characters))
+    return ("L" if 2 * letters > len(characters) else "S"), 2 * unspaced > len(characters)
+
+
+def _is_unspaced(character: str) -> bool:
+    return unicodedata.name(character, "").startswith(_UNSPACED) if character else False
 
 
 def _steps(state: Any) -> list[dict[str, Any]]:
@@ -71,7 +182,7 @@ def _steps(state: Any) -> list[dict[str, Any]]:
 def draw_words(
     draw: NDArray[np.uint32],
     ids: NDArray[np.int64],
-    goes_on: NDArray[np.bool_],
+    words: Borders,
     special: NDArray[np.bool_],
     lengths: NDArray[np.uint32] | None = None,
 ) -> Drawn:
@@ -82,17 +193,21 @@ def draw_words(
     Args:
         draw: 32-bit hashes of the positions [B, L].
         ids: of the tokens [B, L].
-        goes_on: of `continuations`, as long as the vocabulary [V].
+        words: the borders of words, over the whole vocabulary.
         special: which tokens of the vocabulary are special; no word reaches over one [V].
         lengths: 32-bit hashes of the positions [B, L], from which lengths of spans follow; None
             draws words.
     """
     num_rows, length = ids.shape
     # Words: a token begins one unless it goes on with the one before, which is not special.
-    borders = special[ids]
-    begins = ~goes_on[ids] | borders
+    around = special[ids]
+    begins = ~words.goes_on[ids] | around
     begins[:, 0] = True
-    begins[:, 1:] |= borders[:, :-1]
+    begins[:, 1:] |= around[:, :-1]
+    # After punctuation; the last bytes of a character close a word if its first ones do.
+    source = np.where(words.inherits[ids], 0, np.arange(length))
+    closed = np.take_along_axis(words.closes[ids], np.maximum.accumulate(source, axis=1), axis=1)
+    begins[:, 1:] |= closed[:, :-1] & ~words.joins[ids[:, 1:]]
     first = np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1)
     word = np.cumsum(begins, axis=1) - 1
     by_word = np.take_along_axis(draw, first, axis=1).astype(np.int64)
@@ -107,7 +222,7 @@ def draw_words(
     reach = np.zeros((num_rows, length), dtype=np.int64)
     sizes = 1 + np.searchsorted(_UP_TO, lengths.astype(np.uint64), side="right")
     origin[row, word], own[row, word] = first, by_word
-    document[row, word] = np.cumsum(borders, axis=1)
+    document[row, word] = np.cumsum(around, axis=1)
     reach[row, word] = np.take_along_axis(sizes, first, axis=1)
     # The span of a word reaches the next `reach` words of its document, itself included.
     best, source = own.copy(), origin.copy()
@@ -120,3 +235,45 @@ def draw_words(
     of_tokens = (np.take_along_axis(values, word, axis=1) for values in (best, source))
     by_span, of_span = of_tokens
     return Drawn(by_span, word, of_span)
+
+
+def choose_words(
+    drawn: Drawn, selectable: NDArray[np.bool_], wanted: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Return which tokens are selected: whole words in the order of their draws [B, L].
+
+    A word that does not fit into what is left of `wanted` is passed over for the next one. If none
+    fits, the first one is cut.
+
+    Args:
+        drawn: of `draw_words`.
+        selectable: tokens that may be selected; a word is selectable or not as a whole [B, L].
+        wanted: how many tokens to select [B].
+    """
+    num_rows, length = drawn.word.shape
+    row = np.arange(num_rows)[:, None]
+    # By number of word [B, L]: tokens, and draws. What cannot be selected comes last, with size 0.
+    flat = (drawn.word + row * length)[selectable]
+    sizes = np.bincount(flat, minlength=num_rows * length).reshape(num_rows, length)
+    draws = np.full((num_rows, length), _NEVER, dtype=np.int64)
+    draws.reshape(-1)[flat] = drawn.draw[selectable]
+    order = np.argsort(draws, axis=1, kind="stable")  # of equal draws the first word wins
+    sizes = np.take_along_axis(sizes, order, axis=1)
+    # All words up to the first that does not fit, then one at a time those that do.
+    taken = np.cumsum(sizes, axis=1) <= wanted[:, None]
+    left = wanted - (sizes * taken).sum(1)
+    place = taken.sum(1) + 1
+    while (open_rows := np.flatnonzero((left > 0) & (place < length))).size:
+        at = place[open_rows]
+        size = sizes[open_rows, at]
+        fits = (size > 0) & (size <= left[open_rows])
+        taken[open_rows, at] = fits
+        left[open_rows] -= size * fits
+        place[open_rows] = np.where(size > 0, at + 1, length)  # behind the last word
+    none = (left == wanted) & (wanted > 0)
+    taken[none, 0] = True
+    by_word = np.zeros_like(taken)
+    np.put_along_axis(by_word, order, taken & (sizes > 0), axis=1)
+    chosen = np.take_along_axis(by_word, drawn.word, axis=1) & selectable
+    chosen[none] &= np.cumsum(chosen[none], axis=1) <= wanted[none, None]
+    return chosen

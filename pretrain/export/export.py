@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from data_prep.disk import hash_file
 from pretrain import RunError, checkpoint
-from pretrain.checkpoint.layout import ADAPTERS
+from pretrain.checkpoint import Saved
 from pretrain.export.arguments import check_target, target_taken
 from pretrain.export.card import model_card, objective_of
 from pretrain.export.sentence_modules import write_modules
@@ -66,12 +65,12 @@ def export(
     # A unique name: another export may be writing to the same target.
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
 
-    def load_saved(saved: Path) -> tuple[MaskedLM, dict[str, bytes], dict[str, Tensor]]:
+    def load_saved(saved: Saved) -> tuple[MaskedLM, dict[str, bytes], dict[str, Tensor]]:
         # Whether it has a head, the run's objective says.
-        model = load_model(saved / "student", needs_head=False).eval()
+        model = load_model(saved.folder / "student", needs_head=False).eval()
         positions = family_of(model).row_length(model.config)
-        adapters = load_file(saved / ADAPTERS) if (saved / ADAPTERS).exists() else {}
-        return model, tokenizer_files.of_checkpoint(saved / "student", positions), adapters
+        tokenizer = tokenizer_files.of_checkpoint(saved.folder / "student", positions)
+        return model, tokenizer, saved.adapters()
 
     try:
         found = checkpoint.read_newest(run / "checkpoints", load_saved, warn)

@@ -115,6 +115,8 @@ class Distillation(nn.Module):
     The teacher is not a submodule: it is not wrapped, moved or saved with the student.
 
     Args:
+        pad_id: the id of padding.
+        num_tokens: of the tokenizer; more embeddings than these are padding. None: there are none.
         adapters: the objective's modules that are trained with the student.
         head: makes sentence vectors of the teacher's hidden states, where no file holds them.
         backend: of the LM head, see `vocabulary_losses`.
@@ -129,6 +131,7 @@ class Distillation(nn.Module):
         terms: Sequence[Term],
         *,
         pad_id: int,
+        num_tokens: int | None = None,
         adapters: nn.ModuleDict | None = None,
         head: SentenceHead | None = None,
         backend: Backend = "auto",
@@ -147,7 +150,7 @@ class Distillation(nn.Module):
         # What the encoders return besides their last hidden state.
         self._student_needs = frozenset[Signal]().union(*(t.student for t in self.signal_terms))
         self._teacher_needs = frozenset[Signal]().union(*(t.teacher for t in self.signal_terms))
-        self.pad_id = pad_id
+        self.pad_id, self.num_tokens = pad_id, num_tokens
         self.backend, self.compiled, self.recompute = backend, compiled, recompute
         for model in (student, self.teacher):
             if model is not None:
@@ -203,16 +206,22 @@ class Distillation(nn.Module):
             # counts come from the host: a boolean index would be a device sync.
             everywhere = any(term.over == "tokens" for term in self.vocabulary_terms)
             index_N = order[: counts["tokens" if everywhere else "masked"]]
-            student_projection = family_of(self.student).projection(
-                self.student, hidden_BLD.flatten(0, 1).index_select(0, index_N)
+            student_projection = (
+                family_of(self.student)
+                .projection(self.student, hidden_BLD.flatten(0, 1).index_select(0, index_N))
+                .first(self.num_tokens)
             )
             teacher_projection = None
             if any(term.needs_teacher for term in self.vocabulary_terms):
                 assert self.teacher is not None and teacher is not None
                 with _inference(self.teacher):
-                    teacher_projection = family_of(self.teacher).projection(
-                        self.teacher,
-                        teacher.last_hidden_state.flatten(0, 1).index_select(0, index_N),
+                    teacher_projection = (
+                        family_of(self.teacher)
+                        .projection(
+                            self.teacher,
+                            teacher.last_hidden_state.flatten(0, 1).index_select(0, index_N),
+                        )
+                        .first(self.num_tokens)
                     )
             head_loss, head_sums = vocabulary_losses(
                 student_projection,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from data_prep.messages import one_line
+from data_prep.messages import one_line, warn
 from data_prep.shards import Manifest
 from pretrain import RunError
 from pretrain.model.families import FAMILIES, Family, MaskedLM
@@ -33,6 +35,9 @@ _ENCODER: dict[str, tuple[tuple[Any, ...], str]] = {
     "tie_word_embeddings": ((None, True), "an LM head has the embeddings' weights here"),
     "position_embedding_type": ((None, "absolute"), "positions are absolute here"),
 }
+_EPSILONS = ("layer_norm_eps", "norm_eps")
+# Tensors of a usual file that no encoder of ours has: for next-sentence prediction, and constants.
+_UNUSED = re.compile(r"(.*\.)?(pooler\..*|seq_relationship\..*|position_ids|token_type_ids)")
 _ACTIVATIONS = ("hidden_act", "activation", "hidden_activation", "classifier_activation")
 _UNTRAINED = 2**20  # parameters that tiny weights may lack: an error below names the missing ones
 
@@ -87,6 +92,13 @@ def known_family(who: str, raw: Mapping[str, Any]) -> Family:
     key = family.own_names.get("num_attention_heads", "num_attention_heads")
     if not {key, "num_attention_heads"} & raw.keys():
         raise RunError(f"{who}: config.json lacks {key}; add it, or save the model again")
+    for key in _EPSILONS:
+        value = raw.get(key, 1.0)
+        if not isinstance(value, float | int) or not 0 < value < math.inf:
+            raise RunError(
+                f"{who}: its {key} is {one_line(str(value), 60)}, which must be a positive number; "
+                "correct config.json, or copy the model again"
+            )
     for key in _ACTIVATIONS:
         if isinstance(value := raw.get(key), str) and value not in ACT2FN:
             raise RunError(
@@ -168,15 +180,28 @@ def assemble(
             "this one first with objective mlm and model.init, which gives it a head"
         )
     missing = [key for key in missing if key not in headless]
-    # An unused pooler or next-sentence head is fine. A layer beyond the number in config.json was
-    # meant to be part of the model.
-    layers = f".{family.layer_prefix.split('.')[-2]}."
-    unused = [key for key in report["unexpected_keys"] if layers in key]
-    if odd := [*missing, *sorted(unused)]:
+    # A tensor of the encoder that the walk does not have, such as a layer beyond the number in
+    # config.json, would change its output. The head of a task does not.
+    unused = sorted(key for key in report["unexpected_keys"] if not _UNUSED.fullmatch(key))
+    prefix = f"{model.base_model_prefix}."
+    is_body = not any(key.startswith(prefix) for key in tensors)
+    if odd := [*missing, *(key for key in unused if is_body or key.startswith(prefix))]:
         raise RunError(f"{who}: its weights do not fit its config.json (see {odd[0]})")
+    if unused:
+        others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        warn(f"{who}: {unused[0]}{others} of its weights are not used: not part of a masked LM")
     # Transformers has drawn it from the global stream; the same bits at every start are needed.
     if headless:
         reinitialise(model, 0, only=family.head)
+    # Transformers keeps both matrices if a file has two different ones.
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    if head.weight is not embeddings:
+        if not torch.equal(head.weight, embeddings):
+            raise RunError(
+                f"{who}: its LM head is not its word embeddings, and here both are one matrix; "
+                "take a model that was trained with tied embeddings"
+            )
+        head.weight = embeddings
     return model, not headless
 
 
@@ -187,13 +212,17 @@ def reinitialise(model: nn.Module, seed: int, only: tuple[str, ...] = ("",)) -> 
     Args:
         model: tied weights count under their first name.
         seed: of the random numbers.
-        only: how the names of the parameters begin.
+        only: how all names of a parameter begin. Tied word embeddings also have a name outside the
+            head, so drawing a new head leaves them as they are.
     """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
     # With a generator of its own, and parameters in name order, no other random number changes a
     # run's first weights.
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
-        if not name.startswith(only):
+        if not all(name.startswith(only) for name in names[parameter]):
             continue
         if parameter.dim() > 1:
             parameter.normal_(0.0, 0.02, generator=generator)
@@ -201,11 +230,15 @@ def reinitialise(model: nn.Module, seed: int, only: tuple[str, ...] = ("",)) -> 
             parameter.fill_(1.0 if name.lower().endswith("norm.weight") else 0.0)
 
 
+class TooFewPositions(RunError):
+    """Report that rows are longer than a model's positions."""
+
+
 def check_row_length(who: str, config: Any, manifest: Manifest) -> None:
     """Refuse rows that are longer than a model's positions."""
     longest = FAMILIES[config.model_type].row_length(config)
     if manifest.row_length > longest:
-        raise RunError(
+        raise TooFewPositions(
             f"{who}: rows of {manifest.row_length} tokens need as many positions, but it has "
             f"{longest} (max_position_embeddings is {config.max_position_embeddings}); prepare the "
             f"corpus with row_length: {longest}"

@@ -8,9 +8,9 @@ the message of a RunError begins with `who`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import torch
@@ -27,8 +27,9 @@ from data_prep.disk.json_files import (
     read_regular_text,
 )
 from data_prep.messages import warn
+from data_prep.tokens.failures import as_value_errors
 from pretrain import RunError
-from pretrain.checkpoint import newest
+from pretrain.checkpoint import Saved, read_newest
 from pretrain.output import is_run, no_checkpoint
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -52,6 +53,9 @@ _SAFE_UNPICKLER = (2, 10)  # torch 2.10: before, weights_only was not safe (CVE-
 _ROLES = ("pad", "unk", "cls", "sep", "mask")
 
 
+Result = TypeVar("Result")
+
+
 class Words(NamedTuple):
     """Hold a tokenizer's tokens in id order, and the ids of the special tokens that it names."""
 
@@ -62,11 +66,10 @@ class Words(NamedTuple):
 def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str | None]:
     """Return (folder, None) of a local model, or (cached folder, commit) of a hub's.
 
-    Of a run's output it is the student in its newest checkpoint. No code is downloaded, and pickled
-    weights only if there are no others.
+    No code is downloaded, and pickled weights only if there are no others.
     """
     if Path(name).is_dir():
-        return student_of(Path(name)), None
+        return Path(name), None
     try:
         for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
             folder = Path(
@@ -82,16 +85,32 @@ def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str |
     return folder, folder.name
 
 
-def student_of(folder: Path) -> Path:
-    """Return the student in the newest checkpoint of a run; any other folder is itself a model.
+def read_model(
+    folder: Path,
+    read: Callable[[Path, Saved | None], Result],
+    warn: Callable[[str], None] = warn,
+) -> Result:
+    """Return the result of `read` on a model's folder and its checkpoint, None if it has none.
+
+    Of a run's output it is the student in its newest checkpoint. If the run removes that
+    meanwhile, the newest one is read again.
 
     Raises:
         RunError: no checkpoint verifies, or the run has none.
     """
-    saved = newest(folder / "checkpoints", warn)
-    if saved is None and is_run(folder):
+    found = read_newest(
+        folder / "checkpoints", lambda saved: read(saved.folder / "student", saved), warn
+    )
+    if found is not None:
+        return found[1]
+    if is_run(folder):
         raise no_checkpoint(folder)
-    return saved.folder / "student" if saved else folder
+    return read(folder, None)
+
+
+def student_of(folder: Path) -> Path:
+    """Return the folder that `read_model` reads; its run may remove it at any time."""
+    return read_model(folder, lambda found, _: found)
 
 
 def read_text(who: str, path: Path, limit: int) -> str:
@@ -100,6 +119,10 @@ def read_text(who: str, path: Path, limit: int) -> str:
         return read_regular_text(path, limit)
     except (FileNotFoundError, NotRegularError):
         raise RunError(f"{who}: {path} is not a file; copy or download it again") from None
+    except UnicodeDecodeError as error:
+        raise RunError(
+            f"{who}: {path} is not UTF-8 text ({first_line(error)}); copy or download it again"
+        ) from None
     except TooLargeError as error:
         raise RunError(
             f"{who}: {path.name} {error.strerror}, more than the {limit:,} of any model"
@@ -127,13 +150,14 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
             raise RunError(f"{who}: there is no {folder / _SAFE}; check the path")
         if not pickled:
             raise RunError(
-                f"{who}: {files[0]} is a pickle, and there is no {_SAFE}; load the model where you "
+                f"{who}: {next(iter(files))} is a pickle, and there is no {_SAFE}; load the model "
+                "where you "
                 "trust it and write it again with save_pretrained"
             )
         if tuple(map(int, torch.__version__.split(".")[:2])) < _SAFE_UNPICKLER:
             raise RunError(
-                f"{who}: {files[0]} is a pickle, which torch {torch.__version__} does not read "
-                f"safely (CVE-2026-24747); upgrade to torch 2.10, or save the model as {_SAFE}"
+                f"{who}: {next(iter(files))} is a pickle, which torch {torch.__version__} does not "
+                f"read safely (CVE-2026-24747); upgrade to torch 2.10, or save the model as {_SAFE}"
             )
     # Before anything is read: the system would kill the process without a message.
     size, memory = sum(file.stat().st_size for file in files), psutil.virtual_memory().total
@@ -143,7 +167,7 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
             "a smaller model, or a larger machine"
         )
     tensors: dict[str, Tensor] = {}
-    for file in files:
+    for file, listed in sorted(files.items()):
         try:
             # Both readers map the file: without a copy, a later write to it changes the model.
             if safe:
@@ -151,13 +175,26 @@ def read_tensors(who: str, folder: Path, *, pickled: bool = False) -> dict[str, 
             else:  # `weights_only` builds tensors and nothing else
                 found = load_state_dict(file, map_location="cpu", weights_only=True)
                 assert all(isinstance(tensor, Tensor) for tensor in found.values())
-            tensors |= {name: tensor.clone() for name, tensor in found.items()}
+            found = {name: tensor.clone() for name, tensor in found.items()}
         except Exception as error:  # a damaged file can raise any class
             reason = first_line(error) if safe else "damaged, or not only tensors"
             raise RunError(
                 f"{who}: {file} cannot be read ({reason}); copy or download it again"
             ) from error
+        # The index decides: a tensor that another file also holds may be an older one.
+        if listed is not None and (missing := sorted(listed - found.keys())):
+            raise RunError(
+                f"{who}: {file} lacks {missing[0]}, which the index lists there; copy or download "
+                "the model again"
+            )
+        tensors |= {name: found[name] for name in (found if listed is None else listed)}
     return tensors
+
+
+def read_tokenizer(who: str, folder: Path) -> str:
+    """Return the content of tokenizer.json; empty if there is none."""
+    path = folder / "tokenizer.json"
+    return read_text(who, path, _LONGEST_VOCABULARY) if os.path.lexists(path) else ""
 
 
 def read_words(who: str, folder: Path) -> Words | None:
@@ -167,9 +204,9 @@ def read_words(who: str, folder: Path) -> Words | None:
     """
     ids: dict[str, int] = {}
     try:
-        if os.path.lexists(folder / "tokenizer.json"):
-            text = read_text(who, folder / "tokenizer.json", _LONGEST_VOCABULARY)
-            ids = Tokenizer.from_str(text).get_vocab()
+        if text := read_tokenizer(who, folder):
+            with as_value_errors():
+                ids = Tokenizer.from_str(text).get_vocab()
         if os.path.lexists(folder / "vocab.txt"):
             text = read_text(who, folder / "vocab.txt", _LONGEST_VOCABULARY)
             listed = {word: id for id, word in enumerate(text.rstrip("\n").split("\n"))}
@@ -181,7 +218,7 @@ def read_words(who: str, folder: Path) -> Words | None:
             ids = ids or listed
     except RunError:
         raise
-    except Exception as error:  # tokenizers raises bare Exception
+    except ValueError as error:
         raise RunError(f"{who}: its tokenizer cannot be read ({first_line(error)})") from error
     special: dict[str, int | None] = {}
     for name in _SETTINGS:
@@ -191,7 +228,11 @@ def read_words(who: str, folder: Path) -> Words | None:
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 special[role] = ids.get(token)
-    return Words(sorted(ids, key=lambda word: ids[word]), special) if ids else None
+    # By id: an id without a token is empty, as in the shards' vocabulary.
+    vocabulary = [""] * (max(ids.values(), default=-1) + 1)
+    for word, id in ids.items():
+        vocabulary[id] = word
+    return Words(vocabulary, special) if ids else None
 
 
 def first_line(error: Exception) -> str:
@@ -209,8 +250,6 @@ def _read_json(who: str, path: Path) -> dict[str, Any]:
         raw = parse_object(read_text(who, path, _LONGEST_JSON))
     except RunError:
         raise
-    except UnicodeDecodeError as error:
-        raise RunError(f"{who}: {path} is not valid JSON ({first_line(error)})") from error
     except ValueError as error:
         raise RunError(f"{who}: {path} is {first_line(error)}") from error
     for key in _keys(raw):
@@ -230,16 +269,20 @@ def _keys(value: object) -> Iterator[str]:
             yield from _keys(inner)
 
 
-def _weight_files(who: str, folder: Path, name: str) -> list[Path]:
-    """Return the file of this name, or the files of its index; all are in the folder."""
+def _weight_files(who: str, folder: Path, name: str) -> dict[Path, set[str] | None]:
+    """Return the files of the weights, and the names of the tensors to take from each.
+
+    It is the file of this name with all its tensors (None), or the files of its index. All are in
+    the folder.
+    """
     if (folder / name).is_file():
-        return [folder / name]
+        return {folder / name: None}
     index = folder / f"{name}.index.json"
     if not index.is_file():
-        return []
+        return {}
     table = _read_json(who, index).get("weight_map")
-    parts = [*table.values()] if isinstance(table, dict) else [""]
-    for part in parts:
+    parts: dict[Path, set[str] | None] = {}
+    for tensor, part in table.items() if isinstance(table, dict) else [("", "")]:
         # Case matters: transformers would read a file without the suffix .safetensors as a pickle.
         plain = isinstance(part, str) and Path(part).name == part
         if not plain or not part.endswith(Path(name).suffix):
@@ -249,4 +292,7 @@ def _weight_files(who: str, folder: Path, name: str) -> list[Path]:
             )
         if not (folder / part).is_file():
             raise RunError(f"{who}: {folder / part}, which {index.name} lists, is not a file")
-    return sorted({folder / part for part in parts})
+        names = parts.setdefault(folder / part, set())
+        assert names is not None
+        names.add(tensor)
+    return parts

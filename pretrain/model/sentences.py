@@ -14,8 +14,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,14 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from data_prep.tokens.failures import as_value_errors
 from pretrain import RunError
 from pretrain.kernels.attention import find_documents
 from pretrain.model.families import MaskedLM, encode, family_of
 from pretrain.model.model_files import first_line, read_config, read_tensors, read_text
 from pretrain.model.pooling import ACTIVATIONS, SentenceHead, Sequences
 
-_LONGEST_JSON, _LONGEST_TOKENIZER = 2**20, 2**28  # bytes
+_LONGEST_JSON = 2**20  # bytes
 _TOKENS = 2**14  # of texts at a time, with padding
 
 
@@ -101,7 +102,7 @@ class TextEncoder:
         model: the teacher's encoder; on its device, where vectors are computed.
         head: the modules behind it.
         who: the beginning of messages.
-        folder: of the teacher, with a tokenizer.json.
+        tokenizer_json: content of the teacher's tokenizer.json.
         autocast: the precision.
     """
 
@@ -110,15 +111,13 @@ class TextEncoder:
         model: MaskedLM,
         head: SentenceHead,
         who: str,
-        folder: Path,
+        tokenizer_json: str,
         autocast: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.model, self.head, self.autocast = model, head, autocast or nullcontext()
-        text = read_text(who, folder / "tokenizer.json", _LONGEST_TOKENIZER)
-        try:
-            self.tokenizer = Tokenizer.from_str(text)
-        except Exception as error:  # tokenizers raises bare Exception
-            raise RunError(f"{who}: its tokenizer cannot be read ({first_line(error)})") from error
+        self.who = who
+        with self._explained("be read"):
+            self.tokenizer = Tokenizer.from_str(tokenizer_json)
         positions = family_of(model).row_length(model.config)
         self.longest = min(head.longest or positions, positions)
         self.tokenizer.no_padding()
@@ -129,7 +128,9 @@ class TextEncoder:
         """Return the vectors [n, W]."""
         # The tokenizer adds the special tokens that the teacher was trained with.
         ids = []
-        for encoding in self.tokenizer.encode_batch(list(texts)):
+        with self._explained("encode a text"):
+            encodings = self.tokenizer.encode_batch(list(texts))
+        for encoding in encodings:
             self.num_cut += bool(encoding.overflowing)
             ids.append(encoding.ids)
         vectors = np.empty((len(ids), self.head.width), dtype=np.float32)
@@ -140,6 +141,16 @@ class TextEncoder:
             batch, left = left[:num], left[num:]
             vectors[batch] = self._encode([ids[i] for i in batch])
         return vectors
+
+    @contextmanager
+    def _explained(self, task: str) -> Iterator[None]:
+        try:
+            with as_value_errors():
+                yield
+        except ValueError as error:
+            raise RunError(
+                f"{self.who}: its tokenizer cannot {task} ({first_line(error)})"
+            ) from error
 
     @torch.inference_mode()
     def _encode(self, ids: Sequence[Sequence[int]]) -> NDArray[np.float32]:

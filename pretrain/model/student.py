@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers import DistilBertForMaskedLM
 
 from data_prep.shards import Manifest
 from pretrain import RunError
+from pretrain.checkpoint import Saved
 from pretrain.config import Model, Student
 from pretrain.model.families import FAMILIES, Family, MaskedLM, family_of
 from pretrain.model.families.bert import Bert
@@ -23,12 +23,13 @@ from pretrain.model.loading import (
     load_model,
     reinitialise,
 )
-from pretrain.model.model_files import fetch, first_line, read_config, read_tensors, student_of
-from pretrain.model.teacher import Teacher, check_vocabulary, parameters_sha256
+from pretrain.model.model_files import fetch, first_line, read_config, read_model, read_tensors
+from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
 from pretrain.output import check_source
 
 _SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")
 _CUT_FROM = ("bert", "distilbert")  # the teachers of a DistilBERT
+NEW_HEAD = "it had no trained masked-language-model head: it got a new one, tied to its embeddings"
 _PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as in the authors' released code
 
 
@@ -65,11 +66,15 @@ def build_student(
     if isinstance(config.init, str) and config.init not in ("teacher", "random"):
         if config.num_layers is not None:
             sizes["num_hidden_layers"] = config.num_layers
-        folder, init = student_of(Path(config.init)), config.init
+        init = config.init
         check_source("student.init", init)
-        found = _continue_from(folder, teacher, family, sizes, dropouts, needs_head)
-        notes.append(f"the student began from {described(init, folder, None, found)}")
-        return found
+
+        def continued(folder: Path, saved: Saved | None) -> MaskedLM:
+            model = _continue_from(folder, teacher, family, sizes, dropouts, needs_head)
+            notes.append(f"the student began from {described(init, saved, None, model)}")
+            return model
+
+        return read_model(Path(init), continued)
 
     # Which layers of the teacher it starts from, and how many it has.
     num_layers = config.num_layers or max(1, theirs.num_hidden_layers // 2)
@@ -185,7 +190,13 @@ def copy_layers(teacher: MaskedLM, student: DistilBertForMaskedLM, layers: tuple
 
 
 def build_model(
-    config: Model, manifest: Manifest, seed: int, notes: list[str], *, needs_head: bool = True
+    config: Model,
+    manifest: Manifest,
+    seed: int,
+    notes: list[str],
+    *,
+    needs_head: bool = True,
+    shards: Path | None = None,
 ) -> MaskedLM:
     """Build the model of the section `model`: a random one, or one to continue from.
 
@@ -213,29 +224,31 @@ def build_model(
         reinitialise(model, seed)
         return model.train()
     # To continue: its folder is read as carefully as a teacher's.
-    who = f"model.init {config.init}"
-    folder, commit = fetch(who, config.init)
-    raw = read_config(who, folder)
-    family = known_family(who, raw)
-    raw |= {key: rates[which] for key, which in family.dropouts.items()}
-    tensors = read_tensors(who, folder, pickled=True)
-    model, has_head = assemble(who, family, raw, tensors, needs_head=False)
-    check_vocabulary(who, folder, model.config, manifest)
-    notes.append(f"the model began from {described(config.init, folder, commit, model)}")
-    if needs_head and not has_head:
-        notes.append(
-            "it had no trained masked-language-model head: it got a new one, tied to its embeddings"
-        )
-    return model.train()
+    init, who = config.init, f"model.init {config.init}"
+    place, commit = fetch(who, init)
+
+    def read(folder: Path, saved: Saved | None) -> MaskedLM:
+        raw = read_config(who, folder)
+        family = known_family(who, raw)
+        raw |= {key: rates[which] for key, which in family.dropouts.items()}
+        tensors = read_tensors(who, folder, pickled=True)
+        model, has_head = assemble(who, family, raw, tensors, needs_head=False)
+        check_tokenizer(who, folder, model, manifest, shards)
+        notes.append(f"the model began from {described(init, saved, commit, model)}")
+        if needs_head and not has_head:
+            notes.append(NEW_HEAD)
+        trained: MaskedLM = model.train()
+        return trained
+
+    return read_model(place, read)
 
 
-def described(name: str, folder: Path, commit: str | None, model: MaskedLM) -> str:
+def described(name: str, saved: Saved | None, commit: str | None, model: MaskedLM) -> str:
     """Say where the weights of a model come from, without a path of this machine."""
     if commit is not None:
         return f"{name.partition('@')[0]} at revision {commit}"
     # A published card names no folder, so that a checksum says which weights they were.
-    step = re.fullmatch(r"step-0*(\d+)", folder.parent.name)
-    origin = f"step {step[1]} of another run" if step else "a local model"
+    origin = f"step {saved.step} of another run" if saved is not None else "a local model"
     return f"{origin} (weights sha256 {parameters_sha256(model)[:16]})"
 
 
@@ -267,5 +280,5 @@ def _continue_from(
                 f"this run needs {size}, as its teacher or `student:` has"
             )
     if teacher.manifest is not None:
-        check_vocabulary(who, folder, model.config, teacher.manifest)
+        check_tokenizer(who, folder, model, teacher.manifest, teacher.shards)
     return model.train()

@@ -90,10 +90,10 @@ def find_targets(
             f"({teacher.mismatch or 'the key vectors names one'}), and {config.shards} keeps none; "
             "prepare the corpus with keep_text: true, or with the teacher's tokenizer"
         )
-    if not (teacher.folder / "tokenizer.json").is_file():
+    if not teacher.tokenizer_json:
         raise RunError(
-            f"teacher {teacher.name}: there is no tokenizer.json in {teacher.folder}; save its "
-            "tokenizer there with save_pretrained"
+            f"teacher {teacher.name}: it has no tokenizer.json; save its tokenizer there with "
+            "save_pretrained"
         )
     name = teacher.public_name
     return Targets(head.width, head.normalised, known, name, documents, missing=True)
@@ -114,7 +114,8 @@ def write_targets(
     model: Any = teacher.model
     model.to(device)
     head = teacher.head.to(device)
-    encoder = TextEncoder(model, head, f"teacher {teacher.name}", teacher.folder, autocast)
+    who = f"teacher {teacher.name}"
+    encoder = TextEncoder(model, head, who, teacher.tokenizer_json, autocast)
     record = Record(
         shards=manifest.digest,
         teacher=targets.digest,
@@ -136,7 +137,7 @@ def write_targets(
 def _digest(teacher: Teacher) -> str:
     """Return a hash of all that turns a text into the teacher's vector."""
     assert teacher.head is not None
-    tokenizer = teacher.folder / "tokenizer.json"
-    text = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else ""
+    tokenizer = teacher.tokenizer_json
+    text = hashlib.sha256(tokenizer.encode()).hexdigest() if tokenizer else ""
     parts = (teacher.sha256, teacher.head.digest, teacher.head.longest, text)
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -12,12 +12,26 @@ from torch import nn
 from data_prep.shards import CorpusError, Manifest, vocabulary_sha256
 from data_prep.tokens.comparison import difference
 from pretrain import RunError
+from pretrain.checkpoint import Saved
 from pretrain.model.families import MaskedLM
-from pretrain.model.loading import assemble, check_row_length, known_family
-from pretrain.model.model_files import fetch, read_config, read_tensors, read_words
+from pretrain.model.loading import TooFewPositions, assemble, check_row_length, known_family
+from pretrain.model.model_files import (
+    fetch,
+    read_config,
+    read_model,
+    read_tensors,
+    read_tokenizer,
+    read_words,
+)
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import read_head
 from pretrain.output import check_source
+
+MOST_PADDING = 128  # embeddings beyond the tokenizer's, where no tokenizer can be compared
+
+
+class DifferentTokenizer(RunError):
+    """Report that a model reads other ids than the shards hold."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,9 @@ class Teacher:
     revision: str | None  # the commit, where it came from a hub
     sha256: str  # of its parameters
     manifest: Manifest | None = None  # of the shards that it was compared with
-    folder: Path = Path()
+    tokenizer_json: str = ""  # content of the file; empty if there is none
+    shards: Path | None = None  # that it was compared with
+    note: str = ""  # what screen and card should say about it
     head: SentenceHead | None = None  # makes its sentence vectors
     mismatch: str = ""  # why it cannot read the shards' ids; empty if it can
 
@@ -76,52 +92,82 @@ def load_teacher(
     who = f"teacher {name}"
     # A path may contain an @, so an existing path is never split.
     source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
-    folder, commit = fetch(who, source, revision or None)
-    raw = read_config(who, folder)
-    family = known_family(who, raw)
-    tensors = read_tensors(who, folder, pickled=True)
-    model, _ = assemble(who, family, raw, tensors, needs_head=needs_head)
-    mismatch = ""
-    try:
-        check_tokenizer(who, folder, model, manifest, None if same_vocabulary else shards)
-    except RunError as error:
-        if not any_vocabulary:
-            raise
-        mismatch = str(error).removeprefix(f"{who}: ").partition(";")[0]
-    # Without dropout and gradients: the teacher is a function.
-    model.eval().requires_grad_(False)
-    return Teacher(
-        model,
-        name,
-        commit is None,
-        commit,
-        parameters_sha256(model),
-        manifest,
-        folder,
-        read_head(who, folder, model.config.hidden_size) if sentences else None,
-        mismatch,
-    )
+    place, commit = fetch(who, source, revision or None)
+
+    def read(folder: Path, saved: Saved | None) -> Teacher:
+        raw = read_config(who, folder)
+        family = known_family(who, raw)
+        tensors = read_tensors(who, folder, pickled=True)
+        model, _ = assemble(who, family, raw, tensors, needs_head=needs_head)
+        mismatch = ""
+        try:
+            required = shards is not None and not same_vocabulary
+            check_tokenizer(who, folder, model, manifest, shards, required=required)
+            check_row_length(who, model.config, manifest)
+        except (DifferentTokenizer, TooFewPositions) as error:
+            if not any_vocabulary:
+                raise
+            mismatch = str(error).removeprefix(f"{who}: ").partition(";")[0]
+        # Without dropout and gradients: the teacher is a function.
+        model.eval().requires_grad_(False)
+        unfinished = saved is not None and saved.step < int(saved.state["num_steps"])
+        return Teacher(
+            model,
+            name,
+            commit is None,
+            commit,
+            parameters_sha256(model),
+            manifest,
+            read_tokenizer(who, folder),
+            shards,
+            f"the teacher is an unfinished run, at step {saved.step:,} of "
+            f"{saved.state['num_steps']:,}"
+            if saved is not None and unfinished
+            else "",
+            read_head(who, folder, model.config.hidden_size) if sentences else None,
+            mismatch,
+        )
+
+    return read_model(place, read)
 
 
 def check_tokenizer(
-    who: str, folder: Path, model: MaskedLM, manifest: Manifest, shards: Path | None
+    who: str,
+    folder: Path,
+    model: MaskedLM,
+    manifest: Manifest,
+    shards: Path | None,
+    *,
+    required: bool = True,
 ) -> None:
-    """Refuse a teacher that cannot read the ids of the shards."""
+    """Refuse a model that reads other ids than the shards hold.
+
+    Args:
+        who: the beginning of a message.
+        folder: of the model.
+        model: as it was loaded from there.
+        manifest: of the shards.
+        shards: their folder; None compares vocabularies only.
+        required: refuse a folder without tokenizer files, and compare whole texts, too.
+
+    Raises:
+        DifferentTokenizer: the message begins with `who`.
+        RunError: one of the two tokenizers cannot be read.
+    """
     # First the vocabulary, then whole texts: the same tokens may still be cut differently (case,
     # accents).
-    check_vocabulary(who, folder, model.config, manifest, required=shards is not None)
-    if shards is not None:
+    check_vocabulary(who, folder, model.config, manifest, required=required)
+    if required and shards is not None:
         try:
             found = difference(folder, shards, manifest)
         except CorpusError as error:
             raise RunError(f"{who}: its tokenizer cannot be compared ({error})") from None
         if found:
-            raise RunError(
+            raise DifferentTokenizer(
                 f"{who}: its tokenizer is not that of the shards: {found}; prepare the corpus with "
-                "its tokenizer, or set `teacher_vocabulary: same` (distil evaluate: "
-                "--same-vocabulary) if the shards are as you want them"
+                "its tokenizer, or, for a teacher and shards as you want them, set "
+                "`teacher_vocabulary: same` (distil evaluate: --same-vocabulary)"
             )
-    check_row_length(who, model.config, manifest)
 
 
 def parameters_sha256(model: nn.Module) -> str:
@@ -147,29 +193,31 @@ def check_vocabulary(
         required: refuse a folder without tokenizer files; otherwise compare size and padding.
     """
     tokenizer = manifest.tokenizer
-    if config.vocab_size != tokenizer.vocab_size:
-        raise RunError(
+    words = read_words(who, folder)
+    # More embeddings than tokens are padding: no text has their ids, no term reads their logits.
+    padding = config.vocab_size - tokenizer.vocab_size
+    if padding < 0 or (words is None and padding >= MOST_PADDING):
+        raise DifferentTokenizer(
             f"{who}: its vocabulary has {config.vocab_size} tokens, that of the shards "
             f"{tokenizer.vocab_size}; prepare the corpus with its tokenizer"
         )
-    words = read_words(who, folder)
     if words is None and required:
-        raise RunError(
+        raise DifferentTokenizer(
             f"{who}: no vocab.txt or tokenizer.json, so its vocabulary cannot be compared with the "
             "shards'; add its tokenizer files, or, for a run's teacher whose tokenizer the corpus "
             "was prepared with, set `teacher_vocabulary: same` (distil evaluate: --same-vocabulary)"
         )
     if words and vocabulary_sha256(words.vocabulary) != tokenizer.vocabulary_sha256:
-        raise RunError(
-            f"{who}: its vocabulary has the shards' size but other tokens; prepare the corpus with "
-            "its tokenizer"
+        raise DifferentTokenizer(
+            f"{who}: its vocabulary has other tokens or ids than the shards'; prepare the corpus "
+            "with its tokenizer"
         )
     # Equal vocabularies may still use a token for another role.
     special = [] if config.pad_token_id is None else [("pad", config.pad_token_id)]
     for role, id in [*special, *(words.special_ids.items() if words else ())]:
         expected = getattr(tokenizer.special_ids, role)
         if id != expected:
-            raise RunError(
+            raise DifferentTokenizer(
                 f"{who}: its {role} token has id {id}, the shards' has {expected}; prepare the "
                 "corpus with its tokenizer"
             )

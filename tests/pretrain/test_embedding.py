@@ -495,7 +495,9 @@ def test_the_modules_of_a_teachers_folder_are_read(with_tokenizer: Path) -> None
     (with_tokenizer / "sentence_bert_config.json").write_text(json.dumps(settings))
     head = read_head("teacher", with_tokenizer, 32)
     assert head.first and head.normalised and head.longest == 9 and len(head.dense) == 2
-    encoder = TextEncoder(tiny_bert(), head, "teacher", with_tokenizer)
+    encoder = TextEncoder(
+        tiny_bert(), head, "teacher", (with_tokenizer / "tokenizer.json").read_text("utf-8")
+    )
     draw = random.Random(3)
     texts = [" ".join(draw.choices(VOCABULARY[5:], k=k)) for k in (3, 30, 1, 12, 7)]
     theirs = vectors_of(with_tokenizer, texts)
@@ -561,9 +563,9 @@ def test_the_real_sentence_encoder_agrees_with_sentence_transformers(tmp_path: P
     tensors = read_tensors("teacher", folder)
     model, _ = assemble("teacher", FAMILIES["bert"], raw, tensors, needs_head=False)
     texts = ["A man plays the guitar.", "Someone is playing an instrument.", "Stocks fell."]
-    ours = torch.from_numpy(
-        TextEncoder(model.eval(), read_head("teacher", folder, 384), "teacher", folder)(texts)
-    )
+    tokenizer = (folder / "tokenizer.json").read_text("utf-8")
+    head = read_head("teacher", folder, 384)
+    ours = torch.from_numpy(TextEncoder(model.eval(), head, "teacher", tokenizer)(texts))
     assert (ours - vectors_of(folder, texts)).abs().max() < 1e-5
     cosines = F.cosine_similarity(ours[0], ours[1:], dim=-1)
     assert cosines[0] > 0.6 and cosines[1] < 0.2

@@ -158,7 +158,7 @@ HOSTILE = [
     ("words-link", "vocab.txt is not a file", replace, "vocab.txt", dangling),
     ("words-folder", "vocab.txt is not a file", replace, "vocab.txt", Path.mkdir),
     ("words-sparse", "vocab.txt has 1,099,511,627,776 bytes", resize, "vocab.txt", 2**40),
-    ("words-bytes", "tokenizer cannot be read", write, "vocab.txt", b"\xff\xfe[PAD]"),
+    ("words-bytes", "vocab.txt is not UTF-8 text", write, "vocab.txt", b"\xff\xfe[PAD]"),
     ("tokenizer-broken", "tokenizer cannot be read", break_tokenizer_json),
     ("settings-fifo", f"{SETTINGS} is not a file", replace, SETTINGS, os.mkfifo),
 ]

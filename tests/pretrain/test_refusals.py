@@ -264,8 +264,8 @@ def shards_edited(place: Place) -> None:
 VOCAB_SIZE, MASK_ID = "tokenizer.vocab_size", "tokenizer.special_ids.mask"
 
 WORDS = [
-    (partial(teacher_words, swap=(7, 8)), "teacher", "the shards' size but other tokens"),
-    (teacher_tokenizer_json_of_other_words, "teacher", "the shards' size but other tokens"),
+    (partial(teacher_words, swap=(7, 8)), "teacher", "other tokens or ids than the shards'"),
+    (teacher_tokenizer_json_of_other_words, "teacher", "other tokens or ids than the shards'"),
     (partial(teacher_words, swap=(2, 4)), "teacher", "other tokens"),
     (
         partial(teacher_settings, mask_token="[CLS]", cls_token="[MASK]"),
@@ -283,7 +283,7 @@ WORDS = [
     ),
     (
         partial(small_teacher, vocab_size=201),
-        "its vocabulary has 201 tokens, that of the shards 200",
+        "its vocabulary has other tokens or ids than the shards'",
     ),
     (
         partial(teacher_settings, do_lower_case=False),

@@ -43,6 +43,12 @@ class Projection(NamedTuple):
     weight_VD: Tensor
     bias_V: Tensor
 
+    def first(self, num_tokens: int | None) -> Projection:
+        """Leave out the logits of embeddings that pad a vocabulary; None leaves out none."""
+        if num_tokens is None or num_tokens == len(self.weight_VD):
+            return self
+        return Projection(self.hidden_ND, self.weight_VD[:num_tokens], self.bias_V[:num_tokens])
+
     def logits(self, rows: slice, tile_nV: Tensor | None) -> Tensor:
         """Return logits [n, V] of some positions, in the first rows of a tile if there is one."""
         hidden = self.hidden_ND[rows]
