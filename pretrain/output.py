@@ -21,6 +21,7 @@ from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig
 
+VECTORS = "vectors.safetensors"  # in the output, where `vectors` names no other file
 _LONGEST_CONFIG = 2**20  # bytes
 # Defects of earlier versions that changed what a run computes. A checkpoint lists those that the
 # version which began its run did not have.
@@ -66,6 +67,8 @@ def check_output(config: RunConfig) -> None:
             raise RunError(
                 f"output {output} {problem}, which the run only reads; set another `output:`"
             )
+    if config.vectors is not None:
+        check_vectors_path(config.vectors, output, inputs)
     if not output.exists():
         return
     if not output.is_dir():
@@ -96,6 +99,29 @@ def check_output(config: RunConfig) -> None:
             f"output {output} holds the config.json of another run, whose checkpoints are gone; "
             "set another `output:`"
         )
+
+
+def check_vectors_path(vectors: Path, output: Path, inputs: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a file of vectors in the place of something else; nothing is opened.
+
+    Raises:
+        RunError: it is no regular file, a file of the run, or lies in a folder that is only read.
+    """
+    if vectors.exists() and not vectors.is_file():
+        raise RunError(f"vectors {vectors}: not a regular file; name a file")
+    there = Path(os.path.realpath(vectors))
+    if there.is_relative_to(os.path.realpath(output)) and there.name != VECTORS:
+        raise RunError(
+            f"vectors {vectors}: lies in output {output}, whose files the run writes; name a file "
+            "outside of it"
+        )
+    for key, names in inputs.items():
+        for name in names:
+            if there.is_relative_to(os.path.realpath(name)):
+                raise RunError(
+                    f"vectors {vectors}: lies in {key} {name}, which the run only reads; name a "
+                    "file outside of it"
+                )
 
 
 def foreign(folder: Path) -> Path | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -57,11 +59,12 @@ def recipe(
         if gpus is not None or hardware is not None:
             from launch.torchrun.start import Launch, start
 
-            # JSON is YAML: the ranks read the run's config from there.
-            run.output.mkdir(parents=True, exist_ok=True)
-            path = run.output / "recipe.yaml"
-            write_json(path, run.model_dump(mode="json"))
-            code = start(Launch(config=path, overrides=[], gpus=gpus, hardware=hardware))
+            # JSON is YAML: the ranks read the run's config from there. Not from its output, which
+            # is not locked yet and where the user's recipe may lie.
+            with TemporaryDirectory(prefix="distil-recipe-") as folder:
+                path = Path(folder) / f"{run.output.name}.yaml"
+                write_json(path, run.model_dump(mode="json"))
+                code = start(Launch(config=path, overrides=[], gpus=gpus, hardware=hardware))
             if code != ExitCode.DONE:
                 raise typer.Exit(code)
             continue

@@ -3,7 +3,7 @@
     FILE           safetensors: tensors `train` and `validation` [segments, width] in fp16. The row
                    of a piece of a cut document is 0 and never read. The metadata say which shards
                    and which teacher they are of, with a checksum of the data.
-    FILE.partial   the same while it is written, and in FILE.progress how much of it is on disk
+    FILE.partial   the same while it is written, and in FILE.progress a hash of each unit on disk
 
 Other programs may write such a file, too: of the metadata only `shards`, the digest in the shards'
 manifest, is needed. `sha256` is that of all bytes behind the header; `teacher` is compared where
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +47,7 @@ class Record(NamedTuple):
     normalised: str = ""  # "true": the teacher divides a vector by its length
     sha256: str = ""  # of the data
     code: str = ""
+    precision: str = ""  # of the teacher, for people: a finished file is used in any
 
 
 def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Record, int]:
@@ -100,10 +103,38 @@ def map_vectors(path: Path, split: str) -> NDArray[np.float16]:
     return np.memmap(path, dtype=np.float16, mode="r", offset=begin, shape=shape)
 
 
-def check_vectors(path: Path, record: Record) -> None:
-    """Compare a file with its checksum, if it has one; raise RunError if they differ."""
-    if record.sha256 and _data_sha256(path) != record.sha256:
+def check_vectors(path: Path, record: Record, splits: Mapping[str, Segments]) -> None:
+    """Compare a file with its checksum, if it has one, and look at every vector that is read.
+
+    Raises:
+        RunError: they differ, or the vector of a whole document is not finite or all zeros.
+    """
+    if record.sha256 and data_sha256(path) != record.sha256:
         raise RunError(f"{path}: differs from its checksum; {_AGAIN}")
+    for split, segments in splits.items():
+        vectors = map_vectors(path, split)
+        whole = segments.of_rows(np.arange(len(segments.shards)))
+        numbers = np.sort(whole.numbers[whole.whole])
+        for begin in range(0, len(numbers), SEGMENTS):
+            some = numbers[begin : begin + SEGMENTS]
+            values = vectors[some]
+            if fault := _fault(values):
+                place, what = fault
+                raise RunError(
+                    f"{path}: the vector of {split} segment {some[place]} is {what}; write the "
+                    "file again"
+                )
+
+
+def _fault(values: NDArray[np.float16]) -> tuple[int, str] | None:
+    """Return the place of the first vector that is none, and why."""
+    for bad, what in (
+        (~np.isfinite(values).all(1), "not finite in fp16"),
+        (~values.any(1), "all zeros"),
+    ):
+        if bad.any():
+            return int(np.flatnonzero(bad)[0]), what
+    return None
 
 
 def write_vectors(
@@ -141,7 +172,9 @@ def write_vectors(
         if path.exists():  # another process has finished it meanwhile
             return
         # Go on where an earlier start was killed.
-        done = read_progress(progress, described) if partial.exists() else 0
+        units = read_progress(progress, described) if partial.exists() else []
+        done = sum(count for count, _ in units)
+        _check_partial(partial, len(header), row, units)
         total, start, said, first = sum(described["splits"].values()), time.monotonic(), 0.0, done
         say(f"{path}: writing the teacher's vectors of {total:,} documents and pieces of some")
         with writing_to(partial), partial.open("r+b" if done else "wb") as file:
@@ -161,19 +194,21 @@ def write_vectors(
                     there = [i for i, text in enumerate(texts) if text is not None]
                     values = np.zeros((end - begin, width), dtype=np.float16)
                     values[there] = encode([text for text in texts if text is not None])
-                    if not np.isfinite(values).all():
-                        bad = begin + int(np.flatnonzero(~np.isfinite(values).all(1))[0])
+                    if fault := _fault(values[there]):
+                        place, what = fault
                         raise RunError(
-                            f"teacher: its vector of segment {bad} is not finite in fp16"
+                            f"teacher: its vector of segment {begin + there[place]} is {what}"
                         )
                     # Nobody else may have taken the file over while this process stood still.
                     held.check()
-                    file.write(values.tobytes())
+                    data = values.tobytes()
+                    file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
                     done = before + end
+                    units.append((end - begin, hashlib.sha256(data).hexdigest()))
                     # After the data: what is noted is on disk.
-                    write_json(progress, {**described, "done": done})
+                    write_json(progress, {**described, "units": units})
                     seconds = time.monotonic() - start
                     if seconds - said > _SECONDS:
                         said = seconds
@@ -182,7 +217,7 @@ def write_vectors(
                 before += len(segments)
             # The checksum lies in the header, so all data come first.
             file.seek(0)
-            sha256 = _data_sha256(partial)
+            sha256 = data_sha256(partial)
             file.write(_header(record._replace(sha256=sha256), described["splits"], width))
             file.flush()
             os.fsync(file.fileno())
@@ -190,27 +225,64 @@ def write_vectors(
             partial.rename(path)
             sync(path.parent)
             progress.unlink(missing_ok=True)
+    # Nobody needs them once the file is there: whoever takes the lock then finds it, and leaves.
+    for other in path.parent.iterdir():
+        if re.fullmatch(re.escape(path.name) + r"\.\d+\.lock", other.name):
+            other.unlink(missing_ok=True)
 
 
-def read_progress(path: Path, described: Mapping[str, Any]) -> int:
-    """Return how many vectors of a file that is `described` are on disk.
+def read_progress(path: Path, described: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Return (vectors, sha256) of each unit of a file that is `described` and not finished.
 
     Raises:
-        RunError: the unfinished file is another one.
+        RunError: it cannot be read, or the unfinished file is a different one.
     """
     if not path.exists():
-        return 0
+        return []
     try:
         noted = parse_object(read_regular(path))
-        done = int(noted.pop("done"))
-    except (ValueError, KeyError, TypeError):
-        raise RunError(f"{path}: damaged; remove it to begin again") from None
-    if noted != described:
+        units = [(operator.index(count), str(sha256)) for count, sha256 in noted.pop("units")]
+        total = sum(described["splits"].values())
+        if any(count < 1 for count, _ in units) or sum(count for count, _ in units) > total:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise RunError(
-            f"{path}: of unfinished vectors of other shards or another teacher; remove it to begin "
-            "again, or name another file"
+            f"{path}: damaged, or of an earlier version; remove it and the .partial file next to "
+            "it to begin again"
+        ) from None
+    if noted != described:
+        odd = [key for key in described if noted.get(key) != described[key]]
+        names = {"shards": "different shards", "teacher": "a different teacher"}
+        what = names.get(odd[0], f"a different {odd[0]}") if odd else "a different kind"
+        raise RunError(
+            f"{path}: its unfinished vectors are of {what}; remove it to begin again, or name "
+            "another file"
         )
-    return done
+    return units
+
+
+def _check_partial(path: Path, begin: int, row: int, units: Sequence[tuple[int, str]]) -> None:
+    """Compare an unfinished file with the hashes of its units.
+
+    Args:
+        path: the file.
+        begin: bytes of its header.
+        row: bytes of a vector.
+        units: (vectors, sha256) of each.
+
+    Raises:
+        RunError: a unit is not on disk as it was written.
+    """
+    if not units:
+        return
+    with path.open("rb") as file:
+        file.seek(begin)
+        for number, (count, sha256) in enumerate(units):
+            if hashlib.sha256(file.read(count * row)).hexdigest() != sha256:
+                raise RunError(
+                    f"{path}: unit {number} of its vectors is not as it was written; remove it to "
+                    "begin again"
+                )
 
 
 def _header(record: Record, splits: Mapping[str, int], width: int) -> bytes:
@@ -226,7 +298,7 @@ def _header(record: Record, splits: Mapping[str, int], width: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _data_sha256(path: Path) -> str:
+def data_sha256(path: Path) -> str:
     """Return the sha256 of what follows the header."""
     whole = hashlib.sha256()
     with path.open("rb") as file:

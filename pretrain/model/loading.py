@@ -18,7 +18,7 @@ from pretrain import RunError
 from pretrain.model.families import FAMILIES, Family, MaskedLM
 from pretrain.model.model_files import first_line, read_config, read_tensors
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LABELS = ("id2label", "label2id", "num_labels", "_num_labels")
 # Models of which a class ...ForMaskedLM exists, but which were trained to do something else.
 _NO_LM_HEAD = {
@@ -127,7 +127,7 @@ def assemble(
     """
     for name, tensor in tensors.items():
         # Quantised weights, cast without their scale, would be another model.
-        if tensor.dtype not in _DTYPES and not name.endswith("position_ids"):
+        if tensor.dtype not in FLOATS and not name.endswith("position_ids"):
             raise RunError(
                 f"{who}: {name} holds {tensor.dtype}; save the model in fp32, fp16 or bf16"
             )
@@ -236,7 +236,10 @@ class TooFewPositions(RunError):
 
 def check_row_length(who: str, config: Any, manifest: Manifest) -> None:
     """Refuse rows that are longer than a model's positions."""
-    longest = FAMILIES[config.model_type].row_length(config)
+    try:
+        longest = FAMILIES[config.model_type].row_length(config)
+    except ValueError as error:
+        raise RunError(f"{who}: its sizes cannot be used ({first_line(error)})") from None
     if manifest.row_length > longest:
         raise TooFewPositions(
             f"{who}: rows of {manifest.row_length} tokens need as many positions, but it has "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,50 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from data_prep.messages import one_line
 from data_prep.tokens.failures import as_value_errors
 from pretrain import RunError
 from pretrain.kernels.attention import find_documents
 from pretrain.model.families import MaskedLM, encode, family_of
+from pretrain.model.loading import FLOATS
 from pretrain.model.model_files import first_line, read_config, read_tensors, read_text
 from pretrain.model.pooling import ACTIVATIONS, SentenceHead, Sequences
 
 _LONGEST_JSON = 2**20  # bytes
+# The classes of sentence-transformers, by their names in all releases: 2 to 5, and 6.
+_TYPES = {
+    f"{place}.{kind}": kind
+    for kind, new in (
+        ("Transformer", "base.modules.transformer"),
+        ("Pooling", "sentence_transformer.modules.pooling"),
+        ("Dense", "base.modules.dense"),
+        ("Normalize", "base.modules.normalize"),
+    )
+    for place in (
+        "sentence_transformers.models",
+        f"sentence_transformers.models.{kind}",
+        f"sentence_transformers.{new}",
+    )
+}
+_MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
+_VECTOR = (None, "sentence_embedding")
+# Keys of a module's config.json that change no vector here, or that are read below.
+_KNOWN = {
+    "sentence_bert_config.json": {
+        *("max_seq_length", "do_lower_case", "transformer_task", "modality_config"),
+        *("module_output_name", "unpad_inputs"),
+    },
+    "Pooling": {
+        *("word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt"),
+        *("pooling_mode_cls_token", "pooling_mode_mean_tokens", "pooling_mode_max_tokens"),
+        *("pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens"),
+        "pooling_mode_lasttoken",
+    },
+    "Dense": {
+        *("in_features", "out_features", "bias", "activation_function", "use_residual"),
+        *("module_input_name", "module_output_name"),
+    },
+}
 _TOKENS = 2**14  # of texts at a time, with padding
 
 
@@ -39,8 +75,15 @@ def read_head(who: str, folder: Path, width: int) -> SentenceHead:
     """Read the modules behind the encoder of a folder; `width` is that of its tokens.
 
     Raises:
-        RunError: a module is of a kind that is not supported, or cannot be read.
+        RunError: a module is of a kind that is not supported, or cannot be read; or a setting would
+            give other vectors.
     """
+    prompts = folder / "config_sentence_transformers.json"
+    if os.path.lexists(prompts) and (name := _object(who, prompts).get("default_prompt_name")):
+        raise RunError(
+            f"{who}: its default_prompt_name is {name!r}: a prompt before every text is not "
+            "supported; set it to null if the texts need none, or take another model"
+        )
     if not os.path.lexists(folder / "modules.json"):
         return SentenceHead(width)
     longest = None
@@ -48,16 +91,23 @@ def read_head(who: str, folder: Path, width: int) -> SentenceHead:
         settings = _object(who, folder / "sentence_bert_config.json")
         longest = settings.get("max_seq_length")
         longest = longest if isinstance(longest, int) and longest > 1 else None
+        _refuse_unknown(f"{who}: sentence_bert_config.json", "sentence_bert_config.json", settings)
         if settings.get("do_lower_case"):
-            raise RunError(f"{who}: its sentence_bert_config.json has do_lower_case, a second case")
+            raise RunError(
+                f"{who}: its sentence_bert_config.json sets do_lower_case, which is not supported; "
+                "lower-case in the tokenizer"
+            )
     try:
         modules = json.loads(read_text(who, folder / "modules.json", _LONGEST_JSON))
-        found = [(str(m["type"]).rpartition(".")[2], str(m["path"])) for m in modules]
+        found = [(str(m["type"]), str(m["path"])) for m in modules]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise RunError(f"{who}: modules.json is not that of sentence-transformers") from None
     # Their order is fixed, so a list of dense layers and two switches say all.
     first, dense, normalised, hidden = False, [], False, width
-    for i, (kind, name) in enumerate(found):
+    for i, (type_name, name) in enumerate(found):
+        ours = type_name.startswith("sentence_transformers.")
+        kind = type_name.rpartition(".")[2] if ours else type_name
+        kind = _TYPES.get(type_name, one_line(kind, 80))
         # A name of a folder in this one, or the folder itself.
         if not re.fullmatch(r"|[\w-][\w.-]*", name):
             raise RunError(f"{who}: modules.json names the path {name!r}; take a simple name")
@@ -67,14 +117,32 @@ def read_head(who: str, folder: Path, width: int) -> SentenceHead:
                 raise RunError(f"{who}: its encoder is in {name}; save it again, or give {name}")
         elif kind == "Pooling" and i == 1:
             settings = read_config(part, folder / name)
+            _refuse_unknown(part, kind, settings)
+            # One key of newer files, or a switch for each mode.
             modes = {key for key, v in settings.items() if key.startswith("pooling_mode_") and v}
-            mode = settings.get("pooling_mode")  # of newer files
-            first = modes == {"pooling_mode_cls_token"} or mode == "cls"
-            if not first and modes != {"pooling_mode_mean_tokens"} and mode != "mean":
-                raise RunError(f"{part}: pools in another way than mean or cls; take another model")
+            modes = {_MODES.get(key, key) for key in modes}
+            if (mode := settings.get("pooling_mode")) is not None:
+                modes |= {*mode} if isinstance(mode, list) else {str(mode)}
+            if modes not in ({"cls"}, {"mean"}):
+                raise RunError(
+                    f"{part}: its pooling_mode is {' and '.join(sorted(modes)) or 'missing'}; "
+                    "supported are mean and cls; take another model"
+                )
+            first = modes == {"cls"}
         elif kind == "Dense" and i > 1 and not normalised:
             settings = read_config(part, folder / name)
+            _refuse_unknown(part, kind, settings)
+            if any(
+                settings.get(f"module_{end}_name") not in _VECTOR for end in ("input", "output")
+            ):
+                raise RunError(f"{part}: it does not map a sentence's vector; take another model")
             tensors = read_tensors(part, folder / name)
+            for key, tensor in tensors.items():
+                if tensor.dtype not in FLOATS:
+                    raise RunError(
+                        f"{part}: {key} holds {str(tensor.dtype).removeprefix('torch.')}; save it "
+                        "in fp32, fp16 or bf16"
+                    )
             activation = str(settings.get("activation_function"))
             weight, bias = tensors.get("linear.weight"), tensors.get("linear.bias")
             if activation not in ACTIVATIONS or settings.get("use_residual"):
@@ -82,6 +150,12 @@ def read_head(who: str, folder: Path, width: int) -> SentenceHead:
             if weight is None or weight.dim() != 2 or weight.shape[1] != width:
                 raise RunError(f"{part}: its linear.weight does not take vectors of {width}")
             width = len(weight)
+            wanted = [width] if settings.get("bias", True) else None
+            if (None if bias is None else list(bias.shape)) != wanted:
+                raise RunError(
+                    f"{part}: its linear.bias is {'missing' if bias is None else list(bias.shape)}"
+                    f", and must be {wanted or 'left out'}; save the model again"
+                )
             dense.append((weight.float(), None if bias is None else bias.float(), activation))
         elif kind == "Normalize" and i > 1:
             normalised = True
@@ -173,6 +247,15 @@ class TextEncoder:
         vectors = self.head(encoded.last_hidden_state, sequences, packing.position_ids)
         found: NDArray[np.float32] = vectors[:, 0].float().cpu().numpy()
         return found
+
+
+def _refuse_unknown(who: str, kind: str, settings: Mapping[str, Any]) -> None:
+    """Refuse keys that a later release may have added to change a vector."""
+    if odd := sorted(settings.keys() - _KNOWN[kind]):
+        raise RunError(
+            f"{who}: the key {one_line(odd[0], 60)!r} is not known, so its vectors may differ; "
+            "take it out if it changes none, or take another model"
+        )
 
 
 def _object(who: str, path: Path) -> dict[str, Any]:

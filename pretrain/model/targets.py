@@ -13,9 +13,17 @@ from data_prep.shards import Manifest, Segments, open_shards
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.data.sequences import Documents
-from pretrain.data.vectors import CODE, Record, check_vectors, read_record, write_vectors
+from pretrain.data.vectors import (
+    CODE,
+    Record,
+    check_vectors,
+    data_sha256,
+    read_record,
+    write_vectors,
+)
 from pretrain.model.sentences import TextEncoder
 from pretrain.model.teacher import Teacher
+from pretrain.output import VECTORS
 
 
 class Targets(NamedTuple):
@@ -48,7 +56,7 @@ def find_targets(
     shards, path = open_shards(config.shards), config.vectors
     head = teacher.head if teacher is not None else None
     if path is None and (teacher is None or not teacher.reads_ids):
-        path = config.output / "vectors.safetensors"
+        path = config.output / VECTORS
     # The same documents are left out whatever the teacher reads.
     documents = Documents(shards, path)
     num_whole, num_segments = documents.count()
@@ -76,8 +84,9 @@ def find_targets(
     if path.exists():
         record, width = read_record(path, manifest, known)
         if whole:
-            check_vectors(path, record)
-        made_by = record.teacher or record.sha256
+            check_vectors(path, record, segments_of(config, manifest))
+        # A file without a checksum might be replaced between two starts.
+        made_by = record.teacher or record.sha256 or data_sha256(path)
         return Targets(width, record.normalised == "true", made_by, record.name, documents)
     if teacher is None or head is None or known is None:
         raise RunError(
@@ -97,6 +106,11 @@ def find_targets(
         )
     name = teacher.public_name
     return Targets(head.width, head.normalised, known, name, documents, missing=True)
+
+
+def segments_of(config: RunConfig, manifest: Manifest) -> dict[str, Segments]:
+    """Return the segments of each split of the run's shards."""
+    return {name: Segments(open_shards(config.shards, name)) for name in manifest.splits}
 
 
 def write_targets(
@@ -122,11 +136,9 @@ def write_targets(
         name=targets.name,
         normalised="true" if targets.normalised else "",
         code=CODE,
+        precision=config.train.precision,
     )
-    splits: dict[str, Segments] = {
-        name: Segments(open_shards(config.shards, name)) for name in manifest.splits
-    }
-    write_vectors(path, record, splits, encoder, targets.width, say)
+    write_vectors(path, record, segments_of(config, manifest), encoder, targets.width, say)
     if encoder.num_cut:
         say(
             f"note: {encoder.num_cut:,} documents were cut to {encoder.longest} tokens, as many as "

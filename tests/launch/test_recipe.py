@@ -95,6 +95,22 @@ def test_a_recipe_is_launched_on_several_processes(distil: Distil, recipe: Path)
     assert ends(recipe.parent) == [("finished", 2), ("finished", 3)]
 
 
+def test_a_launched_recipe_that_lies_in_its_output_is_kept(
+    distil: Distil, recipe: Path, tmp_path: Path
+) -> None:
+    values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    values["runs"] = values["runs"][:1]
+    values["defaults"]["train"]["micro_batch_size"] = 4
+    kept = tmp_path / "teacher" / "recipe.yaml"
+    kept.parent.mkdir()
+    kept.write_text(yaml.safe_dump(values), encoding="utf-8")
+    before = kept.read_bytes()
+    asked = ("recipe", kept, "--gpus", "1")
+    assert distil(*asked).code == 0
+    assert kept.read_bytes() == before and ends(tmp_path) == [("finished", 3)]
+    assert distil(*asked).code == 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from results import difference, state, weights
-from runs import RECIPE, history, refused, start, step_folder
+from runs import RECIPE, case_name, history, refused, start, step_folder
+from safetensors.numpy import load_file as load_numpy
+from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
 from test_precision import Said
 from tiny import ROW_LENGTH, VOCABULARY, as_teacher, save_teacher, tiny_bert
@@ -396,19 +399,17 @@ def test_writing_goes_on_after_a_kill(texts: Path, tmp_path: Path) -> None:
         process.start()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL and not killed.exists()
-    done = json.loads((tmp_path / "killed.progress").read_text())["done"]
-    assert done == 160
+    units = json.loads((tmp_path / "killed.progress").read_text())["units"]
+    assert sum(count for count, _ in units) == 160
     # A write that the kill cut off, and one that reached the disk without being noted.
     with (tmp_path / "killed.partial").open("ab") as file:
         file.write(b"torn")
-    with refused("unfinished vectors of other shards or another teacher", "another file"):
+    with refused("unfinished vectors are of a different teacher", "another file"):
         write(killed, texts, numbered, teacher="other")
     made: list[str] = []
     write(killed, texts, lambda found: [made.extend(found), numbered(found)][1])
     assert killed.read_bytes() == (tmp_path / "whole").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir() if "killed." in path.name) == [
-        path.name for path in sorted(tmp_path.glob("killed.*.lock"))
-    ]
+    assert not [path for path in tmp_path.iterdir() if "killed." in path.name]
     segments = Segments(open_shards(texts))
     found = segments.texts(0, len(segments))
     assert 0 < len(made) < sum(text is not None for text in found)
@@ -432,7 +433,7 @@ def test_a_file_of_something_else_is_refused(texts: Path, corpus: Path, tmp_path
     data[-20] ^= 1
     path.write_bytes(data)
     with refused("differs from its checksum"):
-        check_vectors(path, read_record(path, manifest, "one")[0])
+        check_vectors(path, read_record(path, manifest, "one")[0], {})
     path.write_bytes(data[:-2])
     with refused("cannot be read as safetensors"):
         read_record(path, manifest, "one")
@@ -443,6 +444,130 @@ def test_a_file_of_something_else_is_refused(texts: Path, corpus: Path, tmp_path
     save_file({**good, "train": good["train"][1:]}, path, metadata={"shards": manifest.digest})
     with refused("tensor train is", "of F16"):
         read_record(path, manifest, None)
+
+
+@pytest.mark.parametrize("damage", ["shorter", "zeros", "garbled", "gone"])
+def test_unfinished_vectors_that_are_not_as_written_are_refused(
+    damage: str, texts: Path, tmp_path: Path
+) -> None:
+    """Sealed with a correct checksum, they would be 332 documents with the vector 0."""
+    path, partial = tmp_path / "v", tmp_path / "v.partial"
+    process = multiprocessing.get_context("fork").Process(
+        target=write_until_killed, args=(path, texts, 6)
+    )
+    process.start()
+    process.join(60)
+    data = bytearray(partial.read_bytes())
+    if damage == "shorter":
+        partial.write_bytes(data[:-200])
+    elif damage == "gone":
+        partial.write_bytes(b"")
+    else:
+        at = len(data) // 2
+        data[at : at + 64] = bytes(64) if damage == "zeros" else bytes(range(1, 65))
+        partial.write_bytes(data)
+    with refused("v.partial", "is not as it was written", "remove"):
+        write(path, texts, numbered)
+    assert not path.exists()
+
+
+def test_unfinished_vectors_of_a_different_precision_are_refused(
+    texts: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "v"
+    process = multiprocessing.get_context("fork").Process(
+        target=write_until_killed, args=(path, texts, 6)
+    )
+    process.start()
+    process.join(60)
+    with refused("v.progress", "precision"):
+        write(path, texts, numbered, precision="bf16")
+
+
+@pytest.mark.parametrize("count", ["1e400", "-1", '"many"', "1.5", "99999999"])
+def test_a_progress_file_with_a_wrong_count_is_refused(
+    count: str, texts: Path, tmp_path: Path
+) -> None:
+    path, progress = tmp_path / "v", tmp_path / "v.progress"
+    process = multiprocessing.get_context("fork").Process(
+        target=write_until_killed, args=(path, texts, 3)
+    )
+    process.start()
+    process.join(60)
+    noted = json.loads(progress.read_text())
+    noted["units"][0][0] = "HERE"
+    progress.write_text(json.dumps(noted).replace('"HERE"', count))
+    with refused("v.progress", "remove"):
+        write(path, texts, numbered)
+
+
+def vectors_of_another_program(path: Path, texts: Path, bad: float | None = None) -> None:
+    """Write vectors as another program may: without a checksum."""
+    manifest, tensors = load_manifest(texts), {}
+    for name, split in manifest.splits.items():
+        draw = np.random.default_rng(split.segments)
+        tensors[name] = draw.normal(size=(split.segments, 8)).astype(np.float16)
+    if bad is not None:
+        shards = open_shards(texts)
+        segments = Segments(shards).of_rows(np.arange(len(shards)))
+        tensors["train"][segments.numbers[segments.whole][7]] = bad
+    save_numpy(tensors, path, metadata={"shards": manifest.digest})
+
+
+@pytest.fixture
+def by_file(values: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """Return the settings of a run that learns from the file `v`, without a teacher."""
+    alone = {key: value for key, value in values.items() if key not in ("teacher", "student")}
+    return {**alone, "model": MODEL, "vectors": str(tmp_path / "v")}
+
+
+def test_a_replaced_file_of_vectors_is_refused_on_resume(
+    by_file: dict[str, Any], texts: Path, tmp_path: Path
+) -> None:
+    vectors_of_another_program(tmp_path / "v", texts)
+    start(by_file, stop_after=2)
+    start(by_file, stop_after=3)
+    tensors = load_numpy(tmp_path / "v")
+    tensors["train"] = tensors["train"][::-1].copy()
+    save_numpy(tensors, tmp_path / "v", metadata={"shards": load_manifest(texts).digest})
+    with refused("the sentence vectors"):
+        start(by_file)
+
+
+@pytest.mark.parametrize(("bad", "what"), [(np.nan, "not finite"), (0.0, "all zeros")])
+def test_vectors_that_are_no_vectors_are_found_before_the_first_step(
+    bad: float, what: str, by_file: dict[str, Any], texts: Path, tmp_path: Path
+) -> None:
+    vectors_of_another_program(tmp_path / "v", texts, bad)
+    with refused(str(tmp_path / "v"), "train", what):
+        start(by_file)
+    assert not (Path(by_file["output"]) / "checkpoints").exists()
+
+
+def test_a_teacher_that_makes_zero_vectors_is_refused(texts: Path, tmp_path: Path) -> None:
+    with refused("its vector of segment", "all zeros"):
+        write(tmp_path / "v", texts, lambda found: np.zeros((len(found), 8), dtype=np.float32))
+
+
+@pytest.mark.parametrize("place", ["config.json", "checkpoints/v", "shards", "teacher", "fifo"])
+def test_a_place_that_vectors_may_not_have_is_refused(
+    place: str, values: dict[str, Any], texts: Path, teacher_folder: Path, tmp_path: Path
+) -> None:
+    output = Path(values["output"])
+    path = {"shards": texts / "v", "teacher": teacher_folder / "v", "fifo": tmp_path / "fifo"}.get(
+        place, output / place
+    )
+    if place == "fifo":
+        os.mkfifo(path)
+    listed = sorted(tmp_path.rglob("*"))
+    with refused(f"vectors {path}"):
+        start({**values, "vectors": str(path)})
+    assert sorted(tmp_path.rglob("*")) == listed
+
+
+def test_no_lock_stays_next_to_a_users_file_of_vectors(texts: Path, tmp_path: Path) -> None:
+    write(tmp_path / "v", texts, numbered)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v"]
 
 
 @pytest.mark.slow
@@ -519,13 +644,99 @@ def test_other_modules_are_refused(teacher_folder: Path) -> None:
     with refused("2_Dense", "does not take vectors of 16"):
         read_head("teacher x", teacher_folder, 16)
     (teacher_folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
-    with refused("1_Pooling", "another way than mean or cls"):
+    with refused("1_Pooling", "max_tokens", "supported are mean and cls"):
         read_head("teacher x", teacher_folder, 32)
     (teacher_folder / "modules.json").write_text(
-        '[{"type": "x.Transformer", "path": ""}, {"type": "x.Pooling", "path": "../../etc"}]'
+        '[{"type": "sentence_transformers.models.Transformer", "path": ""}, '
+        '{"type": "sentence_transformers.models.Pooling", "path": "../../etc"}]'
     )
     with refused("modules.json names the path '../../etc'"):
         read_head("teacher x", teacher_folder, 32)
+
+
+def foreign_type(folder: Path) -> None:
+    edit_modules(folder, lambda modules: modules[1].update(type="custom_st.Pooling"))
+
+
+def foreign_normalize(folder: Path) -> None:
+    edit_modules(folder, lambda modules: modules[3].update(type="evil.module.Normalize"))
+
+
+def default_prompt(folder: Path) -> None:
+    settings = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+
+
+def int8_dense(folder: Path) -> None:
+    tensors = {"linear.weight": torch.ones(32, 32, dtype=torch.int8)}
+    save_file(tensors | {"linear.bias": torch.zeros(32)}, folder / "2_Dense" / "model.safetensors")
+
+
+def long_bias(folder: Path) -> None:
+    tensors = {"linear.weight": torch.ones(32, 32), "linear.bias": torch.zeros(31)}
+    save_file(tensors, folder / "2_Dense" / "model.safetensors")
+
+
+def no_bias(folder: Path) -> None:
+    tensors = {"linear.weight": torch.ones(32, 32)}  # and its config says bias: true
+    save_file(tensors, folder / "2_Dense" / "model.safetensors")
+
+
+def two_poolings(folder: Path) -> None:
+    settings = {"pooling_mode": "mean", "pooling_mode_cls_token": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+
+
+def unknown_key(folder: Path, name: str) -> None:
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"scale_by": 3}))
+
+
+def edit_modules(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    modules = json.loads((folder / "modules.json").read_text())
+    change(modules)
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+SPOILT = [
+    (foreign_type, "custom_st.Pooling"),
+    (foreign_normalize, "evil.module.Normalize"),
+    (default_prompt, "default_prompt_name"),
+    (int8_dense, "int8"),
+    (long_bias, "linear.bias"),
+    (no_bias, "linear.bias"),
+    (two_poolings, "pooling_mode"),
+    (partial(unknown_key, name="1_Pooling/config.json"), "scale_by"),
+    (partial(unknown_key, name="2_Dense/config.json"), "scale_by"),
+    (partial(unknown_key, name="sentence_bert_config.json"), "scale_by"),
+]
+
+
+@pytest.mark.parametrize("case", SPOILT, ids=case_name)
+def test_a_sentence_encoder_that_would_be_another_is_refused(
+    case: tuple[Any, str], teacher_folder: Path
+) -> None:
+    with_modules(teacher_folder, ["Transformer", "Pooling", "Dense", "Normalize"])
+    settings = {"max_seq_length": 9, "do_lower_case": False}
+    (teacher_folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    read_head("teacher x", teacher_folder, 32)
+    case[0](teacher_folder)
+    with refused("teacher x", case[1]):
+        read_head("teacher x", teacher_folder, 32)
+
+
+@pytest.mark.parametrize("names", ["old", "new"])
+def test_the_type_names_of_all_releases_are_known(names: str, teacher_folder: Path) -> None:
+    """Save with the installed release, whose classes have moved since release 2."""
+    from sentence_transformers import SentenceTransformer
+
+    with_modules(teacher_folder, ["Transformer", "Pooling", "Dense", "Normalize"])
+    folder = teacher_folder
+    if names == "new":
+        folder = teacher_folder.with_name("saved")
+        SentenceTransformer(str(teacher_folder), device="cpu").save(str(folder))
+    head = read_head("teacher", folder, 32)
+    assert head.first and head.normalised and len(head.dense) == 1
 
 
 def test_settings_that_do_not_fit_are_refused(

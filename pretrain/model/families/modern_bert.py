@@ -163,7 +163,7 @@ class ModernBert(Family):
             ValueError: its angles are not those of `prepare`.
         """
         if (width := config.hidden_size // config.num_attention_heads) % 2:
-            raise ValueError(f"heads of width {width}: an angle turns two numbers at a time")
+            raise ValueError(f"head width {width} is odd; rotary embeddings need an even width")
         for kind, rope in config.rope_parameters.items():
             if rope["rope_type"] != "default":
                 raise ValueError(f"rope_type {rope['rope_type']} of {kind} is not supported")
