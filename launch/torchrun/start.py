@@ -147,14 +147,15 @@ def start(asked: Launch) -> int:
         max_restarts=asked.max_restarts,
         loopback=layout.nodes == 1,
         waiting=waiting,
-        fewer=partial(with_fewer_nodes, asked, layout, overrides),
+        fewer=partial(with_fewer_nodes, asked, layout, overrides, config),
     )
 
 
 def layout_of(asked: Launch, preset: Hardware | None, gpus: int) -> Layout:
     """Choose processes and device from the options, the preset and the visible `gpus`."""
-    # Slurm's nodes may have GPUs that the login node lacks.
-    device: Device = "cuda" if gpus or asked.slurm else "cpu"
+    # Slurm's nodes may have GPUs that the login node lacks, and so may those of a dry run.
+    elsewhere = asked.slurm or (asked.dry_run and asked.nodes > 1)
+    device: Device = "cuda" if gpus or elsewhere else "cpu"
     processes = gpus or 1
     if preset is not None:
         device, processes = preset.device, preset.processes
@@ -181,6 +182,8 @@ def describe(
         check_precision(train.precision, layout.device)
     if asked.gpus is None and preset is None and layout.device == "cpu":
         yield "no GPU can be seen here: one process on CPU; --gpus M starts M of them"
+    if preset is None and asked.dry_run and not asked.slurm and layout.nodes > 1:
+        yield "for nodes with GPUs; where they have none, add --hardware cpu"
     if preset is not None and added:
         tried = "" if preset.tried else " (untried: where to begin, not what was measured)"
         yield f"hardware {preset.name}: {' '.join(added)}{tried}"
@@ -224,23 +227,43 @@ def options(asked: Launch, layout: Layout, overrides: list[str]) -> list[str]:
     return arguments
 
 
-def with_fewer_nodes(asked: Launch, layout: Layout, overrides: list[str], came: int) -> str:
+def with_fewer_nodes(
+    asked: Launch, layout: Layout, overrides: list[str], config: RunConfig, came: int
+) -> str:
     """Return advice on how to continue with the nodes that joined; `came` is 0 if unknown."""
     if not came:
         return (
             "if a node is gone for good, the first node shows how to go on without it; if the "
             "first is gone, start again on the others with fewer --nodes and another --head"
         )
+    # As many of them as share a step's rows equally.
+    nodes = next((n for n in range(came, 0, -1) if divides(config, layout, n)), 0)
+    if not nodes:
+        return (
+            f"{came} node(s) are left, and no number of them divides train.global_batch_size "
+            f"{config.train.global_batch_size}: end this on every node, and wait for the others"
+        )
     again = ["distil", "launch", str(asked.config), *options(asked, layout, overrides)]
-    again += ["--nodes", str(came)]
+    again += ["--nodes", str(nodes)]
     if asked.head is None:
         again.append("--slurm")
-    elif came > 1:
+    elif nodes > 1:
         again += ["--node-rank", "R", "--head", asked.head]
+    those = "those that are left" if nodes == came else f"{nodes} of the {came} that are left"
     return (
-        "if the others are gone for good, end this on every node and go on with those that are "
-        f"left: {printable(shlex.join(again))}"
+        "if the others are gone for good, end this on every node and continue with "
+        f"{those}: {printable(shlex.join(again))}"
     )
+
+
+def divides(config: RunConfig, layout: Layout, nodes: int) -> bool:
+    """Return whether so many nodes share the rows of a step equally."""
+    world = nodes * layout.processes
+    try:
+        accumulation_steps(with_defaults(config, layout.device, world), world)
+    except RunError:
+        return False
+    return True
 
 
 def meeting_point(asked: Launch) -> tuple[Head, list[int]]:

@@ -22,7 +22,7 @@ from launch.config import load_config
 from launch.torchrun import command
 from launch.torchrun.command import Head, Layout
 from launch.torchrun.hardware import PRESETS, Hardware, hardware
-from launch.torchrun.start import Launch, first_host, launch_id, layout_of
+from launch.torchrun.start import Launch, first_host, launch_id, layout_of, with_fewer_nodes
 from pretrain import RunError
 from pretrain.config import RunConfig
 
@@ -185,6 +185,36 @@ def test_a_dry_run_of_several_nodes_shows_each(distil: Distil, run: Path) -> Non
     ]
     one = distil(*options, "--head", "[::1]:4711", "--node-rank", 1)
     assert one[1].splitlines() == [*out.splitlines()[:-2], out.splitlines()[-1]]
+
+
+def test_a_login_node_without_a_gpu_shows_commands_for_gpus(distil: Distil) -> None:
+    """Say nothing of CPUs for nodes that this machine cannot see."""
+    config = ROOT / "configs" / "distilbert-base-uncased.yaml"
+    options = ("--nodes", 4, "--gpus", 8, "--head", "h", "--dry-run")
+    code, out, _ = distil("launch", config, *options)
+    assert code == 0
+    assert "CUDA_VISIBLE_DEVICES" not in out and "ACCELERATE_USE_CPU" not in out
+    assert "4 node(s) x 8 process(es) on cuda" in out and "--hardware cpu" in out
+
+
+@pytest.mark.parametrize(
+    ("nodes", "came", "advised"),
+    [(8, 7, 4), (8, 4, 4), (4, 3, 2), (3, 2, 2), (2, 1, 1)],
+)
+def test_the_advice_after_a_lost_node_can_be_followed(
+    distil: Distil, nodes: int, came: int, advised: int
+) -> None:
+    """Run the advised command: 7 nodes x 8 ranks do not divide 4,096 rows."""
+    path = ROOT / "configs" / "distilbert-base-uncased.yaml"
+    asked = Launch(config=path, overrides=[], nodes=nodes, gpus=8, head="h", dry_run=True)
+    layout = Layout(nodes, 8, "cuda")
+    advice = with_fewer_nodes(asked, layout, [], load_config(RunConfig, path), came)
+    command = shlex.split(advice[advice.index("distil launch") :])
+    assert command[command.index("--nodes") + 1] == str(advised)
+    ready = ["0" if word == "R" else word for word in command[1:]]
+    # This machine, on which the one node is a CPU's, cannot do fp16.
+    code, out, err = distil(*ready, "--dry-run", *["train.precision=fp32"] * (advised == 1))
+    assert code == 0, out + err
 
 
 @pytest.mark.parametrize(

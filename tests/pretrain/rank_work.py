@@ -19,6 +19,7 @@ import torch
 import pretrain.data.rows
 import pretrain.device.precision
 import pretrain.distributed.parallel
+import pretrain.distributed.processes
 import pretrain.train
 from pretrain.config import RunConfig
 from pretrain.distributed.processes import patiently, start_ranks
@@ -29,6 +30,17 @@ from pretrain.train import train
 def once(values: dict[str, Any], arguments: dict[str, Any] | None = None) -> None:
     """Call `train` once."""
     train(RunConfig.model_validate(values), **(arguments or {}))
+
+
+def with_small_buckets(values: dict[str, Any]) -> None:
+    """Call `once`; DDP sends gradients in buckets of 1 MB, so that there are several."""
+    kwargs = pretrain.distributed.processes.DistributedDataParallelKwargs
+
+    def small(**options: Any) -> Any:
+        return kwargs(**options, bucket_cap_mb=1)
+
+    pretrain.distributed.processes.DistributedDataParallelKwargs = small  # type: ignore[misc]
+    once(values)
 
 
 def on_machines(values: dict[str, Any], cpuinfo: Path, file: Path) -> None:

@@ -416,6 +416,52 @@ def test_the_compiled_walk_is_one_graph_with_the_same_signals_and_gradients(
     compare_compiled(kind, recompute, backend="aot_eager_decomp_partition", fullgraph=True)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "capability", "kernel"),
+    [
+        (torch.float32, (9, 0), "memory_efficient"),
+        (torch.float16, (9, 0), "flash"),
+        (torch.bfloat16, (9, 0), "flash"),
+        (torch.float32, (7, 0), "memory_efficient"),
+        (torch.float16, (7, 0), "memory_efficient"),
+    ],
+    ids=str,
+)
+def test_the_walk_compiles_once_with_a_gpus_kernels_for_any_number_of_documents(
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trace forward and backward on the meta device, as train.compile does on a GPU."""
+
+    def on_gpu(device: Any, dtype: torch.dtype, width: int, window: int | None = None) -> list[Any]:
+        found = usable(device, dtype, width, window)
+        if capability < (8, 0):  # a V100
+            found = [one for one in found if one.__name__ != "flash"]
+        assert found[0].__name__ == kernel
+        return found
+
+    monkeypatch.setattr(attention, "usable", on_gpu)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = shallow("bert").to("meta", dtype).train()
+    compiled = torch.compile(
+        walk, dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition"
+    )
+    packed = pack(shallow("bert"))
+    for num_documents in (8, 16):
+        cu = torch.linspace(0, packed.ids.numel(), num_documents + 1).int().to("meta")
+        torch._dynamo.mark_dynamic(cu, 0)
+        packing = Packing(*(t.to("meta") for t in packed.packing[:2]), cu, packed.ids.shape[1])
+        hidden = family_of(model).embed(model, packed.ids.to("meta"), packing)
+        output = compiled(model, hidden, packing, frozenset()).last_hidden_state
+        output.sum().backward()
+        assert output.shape == hidden.shape and output.dtype == dtype
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 def test_the_compiled_walk_returns_the_same_signals(

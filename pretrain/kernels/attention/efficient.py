@@ -52,7 +52,8 @@ def attend(
 def _(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_length: int, *_: Any) -> tuple[Tensor, ...]:
     output = torch.empty_like(q, memory_format=torch.contiguous_format)
     # The kernel rounds lengths up to 32.
-    size = len(cu) - 1, q.shape[2], -(-max_length // 32) * 32
+    # `len` would freeze the number of documents, which changes from step to step.
+    size = cu.shape[0] - 1, q.shape[2], -(-max_length // 32) * 32
     numbers = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
     return output, q.new_empty(size, dtype=torch.float32), *numbers
 
