@@ -106,9 +106,10 @@ class Deduplicate(Keys):
 
 
 class Decontaminate(Keys):
-    """Name evaluation files whose 13-grams no document should share (Brown et al. 2020, C).
+    """Name evaluation files whose n-grams no document should share (Brown et al. 2020, C).
 
-    Documents that share one are counted and named; `remove` drops them.
+    Documents that share one, or hold a short text whole, are counted and named; `remove` drops
+    them.
     """
 
     files: Annotated[tuple[Path, ...], Field(min_length=1)]
@@ -139,6 +140,8 @@ class CorpusConfig(Keys):
     # Also write the cleaned text of each whole document, in the order of the rows: an encoder with
     # another vocabulary can then teach. It takes the disk space of the text.
     keep_text: bool = False
+    # Share of the tokens that may be unknown, [UNK]: with more the tokenizer is not of this text.
+    max_unknown: Annotated[float, Field(ge=0, le=1)] = 0.1
 
     @field_validator("output", mode="before")
     @classmethod
@@ -181,7 +184,7 @@ class CorpusConfig(Keys):
 
         A tokenizer given by name or path is left out: the manifest records its fingerprint.
         """
-        values = self.model_dump(mode="json", exclude={"output", "workers"})
+        values = self.model_dump(mode="json", exclude={"output", "workers", "max_unknown"})
         values["row_length"] = row_length
         if not self.keep_text:  # a later key: finished corpora recorded a config without it
             del values["keep_text"]
@@ -190,6 +193,7 @@ class CorpusConfig(Keys):
             del values["tokenizer"]
         if self.decontaminate is not None:
             del values["decontaminate"]["files"]  # their content counts, and is recorded
+            values["decontaminate"]["algorithm"] = 2  # the first one missed most short texts
         return values
 
 

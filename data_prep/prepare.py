@@ -5,6 +5,7 @@ All of these run the same units, so that the bytes are identical.
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections import Counter
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
 
+import numpy as np
+
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import Lock, lock
@@ -20,13 +23,15 @@ from data_prep.pipeline.engines import Engine, Run, WorkerDiedError, started
 from data_prep.pipeline.finished import find_finished, open_work
 from data_prep.pipeline.plan import PART_BYTES, PIECE_BYTES, STAGES, Plan
 from data_prep.pipeline.stage import Reads
-from data_prep.pipeline.stages.finish import READS, finish
+from data_prep.pipeline.stages.finish import READS, check_unknown, finish, unknown_share
 from data_prep.pipeline.units import Unit, inputs_are_same, is_output_whole, run_unit
 from data_prep.pipeline.watchdog import last_seen
-from data_prep.shards import Manifest
+from data_prep.shards import Manifest, read_listed
+from data_prep.shards.manifest import TOKEN_COUNTS
 
 Progress = Callable[[str, int, int], None]
 Warn = Callable[[str], None]
+MANY_UNKNOWN = 0.01  # share of the tokens from which on a warning is shown
 
 
 def prepare(
@@ -49,6 +54,8 @@ def prepare(
     plan = Plan(config, part_bytes, piece_bytes)
     _ = plan.tokenizer  # one that does not load is found before hours of reading
     if finished := find_finished(plan, warn, accept_code):
+        for manifest in finished:
+            _check_unknown(plan, manifest, warn)
         shutil.rmtree(plan.work, ignore_errors=True)  # killed between the manifest and its removal
         return finished[0]
     open_work(plan)
@@ -58,7 +65,7 @@ def prepare(
             _check_what_is_read(plan, STAGES[stage].reads, units)
             _run(plan, stage, units, held, progress, warn, run)
             _require_rows(plan, stage)
-        return _finish(plan)
+        return _finish(plan, warn)
 
 
 def prepare_stage(
@@ -104,10 +111,10 @@ def finalise(
     for stage in STAGES:
         plan.records(stage)
         _require_rows(plan, stage)
-    return _finish(plan)
+    return _finish(plan, warn)
 
 
-def _finish(plan: Plan) -> Manifest:
+def _finish(plan: Plan, warn: Warn) -> Manifest:
     with _held(plan, "finalise"):
         # Another process may have finished while this one waited; then `.work` is gone.
         finished = find_finished(plan, lambda text: None)
@@ -115,7 +122,21 @@ def _finish(plan: Plan) -> Manifest:
             _check_what_is_read(plan, READS, [])
             finished = [finish(plan, length) for length in plan.config.row_lengths]
         shutil.rmtree(plan.work)
+    for manifest in finished:
+        _check_unknown(plan, manifest, warn)
     return finished[0]
+
+
+def _check_unknown(plan: Plan, manifest: Manifest, warn: Warn) -> None:
+    """Refuse finished shards with too many unknown tokens, and warn of many."""
+    table = read_listed(plan.config.folder(manifest.row_length), manifest, TOKEN_COUNTS)
+    counts, special = np.array(json.loads(table)["counts"]), manifest.tokenizer.special_ids
+    check_unknown(plan.config, counts, special)
+    if (share := unknown_share(counts, special)) > MANY_UNKNOWN:
+        warn(
+            f"{share:.1%} of the tokens in rows of {manifest.row_length} are unknown ([UNK]): is "
+            "this the tokenizer of this text?"
+        )
 
 
 def _check_what_is_read(plan: Plan, reads: Reads, units: Sequence[Unit]) -> None:

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from data_prep.messages import one_line, printable
+from pretrain.monitor.labels import label
 
 console = Console(highlight=False)
 
@@ -128,7 +129,7 @@ class Training:
         if not values:
             return
         rates = ("grad_norm", "learning_rate", "tokens", "tokens_per_second", "data_wait")
-        terms = [f"{name} {value:.3f}" for name, value in values.items() if name not in rates]
+        terms = [f"{label(k)} {value:.3f}" for k, value in values.items() if k not in rates]
         line = f"step {step}/{total}  {'  '.join(terms)}  "
         line += f"lr {values['learning_rate']:.2e}  norm {values['grad_norm']:.2f}  "
         line += f"{values['tokens_per_second']:,.0f} tok/s  wait {values['data_wait']:.0%}"
@@ -143,10 +144,11 @@ class Training:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print the validation figures on a line."""
         if "accuracy" not in values:  # no LM head is trained
-            terms = "  ".join(f"{k} {v:.3f}" for k, v in values.items() if k != "tokens")
+            terms = "  ".join(f"{label(k)} {v:.3f}" for k, v in values.items() if k != "tokens")
             self.say(f"validation, step {step}: {terms}")
             return
-        text = f"validation, step {step}: loss {values['loss']:.3f} (unigram "
+        loss = label("loss", of_head=True)
+        text = f"validation, step {step}: {loss} {values['loss']:.3f} (unigram "
         text += f"{values['unigram_loss']:.3f})  accuracy "
         text += f"{values['accuracy']:.1%} (best constant {values['constant_accuracy']:.1%}"
         if "teacher_accuracy" in values:

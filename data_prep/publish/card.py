@@ -12,6 +12,7 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from data_prep.messages import one_line
 from data_prep.shards import Manifest
+from data_prep.shards.manifest import too_short
 
 # Of a licence as people write it, the identifier the Hub knows; every other one is "other".
 _LICENCES = frozenset(
@@ -141,14 +142,23 @@ def _origin(manifest: Manifest) -> Iterator[str]:
     if not manifest.content.get("decontaminate"):
         yield "Not looked for."
     elif not found:
-        yield "Looked for (13-grams of words, Brown et al. 2020) and not found."
+        yield "Looked for (n-grams of words, Brown et al. 2020) and not found."
     else:
         removed = manifest.content["decontaminate"].get("remove", True)
         yield (
-            "Documents that share a 13-gram of words (Brown et al. 2020) with an evaluation file "
+            "Documents that share an n-gram of words (Brown et al. 2020) with an evaluation file "
             f"{'and were removed' if removed else 'and were kept'}:"
         )
         yield _table(("source", "evaluation file", "documents"), found)
+    if manifest.evaluation:
+        yield "Texts of fewer than 5 words cannot be looked for:"
+        yield _table(
+            ("evaluation file", "texts", "too short", "share"),
+            [
+                (name, record.texts, record.not_searchable, too_short(record))
+                for name, record in manifest.evaluation.items()
+            ],
+        )
     yield "## How it was made"
     made = {"distil-pretraining": manifest.code_version, **manifest.created_by}
     yield (

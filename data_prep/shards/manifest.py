@@ -120,6 +120,20 @@ class SourceRecord(BaseModel):
     characters: Count  # of the documents kept, after cleaning
 
 
+class EvaluationRecord(BaseModel):
+    """Count the texts of an evaluation file: those of two words or more, and those too short to be
+    looked for."""
+
+    model_config = FROZEN
+    texts: Count
+    not_searchable: Count
+
+
+def too_short(record: EvaluationRecord) -> str:
+    """Return the share of an evaluation file's texts that cannot be looked for, for people."""
+    return f"{record.not_searchable / max(1, record.texts):.1%}"
+
+
 class Manifest(BaseModel):
     """Describe a folder of shards; `digest` hashes the content, `self_sha256` the manifest."""
 
@@ -136,6 +150,7 @@ class Manifest(BaseModel):
     code_version: str  # for people; the stages' code is compared by its hash
     created_by: dict[str, str]
     normaliser: str = ""  # in words, for people; the fingerprint covers it
+    evaluation: dict[str, EvaluationRecord] = {}  # files of `decontaminate`, by name
     self_sha256: Sha256
 
     @property
@@ -145,8 +160,8 @@ class Manifest(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_it_was(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # A manifest from before there were these words is spelled as it was: its hash is of that.
-        return {k: v for k, v in fields(self).items() if k != "normaliser" or v}
+        # A manifest from before there were these keys is spelled as it was: its hash is of that.
+        return {k: v for k, v in fields(self).items() if k not in ("normaliser", "evaluation") or v}
 
     @model_validator(mode="after")
     def _ids_fit(self) -> "Manifest":

@@ -30,6 +30,7 @@ def evaluate(
     from data_prep.messages import warn
     from data_prep.shards import open_shards
     from launch.console import show
+    from pretrain.monitor.labels import label
     from pretrain.output import check_model, check_source
 
     check_model(model)
@@ -44,4 +45,4 @@ def evaluate(
     values = evaluate_folder(
         model, shards, teacher=teacher, same_vocabulary=same_vocabulary, rows=rows, warn=warn
     )
-    show(*[f"{name:>18}  {value:,.4f}" for name, value in values.items()])
+    show(*[f"{label(name, of_head=True):>20}  {value:,.4f}" for name, value in values.items()])

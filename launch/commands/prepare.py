@@ -186,6 +186,8 @@ def show_shards(config: CorpusConfig, state: str) -> None:
 
 def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
     """Return a line for each split and each source of a prepared corpus."""
+    from data_prep.shards.manifest import too_short
+
     lines = []
     for name, split in manifest.splits.items():
         full = split.tokens / max(1, split.rows * manifest.row_length)
@@ -200,6 +202,10 @@ def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
             + counts("noted", source.noted)
             + counts("markup left", source.leftovers)
             + counts("share text with", source.contaminated)
+        )
+    for file, record in manifest.evaluation.items():
+        lines.append(
+            f"{file}: {record.texts:,} evaluation texts, {too_short(record)} too short to be found"
         )
     if manifest.normaliser:
         size = manifest.tokenizer.vocab_size

@@ -12,15 +12,16 @@ from transformers import PreTrainedModel
 from data_prep.messages import one_line
 from pretrain.config import OF_INIT, Objective
 from pretrain.evaluate import weak_teacher
+from pretrain.monitor.labels import label
 
 _OBJECTIVE: TypeAdapter[Objective] = TypeAdapter(Objective)
 _FIGURES = {
-    "loss": "masked-token loss (nats)",
+    "loss": "masked cross-entropy (nats)",
     "accuracy": "masked-token accuracy",
     "constant_accuracy": "accuracy of always answering these rows' most frequent masked token",
     "unigram_loss": "loss of the training tokens' frequencies (nats)",
     "teacher_accuracy": "teacher's accuracy",
-    "teacher_loss": "teacher's masked-token loss (nats)",
+    "teacher_loss": "teacher's masked cross-entropy (nats)",
     "agreement": "agreement with the teacher",
     "kl": "KL(teacher || student), nats",
 }
@@ -42,7 +43,7 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
     # Validation figures.
     figures = ["Not measured: the corpus had no validation split."]
     if evaluation and not objective.needs_logits:
-        rows = [(name, f"{value:.4f}") for name, value in evaluation.items() if name != "tokens"]
+        rows = [(label(k), f"{value:.4f}") for k, value in evaluation.items() if k != "tokens"]
         figures = [
             _table(("term", "value"), rows),
             f"Measured at step {state['evaluation_step']:,}: means over "

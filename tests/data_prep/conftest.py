@@ -61,6 +61,7 @@ def make_config(tmp_path: Path) -> Any:
             "row_length": 32,
             "validation": 0.2,
             "workers": 1,
+            "max_unknown": 1,  # of most texts these few words know nothing
         }
         return CorpusConfig.model_validate(values | changes)
 

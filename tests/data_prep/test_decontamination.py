@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +92,70 @@ def test_counts_and_files_agree_with_plain_sets_of_13_words(tmp_path: Path) -> N
             for gram in grams(line):
                 first.setdefault(gram, name)
     examples = build(files)
-    assert len(examples.hashes) == len(first)
-    assert np.bincount(examples.files).tolist() == [
+    assert examples.sizes == (13, 13, 13) and list(examples.by_length) == [13]
+    index = examples.by_length[13]
+    assert len(index.hashes) == len(first)
+    assert np.bincount(index.files).tolist() == [
         list(first.values()).count(name) for name in examples.names
     ]
     for seed in range(100):  # two words only: some runs of 13 are there by chance
         text = sentence(60, seed=1000 + seed, vocabulary=2)
         hits = [first[gram] for gram in grams(text) if gram in first]
         assert overlap(examples, text) == (len(hits), tuple(sorted(set(hits))))
+
+
+@pytest.mark.parametrize("words", [2, 4, 5, 7, 8, 10, 13, 30])
+def test_a_short_example_is_found_as_a_whole_from_five_words_on(words: int, tmp_path: Path) -> None:
+    lines = [sentence(words, seed=n) for n in range(40)] + [sentence(20, seed=99)]
+    examples = build([written(tmp_path / "dev.txt", "\n".join(lines))])
+    assert examples.sizes == (min(max(words, 8), 13),)
+    around = sentence(50, seed=1000)
+    for line in lines[:40]:
+        count, names = overlap(examples, f"{around} {line.upper()}! {around}")
+        assert (count > 0, names) == ((True, ("dev.txt",)) if words >= 5 else (False, ()))
+        if words > 5:  # a part of a short text is no match
+            cut = " ".join(line.split()[: min(words, 13) - 1])
+            assert overlap(examples, f"{around} {cut} {around}") == (0, ())
+    assert examples.num_short == (40 if words < 5 else 0,)
+
+
+def test_the_texts_of_an_example_are_joined(tmp_path: Path) -> None:
+    """Find a run of words over two fields, and each field alone."""
+    rows = [f"7\t{sentence(7, seed=n)}\t{sentence(9, seed=n + 500)}\tyes" for n in range(50)]
+    examples = build([written(tmp_path / "dev.tsv", "\n".join(rows))])
+    assert examples.sizes == (13,) and examples.num_texts == (100,)
+    for row in rows:
+        _, first, second, _ = row.split("\t")
+        assert overlap(examples, first) == overlap(examples, second) == (1, ("dev.tsv",))
+        assert overlap(examples, f"{first} {second}")[0] == 4 + 2
+        assert overlap(examples, f"{second} {first}")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"), [("STS-B/dev.csv", 0.03), ("SST-2/train.tsv", 0.35), ("RTE/dev.tsv", 0.03)]
+)
+def test_nearly_every_text_of_glue_can_be_found(name: str, bound: float, tmp_path: Path) -> None:
+    """Count the texts that are found when they stand in a document, next to 13-grams of a field."""
+    archive = Path(__file__).parents[3] / "shared" / "data" / "glue.tar.xz"
+    if not archive.is_file():
+        pytest.skip(f"{archive} is not here: it holds files of GLUE")
+    subprocess.run(["tar", "xJf", archive, "-C", tmp_path], check=True)
+    task, file = name.split("/")
+    (path,) = [p for p in tmp_path.rglob(f"*{Path(file).suffix}") if is_split(p, task, file)]
+    examples = build([path])
+    texts = [t for fields in read_examples(path) for t in fields if len(clean(t).split()) > 1]
+    texts = texts[:3000]
+    missed = sum(not overlap(examples, clean(text))[0] for text in texts) / len(texts)
+    thirteen = sum(len(word_hashes(clean(text))) < 13 for text in texts) / len(texts)
+    short = examples.num_short[0] / examples.num_texts[0]
+    print(f"{name}: {missed:.1%} missed, {short:.1%} too short, {thirteen:.1%} with 13-grams")
+    assert missed < bound and missed == pytest.approx(short, abs=0.03)
+    assert missed < thirteen / 2
+
+
+def is_split(path: Path, task: str, file: str) -> bool:
+    text = str(path).lower()
+    return task.lower().replace("-", "") in text.replace("-", "") and Path(file).stem in path.stem
 
 
 def test_a_long_document_in_slices_is_as_in_one_go(
@@ -113,7 +170,7 @@ def test_a_long_document_in_slices_is_as_in_one_go(
 def test_random_text_hits_nothing_and_everything_in_a_file_is_found(tmp_path: Path) -> None:
     lines = [sentence(40, seed=n) for n in range(3000)]
     examples = build([written(tmp_path / "many.txt", "\n".join(lines))])
-    assert len(examples.hashes) == 3000 * 28
+    assert len(examples.by_length[13].hashes) == 3000 * 28
     assert overlap(examples, sentence(300_000, seed=5000)) == (0, ())
     assert overlap(examples, "\n".join(lines))[0] == 3000 * 28  # none across two lines
 
@@ -122,11 +179,14 @@ def test_texts_and_those_too_short_to_be_found_are_counted(tmp_path: Path) -> No
     rows = [
         f"{sentence(13, seed=1)}\tentailment\t7",  # labels and numbers are no texts
         f"{sentence(12, seed=2)}\ttwo words\t8",
-        f"{sentence(14, seed=3)}\t{sentence(2, seed=4)}\t9",
+        f"{sentence(14, seed=3)}\t{sentence(4, seed=4)}\t9",
     ]
     examples = build([written(tmp_path / "dev.tsv", "\n".join(rows))])
-    assert (examples.num_texts, examples.num_short) == ((5,), (3,))
-    assert len(examples.hashes) == 1 + 2
+    assert (examples.num_texts, examples.num_short) == ((5,), (2,))
+    assert {n: len(index.hashes) for n, index in examples.by_length.items()} == {
+        12: 1,
+        13: 1 + 2 + 6,
+    }
 
 
 SQUAD: dict[str, Any] = {
@@ -164,7 +224,9 @@ def test_json_gives_every_string_at_any_depth(tmp_path: Path) -> None:
         ("lines.jsonl", json.dumps(SQUAD) + "\n\n"),
         ("lines.json", "\n".join(json.dumps(SQUAD) for _ in range(2))),
     ):
-        found = list(read_examples(written(tmp_path / name, text)))
+        found = [
+            text for fields in read_examples(written(tmp_path / name, text)) for text in fields
+        ]
         assert found == STRINGS * (2 if name == "lines.json" else 1), name
 
 
@@ -174,7 +236,7 @@ def test_an_unpaired_quotation_mark_hides_no_row(tmp_path: Path) -> None:
     for name in ("dev.tsv", "sts-dev.csv"):  # STS-B has tabs in a .csv
         for end in ("\n", "\r\n"):
             path = written(tmp_path / name, text.replace("\n", end))
-            assert list(read_examples(path)) == fields
+            assert [field for row in read_examples(path) for field in row] == fields
     # in a true .csv such a mark swallows the rest, whose words stay in order
     lines = ['"open,1', *(f"{sentence(20, seed=n)},{n}" for n in range(1500))]
     examples = build([written(tmp_path / "open.csv", "\n".join(lines))])
@@ -185,7 +247,8 @@ def test_csv_fields_may_be_quoted_long_and_of_several_lines(tmp_path: Path) -> N
     long = sentence(40_000, seed=1)  # beyond the csv module's usual limit of 131,072
     text = f'id,text\r\n1,"a ""b"", c\nd"\r\n2,{long}\r\n'
     expected = ["id", "text", "1", 'a "b", c\nd', "2", long]
-    assert list(read_examples(written(tmp_path / "a.csv", text))) == expected
+    found = read_examples(written(tmp_path / "a.csv", text))
+    assert [field for row in found for field in row] == expected
 
 
 def test_compressed_files_read_like_plain_ones(tmp_path: Path) -> None:
@@ -193,7 +256,7 @@ def test_compressed_files_read_like_plain_ones(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(raw))
     (tmp_path / "a.TXT.bz2").write_bytes(bz2.compress(raw))
     for name in ("a.txt.gz", "a.TXT.bz2"):
-        assert list(read_examples(tmp_path / name)) == [SENTENCE, "second\u2028line"]
+        assert list(read_examples(tmp_path / name)) == [[SENTENCE], ["second\u2028line"]]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +271,7 @@ def test_compressed_files_read_like_plain_ones(tmp_path: Path) -> None:
         ("cut.jsonl", b'{"a": "b"}\n{"a"', "not a .jsonl file (line 2: "),
         ("deep.json", b"[" * 200_000, "not a .json file"),
         ("cut.txt.gz", gzip.compress(b"words " * 99)[:-9], "cut short or damaged"),
-        ("short.tsv", b"sentence\tlabel\nall of it is short\t1", "no text of 13 words or more"),
+        ("short.tsv", b"sentence\tlabel\nall is short\t1", "no text of 5 words or more"),
     ],
 )
 def test_errors_name_an_unusable_file(
@@ -239,9 +302,12 @@ def test_saved_and_loaded_is_the_same_and_the_same_bytes(tmp_path: Path) -> None
         save(build(files), tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     loaded = load(tmp_path / "a")
-    for field in ("names", "num_texts", "num_short"):
+    for field in ("names", "sizes", "num_texts", "num_short"):
         assert getattr(loaded, field) == getattr(examples, field)
-    assert (loaded.hashes == examples.hashes).all() and (loaded.files == examples.files).all()
+    assert loaded.by_length.keys() == examples.by_length.keys()
+    for length, index in examples.by_length.items():
+        for ours, theirs in zip(index, loaded.by_length[length], strict=True):
+            assert (ours == theirs).all()
     assert overlap(loaded, sentence(50, seed=2)) == (38, ("2.txt",))
 
 

@@ -27,7 +27,7 @@ from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 
 def run(order):
-    config = CorpusConfig.model_validate(order["config"])
+    config = CorpusConfig.model_validate({"max_unknown": 1, **order["config"]})
     error = ""
     try:
         prepare(config)

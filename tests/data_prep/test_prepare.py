@@ -384,3 +384,33 @@ def test_inputs_of_any_kind_of_content_give_one_digest(make_config: Any, tmp_pat
     moved = [{"kind": "text", "path": str(tmp_path / "moved"), "document": "paragraph"}]
     second = prepare(make_config(sources=moved, output=tmp_path / "elsewhere"))
     assert first.digest == second.digest
+
+
+@pytest.mark.parametrize(
+    ("share", "limit", "ends"),
+    [(0.005, None, "quiet"), (0.05, None, "warned"), (0.3, None, "refused"), (0.3, 0.4, "warned")],
+)
+def test_many_unknown_tokens_are_warned_of_and_more_are_refused(
+    share: float, limit: float | None, ends: str, tmp_path: Path, make_config: Any, known: list[str]
+) -> None:
+    """Write words that the vocabulary lacks: each is one unknown token."""
+    draw = random.Random(1)
+    lines = [
+        " ".join("zzzz" if draw.random() < share else draw.choice(known) for _ in range(20))
+        for _ in range(300)
+    ]
+    source = lines_source(tmp_path / "words.txt", lines)
+    changes: dict[str, Any] = {"sources": [source], "max_unknown": 0.1 if limit is None else limit}
+    config = make_config(**changes)
+    said: list[str] = []
+    if ends == "refused":
+        with pytest.raises(CorpusError, match=r"of the tokens are unknown .*raise max_unknown"):
+            prepare(config, warn=said.append)
+        assert not (config.output / "manifest.json").exists()
+        # The work is kept: with another limit it is only put together.
+        prepare(make_config(**changes | {"max_unknown": 0.5}), warn=said.append)
+        with pytest.raises(CorpusError, match="max_unknown"):
+            prepare(config, warn=said.append)
+        return
+    prepare(config, warn=said.append)
+    assert any("are unknown" in line for line in said) == (ends == "warned")

@@ -99,7 +99,9 @@ def test_a_document_of_one_50_mb_line_stays_within_a_gigabyte(
     (tmp_path / "text" / "long.txt").write_bytes(line)
     corpus["sources"][0]["document"] = "file"
     path = write(tmp_path / "corpus.yaml", corpus)
-    process = subprocess.Popen([sys.executable, "-m", "launch", "prepare", str(path)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch", "prepare", str(path), "max_unknown=1"]
+    )
     anonymous = [0]  # KiB; mapped files do not count
     while process.poll() is None:
         status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")

@@ -239,3 +239,27 @@ def test_an_unfinished_run_that_began_from_drawn_embeddings_is_refused(
 
 def test_every_family_of_the_tests_is_here() -> None:
     assert {kind.removesuffix("-biases") for kind in CONFIGS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("key", ["teacher", "model.init", "student.init"])
+def test_every_model_of_a_run_must_read_the_shards_ids(
+    key: str, tmp_path: Path, run_config: Settings
+) -> None:
+    """Give each place a model with the shards' vocabulary that keeps case: its ids differ."""
+    save_teacher(tmp_path / "good", built("bert"))
+    other = tmp_path / "other"
+    save_teacher(other, built("bert"))
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": False}
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    changes: dict[str, Any] = dict(RECIPE)
+    teacher: Path | None = tmp_path / "good"
+    if key == "teacher":
+        teacher = other
+    elif key == "student.init":
+        changes["student"] = {"init": str(other), "architecture": "same"}
+    else:
+        teacher = None
+        changes |= {"objective": {"name": "mlm"}, "model": {"init": str(other)}}
+        del changes["student"]
+    with refused(key, str(other), "its tokenizer is not that of the shards: it keeps case"):
+        start(run_config(tmp_path / "run", teacher, **changes))

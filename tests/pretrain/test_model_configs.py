@@ -43,7 +43,7 @@ CASES: list[tuple[str, str, Any, str]] = [
     ("modernbert", "tie_word_embeddings", False, "tie_word_embeddings is false"),
     ("modernbert", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "rope_type yarn"),
     ("modernbert", "global_attn_every_n_layers", 0, "global_attn_every_n_layers is 0"),
-    ("modernbert", "num_attention_heads", 32, "heads of width 1"),
+    ("modernbert", "num_attention_heads", 32, "head width 1"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Collect the 13-grams of the evaluation files, which no training document should hold."""
+"""Collect the n-grams of the evaluation files, which no training document should hold."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def examples(files: tuple[Path, ...], folder: Path) -> dict[str, Any]:
     contamination = decontamination.build(files)
     decontamination.save(contamination, folder / FILE)
     return {
-        "ngrams": len(contamination.hashes),
+        "ngrams": sum(len(index.hashes) for index in contamination.by_length.values()),
+        "sizes": dict(zip(contamination.names, contamination.sizes, strict=True)),
         "files": dict(zip(contamination.names, contamination.num_texts, strict=True)),
         "too_short": dict(zip(contamination.names, contamination.num_short, strict=True)),
     }

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from data_prep import CorpusError
+from data_prep.config import CorpusConfig
 from data_prep.disk import sync, write_file
 from data_prep.disk.json_files import write_json
 from data_prep.pipeline.code import installed
@@ -23,8 +25,10 @@ from data_prep.shards import Manifest
 from data_prep.shards.manifest import (
     MANIFEST,
     TOKEN_COUNTS,
+    EvaluationRecord,
     ShardRecord,
     SourceRecord,
+    SpecialIds,
     SplitRecord,
     TokenizerRecord,
     manifest_bytes,
@@ -63,6 +67,7 @@ def finish(plan: Plan, row_length: int) -> Manifest:
     for output in tokenizer.outputs:
         shutil.copyfile(source / output.file, final / "tokenizer" / output.file)
     splits, counts = _shards(plan, row_length, final)
+    check_unknown(config, counts, record.special_ids)
     write_json(
         final / TOKEN_COUNTS,
         {"counts": counts.tolist(), "smoothing": smoothing(counts, record.special_ids)},
@@ -98,6 +103,7 @@ def finish(plan: Plan, row_length: int) -> Manifest:
             "content": config.content(row_length),
             "code_version": installed("distil-pretraining"),
             "created_by": {name: installed(name) for name in _LIBRARIES},
+            "evaluation": evaluation_records(plan),
         }
     )
     folder = config.folder(row_length)
@@ -111,6 +117,33 @@ def finish(plan: Plan, row_length: int) -> Manifest:
     sync(folder)
     write_file(folder / MANIFEST, lambda file: file.write(manifest_bytes(manifest)))
     return manifest
+
+
+def unknown_share(counts: npt.NDArray[np.int64], special: SpecialIds) -> float:
+    """Return the share of unknown tokens among the tokens of texts, given each id's count [V]."""
+    texts = counts.sum() - counts[[special.pad, special.cls, special.sep, special.mask]].sum()
+    return float(counts[special.unk] / max(1, texts))
+
+
+def check_unknown(config: CorpusConfig, counts: npt.NDArray[np.int64], special: SpecialIds) -> None:
+    """Refuse a tokenizer that does not know the text; CorpusError names the share."""
+    share = unknown_share(counts, special)
+    if share > config.max_unknown:
+        raise CorpusError(
+            f"{config.output}: {share:.1%} of the tokens are unknown ([UNK]), more than "
+            f"max_unknown {config.max_unknown:g}: choose a tokenizer of this language (a folder "
+            "that has only a vocab.txt is read as WordPiece), or raise max_unknown"
+        )
+
+
+def evaluation_records(plan: Plan) -> dict[str, EvaluationRecord]:
+    """Return what can be looked for of each evaluation file."""
+    results = [record.result for record in plan.records("examples")]
+    return {
+        name: EvaluationRecord(texts=texts, not_searchable=result["too_short"][name])
+        for result in results
+        for name, texts in result["files"].items()
+    }
 
 
 def _shards(
