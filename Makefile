@@ -30,11 +30,18 @@ test: install
 test-slow: install
 	$(PYTEST) -m slow
 
-# All that runs only on a GPU, with .venv's Python or the one on PATH: it needs no datasets, no
-# deepspeed, and installs nothing. Elsewhere each test says why it is skipped.
+# All that runs only on a GPU, with .venv's Python or the one on PATH; it installs nothing. Kernels
+# (tests/gpu) need torch and transformers only. Runs also need the packages of tests/gpu/wheels.txt,
+# which a GPU machine may lack. Elsewhere each test says why it is skipped.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 test-gpu:
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -vv -rs -m gpu \
-		$$(grep -rl 'pytest\.mark\.gpu' tests --include='test_*.py')
+	@if $(GPU_PYTHON) -c 'import pydantic, yaml' 2>/dev/null; then \
+		files=$$(grep -rl 'pytest\.mark\.gpu' tests --include='test_*.py'); \
+	else \
+		echo "only tests/gpu: for the others install the packages of tests/gpu/wheels.txt"; \
+		files=tests/gpu; \
+	fi; \
+	$(GPU_PYTHON) -m pytest -vv -rs -m gpu $$files
 
 checks: install
 	$(BIN)/ruff check .

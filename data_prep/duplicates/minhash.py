@@ -23,7 +23,6 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-from rensa import RMinHash
 
 Words = npt.NDArray[np.uint64]
 
@@ -32,12 +31,7 @@ NUM_PERMUTATIONS = 128  # a power of two: rensa is fastest with one
 NUM_BANDS = 21
 ROWS = 6  # 21 * 6 = 126: two slots serve `similarity` alone
 
-# What shapes the bytes of this module; the numbers go up when the code below changes them.
-WORDS = "words 1"
-ALGORITHM = (
-    f"{WORDS}, {SHINGLE}-word shingles 1, RMinHash {RMinHash.ALGORITHM_VERSION} "
-    f"of {NUM_PERMUTATIONS} slots with seed 0, {NUM_BANDS} bands of {ROWS} 1"
-)
+WORDS = "words 1"  # goes up when `word_hashes` returns other hashes
 
 _PIECE = 1 << 16  # characters of a text hashed at once: temporary arrays stay in the cache
 _SLICE = 1 << 16  # words at once, for the same reason
@@ -135,6 +129,8 @@ def similarity(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> npt.NDAr
 def _sketched(shingles: Sequence[Words]) -> npt.NDArray[np.uint32]:
     if not shingles:
         return np.empty((0, NUM_PERMUTATIONS), dtype=np.uint32)
+    from rensa import RMinHash  # here, because only near duplicates need it
+
     ends = np.cumsum([0, *map(len, shingles)], dtype=np.uint64)
     flat = np.concatenate(shingles)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(flat, ends, NUM_PERMUTATIONS, 0)

@@ -8,10 +8,8 @@ import zlib
 from collections.abc import Iterator
 from typing import IO
 
-import zstandard
-
 CHUNK = 1 << 16
-DAMAGED = (EOFError, OSError, zlib.error, zstandard.ZstdError)
+DAMAGED = (EOFError, OSError, zlib.error)
 _ZSTD_FEED = 512  # bytes fed at once: a zstd block of 4 bytes can hold 128 KiB
 
 
@@ -35,13 +33,18 @@ def decompressed(file: IO[bytes], name: str, left: int | None = None) -> Iterato
     `left` bounds the bytes as stored that are read (None: to the file's end).
     """
     if name.endswith(".zst"):
+        import zstandard  # here, because few corpora need it
+
         # Not stream_reader: it takes a frame that is cut short for the end of the file.
         frame = zstandard.ZstdDecompressor().decompressobj()
         for feed in blocks(file, left, _ZSTD_FEED):
             while feed:
                 if frame.eof:
                     frame = zstandard.ZstdDecompressor().decompressobj()
-                data = frame.decompress(feed)
+                try:
+                    data = frame.decompress(feed)
+                except zstandard.ZstdError as error:
+                    raise OSError(str(error)) from error
                 yield from (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
                 feed = frame.unused_data
         if not frame.eof:

@@ -66,6 +66,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "row_length": ROW_LENGTH,
             "validation": 0.1,
             "workers": 1,
+            "deduplicate": {"documents": "exact"},  # near needs rensa, which a GPU machine may lack
         }
     )
     prepare(config)

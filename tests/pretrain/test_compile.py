@@ -9,7 +9,8 @@ import rank_work
 import ranks
 import torch
 from batches import terms_of
-from naive_head import logit_terms, naive_sums, projections
+from head_inputs import projections
+from naive_head import logit_terms, naive_sums
 from results import difference, history, weights
 from tiny import save_teacher, tiny_bert, tiny_distilbert
 from torch._dynamo.utils import counters

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from batches import terms_of
-from naive_head import draw, logit_terms, naive_sums, projections
+from head_inputs import draw, projections
+from naive_head import logit_terms, naive_sums
 from torch import Tensor
 
 from pretrain.kernels.head import Projection, closed_form, vocabulary, vocabulary_losses

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from naive_head import draw, projections
+from head_inputs import draw, projections
 from torch import Tensor
 
 from pretrain import RunError
@@ -217,19 +217,6 @@ def head_errors(kl_over: Count, dtype: torch.dtype, num_labels: int, chunk: int)
 def test_the_triton_head_equals_full_logits(call: Call, dtype: torch.dtype, chunk: int) -> None:
     """Check chunks with labels everywhere, at the beginning, and nowhere."""
     assert max(call(head_errors, "tokens", dtype, 6, chunk)) <= TOLERANCE[dtype]
-
-
-@pytest.mark.gpu
-@needs_triton
-@DTYPES
-def test_the_kernel_as_a_gpu_runs_it(dtype: torch.dtype) -> None:
-    """Repeat the tests above, which a GPU that can runs, too; skip if it cannot."""
-    if not ON_GPU:
-        pytest.skip("the kernel needs compute capability 8.0")
-    for vocabulary in SIZES:
-        found = kernel_errors(dtype, vocabulary, True, True, True)
-        check(found, dtype, {"kl", "cross-entropy", "gradient"})
-    assert max(head_errors("tokens", dtype, 6, 4)) <= TOLERANCE[dtype]
 
 
 @needs_triton

@@ -6,8 +6,6 @@ import html
 import re
 from typing import NamedTuple
 
-from mwparserfromhell.parser import ParserError
-
 from data_prep.text.wikipedia.leftovers import without_holes
 from data_prep.text.wikipedia.wikitext import is_ordinary, parsed, substituted
 
@@ -56,6 +54,8 @@ def plain_text(wikitext: str, *, not_prose: frozenset[str] = _NOT_PROSE) -> Plai
     if nested:
         return PlainText(prose(text), fallback=False)
     if is_ordinary(wikitext):
+        from mwparserfromhell.parser import ParserError
+
         try:
             return PlainText(prose(parsed(wikitext, not_prose)), fallback=False)
         except ParserError:  # a bug of the parser's: one page must not end a run over millions

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
-
-import mwparserfromhell
-from mwparserfromhell import nodes
-from mwparserfromhell.wikicode import Wikicode
+from typing import TYPE_CHECKING, NamedTuple
 
 from data_prep.text.wikipedia.templates import render
+
+if TYPE_CHECKING:
+    from mwparserfromhell.wikicode import Wikicode
 
 # mwparserfromhell looks for the closer of every opener, often to the end of the page, and starts
 # over where there is none: its time goes with openers without closer times length of the page.
@@ -110,6 +109,8 @@ def parsed(wikitext: str, not_prose: frozenset[str]) -> str:
     `not_prose`: the lower-case namespaces (file, category) whose links show no text.
     """
     # Bold and italic quotes are left as they are: unbalanced ones are common, and cost time.
+    import mwparserfromhell  # here, because only Wikipedia's dumps need it
+
     page = mwparserfromhell.parse(wikitext, skip_style_tags=True)
     return _without_strays(_rendered(page, not_prose))
 
@@ -174,6 +175,8 @@ def _without_strays(text: str) -> str:
 
 def _rendered(code: Wikicode | None, not_prose: frozenset[str]) -> str:
     """Return the text of nodes; comments and the parameters of a template's page have none."""
+    from mwparserfromhell import nodes
+
     shown = partial(_rendered, not_prose=not_prose)
     texts: list[str] = []
     for node in [] if code is None else code.nodes:
