@@ -1,6 +1,6 @@
 """Estimate how long the paper's run takes on several systems, or check the estimate's formula.
 
-    python benchmarks/projection.py [--mfu 0.4] [--tokens 4e9] [--epochs 3]      seconds
+    python benchmarks/projection.py [--share 0.4] [--tokens 4e9] [--epochs 3]      seconds
     python benchmarks/projection.py --check [--layers 12]                        a few minutes
 
 The first command prints the table of docs/performance.md: seconds of an optimizer step by the cost
@@ -48,16 +48,17 @@ class System:
     memory: float  # bytes/s of a device
     link: float  # bytes/s in and out of a device that an all-reduce within a node sustains
     price: float  # of a device-hour, an assumption
+    share: float  # of the peak that a roofline of the step's products and passes allows
     nodes: int = 1
     network: float = 0.0  # bytes/s in and out of a node
 
 
 SYSTEMS = (
-    System("8 x V100 16 GB", 8, 125e12, 0.9e12, 100e9, 3.0),
-    System("8 x A100 40 GB", 8, 312e12, 1.55e12, 200e9, 4.0),
-    System("1 x H200", 1, 989e12, 4.8e12, 0.0, 10.0),
-    System("4 nodes x 8 V100, 25 Gbit/s", 32, 125e12, 0.9e12, 100e9, 3.0, 4, 3.1e9),
-    System("4 nodes x 8 A100, 200 Gbit/s", 32, 312e12, 1.55e12, 200e9, 4.0, 4, 25e9),
+    System("8 x V100 16 GB", 8, 125e12, 0.9e12, 100e9, 3.0, 0.33),
+    System("8 x A100 40 GB", 8, 312e12, 1.55e12, 200e9, 4.0, 0.49),
+    System("1 x H100", 1, 989e12, 3.35e12, 0.0, 8.0, 0.33),
+    System("4 nodes x 8 V100, 25 Gbit/s", 32, 125e12, 0.9e12, 100e9, 3.0, 0.33, 4, 3.1e9),
+    System("4 nodes x 8 A100, 200 Gbit/s", 32, 312e12, 1.55e12, 200e9, 4.0, 0.49, 4, 25e9),
 )
 
 
@@ -78,9 +79,9 @@ class Step:
         return self.compute + self.all_reduce + self.optimizer
 
 
-def predict(system: System, mfu: float, work: float, parameters: int) -> Step:
+def predict(system: System, share: float, work: float, parameters: int) -> Step:
     """Return an optimizer step of `ROWS` rows; `work` is FLOP a token."""
-    compute = ROWS * ROW_LENGTH * work / (system.devices * system.peak * mfu)
+    compute = ROWS * ROW_LENGTH * work / (system.devices * system.peak * share)
     # Fused AdamW reads weight, gradient and its two states, and writes all but the gradient.
     optimizer = parameters * 7 * 4 / system.memory
     return Step(compute, all_reduce(system, parameters * BYTES_OF_GRADIENT), optimizer)
@@ -101,8 +102,8 @@ def all_reduce(system: System, size: float) -> float:
 def main() -> None:
     """Print the table, or check the formula."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    mfu = "share of the data-sheet peak that is assumed"
-    parser.add_argument("--mfu", type=float, default=0.4, help=mfu)
+    share = "share of the data-sheet peak; by default a roofline's, for each system"
+    parser.add_argument("--share", type=float, help=share)
     parser.add_argument("--tokens", type=float, default=4e9, help="of the corpus")
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--check", action="store_true", help="time real steps of two processes")
@@ -124,21 +125,24 @@ def table(options: argparse.Namespace) -> str:
     parameters = sum(p.numel() for p in student.parameters())
     tokens = options.tokens * options.epochs
     lines = [
-        f"Assumed: {options.mfu:.0%} of the data-sheet peak; {tokens / 1e9:.0f} B tokens; "
+        f"Assumed: the column's share of the data-sheet peak; {tokens / 1e9:.0f} B tokens; "
         f"steps of {ROWS:,} rows.",
         "",
-        "| system | KL over | s/step | of it all-reduce | tokens/s | hours | device-hours | cost |",
-        "|---|---|---|---|---|---|---|---|",
+        "| system | share | KL over | s/step | of it all-reduce | tokens/s | hours | device-hours "
+        "| cost |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for system in SYSTEMS:
-        for positions, share in (("all", 1.0), ("masked", 0.15)):
-            work = flops_per_token(student, teacher, ROW_LENGTH, share)
-            step = predict(system, options.mfu, work, parameters)
+        share = options.share or system.share
+        for positions, of_tokens in (("all", 1.0), ("masked", 0.15)):
+            work = flops_per_token(student, teacher, ROW_LENGTH, of_tokens)
+            step = predict(system, share, work, parameters)
             rate = ROWS * ROW_LENGTH / step.seconds
             hours = tokens / rate / 3600
             device_hours = hours * system.devices
             lines.append(
-                f"| {system.name} | {positions} | {step.seconds:.2f} | {step.all_reduce:.3f} | "
+                f"| {system.name} | {share:.0%} | {positions} | {step.seconds:.2f} | "
+                f"{step.all_reduce:.3f} | "
                 f"{rate / 1e3:,.0f} k | {hours:.1f} | {device_hours:.0f} | "
                 f"{device_hours * system.price:,.0f} |"
             )
