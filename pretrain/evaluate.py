@@ -94,14 +94,9 @@ def evaluate(
     masking = evaluation_masking(shards.manifest, 0.0 if own_terms else probability)
 
     terms = list(own_terms) or figures_of_head(with_teacher=teacher is not None)
+    size = shards.manifest.tokenizer.vocab_size
     module = Distillation(
-        student,
-        teacher,
-        terms,
-        pad_id=special.pad,
-        num_tokens=shards.manifest.tokenizer.vocab_size,
-        adapters=adapters,
-        head=head,
+        student, teacher, terms, pad_id=special.pad, num_tokens=size, adapters=adapters, head=head
     )
     ones = torch.ones(len(terms), device=accelerator.device)
 
@@ -111,8 +106,7 @@ def evaluate(
     was_training = student.training
     student.eval()
     # In fp64, because sums of many batches are added.
-    num_labels = shards.manifest.tokenizer.vocab_size
-    sizes = [len(terms), len(COUNTS), num_labels]
+    sizes = [len(terms), len(COUNTS), size]
     totals_T, counts_C, labels_V = torch.zeros(sum(sizes), dtype=torch.float64).split(sizes)
     with torch.no_grad(), autocast or accelerator.autocast():
         for batch in np.array_split(mine, -(-len(mine) // batch_size) or 1):
@@ -122,7 +116,7 @@ def evaluate(
             inputs = micro_batch(*found, cls_id=special.cls, pad_id=special.pad)
             # Counted on the host, before the copy to the device.
             labels = inputs.labels[inputs.labels != IGNORE].long()
-            labels_V += torch.bincount(labels, minlength=num_labels)
+            labels_V += torch.bincount(labels, minlength=size)
             counts_C += torch.tensor([inputs.counts[name] for name in COUNTS])
             _, values = module(*inputs.to(accelerator.device), ones)
             totals_T += values.cpu()  # device sync, once per batch

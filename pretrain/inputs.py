@@ -116,30 +116,12 @@ def load_inputs(
     notes: list[str] = []
     parts = None
     if saved is None and config.resume_from is not None:
-        run, optimizer = config.resume_from, config.optimizer
-
-        def find(root: Path, warn: Callable[[str], None]) -> Saved:
-            return branch_point(run, optimizer, num_steps, warn)
-
-        # All of it now: the other run may be training, and removes old checkpoints.
-        found = checkpoint.read_newest(run / "checkpoints", read_parts, progress.say, find)
-        assert found is not None
-        saved, parts = found
+        saved, parts = read_branch(config.resume_from, config.optimizer, num_steps, progress.say)
         notes.append(f"continued from step {saved.step:,} of another run")
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
-    teacher, needs_head = None, config.objective.needs_logits
-    if config.teacher is not None:
-        teacher = load_teacher(
-            config.teacher,
-            manifest,
-            config.shards,
-            same_vocabulary=config.teacher_vocabulary == "same",
-            needs_head=needs_head,
-            sentences=config.objective.compares_documents,
-            any_vocabulary=config.model is not None,
-        )
-        if teacher.note and saved is None:
-            notes.append(teacher.note)
+    teacher = load_run_teacher(config, manifest)
+    if teacher is not None and teacher.note and saved is None:
+        notes.append(teacher.note)
     targets = None
     if config.objective.compares_documents:
         # One rank of each node reads all of an existing file. A checkpoint has the notes already.
@@ -196,6 +178,25 @@ def load_inputs(
         dataset,
         tokenizer,
         tuple(notes),
+    )
+
+
+def load_run_teacher(config: RunConfig, manifest: Manifest) -> Teacher | None:
+    """Return the teacher of a run, compared with its shards; None if it has none.
+
+    Raises:
+        RunError, CorpusError: see `load_teacher`.
+    """
+    if config.teacher is None:
+        return None
+    return load_teacher(
+        config.teacher,
+        manifest,
+        config.shards,
+        same_vocabulary=config.teacher_vocabulary == "same",
+        needs_head=config.objective.needs_logits,
+        sentences=config.objective.compares_documents,
+        any_vocabulary=config.model is not None,
     )
 
 
@@ -280,6 +281,20 @@ def resolve_precision(
             text += f"; this machine would choose {chosen} ({reason})"
     say(f"precision auto: {text}")
     return config.with_train(precision=precision)
+
+
+def read_branch(
+    run: Path, config: Optimizer, num_steps: int, warn: Callable[[str], None]
+) -> tuple[Saved, Parts]:
+    """Return `branch_point` and its tensors, read now: a run that trains removes checkpoints."""
+    found = checkpoint.read_newest(
+        run / "checkpoints",
+        read_parts,
+        warn,
+        lambda root, warn: branch_point(run, config, num_steps, warn),
+    )
+    assert found is not None
+    return found
 
 
 def branch_point(

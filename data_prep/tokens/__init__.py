@@ -15,10 +15,9 @@ from data_prep import CorpusError
 from data_prep.config import JsonTokenizer, Normalization, VocabularyTokenizer
 from data_prep.disk import write_file
 from data_prep.disk.json_files import NotRegularError, canonical_sha256, parse_object, read_regular
-from data_prep.messages import error_line
 from data_prep.shards import Manifest, read_listed, vocabulary_sha256
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord
-from data_prep.tokens.failures import as_value_errors
+from data_prep.tokens.failures import explained
 from data_prep.tokens.fast import PROBE, Encoder, fast_encoder
 from data_prep.tokens.long_texts import calls
 
@@ -91,14 +90,8 @@ class Tokens:
             if self._fast is not None:
                 flat, offsets = self._fast(pieces)
             else:
-                try:
-                    with as_value_errors():
-                        encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
-                except ValueError as error:
-                    raise CorpusError(
-                        f"{self.origin}: this tokenizer cannot encode a text ({error}); correct "
-                        "it, or choose a different tokenizer"
-                    ) from None
+                with explained(self.origin, "this tokenizer cannot encode a text"):
+                    encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
                 parts = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
                 flat, offsets = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
             safe = self._safe[flat]
@@ -376,11 +369,8 @@ def _from_json(path: Path, names: dict[str, str]) -> Tokens:
 
 
 def _parse(path: Path, data: bytes) -> Tokenizer:
-    try:
-        with as_value_errors():
-            return Tokenizer.from_str(data.decode())
-    except ValueError as error:
-        raise CorpusError(f"{path}: not a tokenizer.json ({error_line(error)})") from None
+    with explained(str(path), "not a tokenizer.json"):
+        return Tokenizer.from_str(data.decode())
 
 
 def _settings(folder: Path) -> dict[str, Any]:

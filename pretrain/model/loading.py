@@ -193,7 +193,13 @@ def assemble(
     # Transformers has drawn it from the global stream; the same bits at every start are needed.
     if headless:
         reinitialise(model, 0, only=family.head)
-    # Transformers keeps both matrices if a file has two different ones.
+    _tie(who, model)
+    return model, not headless
+
+
+def _tie(who: str, model: Any) -> None:
+    """Make the LM head's matrix that of the word embeddings; RunError if they differ."""
+    # Transformers keeps both if a file has two different ones.
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     if head.weight is not embeddings:
         if not torch.equal(head.weight, embeddings):
@@ -202,7 +208,6 @@ def assemble(
                 "take a model that was trained with tied embeddings"
             )
         head.weight = embeddings
-    return model, not headless
 
 
 @torch.no_grad()

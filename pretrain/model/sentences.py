@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from data_prep.messages import one_line
 from data_prep.tokens.failures import as_value_errors
@@ -116,47 +117,10 @@ def read_head(who: str, folder: Path, width: int) -> SentenceHead:
             if name:
                 raise RunError(f"{who}: its encoder is in {name}; save it again, or give {name}")
         elif kind == "Pooling" and i == 1:
-            settings = read_config(part, folder / name)
-            _refuse_unknown(part, kind, settings)
-            # One key of newer files, or a switch for each mode.
-            modes = {key for key, v in settings.items() if key.startswith("pooling_mode_") and v}
-            modes = {_MODES.get(key, key) for key in modes}
-            if (mode := settings.get("pooling_mode")) is not None:
-                modes |= {*mode} if isinstance(mode, list) else {str(mode)}
-            if modes not in ({"cls"}, {"mean"}):
-                raise RunError(
-                    f"{part}: its pooling_mode is {' and '.join(sorted(modes)) or 'missing'}; "
-                    "supported are mean and cls; take another model"
-                )
-            first = modes == {"cls"}
+            first = _pools_first(part, folder / name)
         elif kind == "Dense" and i > 1 and not normalised:
-            settings = read_config(part, folder / name)
-            _refuse_unknown(part, kind, settings)
-            if any(
-                settings.get(f"module_{end}_name") not in _VECTOR for end in ("input", "output")
-            ):
-                raise RunError(f"{part}: it does not map a sentence's vector; take another model")
-            tensors = read_tensors(part, folder / name)
-            for key, tensor in tensors.items():
-                if tensor.dtype not in FLOATS:
-                    raise RunError(
-                        f"{part}: {key} holds {str(tensor.dtype).removeprefix('torch.')}; save it "
-                        "in fp32, fp16 or bf16"
-                    )
-            activation = str(settings.get("activation_function"))
-            weight, bias = tensors.get("linear.weight"), tensors.get("linear.bias")
-            if activation not in ACTIVATIONS or settings.get("use_residual"):
-                raise RunError(f"{part}: its activation {activation} is none of {[*ACTIVATIONS]}")
-            if weight is None or weight.dim() != 2 or weight.shape[1] != width:
-                raise RunError(f"{part}: its linear.weight does not take vectors of {width}")
-            width = len(weight)
-            wanted = [width] if settings.get("bias", True) else None
-            if (None if bias is None else list(bias.shape)) != wanted:
-                raise RunError(
-                    f"{part}: its linear.bias is {'missing' if bias is None else list(bias.shape)}"
-                    f", and must be {wanted or 'left out'}; save the model again"
-                )
-            dense.append((weight.float(), None if bias is None else bias.float(), activation))
+            dense.append(_dense(part, folder / name, width))
+            width = len(dense[-1][0])
         elif kind == "Normalize" and i > 1:
             normalised = True
         else:
@@ -247,6 +211,52 @@ class TextEncoder:
         vectors = self.head(encoded.last_hidden_state, sequences, packing.position_ids)
         found: NDArray[np.float32] = vectors[:, 0].float().cpu().numpy()
         return found
+
+
+def _pools_first(who: str, folder: Path) -> bool:
+    """Return whether a Pooling takes the first token's hidden state; else it takes the mean."""
+    settings = read_config(who, folder)
+    _refuse_unknown(who, "Pooling", settings)
+    # One key of newer files, or a switch for each mode.
+    modes = {key for key, v in settings.items() if key.startswith("pooling_mode_") and v}
+    modes = {_MODES.get(key, key) for key in modes}
+    if (mode := settings.get("pooling_mode")) is not None:
+        modes |= {*mode} if isinstance(mode, list) else {str(mode)}
+    if modes not in ({"cls"}, {"mean"}):
+        raise RunError(
+            f"{who}: its pooling_mode is {' and '.join(sorted(modes)) or 'missing'}; "
+            "supported are mean and cls; take another model"
+        )
+    return modes == {"cls"}
+
+
+def _dense(who: str, folder: Path, width: int) -> tuple[Tensor, Tensor | None, str]:
+    """Return weight, bias and activation of a Dense layer that takes vectors of `width`."""
+    settings = read_config(who, folder)
+    _refuse_unknown(who, "Dense", settings)
+    if any(settings.get(f"module_{end}_name") not in _VECTOR for end in ("input", "output")):
+        raise RunError(f"{who}: it does not map a sentence's vector; take another model")
+    tensors = read_tensors(who, folder)
+    for key, tensor in tensors.items():
+        if tensor.dtype not in FLOATS:
+            raise RunError(
+                f"{who}: {key} holds {str(tensor.dtype).removeprefix('torch.')}; save it "
+                "in fp32, fp16 or bf16"
+            )
+    activation = str(settings.get("activation_function"))
+    weight, bias = tensors.get("linear.weight"), tensors.get("linear.bias")
+    if activation not in ACTIVATIONS or settings.get("use_residual"):
+        raise RunError(f"{who}: its activation {activation} is none of {[*ACTIVATIONS]}")
+    if weight is None or weight.dim() != 2 or weight.shape[1] != width:
+        raise RunError(f"{who}: its linear.weight does not take vectors of {width}")
+    size = len(weight)
+    wanted = [size] if settings.get("bias", True) else None
+    if (None if bias is None else list(bias.shape)) != wanted:
+        raise RunError(
+            f"{who}: its linear.bias is {'missing' if bias is None else list(bias.shape)}"
+            f", and must be {wanted or 'left out'}; save the model again"
+        )
+    return weight.float(), None if bias is None else bias.float(), activation
 
 
 def _refuse_unknown(who: str, kind: str, settings: Mapping[str, Any]) -> None:
