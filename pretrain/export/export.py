@@ -24,10 +24,11 @@ from pretrain.files import writing_to
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.loading import load_model, reinitialise
-from pretrain.model.model_files import first_line
+from pretrain.model.model_files import first_line, read_tensors
 from pretrain.output import no_checkpoint
 
 _TOLERANCE = 1e-5
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,20 @@ def export(
     # A unique name: another export may be writing to the same target.
     temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
 
-    def load_saved(saved: Saved) -> tuple[MaskedLM, dict[str, bytes], dict[str, Tensor]]:
+    def load_saved(saved: Saved) -> tuple[MaskedLM, dict[str, bytes], Tensors, Tensors]:
         # Whether it has a head, the run's objective says.
-        model = load_model(saved.folder / "student", needs_head=False).eval()
-        positions = family_of(model).row_length(model.config)
-        tokenizer = tokenizer_files.of_checkpoint(saved.folder / "student", positions)
-        return model, tokenizer, saved.adapters()
+        student = saved.folder / "student"
+        model = load_model(student, needs_head=False).eval()
+        tokenizer = tokenizer_files.of_checkpoint(
+            student, family_of(model).row_length(model.config)
+        )
+        return model, tokenizer, saved.adapters(), read_tensors(str(student), student)
 
     try:
         found = checkpoint.read_newest(run / "checkpoints", load_saved, warn)
         if found is None:
             raise no_checkpoint(run)
-        saved, (model, tokenizer, adapters) = found
+        saved, (model, tokenizer, adapters, tensors) = found
         objective, seed = objective_of(saved.state), saved.state["config"]["train"]["seed"]
         student: Any = model if objective.needs_logits else body(model, seed)
         with writing_to(folder):
@@ -96,6 +99,7 @@ def export(
                     normalised=saved.state["vectors"]["normalised"],
                 )
         # Before the rename: an export that reads back differently never gets its name.
+        compare_files(tensors, temporary)
         difference = read_back(student, temporary)
         if not (again and target.is_dir() and _hashes(target) == _hashes(temporary)):
             try:
@@ -174,6 +178,20 @@ def read_back(student: PreTrainedModel, folder: Path) -> float:
             "was exported. Check the disk and the transformers version"
         )
     return difference
+
+
+def compare_files(tensors: Tensors, folder: Path) -> None:
+    """Compare an export's file with the tensors of the checkpoint's file, bit for bit.
+
+    A model that was loaded wrongly would be written, and read back, just as wrongly.
+    """
+    written = read_tensors(str(folder), folder)
+    for name, tensor in tensors.items():
+        if name not in written or not torch.equal(written[name], tensor):
+            raise RunError(
+                f"{folder}: {name} is not as in the checkpoint; nothing was exported. Check the "
+                "transformers version"
+            )
 
 
 def _hashes(folder: Path) -> dict[str, str]:

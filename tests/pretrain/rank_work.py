@@ -33,13 +33,14 @@ def once(values: dict[str, Any], arguments: dict[str, Any] | None = None) -> Non
 
 
 def with_small_buckets(values: dict[str, Any]) -> None:
-    """Call `once`; DDP sends gradients in buckets of 1 MB, so that there are several."""
+    """Call `once`; DDP sends gradients in buckets of 20 kB, of which a tiny model has several."""
     kwargs = pretrain.distributed.processes.DistributedDataParallelKwargs
 
     def small(**options: Any) -> Any:
-        return kwargs(**options, bucket_cap_mb=1)
+        return kwargs(**options, bucket_cap_mb=0.02)
 
     pretrain.distributed.processes.DistributedDataParallelKwargs = small  # type: ignore[misc]
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 20_000  # the first must not be larger
     once(values)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from runs import history, start, step_folder
+from runs import history, refused, start, step_folder
 from tiny import save_teacher
 from transformers import (
     AutoModelForMaskedLM,
@@ -55,6 +55,22 @@ def test_the_export_has_the_trained_weights(finished: Path, tmp_path: Path) -> N
     ids = torch.tensor([[2, 17, 4, 99, 3]])
     with torch.no_grad():
         assert torch.equal(trained(ids).logits, exported(ids).logits)
+
+
+def test_a_model_that_was_loaded_wrongly_is_not_exported(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draw a weight anew after loading: written and read back it agrees with itself."""
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        model: Any = load_model(*arguments, **options)
+        torch.nn.init.normal_(model.distilbert.embeddings.word_embeddings.weight)
+        return model
+
+    monkeypatch.setattr(export_module, "load_model", wrong)
+    with refused("word_embeddings.weight is not as in the checkpoint"):
+        export(finished, tmp_path / "exported", pytest.fail)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_tokenizer_is_exported(exported: Path, vocabulary: list[str]) -> None:
