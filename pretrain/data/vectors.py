@@ -225,7 +225,7 @@ def write_vectors(
             partial.rename(path)
             sync(path.parent)
             progress.unlink(missing_ok=True)
-    # Nobody needs them once the file is there: whoever takes the lock then finds it, and leaves.
+    # The lock files are not needed once the file exists: a process that takes the lock finds it.
     for other in path.parent.iterdir():
         if re.fullmatch(re.escape(path.name) + r"\.\d+\.lock", other.name):
             other.unlink(missing_ok=True)

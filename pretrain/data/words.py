@@ -105,7 +105,7 @@ def borders(tokenizer_json: bytes) -> Borders:
         text = data.removeprefix(space)
         kind, unspaced = first_kind(text)
         found.unspaced[id] = unspaced
-        # The mark alone belongs to the token after it, whatever that is.
+        # A token that is only the mark belongs to the word of the next token.
         found.joins[id] = not marked and kind == "M" and bool(text)
         found.goes_on[id] = found.joins[id] or (not marked and kind in "LN" and not unspaced)
         found.closes[id] = bool(text) and last_kind(text) not in "LMN"

@@ -378,6 +378,16 @@ def write_until_killed(path: Path, texts: Path, calls: int) -> None:
     write(path, texts, encode)
 
 
+def start_and_kill(path: Path, texts: Path, calls: int) -> None:
+    """Run `write_until_killed` in another process."""
+    process = multiprocessing.get_context("fork").Process(
+        target=write_until_killed, args=(path, texts, calls)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
 def write(path: Path, texts: Path, encode: Any, **changes: str) -> None:
     """Write a file of vectors, 16 segments at a time."""
     manifest = load_manifest(texts)
@@ -393,12 +403,8 @@ def test_writing_goes_on_after_a_kill(texts: Path, tmp_path: Path) -> None:
     write(tmp_path / "whole", texts, numbered)
     killed = tmp_path / "killed"
     for calls in (3, 0, 7):
-        process = multiprocessing.get_context("fork").Process(
-            target=write_until_killed, args=(killed, texts, calls)
-        )
-        process.start()
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL and not killed.exists()
+        start_and_kill(killed, texts, calls)
+        assert not killed.exists()
     units = json.loads((tmp_path / "killed.progress").read_text())["units"]
     assert sum(count for count, _ in units) == 160
     # A write that the kill cut off, and one that reached the disk without being noted.
@@ -452,11 +458,7 @@ def test_unfinished_vectors_that_are_not_as_written_are_refused(
 ) -> None:
     """Sealed with a correct checksum, they would be 332 documents with the vector 0."""
     path, partial = tmp_path / "v", tmp_path / "v.partial"
-    process = multiprocessing.get_context("fork").Process(
-        target=write_until_killed, args=(path, texts, 6)
-    )
-    process.start()
-    process.join(60)
+    start_and_kill(path, texts, 6)
     data = bytearray(partial.read_bytes())
     if damage == "shorter":
         partial.write_bytes(data[:-200])
@@ -475,11 +477,7 @@ def test_unfinished_vectors_of_a_different_precision_are_refused(
     texts: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "v"
-    process = multiprocessing.get_context("fork").Process(
-        target=write_until_killed, args=(path, texts, 6)
-    )
-    process.start()
-    process.join(60)
+    start_and_kill(path, texts, 6)
     with refused("v.progress", "precision"):
         write(path, texts, numbered, precision="bf16")
 
@@ -489,11 +487,7 @@ def test_a_progress_file_with_a_wrong_count_is_refused(
     count: str, texts: Path, tmp_path: Path
 ) -> None:
     path, progress = tmp_path / "v", tmp_path / "v.progress"
-    process = multiprocessing.get_context("fork").Process(
-        target=write_until_killed, args=(path, texts, 3)
-    )
-    process.start()
-    process.join(60)
+    start_and_kill(path, texts, 3)
     noted = json.loads(progress.read_text())
     noted["units"][0][0] = "HERE"
     progress.write_text(json.dumps(noted).replace('"HERE"', count))
