@@ -105,7 +105,8 @@ def check_vectors_path(vectors: Path, output: Path, inputs: Mapping[str, Sequenc
     """Refuse a file of vectors in the place of something else; nothing is opened.
 
     Raises:
-        RunError: it is not a regular file, is a file of the run, or lies in a folder that is only read.
+        RunError: it is not a regular file, is a file of the run, or lies in a folder that the run
+            only reads.
     """
     if vectors.exists() and not vectors.is_file():
         raise RunError(f"vectors {vectors}: not a regular file; name a file")

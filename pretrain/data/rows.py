@@ -279,7 +279,10 @@ def unspaced_note(config: MaskingConfig, folder: Path, manifest: Manifest) -> st
     """Return what screen and card should say about words in scripts without spaces, or ""."""
     if config.mode not in ("whole_word", "span"):
         return ""
-    marks = borders_of(folder, manifest).unspaced
+    try:
+        marks = borders_of(folder, manifest).unspaced
+    except (ValueError, KeyError, TypeError):
+        return ""  # refused where the masks are built
     counts = np.array(json.loads(read_listed(folder, manifest, TOKEN_COUNTS))["counts"])
     share = counts[marks[: len(counts)]].sum() / max(1, counts.sum())
     if share < _FEW_UNSPACED:

@@ -296,6 +296,28 @@ def test_a_tokenizer_without_words_is_refused() -> None:
         borders(backend.to_str().encode())
 
 
+def test_a_run_over_symbols_without_words_is_refused(
+    tmp_path: Path, run_config: Callable[..., Any]
+) -> None:
+    symbols = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"CNOcno()=#123"]
+    (tmp_path / "vocab.txt").write_text("\n".join(symbols) + "\n", encoding="utf-8")
+    (tmp_path / "s.txt").write_text("\n".join(["CCO", "c1cc(N)cc1"] * 40), encoding="utf-8")
+    source = {"kind": "text", "path": str(tmp_path / "s.txt"), "document": "line"}
+    corpus = {"output": tmp_path / "shards", "sources": [source], "row_length": 32, "workers": 1}
+    corpus |= {"tokenizer": {"vocab": tmp_path / "vocab.txt", "pattern": "."}}
+    prepare(CorpusConfig.model_validate({**corpus, "deduplicate": {"documents": "none"}}))
+    values = run_config(
+        tmp_path / "run",
+        objective={"name": "mlm"},
+        shards=str(tmp_path / "shards"),
+        model={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        train={"max_steps": 1, "global_batch_size": 4},
+        masking={"mode": "whole_word"},
+    )
+    with refused("masking.mode whole_word", "holds no words", "take mode uniform"):
+        start(values)
+
+
 def test_the_share_changes_linearly(ids: Any) -> None:
     rising = replace(UNIFORM, probability=0.0, final=0.3, num_steps=11)
     assert rising.num_slots(100) == 30
