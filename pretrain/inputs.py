@@ -356,7 +356,7 @@ def check_same_run(
     # A sealed file of this format has all keys, unless another program wrote it.
     if lacking := [key for key in _NEEDED if key not in saved.state]:
         raise RunError(f"{saved.folder}: state.json lacks {lacking[0]}; continue from another one")
-    refuse_outdated(saved.folder, saved.state)
+    refuse_outdated(saved.folder, saved.state, branches=bool(may_change))
     changes = recipe_changes(saved.state, config, may_change)
     if saved.state["shards"] != manifest.digest:
         changes.append(f"the shards in {config.shards} are other ones")

@@ -6,6 +6,7 @@ Nothing here imports torch, so that a mistake is answered at once.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -108,10 +109,11 @@ def check_vectors_path(vectors: Path, output: Path, inputs: Mapping[str, Sequenc
         RunError: it is not a regular file, is a file of the run, or lies in a folder that the run
             only reads.
     """
-    if vectors.exists() and not vectors.is_file():
-        raise RunError(f"vectors {vectors}: not a regular file; name a file")
-    there = Path(os.path.realpath(vectors))
-    if there.is_relative_to(os.path.realpath(output)) and there.name != VECTORS:
+    for place in (vectors, Path(f"{vectors}.partial"), Path(f"{vectors}.progress")):
+        if place.exists() and not place.is_file():
+            raise RunError(f"vectors {vectors}: {place} is not a regular file; name a file")
+    there, inside = Path(os.path.realpath(vectors)), Path(os.path.realpath(output))
+    if there.is_relative_to(inside) and there != inside / VECTORS:
         raise RunError(
             f"vectors {vectors}: lies in output {output}, whose files the run writes; name a file "
             "outside of it"
@@ -227,13 +229,19 @@ def _recorded(folder: Path) -> RunConfig | None:
         return None
 
 
-def refuse_outdated(checkpoint: Path, state: Mapping[str, Any]) -> None:
+def refuse_outdated(checkpoint: Path, state: Mapping[str, Any], *, branches: bool = False) -> None:
     """Refuse to continue a run that a defect of an earlier version has changed.
+
+    A finished run stays as it is, unless another one `branches` from it.
 
     Raises:
         RunError: names the defect.
     """
+    if not branches and state.get("step", 0) >= state.get("num_steps", math.inf):
+        return
     corrected, again = state.get("corrections", []), "set a different `output:` to start it again"
+    if branches:
+        again = "take a run of this version, or start a new run with student.init"
     try:
         config = RunConfig.model_validate(state["config"])
         student = parse_object((checkpoint / "student" / "config.json").read_bytes())

@@ -149,11 +149,12 @@ def build(files: Sequence[Path]) -> Contamination:
 
 
 def _words(field: str) -> Words:
-    """Return the words of a field; none of labels and numbers, such as 5.000 or not_entailment."""
+    """Return the words of a field; none of labels, numbers, dates and addresses."""
     text = clean(field)
     words = word_hashes(text)
-    # Where words are written without spaces, a text has more of them.
-    is_text = len(words) >= WHOLE or (len(words) >= 2 and " " in text)
+    # Without a space it is a text only in a script that has none, such as Chinese.
+    letters = any(character.isalpha() for character in text)
+    is_text = letters and len(words) >= 2 and (" " in text or not text.isascii())
     return words if is_text else words[:0]
 
 

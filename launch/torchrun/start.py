@@ -180,8 +180,9 @@ def describe(
     train = config.train
     if train.precision != "auto" and layout.device == "cpu":
         check_precision(train.precision, layout.device)
-    if asked.gpus is None and preset is None and layout.device == "cpu":
-        yield "no GPU can be seen here: one process on CPU; --gpus M starts M of them"
+    if preset is None and layout.device == "cpu":
+        more = "one process on CPU; --gpus M starts M of them"
+        yield f"no GPU can be seen here: {more if asked.gpus is None else 'processes on CPU'}"
     if preset is None and asked.dry_run and not asked.slurm and layout.nodes > 1:
         yield "for nodes with GPUs; where they have none, add --hardware cpu"
     if preset is not None and added:

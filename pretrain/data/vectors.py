@@ -32,7 +32,9 @@ from data_prep.shards import Manifest, Segments
 from pretrain import RunError
 from pretrain.files import write_json, writing_to
 
-CODE = "1"  # raised when the same teacher and texts would give other vectors
+# Raised when the same teacher and texts would give other vectors. 2: word embeddings of an
+# XLM-RoBERTa or CamemBERT without an LM head, which were random.
+CODE = "2"
 SEGMENTS = 4096  # written at a time: a kill costs at most these
 _AGAIN = "remove it to write it again, or name another file"
 _SECONDS = 30  # between two lines on the screen
@@ -77,7 +79,10 @@ def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Re
     if teacher is not None and record.teacher not in ("", teacher):
         raise RunError(f"{path}: holds vectors of another teacher; {_AGAIN}")
     if record.teacher and record.code != CODE:
-        raise RunError(f"{path}: another version of this program wrote it; {_AGAIN}")
+        raise RunError(
+            f"{path}: an earlier version of this program wrote it, which could load other weights "
+            f"of the teacher; {_AGAIN}"
+        )
     # One tensor for each split, of one width.
     widths = set()
     for split, sizes in manifest.splits.items():

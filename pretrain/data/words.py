@@ -57,7 +57,8 @@ def borders(tokenizer_json: bytes) -> Borders:
     In WordPiece, tokens with the prefix ## continue a word. In byte-level BPE and SentencePiece a
     token continues a word if it begins with a letter, a combining sign or a digit (Unicode's
     categories L, M and N), or in the middle of a character, unless it follows a space or
-    punctuation. In scripts without spaces each token is a word, with the combining signs behind it.
+    punctuation. In scripts without spaces each token is a word, with the combining signs behind it;
+    in WordPiece too.
 
     Raises:
         ValueError: the tokenizer has no words: single symbols by a pattern, for instance.
@@ -77,8 +78,10 @@ def borders(tokenizer_json: bytes) -> Borders:
     if model["type"] == "WordPiece":
         prefix = model["continuing_subword_prefix"]
         for token, id in ids.items():
-            found.goes_on[id] = token.startswith(prefix) and token != prefix
-            found.unspaced[id] = _is_unspaced(token[:1])
+            rest = token.removeprefix(prefix).encode(errors="replace")
+            kind, found.unspaced[id] = first_kind(rest)
+            continues = token.startswith(prefix) and token != prefix
+            found.goes_on[id] = continues and (kind == "M" or not found.unspaced[id])
         return found
     if "ByteLevel" in kinds:
         alphabet = byte_alphabet()
@@ -108,7 +111,8 @@ def borders(tokenizer_json: bytes) -> Borders:
         # A token that is only the mark belongs to the word of the next token.
         found.joins[id] = not marked and kind == "M" and bool(text)
         found.goes_on[id] = found.joins[id] or (not marked and kind in "LN" and not unspaced)
-        found.closes[id] = bool(text) and last_kind(text) not in "LMN"
+        last, last_unspaced = last_kind(text)
+        found.closes[id] = bool(text) and (last not in "LMN" or last_unspaced)
         found.inherits[id] = bool(text) and all(0x80 <= byte < 0xC0 for byte in text)
     return found
 
@@ -140,14 +144,16 @@ def first_kind(text: bytes) -> tuple[str, bool]:
         return "S", False
     if len(text) >= length:
         character = text[:length].decode(errors="replace")[0]
-        return unicodedata.category(character)[0], _is_unspaced(character)
+        kind = unicodedata.category(character)
+        # Joiners and other marks without a shape (Cf) stand inside words, as combining signs do.
+        return "M" if kind == "Cf" else kind[0], _is_unspaced(character)
     return _kind_of_most(bytes(text))
 
 
-def last_kind(text: bytes) -> str:
-    """Return the category of a text's last character; see `first_kind`."""
+def last_kind(text: bytes) -> tuple[str, bool]:
+    """Return the category of a text's last character, and if it is unspaced; see `first_kind`."""
     begin = max((i for i, byte in enumerate(text) if not 0x80 <= byte < 0xC0), default=0)
-    return first_kind(text[begin:])[0]
+    return first_kind(text[begin:])
 
 
 @cache
@@ -159,7 +165,8 @@ def _kind_of_most(begin: bytes) -> tuple[str, bool]:
         known = begin[place] & 0x3F if place < len(begin) else None
         first = first << 6 | (0 if known is None else known)
         last = last << 6 | (0x3F if known is None else known)
-    points = range(first, min(last, sys.maxunicode) + 1)
+    shortest = (0x80, 0x800, 0x10000)[length - 2]  # a smaller one has fewer bytes
+    points = range(max(first, shortest), min(last, sys.maxunicode) + 1)
     characters = [c for c in map(chr, points) if unicodedata.category(c)[0] != "C"]
     letters = sum(unicodedata.category(c)[0] in "LMN" for c in characters)
     unspaced = sum(map(_is_unspaced, characters))

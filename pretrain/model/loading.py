@@ -208,6 +208,17 @@ def _tie(who: str, model: Any) -> None:
                 "take a model that was trained with tied embeddings"
             )
         head.weight = embeddings
+    # Old files name the bias twice, too: of the decoder, and of the head.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, bias in parameters.items():
+        other = parameters.get(name.removesuffix("decoder.bias") + "bias")
+        if name.endswith("decoder.bias") and other is not None and other is not bias:
+            if not torch.equal(bias, other):
+                raise RunError(
+                    f"{who}: its LM head has two biases, and {name} is not the other; take a model "
+                    "whose file holds one, or two that are equal"
+                )
+            head.bias = other
 
 
 @torch.no_grad()

@@ -38,7 +38,8 @@ _TEXTS = ["config.json", "vocab.txt", "tokenizer.json", *_SETTINGS]
 # Of a folder of sentence-transformers; a pattern fits a whole path.
 _TEXTS += [
     "modules.json",
-    "sentence_bert_config.json",
+    "sentence_*_config.json",
+    "config_sentence_transformers.json",
     "[1-9]_*/config.json",
     "[1-9]_*/model.safetensors",
 ]
@@ -48,6 +49,7 @@ _CODE = (
     *("quantization_config", "fusion_config", "kernel_config"),
 )
 _LONGEST_JSON, _LONGEST_VOCABULARY = 2**24, 2**28  # bytes
+_MOST_HOLES = 2**20  # ids without a token
 _LONGEST_LINE = 300  # characters
 _SAFE_UNPICKLER = (2, 10)  # torch 2.10: before, weights_only was not safe (CVE-2026-24747)
 _ROLES = ("pad", "unk", "cls", "sep", "mask")
@@ -229,7 +231,13 @@ def read_words(who: str, folder: Path) -> Words | None:
             if isinstance(token, str):
                 special[role] = ids.get(token)
     # By id: an id without a token is empty, as in the shards' vocabulary.
-    vocabulary = [""] * (max(ids.values(), default=-1) + 1)
+    size = max(ids.values(), default=-1) + 1
+    if size > _MOST_HOLES + 2 * len(ids):
+        raise RunError(
+            f"{who}: its tokenizer has {len(ids):,} tokens and ids up to {size - 1:,}; save the "
+            "tokenizer again"
+        )
+    vocabulary = [""] * size
     for word, id in ids.items():
         vocabulary[id] = word
     return Words(vocabulary, special) if ids else None

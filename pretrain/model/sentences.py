@@ -31,10 +31,17 @@ from pretrain import RunError
 from pretrain.kernels.attention import find_documents
 from pretrain.model.families import MaskedLM, encode, family_of
 from pretrain.model.loading import FLOATS
-from pretrain.model.model_files import first_line, read_config, read_tensors, read_text
+from pretrain.model.model_files import (
+    first_line,
+    read_config,
+    read_tensors,
+    read_text,
+    read_tokenizer,
+)
 from pretrain.model.pooling import ACTIVATIONS, SentenceHead, Sequences
 
 _LONGEST_JSON = 2**20  # bytes
+_UNLIMITED = 10**6  # tokens: transformers writes 10**30 where a tokenizer has no limit
 # The classes of sentence-transformers, by their names in all releases: 2 to 5, and 6.
 _TYPES = {
     f"{place}.{kind}": kind
@@ -80,24 +87,16 @@ def read_head(who: str, folder: Path, width: int) -> SentenceHead:
             give other vectors.
     """
     prompts = folder / "config_sentence_transformers.json"
-    if os.path.lexists(prompts) and (name := _object(who, prompts).get("default_prompt_name")):
+    settings = _object(who, prompts) if os.path.lexists(prompts) else {}
+    name, known = settings.get("default_prompt_name"), settings.get("prompts")
+    if name and not (isinstance(known, dict) and known.get(name) == ""):
         raise RunError(
             f"{who}: its default_prompt_name is {name!r}: a prompt before every text is not "
             "supported; set it to null if the texts need none, or take another model"
         )
     if not os.path.lexists(folder / "modules.json"):
         return SentenceHead(width)
-    longest = None
-    if os.path.lexists(folder / "sentence_bert_config.json"):
-        settings = _object(who, folder / "sentence_bert_config.json")
-        longest = settings.get("max_seq_length")
-        longest = longest if isinstance(longest, int) and longest > 1 else None
-        _refuse_unknown(f"{who}: sentence_bert_config.json", "sentence_bert_config.json", settings)
-        if settings.get("do_lower_case"):
-            raise RunError(
-                f"{who}: its sentence_bert_config.json sets do_lower_case, which is not supported; "
-                "lower-case in the tokenizer"
-            )
+    longest = _longest(who, folder)
     try:
         modules = json.loads(read_text(who, folder / "modules.json", _LONGEST_JSON))
         found = [(str(m["type"]), str(m["path"])) for m in modules]
@@ -122,6 +121,8 @@ def read_head(who: str, folder: Path, width: int) -> SentenceHead:
             dense.append(_dense(part, folder / name, width))
             width = len(dense[-1][0])
         elif kind == "Normalize" and i > 1:
+            if os.path.lexists(folder / name / "config.json"):
+                _refuse_other_inputs(part, read_config(part, folder / name))
             normalised = True
         else:
             raise RunError(
@@ -221,7 +222,8 @@ def _pools_first(who: str, folder: Path) -> bool:
     modes = {key for key, v in settings.items() if key.startswith("pooling_mode_") and v}
     modes = {_MODES.get(key, key) for key in modes}
     if (mode := settings.get("pooling_mode")) is not None:
-        modes |= {*mode} if isinstance(mode, list) else {str(mode)}
+        one = mode[0] if isinstance(mode, list) and len(mode) == 1 else mode
+        modes.add(one if isinstance(one, str) else json.dumps(one))
     if modes not in ({"cls"}, {"mean"}):
         raise RunError(
             f"{who}: its pooling_mode is {' and '.join(sorted(modes)) or 'missing'}; "
@@ -234,8 +236,7 @@ def _dense(who: str, folder: Path, width: int) -> tuple[Tensor, Tensor | None, s
     """Return weight, bias and activation of a Dense layer that takes vectors of `width`."""
     settings = read_config(who, folder)
     _refuse_unknown(who, "Dense", settings)
-    if any(settings.get(f"module_{end}_name") not in _VECTOR for end in ("input", "output")):
-        raise RunError(f"{who}: it does not map a sentence's vector; take another model")
+    _refuse_other_inputs(who, settings)
     tensors = read_tensors(who, folder)
     for key, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
@@ -259,9 +260,43 @@ def _dense(who: str, folder: Path, width: int) -> tuple[Tensor, Tensor | None, s
     return weight.float(), None if bias is None else bias.float(), activation
 
 
+def _longest(who: str, folder: Path) -> int | None:
+    """Return how many tokens of a text the encoder should read; None: as many as it can."""
+    # Named after the model's type in early releases; since release 6 the tokenizer's settings say.
+    longest = None
+    for path in sorted(folder.glob("sentence_*_config.json")):
+        settings = _object(who, path)
+        _refuse_unknown(f"{who}: {path.name}", "sentence_bert_config.json", settings)
+        longest = settings.get("max_seq_length")
+        if settings.get("do_lower_case") and not _lowers(who, folder):
+            raise RunError(
+                f"{who}: its {path.name} sets do_lower_case, and its tokenizer keeps case; "
+                "lower-case in the tokenizer"
+            )
+    if longest is None and os.path.lexists(folder / "tokenizer_config.json"):
+        longest = _object(who, folder / "tokenizer_config.json").get("model_max_length")
+    return longest if isinstance(longest, int) and 1 < longest < _UNLIMITED else None
+
+
+def _lowers(who: str, folder: Path) -> bool:
+    """Return whether a folder's tokenizer.json lower-cases by itself."""
+    try:
+        state = json.loads(read_tokenizer(who, folder) or "{}")["normalizer"] or {}
+        steps = [state, *state.get("normalizers", [])]
+        return any(s["type"] == "Lowercase" or s.get("lowercase") is True for s in steps)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _refuse_other_inputs(who: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a module that reads or writes something else than a sentence's vector."""
+    if any(settings.get(f"module_{end}_name") not in _VECTOR for end in ("input", "output")):
+        raise RunError(f"{who}: it does not map a sentence's vector; take another model")
+
+
 def _refuse_unknown(who: str, kind: str, settings: Mapping[str, Any]) -> None:
     """Refuse keys that a later release may have added to change a vector."""
-    if odd := sorted(settings.keys() - _KNOWN[kind]):
+    if odd := sorted(key for key in settings.keys() - _KNOWN[kind] if settings[key]):
         raise RunError(
             f"{who}: the key {one_line(odd[0], 60)!r} is not known, so its vectors may differ; "
             "take it out if it changes none, or take another model"

@@ -270,9 +270,9 @@ def _continue_from(
             f"student.init: {folder} holds a {model.config.model_type}, no {family.model_type}; "
             f"{fix}"
         )
-    # Its width is its own: a term that needs the teacher's refuses another one.
-    wanted = {"vocab_size": teacher.model.config.vocab_size, **sizes}
-    for name, size in wanted.items():
+    # Its width is its own: a term that needs the teacher's refuses a different one. So is the
+    # padding of its vocabulary, whose tokens are compared below.
+    for name, size in sizes.items():
         own_name = family.own_names.get(name, name)
         if getattr(model.config, own_name) != size:
             raise RunError(

@@ -177,7 +177,8 @@ def test_random_text_hits_nothing_and_everything_in_a_file_is_found(tmp_path: Pa
 
 def test_texts_and_those_too_short_to_be_found_are_counted(tmp_path: Path) -> None:
     rows = [
-        f"{sentence(13, seed=1)}\tentailment\t7",  # labels and numbers are no texts
+        f"{sentence(13, seed=1)}\tnot_entailment\t5.000",  # labels and numbers are no texts
+        "2012-01-05 10:11:12\thttps://en.example.org/wiki/List_of_towns_in_Europe\t7",
         f"{sentence(12, seed=2)}\ttwo words\t8",
         f"{sentence(14, seed=3)}\t{sentence(4, seed=4)}\t9",
     ]

@@ -30,7 +30,8 @@ def test_the_command_in_the_file_trains_with_two_ranks(run: Path, tmp_path: Path
         # Dropout draws other numbers in another layout.
         overrides = ["model.hidden_dropout_prob=0", "model.attention_probs_dropout_prob=0"]
         arguments = [*command, run, f"output={tmp_path / name}", *overrides]
-        done = finished(*arguments, environment={"CUDA_VISIBLE_DEVICES": ""})
+        # The file is named relative to the checkout.
+        done = finished(*arguments, cwd=ROOT, environment={"CUDA_VISIBLE_DEVICES": ""})
         assert done.returncode == 0, done.stdout + done.stderr
     states = [
         json.loads((tmp_path / name / "checkpoints/step-00000004/state.json").read_bytes())

@@ -543,7 +543,9 @@ def test_a_teacher_that_makes_zero_vectors_is_refused(texts: Path, tmp_path: Pat
         write(tmp_path / "v", texts, lambda found: np.zeros((len(found), 8), dtype=np.float32))
 
 
-@pytest.mark.parametrize("place", ["config.json", "checkpoints/v", "shards", "teacher", "fifo"])
+@pytest.mark.parametrize(
+    "place", ["config.json", "checkpoints/vectors.safetensors", "shards", "teacher", "fifo"]
+)
 def test_a_place_that_vectors_may_not_have_is_refused(
     place: str, values: dict[str, Any], texts: Path, teacher_folder: Path, tmp_path: Path
 ) -> None:
@@ -681,6 +683,15 @@ def two_poolings(folder: Path) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
 
 
+def normalised_tokens(folder: Path) -> None:
+    settings = {"module_input_name": "token_embeddings"}
+    (folder / "3_Normalize" / "config.json").write_text(json.dumps(settings))
+
+
+def pooled_twice(folder: Path) -> None:
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": ["mean", "mean"]}')
+
+
 def unknown_key(folder: Path, name: str) -> None:
     path = folder / name
     path.write_text(json.dumps(json.loads(path.read_text()) | {"scale_by": 3}))
@@ -700,6 +711,8 @@ SPOILT = [
     (long_bias, "linear.bias"),
     (no_bias, "linear.bias"),
     (two_poolings, "pooling_mode"),
+    (normalised_tokens, "does not map a sentence's vector"),
+    (pooled_twice, "pooling_mode"),
     (partial(unknown_key, name="1_Pooling/config.json"), "scale_by"),
     (partial(unknown_key, name="2_Dense/config.json"), "scale_by"),
     (partial(unknown_key, name="sentence_bert_config.json"), "scale_by"),
@@ -717,6 +730,27 @@ def test_a_sentence_encoder_that_would_be_another_is_refused(
     case[0](teacher_folder)
     with refused("teacher x", case[1]):
         read_head("teacher x", teacher_folder, 32)
+
+
+def test_settings_that_change_nothing_are_accepted(with_tokenizer: Path) -> None:
+    """Take the files of published encoders: switches that are off, and a second lower-casing."""
+    with_modules(with_tokenizer, ["Transformer", "Pooling", "Normalize"])
+    (with_tokenizer / "sentence_bert_config.json").write_text(
+        '{"max_seq_length": 12, "do_lower_case": true, "model_args": {}, "cache_dir": null}'
+    )
+    (with_tokenizer / "config_sentence_transformers.json").write_text(
+        '{"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "document"}'
+    )
+    assert read_head("teacher", with_tokenizer, 32).longest == 12
+    (with_tokenizer / "sentence_bert_config.json").unlink()
+    (with_tokenizer / "sentence_roberta_config.json").write_text('{"max_seq_length": 11}')
+    assert read_head("teacher", with_tokenizer, 32).longest == 11
+    (with_tokenizer / "sentence_roberta_config.json").unlink()
+    for length, longest in ((10, 10), (10**30, None)):
+        settings = json.loads((with_tokenizer / "tokenizer_config.json").read_text())
+        settings["model_max_length"] = length
+        (with_tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
+        assert read_head("teacher", with_tokenizer, 32).longest == longest
 
 
 @pytest.mark.parametrize("names", ["old", "new"])

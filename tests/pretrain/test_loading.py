@@ -117,6 +117,20 @@ def test_a_head_that_is_not_the_embeddings_is_refused(
         load_teacher(str(tmp_path), manifest)
 
 
+@pytest.mark.parametrize("kind", ["bert", "roberta", "camembert"])
+def test_a_head_with_two_biases_is_refused(kind: str, tmp_path: Path, manifest: Manifest) -> None:
+    model = built(kind)
+    save_teacher(tmp_path, model)
+    tensors = {n: tensor.clone() for n, tensor in model.state_dict().items()}
+    name = next(n for n in tensors if n.endswith("decoder.bias"))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_teacher(str(tmp_path), manifest)
+    tensors[name] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with refused("two biases", name):
+        load_teacher(str(tmp_path), manifest)
+
+
 # --- issue 31.11 -------------------------------------------------------------------------------
 
 

@@ -207,6 +207,28 @@ def test_words_of_all_scripts_end_where_their_characters_say(kind: str, script: 
     assert seen > 8 and (cut > 4 or script in UNSPACED)
 
 
+def test_pieces_of_wordpiece_are_words_in_scripts_without_spaces() -> None:
+    """Let a character-level vocabulary cut Thai, kana and Latin."""
+    words = ["\u0e01", "\u0e02", "\u3042", "\u30ab", "a", "b"]
+    tokens = [*words, *(f"##{word}" for word in [*words, "\u0e31"])]
+    backend = Tokenizer(models.WordPiece({token: id for id, token in enumerate(tokens)}))
+    found = borders(backend.to_str().encode())
+    goes_on = {token for id, token in enumerate(tokens) if found.goes_on[id]}
+    assert goes_on == {"##a", "##b", "##\u0e31"}  # the last is a combining sign
+    unspaced = {token for id, token in enumerate(tokens) if found.unspaced[id]}
+    assert unspaced >= {f"{prefix}{word}" for prefix in ("", "##") for word in words[:4]}
+    assert not unspaced & {"a", "b", "##a", "##b"}
+
+
+@pytest.mark.parametrize("text", ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "x\u00ady"])
+def test_joiners_stand_inside_words(text: str) -> None:
+    backend = tokenizer("byte-level", [text])  # so that the joiner is one token
+    found = borders(backend.to_str().encode())
+    ids = np.array([backend.encode(text).ids])
+    drawn = draw_words(ids.astype(np.uint32), ids, found, np.zeros(len(found.goes_on), bool))
+    assert ids.shape[1] > 1 and set(drawn.word[0].tolist()) == {0}
+
+
 def test_a_hole_in_the_ids_shifts_no_mark() -> None:
     backend = tokenizer("byte-level", [*TEXTS.values()])
     state = json.loads(backend.to_str())
@@ -276,9 +298,18 @@ def test_an_unfinished_run_of_other_borders_is_refused(
         edit_state(step_folder(values["output"], 2), lambda state: state.pop("corrections"))
         if mode == "uniform":
             assert start(values).ended == "finished"
-        else:
-            with refused("found the borders of words differently for masking.mode span"):
-                start(values)
+            continue
+        with refused("found the borders of words differently for masking.mode span"):
+            start(values)
+        # A finished one stays as it is, but is not continued by another run.
+        whole = {**values, "output": str(tmp_path / "whole")}
+        start(whole)
+        edit_state(step_folder(whole["output"], 4), lambda state: state.pop("corrections"))
+        assert start(whole).ended == "up to date"
+        longer = {**whole, "output": str(tmp_path / "on"), "resume_from": whole["output"]}
+        longer["train"] = whole["train"] | {"max_steps": 6}
+        with refused("masking.mode span", "start a new run with student.init"):
+            start(longer)
 
 
 def test_the_words_of_wordpiece_are_read_from_the_shards(corpus: Path, manifest: Manifest) -> None:
