@@ -222,7 +222,7 @@ def test_a_corpus_tokenizer_that_panics_is_refused_in_one_line(
         "validation": 0,
         "workers": 1,
     }
-    with refused("tokenizer", kind=CorpusError):
+    with refused("the tokenizer of the corpus: ", "cannot encode a text", kind=CorpusError):
         prepare(CorpusConfig.model_validate(values))
 
 

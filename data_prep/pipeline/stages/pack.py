@@ -141,6 +141,7 @@ def pack_unit(task: PackTask, folder: Path) -> dict[str, Any]:
     If texts are kept, texts.arrow as well.
     """
     tokens = load(task.tokenizer)
+    tokens.origin = "the tokenizer of the corpus"  # not the copy of it that is read here
     sample: list[str] = []
     size = 0
     for document in chain.from_iterable(_kept(part, task.split) for part in task.slices):
