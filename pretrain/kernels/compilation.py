@@ -7,6 +7,7 @@ evaluation, with batches of other shapes, calls the same models uncompiled.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -40,6 +41,11 @@ def check_compiler(device: torch.device) -> None:
     try:
         compile_static(negative, whole=True)(torch.ones(8, device=device))
     except Exception as error:  # the compiler raises a dozen classes
+        if " " in tempfile.gettempdir():
+            raise RunError(
+                f"train.compile: torch's compiler fails in a path with a space, such as TMPDIR "
+                f"{tempfile.gettempdir()}; set TMPDIR to another folder, or train.compile=false"
+            ) from None
         reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
         raise RunError(
             f"train.compile: {reason.strip()[:200]}. It needs a working C++ compiler and Python's "
