@@ -69,9 +69,10 @@ class Student(Keys):
     """Hold the depth of the student and the source of its weights.
 
     `architecture` is "distilbert", the default for a BERT or DistilBERT teacher, or "same": the
-    teacher's own. `init` is "teacher" (its layers, evenly spaced), a list of teacher layers counted
-    from 0, "random", or a folder to continue from. `num_layers` defaults to half the teacher's. The
-    other sizes are the teacher's by default, and others need `init: random` or a folder.
+    teacher's own. `init` is "teacher" (its layers, evenly spaced up to the last), a list of teacher
+    layers counted from 0, "random", or a folder to continue from. `num_layers` defaults to half the
+    teacher's. The other sizes are the teacher's by default, and others need `init: random` or a
+    folder.
     """
 
     # None: the teacher's own, but a BERT's student is a DistilBERT.

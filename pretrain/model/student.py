@@ -119,23 +119,25 @@ def build_student(
 def default_layers(num_teacher_layers: int, num_layers: int, period: int = 1) -> tuple[int, ...]:
     """Return the teacher's layers that a student starts from.
 
-    They are the authors' choice for six of twelve layers, and evenly spaced otherwise. Where the
-    kinds of layers repeat after `period`, each is of the kind that the student has at its place.
+    They are the authors' choice for six of twelve layers. Otherwise they are evenly spaced and end
+    with the teacher's last one, whose output is what the student learns: measured in docs/LOG.md.
+    Where the kinds of layers repeat after `period`, each is of the kind that the student has at its
+    place, and the first is layer 0, because ModernBERT's first layer has a norm less.
     """
     if num_layers > num_teacher_layers:
         raise RunError(
             f"student.num_layers {num_layers} is more than the teacher's {num_teacher_layers}; "
             "ask for fewer, or set student.init: random"
         )
-    # Not evenly spaced: the last layer of the teacher is among them.
     if (num_teacher_layers, num_layers, period) == (12, 6, 1):
         return _PAPER_LAYERS
-    layers = []
-    for i in range(num_layers):
-        evenly = i * num_teacher_layers // num_layers
-        same_kind = range(i % period, num_teacher_layers, period)
-        layers.append(min(same_kind, key=lambda layer: abs(layer - evenly)))
-    return tuple(layers)
+    # From the last to the first: the nearest layer of its kind to (i + 1) L / n - 1, in order.
+    layers = [num_teacher_layers]
+    for i in reversed(range(num_layers)):
+        evenly = (i + 1) * num_teacher_layers / num_layers - 1
+        same_kind = range(i, 1 if i == 0 and period > 1 else layers[0], period)
+        layers.insert(0, min(same_kind, key=lambda layer: abs(layer - evenly)))
+    return tuple(layers[:-1])
 
 
 def copy_same(teacher: MaskedLM, student: MaskedLM, layers: tuple[int, ...]) -> None:

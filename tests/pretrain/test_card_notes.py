@@ -30,7 +30,7 @@ def said_and_card(values: dict[str, Any], folder: Path, **arguments: Any) -> tup
 @pytest.mark.parametrize(
     ("student", "note"),
     [
-        ({"num_layers": 2}, "the student began from the teacher's layers 0 and 2"),
+        ({"num_layers": 2}, "the student began from the teacher's layers 1 and 3"),
         ({"init": [3]}, "the student began from the teacher's layer 3"),
         ({"init": [1, 2, 3]}, "the student began from the teacher's layers 1, 2 and 3"),
         ({"init": "random"}, "the student began from random weights"),
@@ -132,5 +132,5 @@ def test_a_continued_run_keeps_the_notes_of_the_one_it_left(
     longer["train"] |= {"max_steps": 6}
     screen, card = said_and_card(longer, tmp_path / "exported")
     assert "continued from step 4 of another run" in screen
-    assert "- the student began from the teacher's layers 0 and 2\n" in card
+    assert "- the student began from the teacher's layers 1 and 3\n" in card
     assert "- continued from step 4 of another run\n" in card

@@ -58,7 +58,7 @@ def curve(folder: Path) -> list[tuple[int, float]]:
         "output": folder / "run",
         "shards": folder / "shards",
         "teacher": str(folder / "teacher"),
-        "student": {"dropout": 0.0, "attention_dropout": 0.0},
+        "student": {"init": [0, 2], "dropout": 0.0, "attention_dropout": 0.0},
         "optimizer": {"learning_rate": 1e-3},
         "train": {
             "max_steps": 20,

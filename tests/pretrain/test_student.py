@@ -5,6 +5,7 @@ import json
 import shutil
 import tarfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_all_layers_give_the_teachers_outputs(teacher: Teacher, ids: Tensor) -> 
 
 @pytest.mark.parametrize(
     ("config", "layers"),
-    [(Student(), (0, 2)), (Student(num_layers=3), (0, 1, 2)), (Student(init=(3, 1)), (3, 1))],
+    [(Student(), (1, 3)), (Student(num_layers=3), (0, 2, 3)), (Student(init=(3, 1)), (3, 1))],
     ids=["half", "three", "listed"],
 )
 def test_students_have_the_chosen_layers(
@@ -109,16 +110,17 @@ def test_copies_share_no_memory_with_the_teacher() -> None:
 
 def test_default_layers() -> None:
     assert default_layers(12, 6) == (0, 2, 4, 7, 9, 11)
-    assert default_layers(4, 2) == (0, 2)
-    assert default_layers(6, 3) == (0, 2, 4)
-    assert default_layers(12, 3) == (0, 4, 8)
-    assert default_layers(12, 12) == tuple(range(12))
-    assert default_layers(1, 1) == (0,)
-    for teacher in range(1, 25):
+    assert default_layers(4, 2) == (1, 3)
+    assert default_layers(6, 3) == (1, 3, 5)
+    assert default_layers(12, 3) == (3, 7, 11)
+    assert default_layers(22, 7, 3) == (0, 4, 8, 12, 16, 17, 21)  # ModernBERT-base's last is global
+    for teacher, period in product(range(1, 25), range(1, 7)):
         for student in range(1, teacher + 1):
-            layers = default_layers(teacher, student)
+            layers = default_layers(teacher, student, period)
             assert len(set(layers)) == student and sorted(layers) == list(layers)
-            assert layers[0] >= 0 and layers[-1] < teacher
+            assert [layer % period for layer in layers] == [i % period for i in range(student)]
+            assert layers[-1] > teacher - 1 - period or layers == (0,)
+            assert period == 1 or layers[0] == 0
 
 
 def test_layers_the_teacher_does_not_have(teacher: Teacher) -> None:
