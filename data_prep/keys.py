@@ -9,12 +9,14 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+_SMALLEST = 1e-20
+
 
 class Keys(BaseModel):
     """Hold keys of a config file: frozen, none unknown, no value converted to another type.
 
     By itself pydantic reads true as 1, "010" as 10 and inf as a number, and an empty path is the
-    working directory.
+    working directory. A number of 1e-300, which is 0 in a model's precision, is refused, too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -38,6 +40,8 @@ class Keys(BaseModel):
                 items = list(value) if several else [value]
                 for place, item in enumerate(items):
                     wrong = isinstance(item, bool)
+                    if isinstance(item, float) and 0 < abs(item) < _SMALLEST:
+                        raise ValueError(f"{name} {item:g} is too small: give a larger number")
                     if isinstance(item, str) and not is_text:
                         with suppress(ValueError):
                             wrong = float(item) is not None  # a number in quotes
@@ -51,5 +55,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
     """Yield every type and every literal string that an annotation names."""
     for part in get_args(annotation):
         yield from _kinds(part)
+    if isinstance(annotation, int):  # of a literal
+        yield type(annotation)
     if isinstance(annotation, type | str):
         yield annotation

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from data_prep.disk.json_files import NotRegularError, read_regular_text
 from data_prep.messages import one_line
+from launch.explain import explain, other_kind, unread
 from pretrain import RunError
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -132,10 +132,15 @@ def load_config(model: type[Config], path: Path, overrides: Sequence[str] = ()) 
         raise ConfigError(f"{path}: expected `key: value` lines")
     for override in overrides:
         _apply(values, override)
+    if (command := other_kind(model, values, path)) is not None:
+        raise ConfigError(f"{path}: this {command}")
     try:
-        return model.model_validate(values)
+        config = model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_explain(model, error)}") from error
+        raise ConfigError(f"{path}: {explain(model, values, error)}") from error
+    if problem := unread(config, values):
+        raise ConfigError(f"{path}: {problem}")
+    return config
 
 
 def config_line(path: Path) -> str:
@@ -201,86 +206,3 @@ def _apply(values: dict[str, Any], override: str) -> None:
         here = here[key]
         if not isinstance(here, dict | list):
             raise ConfigError(f"{shown}: {part} is a single value, it has no keys")
-
-
-def _explain(model: type[BaseModel], error: ValidationError) -> str:
-    """Return the most useful mistake as a sentence.
-
-    Unknown keys come first, because they cause the missing ones. Pydantic puts the names of union
-    members into a location; they are left out, since no user wrote them.
-    """
-    known, names, members = _keys(model)
-
-    def dotted(loc: Sequence[Any], *, numbers: bool = True) -> str:
-        parts = []
-        for i, part in enumerate(map(str, loc)):
-            is_number = isinstance(loc[i], int)
-            is_member = part in members or part.startswith(("tuple[", "constrained-"))
-            if is_number or part in names or (i == len(loc) - 1 and not is_member):
-                parts += [part] if numbers or not part.isdigit() else []
-        return ".".join(parts)
-
-    def rank(entry: Any) -> tuple[bool, int]:
-        # A key that is right in another member of a union is not unknown. Of the mistakes that
-        # every member of a union has to report, the innermost is in the member that was meant.
-        key = dotted(entry["loc"], numbers=False)
-        unknown = entry["type"] == "extra_forbidden" and key not in known
-        return not unknown, -len(entry["loc"])
-
-    # One mistake at a time: the first is the one to fix, the others may follow from it.
-    errors = sorted(error.errors(), key=rank)
-    first = errors[0]
-    key, context = dotted(first["loc"]), first.get("ctx", {})
-    if first["type"] == "extra_forbidden":
-        text = f"unknown key {one_line(key, _SHOWN)}"
-        parent, _, name = dotted(first["loc"], numbers=False).rpartition(".")
-        paths = sorted(known)
-        siblings = [path for path in paths if path.rpartition(".")[0] == parent]
-        if siblings:
-            text += f"; known here: {', '.join(p.rpartition('.')[2] for p in siblings)}"
-        for candidates in (paths, siblings):  # the last that finds one wins
-            by_name = {path.rpartition(".")[2]: path for path in reversed(candidates)}
-            if close := difflib.get_close_matches(name, by_name, n=1):
-                text = f"unknown key {one_line(key, _SHOWN)}; did you mean {by_name[close[0]]}?"
-    elif first["type"] == "missing":
-        text = f"{key} is missing"
-    elif first["type"].startswith("union_tag"):
-        name = context["discriminator"].strip("'")
-        choices = re.findall(r"'([^']+)'", str(context.get("expected_tags", "")))
-        close = difflib.get_close_matches(str(context.get("tag", "")), choices, n=1)
-        hint = f"; did you mean {close[0]}?" if close else f"; one of {', '.join(choices)}"
-        tag = one_line(str(context.get("tag")), _SHOWN)
-        given = f" {tag!r} is not known" if "tag" in context else " is missing"
-        text = f"{key}: {name}{given}{hint if choices else ''}"
-    else:
-        message = first["msg"].removeprefix("Value error, ")
-        message = message[0].lower() + message[1:]
-        given = first["input"]
-        plain = isinstance(given, str | int | float | bool)
-        shown = f" (given: {one_line(repr(given), _SHOWN)})" if plain else ""
-        text = f"{key}: {message}{shown}" if key else message
-    text = one_line(text, _LONGEST)
-    more = len(errors) - 1
-    return text + (f" (and {more} more)" if more else "")
-
-
-@cache
-def _keys(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Return the dotted path of every key, the keys' own names, and names of union members."""
-    schema = model.model_json_schema()
-    definitions = schema.get("$defs", {})
-
-    def walk(node: dict[str, Any], prefix: str) -> Iterator[str]:
-        if "$ref" in node:
-            yield from walk(definitions[node["$ref"].rpartition("/")[2]], prefix)
-        for name, child in node.get("properties", {}).items():
-            yield prefix + name
-            yield from walk(child, f"{prefix}{name}.")
-        for choice in (*node.get("anyOf", ()), *node.get("oneOf", ()), *node.get("allOf", ())):
-            yield from walk(choice, prefix)
-        if isinstance(node.get("items"), dict):
-            yield from walk(node["items"], prefix)
-
-    paths = frozenset(walk(schema, ""))
-    names = frozenset(path.rpartition(".")[2] for path in paths)
-    return paths, names, frozenset({"str", "float", "int", *definitions})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from data_prep.keys import Keys
 from pretrain import RunError
@@ -14,6 +14,7 @@ from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.embedding import Embedding
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
+from pretrain.objectives.objective import Objective as AnyObjective
 from pretrain.objectives.tinybert import TinyBert
 
 Objective = Annotated[
@@ -56,7 +57,10 @@ class Model(Keys):
         """Refuse sizes that `init` would ignore, and heads that do not divide the width."""
         for name in OF_INIT if self.init is not None else ():
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is that of init: remove it")
+                raise ValueError(
+                    f"{name} cannot be set with init, whose model keeps its own: remove it. For "
+                    "fewer layers use `teacher:` with objective {kl: 0, mlm: 1, cosine: 0}"
+                )
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} does not divide "
@@ -85,6 +89,15 @@ class Student(Keys):
     dropout: float = Field(0.1, ge=0, lt=1)  # the config's own, also for a folder that has another
     attention_dropout: float = Field(0.1, ge=0, lt=1)
 
+    @field_validator("architecture", mode="wrap")
+    @classmethod
+    def _own_or_distilbert(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(value)
+        except ValueError:
+            message = "give distilbert, or same, which is the teacher's own family"
+            raise ValueError(message) from None
+
     @model_validator(mode="after")
     def _layers_agree(self) -> Student:
         if not isinstance(self.init, str):
@@ -108,6 +121,15 @@ class MaskingConfig(Keys):
 
     probability: _Share | tuple[_Share, _Share] = 0.15  # as BERT
     mode: Literal["uniform", "smoothed", "whole_word", "span"] = "uniform"
+
+    @field_validator("probability", mode="before")
+    @classmethod
+    def _one_or_two(cls, value: Any) -> Any:
+        shares = value if isinstance(value, list | tuple) else [value, value]
+        numbers = [share for share in shares if isinstance(share, int | float) and 0 <= share < 1]
+        if len(shares) != 2 or len(numbers) != 2:
+            raise ValueError("give one share, e.g. 0.3, or two: [at the first step, at the last]")
+        return value
 
     @property
     def ends(self) -> tuple[float, float | None]:
@@ -247,19 +269,7 @@ class RunConfig(Keys):
     @model_validator(mode="before")
     @classmethod
     def _objective_by_default(cls, values: Any) -> Any:
-        """Fill in the name of the objective, and its share of masked tokens.
-
-        `objective: {kl: 0}` means DistilBERT, like no `objective:`.
-        """
-        if not isinstance(values, dict) or not isinstance(values.get("objective", {}), dict):
-            return values
-        objective = {"name": DistilBert().name, **values.get("objective", {})}
-        values = {**values, "objective": objective}
-        kinds = {kind.model_fields["name"].default: kind for kind in OBJECTIVES}
-        kind, masking = kinds.get(str(objective["name"])), values.get("masking", {})
-        if kind is not None and not kind.corrupts and isinstance(masking, dict):
-            values["masking"] = {"probability": 0.0, **masking}
-        return values
+        return with_objective(values)
 
     @model_validator(mode="after")
     def _teacher_or_model(self) -> RunConfig:
@@ -285,7 +295,10 @@ class RunConfig(Keys):
                 )
         else:
             if self.teacher is not None or self.student != type(self.student)():
-                raise ValueError(f"objective {name} has no teacher and no student: remove them")
+                raise ValueError(
+                    f"objective {name} has no teacher and no student: remove them; it takes "
+                    "`model:`"
+                )
             if self.teacher_vocabulary is not None:
                 raise ValueError(f"objective {name} has no teacher: remove teacher_vocabulary")
             if self.model is None:
@@ -293,6 +306,30 @@ class RunConfig(Keys):
                     f"objective {name} needs `model:`, the sizes of a BERT or {{init: FOLDER}}"
                 )
         return self
+
+    def unread(self) -> dict[str, str]:
+        """Return the keys that this run does not read, each with the reason and the fix."""
+        objective, found = self.objective, dict[str, str]()
+        if not any(self.masking.ends):
+            found["masking.mode"] = (
+                f"objective {objective.name} masks nothing: remove it, or set masking.probability"
+            )
+        if not objective.needs_teacher:
+            for key in ("teacher", "teacher_vocabulary", "student"):
+                found[key] = f"objective {objective.name} has no teacher: remove it"
+        if not objective.compares_documents:
+            found["vectors"] = f"objective {objective.name} compares no sentence vectors: remove it"
+        return found
+
+    def sources(self) -> dict[str, str]:
+        """Return the models that the run reads, folders or hub names, by the key of each."""
+        init = self.student.init if isinstance(self.student.init, str) else "teacher"
+        models = {
+            "teacher": self.teacher,
+            "model.init": self.model.init if self.model is not None else None,
+            "student.init": None if init in ("teacher", "random") else init,
+        }
+        return {key: name for key, name in models.items() if name is not None}
 
     def with_train(self, **changes: Any) -> RunConfig:
         """Return this configuration with other values in its section `train`."""
@@ -310,6 +347,32 @@ class RunConfig(Keys):
         return self.model_dump(
             mode="json", exclude={**dict.fromkeys(others, True), "train": freely_changed}
         )
+
+
+def with_objective(values: Any) -> Any:
+    """Fill in the name of the objective, and its share of masked tokens.
+
+    `objective: {kl: 0}` means DistilBERT, like no `objective:`.
+    """
+    if not isinstance(values, dict) or not isinstance(values.get("objective", {}), dict):
+        return values
+    objective = {"name": DistilBert().name, **values.get("objective", {})}
+    values = {**values, "objective": objective}
+    kind, masking = objective_kind(values), values.get("masking", {})
+    if kind is not None and not kind.corrupts and isinstance(masking, dict):
+        values["masking"] = {"probability": 0.0, **masking}
+    return values
+
+
+def objective_kind(values: Any) -> type[AnyObjective] | None:
+    """Return the class of the objective that the values of a run name; None if there is none."""
+    kinds = {kind.model_fields["name"].default: kind for kind in OBJECTIVES}
+    section = values.get("objective", {})
+    return (
+        kinds.get(str(section.get("name", DistilBert().name)))
+        if isinstance(section, dict)
+        else None
+    )
 
 
 def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:

@@ -35,7 +35,8 @@ from pretrain.model.student import build_model, build_student
 from pretrain.model.targets import Targets, find_targets
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
-from pretrain.objectives.terms import Shape, Term
+from pretrain.objectives.shape import Shape
+from pretrain.objectives.terms import Term
 from pretrain.output import (
     CORRECTIONS,
     DRAWN,
@@ -43,7 +44,9 @@ from pretrain.output import (
     no_checkpoint,
     recipe_changes,
     refuse_outdated,
+    shortened,
 )
+from pretrain.plan import num_steps
 from pretrain.state import FIELDS, TrainState
 
 _ADAPTERS = 5  # this use of the seed; order, masking, dropout and checksums have others
@@ -107,7 +110,7 @@ def load_inputs(
     accumulation_steps(config, ranks.num_processes)  # raises if they do not divide
     num_rows = manifest.splits["train"].rows
     order = Order(num_rows, config.train.global_batch_size, config.train.seed)
-    num_steps = config.train.max_steps or order.steps_for(config.train.epochs)
+    steps = num_steps(config, num_rows)
     # Before precision and teacher: a resumed run keeps its precision.
     saved = checkpoint.newest(config.output / "checkpoints", progress.say)
     # Only the first start of such a run reads the other run; later ones have their own checkpoint.
@@ -116,7 +119,7 @@ def load_inputs(
     notes: list[str] = []
     parts = None
     if saved is None and config.resume_from is not None:
-        saved, parts = read_branch(config.resume_from, config.optimizer, num_steps, progress.say)
+        saved, parts = read_branch(config.resume_from, config.optimizer, steps, progress.say)
         notes.append(f"continued from step {saved.step:,} of another run")
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
     teacher = load_run_teacher(config, manifest)
@@ -156,7 +159,7 @@ def load_inputs(
     dataset = StepDataset(
         open_shards(config.shards),
         order,
-        build_masking(config.masking, config.shards, manifest, config.train.seed, num_steps),
+        build_masking(config.masking, config.shards, manifest, config.train.seed, steps),
         rank=ranks.process_index,
         world=ranks.num_processes,
         skips=state.skip_rows,
@@ -284,28 +287,26 @@ def resolve_precision(
 
 
 def read_branch(
-    run: Path, config: Optimizer, num_steps: int, warn: Callable[[str], None]
+    run: Path, config: Optimizer, steps: int, warn: Callable[[str], None]
 ) -> tuple[Saved, Parts]:
     """Return `branch_point` and its tensors, read now: a run that trains removes checkpoints."""
     found = checkpoint.read_newest(
         run / "checkpoints",
         read_parts,
         warn,
-        lambda root, warn: branch_point(run, config, num_steps, warn),
+        lambda root, warn: branch_point(run, config, steps, warn),
     )
     assert found is not None
     return found
 
 
-def branch_point(
-    run: Path, config: Optimizer, num_steps: int, warn: Callable[[str], None]
-) -> Saved:
+def branch_point(run: Path, config: Optimizer, steps: int, warn: Callable[[str], None]) -> Saved:
     """Return the checkpoint of another run that `resume_from` continues from.
 
     Args:
         run: the other run.
         config: of this run.
-        num_steps: of this run.
+        steps: of this run.
         warn: receives checkpoints that do not verify.
 
     Raises:
@@ -330,16 +331,16 @@ def branch_point(
                 f"resume_from: {run} has no checkpoint of step {start}, before its decay; restore "
                 "it, or start a new run with student.init"
             )
-    warmup = config.warmup(num_steps)
-    if saved.step >= num_steps:
+    warmup = config.warmup(steps)
+    if saved.step >= steps:
         raise RunError(
             f"resume_from: {saved.folder} is at step {saved.step} and this run ends at step "
-            f"{num_steps}; set train.max_steps to more"
+            f"{steps}; set train.max_steps to more"
         )
     if saved.step < warmup:
         raise RunError(
             f"resume_from: {saved.folder} is at step {saved.step}, within this run's warm-up of "
-            f"{warmup} steps; set optimizer.warmup_ratio to at most {saved.step / num_steps:.2g}"
+            f"{warmup} steps; set optimizer.warmup_ratio to at most {saved.step / steps:.2g}"
         )
     return saved
 
@@ -373,7 +374,7 @@ def check_same_run(
         changes.append("the sentence vectors are of another teacher")
     if changes and may_change:
         raise RunError(
-            f"resume_from: {saved.folder}: {'; '.join(changes)}. Only output, "
+            f"resume_from: {saved.folder}: {shortened(changes)}. Only output, "
             f"{', '.join(may_change[:-1])} and {may_change[-1]} may differ from the run that is "
             "continued: revert the change, or start a new run with student.init"
         )

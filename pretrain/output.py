@@ -41,15 +41,14 @@ def check_output(config: RunConfig) -> None:
     Raises:
         RunError: names the input, or a file that no run has written.
     """
-    output, init, teacher = config.output, config.student.init, config.teacher or ""
+    output, teacher = config.output, config.teacher or ""
     # Folders that the run only reads. Written to, they would change under the run.
     inputs = {"shards": [str(config.shards)]}
     if teacher:  # a folder with the name of a hub's repository would be the teacher next time
         inputs["teacher"] = [teacher, teacher.partition("@")[0]]
-    if isinstance(init, str) and init not in ("teacher", "random"):
-        inputs["student.init"] = [init]
-    if config.model is not None and config.model.init is not None:
-        inputs["model.init"] = [config.model.init]
+    for key in ("student.init", "model.init"):
+        if key in config.sources():
+            inputs[key] = [config.sources()[key]]
     if config.resume_from is not None:
         inputs["resume_from"] = [str(config.resume_from)]
     # Links resolved, so that two names of one folder are equal.
@@ -171,29 +170,27 @@ def check_model(folder: Path) -> None:
             raise RunError(f"{folder}: there is no {path}; check the path") from None
 
 
-def check_inputs(config: RunConfig, made: Sequence[Path] = ()) -> None:
+def check_inputs(
+    config: RunConfig, made: Sequence[Path] = (), *, needs_shards: bool = True
+) -> None:
     """Refuse missing shards, a path without a model, and a run without a checkpoint.
 
     Args:
         config: the run.
         made: outputs of runs that are trained before it, which need not be there yet.
+        needs_shards: refuse missing shards.
 
     Raises:
         CorpusError, RunError: names the path.
     """
     # Links resolved, as in `check_output`.
     later = [Path(os.path.realpath(output)) for output in made]
-    load_manifest(config.shards)
+    if needs_shards:
+        load_manifest(config.shards)
     if config.resume_from is not None and Path(os.path.realpath(config.resume_from)) not in later:
         check_run(config.resume_from)
-    init = config.student.init if isinstance(config.student.init, str) else "teacher"
-    models = {
-        "teacher": config.teacher,
-        "model.init": config.model.init if config.model is not None else None,
-        "student.init": None if init in ("teacher", "random") else init,
-    }
-    for key, name in models.items():
-        if name is not None and Path(os.path.realpath(name)) not in later:
+    for key, name in config.sources().items():
+        if Path(os.path.realpath(name)) not in later:
             check_source(key, name)
 
 
@@ -209,6 +206,7 @@ def check_source(key: str, name: str) -> None:
     # A hub's name has one slash at most, so anything else must be a folder here. A student
     # continues from a folder alone.
     is_path = path.is_dir() or name.count("/") > 1 or name.startswith((".", "/", "~"))
+    is_path = is_path or ("/" in name and path.parent.is_dir())  # beside other folders
     if (is_path or key == "student.init") and not (path / "config.json").exists():
         others = " or give a list of teacher layers, teacher or random"
         others = others if key == "student.init" else ""
@@ -265,9 +263,17 @@ def refuse_outdated(checkpoint: Path, state: Mapping[str, Any], *, branches: boo
 def another_run(folder: Path, changes: Sequence[str]) -> RunError:
     """Return the error of a run or checkpoint that this config cannot continue."""
     return RunError(
-        f"{folder} was made by another run: {'; '.join(changes)}. Revert the change, or set a "
+        f"{folder} was made by another run: {shortened(changes)}. Revert the change, or set a "
         "different `output:` to start a new run"
     )
+
+
+def shortened(changes: Sequence[str]) -> str:
+    """Return up to two changes, those of the objective first, and the number of the others."""
+    first = ("objective.name", "objective.")  # others follow from these
+    ordered = sorted(changes, key=lambda change: [not change.startswith(key) for key in first])
+    more = f"; and {len(ordered) - 2} more" if len(ordered) > 2 else ""
+    return "; ".join(ordered[:2]) + more
 
 
 def recipe_changes(

@@ -31,6 +31,7 @@ from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress
 from pretrain.monitor.spikes import SpikeDetector
 from pretrain.output import CORRECTIONS
+from pretrain.plan import num_steps
 from pretrain.state import TrainState
 
 Ended = Literal["finished", "stopped", "interrupted", "up to date"]
@@ -148,7 +149,6 @@ def build(
 
     fence = lock.check if lock else lambda: None
     validates = "validation" in manifest.splits and manifest.splits["validation"].rows > 0
-    epochs = inputs.dataset.order.steps_for(config.train.epochs)
     validation = open_shards(config.shards, "validation") if validates else None
     documents = None
     if validation is not None and targets is not None:
@@ -177,7 +177,7 @@ def build(
         module=module,
         parallel=parallel,
         spikes=SpikeDetector(),
-        num_steps=config.train.max_steps or epochs,
+        num_steps=num_steps(config, manifest.splits["train"].rows),
         state=inputs.state,
         notes=inputs.notes,
     )

@@ -82,7 +82,7 @@ CORE = [
     for name in (
         *("__init__.py", "data/__init__.py", "data/hashing.py", "data/words.py"),
         *("data/masking.py", "model/__init__.py", "model/distillation.py", "model/pooling.py"),
-        *("objectives/__init__.py", "objectives/terms.py"),
+        *("objectives/__init__.py", "objectives/shape.py", "objectives/terms.py"),
         *("device/__init__.py", "device/precision.py"),
     )
 ] + modules("pretrain/model/families")

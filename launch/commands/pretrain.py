@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Annotated
 
 import typer
 
@@ -17,6 +18,9 @@ def pretrain(
     overrides: Overrides = None,
     stop_after: StopAfter = None,
     skip_rows: SkipRows = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show steps, tokens and sizes, and train nothing.")
+    ] = False,
 ) -> None:
     """Train, or continue where the last checkpoint left off.
 
@@ -27,6 +31,7 @@ def pretrain(
         from launch.config import config_line, load_config
         from pretrain.config import RunConfig, accumulation_steps
         from pretrain.output import check_inputs, check_output
+        from pretrain.plan import plan
 
         settings = load_config(RunConfig, config, overrides or [])
         skipped = [parse_rows(text) for text in skip_rows or []]
@@ -38,6 +43,10 @@ def pretrain(
             check_output(settings)
             check_inputs(settings)
             accumulation_steps(settings, int(os.environ.get("WORLD_SIZE", 1)))
+            found = plan(settings, {}, needs_shards=True)
+            if dry_run:
+                show(*found.lines)
+                return
         from pretrain.train import train
 
         quiet()

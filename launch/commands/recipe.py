@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -35,26 +36,32 @@ def recipe(
     """
     with end_on_signal():
         from launch.config import config_line, load_config
-        from launch.recipe_config import Recipe
+        from launch.recipe_config import Recipe, check_order
         from pretrain.config import accumulation_steps
         from pretrain.files import write_json
         from pretrain.output import check_inputs, check_output
+        from pretrain.plan import Sizes, plan
 
         runs = load_config(Recipe, config, overrides or []).runs
         # A mistake in the last run is answered before the first one trains for days. Its inputs may
         # be outputs of earlier runs.
-        for number, run in enumerate(runs):
+        made: dict[Path, Sizes | None] = {}
+        plans = []
+        check_order(runs)
+        for run in runs:
             check_output(run)
-            if not dry_run:
-                check_inputs(run, [earlier.output for earlier in runs[:number]])
-                if hardware is None:
-                    accumulation_steps(run, gpus or 1)
+            check_inputs(run, list(made), needs_shards=not dry_run)
+            if not dry_run and hardware is None:
+                accumulation_steps(run, gpus or 1)
+            plans.append(plan(run, made, needs_shards=not dry_run))
+            made[Path(os.path.realpath(run.output))] = plans[-1].student
         if not dry_run:
             keep_going()
         show(config_line(config))
     for number, run in enumerate(runs, start=1):
         show("", f"run {number} of {len(runs)}: {run.output}, objective {run.objective.name}")
         if dry_run:
+            show(*plans[number - 1].lines)
             continue
         if gpus is not None or hardware is not None:
             from launch.torchrun.start import Launch, start
@@ -62,7 +69,7 @@ def recipe(
             # JSON is YAML: the ranks read the run's config from there. Not from its output, which
             # is not locked yet and where the user's recipe may lie.
             with TemporaryDirectory(prefix="distil-recipe-") as folder:
-                path = Path(folder) / f"{run.output.name}.yaml"
+                path = Path(folder) / f"{run.output.name}.json"
                 write_json(path, run.model_dump(mode="json"))
                 code = start(Launch(config=path, overrides=[], gpus=gpus, hardware=hardware))
             if code != ExitCode.DONE:

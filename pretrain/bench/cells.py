@@ -27,7 +27,7 @@ from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.families import MaskedLM, shape_of
 from pretrain.model.pooling import SentenceHead, Sequences
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.terms import Shape
+from pretrain.objectives.shape import Shape
 
 Result = TypeVar("Result")
 OUT_OF_MEMORY = "out of memory"

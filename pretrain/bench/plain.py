@@ -77,7 +77,7 @@ def minilm(objective: MiniLM, inputs: Inputs) -> dict[str, Tensor]:
     if first:
         q, p = outputs[0].attentions[last], outputs[1].attentions[layer]
         means["attention"] = mean_divergence(p, q, keys)
-    heads = shape_of(teacher).num_heads if first else objective.relation_heads or 48
+    heads = objective.num_heads(shape_of(student), shape_of(teacher))
     kinds = {"values": "value"} if first else {"queries": "query", "keys": "key", "values": "value"}
     for name, kind in kinds.items():
         q, p = relation(ours[kind, last], keys, heads), relation(theirs[kind, layer], keys, heads)

@@ -71,7 +71,10 @@ def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Re
                 part = file.get_slice(name)
                 shapes[name] = (part.get_dtype(), part.get_shape())
     except (SafetensorError, OSError) as error:
-        raise RunError(f"{path}: cannot be read as safetensors ({error}); {_AGAIN}") from None
+        raise RunError(
+            f"vectors {path}: is not a safetensors file ({error}); name a file that is not there "
+            "yet, or convert this one: tensors train and validation [segments, width] in F16"
+        ) from None
     if known.get("shards") != manifest.digest:
         raise RunError(f"{path}: holds vectors of other shards; {_AGAIN}")
     # Another program may name no teacher; then nothing can be compared.

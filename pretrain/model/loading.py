@@ -177,7 +177,8 @@ def assemble(
         raise RunError(
             f"{who}: it has no trained masked-language-model head ({headless[0]} is not in its "
             f"weights); take one that was saved as {family.architecture.__name__}, or continue "
-            "this one first with objective mlm and model.init, which gives it a head"
+            "this one first with objective mlm and model.init, which gives it a head. Objectives "
+            "minilm, tinybert and embedding take a teacher as it is"
         )
     missing = [key for key in missing if key not in headless]
     # A tensor of the encoder that the walk does not have, such as a layer beyond the number in

@@ -80,9 +80,11 @@ def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str |
             if any(folder.glob(weights)):
                 break
     except Exception as error:  # hub, proxy and network raise unrelated classes
+        why = f"the hub does not give it ({first_line(error)})"
+        if "Connect" in f"{type(error)} {error}" or "offline" in str(error).lower():
+            why = "the hub cannot be reached from this machine"
         raise RunError(
-            f"{who}: no such folder here, and the hub does not give it ({first_line(error)}); "
-            "check the name, or give the path of a folder"
+            f"{who}: no such folder here, and {why}; check the name, or give the path of a folder"
         ) from error
     return folder, folder.name
 

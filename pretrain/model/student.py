@@ -26,11 +26,10 @@ from pretrain.model.loading import (
 from pretrain.model.model_files import fetch, first_line, read_config, read_model, read_tensors
 from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
 from pretrain.output import check_source
+from pretrain.plan import Sizes, default_layers, student_sizes
 
 _SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")
-_CUT_FROM = ("bert", "distilbert")  # the teachers of a DistilBERT
 NEW_HEAD = "it had no trained masked-language-model head: it got a new one, tied to its embeddings"
-_PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as in the authors' released code
 
 
 def build_student(
@@ -51,22 +50,19 @@ def build_student(
     """
     notes = [] if notes is None else notes
     theirs, kind = teacher.model.config, teacher.model.config.model_type
-    # By default a BERT is cut down to a DistilBERT, as in the paper, and others to their own kind.
-    architecture = kind
-    if kind in _CUT_FROM:
-        architecture = kind if config.architecture == "same" else DistilBert.model_type
-    elif config.architecture == DistilBert.model_type:
-        raise RunError(
-            f"student.architecture distilbert: the teacher is a {kind}, whose layers and tokens a "
-            "DistilBERT does not have; set student.architecture: same"
-        )
+    given = Sizes.of(theirs.to_dict())
+    assert given is not None
+    continues = isinstance(config.init, str) and config.init not in ("teacher", "random")
+    copies = config.model_copy(update={"init": "random"}) if continues else config
+    planned = student_sizes(copies, given)
+    architecture, num_layers = planned.family, planned.num_hidden_layers
     family = FAMILIES[architecture]
     sizes = {name: getattr(config, name) for name in _SIZES if getattr(config, name) is not None}
     dropouts = {key: getattr(config, which) for key, which in family.dropouts.items()}
-    if isinstance(config.init, str) and config.init not in ("teacher", "random"):
+    if continues:
         if config.num_layers is not None:
             sizes["num_hidden_layers"] = config.num_layers
-        init = config.init
+        init = str(config.init)
         check_source("student.init", init)
 
         def continued(folder: Path, saved: Saved | None) -> MaskedLM:
@@ -76,26 +72,12 @@ def build_student(
 
         return read_model(Path(init), continued)
 
-    # Which layers of the teacher it starts from, and how many it has.
-    num_layers = config.num_layers or max(1, theirs.num_hidden_layers // 2)
-    layers: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()  # of the teacher, that it starts from
     if config.init == "teacher":
         period = family.period(theirs) if architecture == kind else 1
         layers = default_layers(theirs.num_hidden_layers, num_layers, period)
     elif not isinstance(config.init, str):
-        layers, num_layers = config.init, len(config.init)
-    if bad := [layer for layer in layers if not 0 <= layer < theirs.num_hidden_layers]:
-        raise RunError(
-            f"student.init: the teacher has layers 0 to {theirs.num_hidden_layers - 1}, not "
-            f"{bad[0]}"
-        )
-    for name, size in sizes.items():
-        size_there = getattr(theirs, FAMILIES[kind].own_names.get(name, name))
-        if layers and size != size_there:
-            raise RunError(
-                f"student.{name} {size}: the teacher has {size_there}, so its layers cannot be "
-                "copied; set student.init: random"
-            )
+        layers = config.init
 
     # Build it, and fill it.
     changes = {"num_hidden_layers": num_layers, **sizes, **dropouts}
@@ -114,30 +96,6 @@ def build_student(
         copy_layers(teacher.model, student, layers)
     trained: MaskedLM = student.train()
     return trained
-
-
-def default_layers(num_teacher_layers: int, num_layers: int, period: int = 1) -> tuple[int, ...]:
-    """Return the teacher's layers that a student starts from.
-
-    They are the authors' choice for six of twelve layers. Otherwise they are evenly spaced and end
-    with the teacher's last one, whose output is what the student learns: measured in docs/LOG.md.
-    Where the kinds of layers repeat after `period`, each is of the kind that the student has at its
-    place, and the first is layer 0, because ModernBERT's first layer has a norm less.
-    """
-    if num_layers > num_teacher_layers:
-        raise RunError(
-            f"student.num_layers {num_layers} is more than the teacher's {num_teacher_layers}; "
-            "ask for fewer, or set student.init: random"
-        )
-    if (num_teacher_layers, num_layers, period) == (12, 6, 1):
-        return _PAPER_LAYERS
-    # From the last to the first: the nearest layer of its kind to (i + 1) L / n - 1, in order.
-    layers = [num_teacher_layers]
-    for i in reversed(range(num_layers)):
-        evenly = (i + 1) * num_teacher_layers / num_layers - 1
-        same_kind = range(i, 1 if i == 0 and period > 1 else layers[0], period)
-        layers.insert(0, min(same_kind, key=lambda layer: abs(layer - evenly)))
-    return tuple(layers[:-1])
 
 
 def copy_same(teacher: MaskedLM, student: MaskedLM, layers: tuple[int, ...]) -> None:

@@ -105,6 +105,10 @@ def load_teacher(
             check_tokenizer(who, folder, model, manifest, shards, required=required)
             check_row_length(who, model.config, manifest)
         except (DifferentTokenizer, TooFewPositions) as error:
+            if not any_vocabulary and sentences:
+                raise type(error)(
+                    f"{error}, or with keep_text: true, and give `model:` in place of `student:`"
+                ) from None
             if not any_vocabulary:
                 raise
             mismatch = str(error).removeprefix(f"{who}: ").partition(";")[0]

@@ -8,6 +8,7 @@ from typing import Any
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.attention.dispatch import masked, usable
 from pretrain.monitor.metrics import Clock
+from pretrain.plan import length_notes
 from pretrain.run import Run
 from pretrain.step import Step
 
@@ -44,6 +45,8 @@ def describe(run: Run) -> None:
         f"{accelerator.num_processes} process(es), {config.train.precision} on "
         f"{accelerator.device.type}{run.parallel.name}"
     )
+    for note in length_notes(config, split.rows):
+        say(note)
     # Local attention has a kernel on GPUs with flash attention alone; it works everywhere.
     device, dtype = accelerator.device, PRECISIONS[config.train.precision].dtype
     models = [run.student.config, *([run.teacher.model.config] if run.teacher else [])]

@@ -20,9 +20,10 @@ from pydantic import Field, model_validator
 
 from pretrain import RunError
 from pretrain.objectives.objective import Objective
+from pretrain.objectives.shape import Shape
 
 if TYPE_CHECKING:
-    from pretrain.objectives.terms import Count, Shape, Term
+    from pretrain.objectives.terms import Count, Term
 
 
 class DistilBert(Objective):
@@ -44,7 +45,7 @@ class DistilBert(Objective):
     @model_validator(mode="after")
     def _some_term(self) -> DistilBert:
         if self.kl == self.mlm == self.cosine == self.mse == self.hidden_mse == 0:
-            raise ValueError("kl, mlm and cosine are all 0: give at least one term a weight")
+            raise ValueError("kl, mlm and cosine are all 0: set one, e.g. objective.kl: 5")
         if self.kl == 0 and self.divergence != "forward":
             raise ValueError(f"divergence {self.divergence}: kl is 0, and it is kl's formula")
         return self
@@ -90,16 +91,21 @@ class DistilBert(Objective):
         )
         return " + ".join(f"{weight:g} x {text}" for weight, text in texts if weight > 0)
 
-    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
-        """Return the terms with a weight above 0."""
-        # The other two terms compare logits, whose width is the vocabulary's.
+    def check(self, student: Shape, teacher: Shape) -> None:
+        """Refuse widths that differ where hidden states are compared."""
+        # The other terms compare logits, whose width is the vocabulary's.
         for key, weight in (("cosine", self.cosine), ("hidden_mse", self.hidden_mse)):
-            if weight > 0 and teacher and student.hidden_size != teacher.hidden_size:
+            if weight > 0 and student.hidden_size != teacher.hidden_size:
                 raise RunError(
                     f"objective.{key} {weight:g}: compares hidden states of equal width, but the "
                     f"student has {student.hidden_size} and the teacher {teacher.hidden_size}; set "
                     f"objective.{key}: 0, or take a student of the teacher's width"
                 )
+
+    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
+        """Return the terms with a weight above 0."""
+        if teacher is not None:
+            self.check(student, teacher)
         from pretrain.objectives.terms import (
             cosine_term,
             divergence_term,

@@ -19,11 +19,12 @@ from pydantic import Field, model_validator
 
 from pretrain import RunError
 from pretrain.objectives.objective import Objective
+from pretrain.objectives.shape import Shape
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pretrain.objectives.terms import Shape, Term
+    from pretrain.objectives.terms import Term
 
 
 class Embedding(Objective):
@@ -70,15 +71,19 @@ class Embedding(Objective):
             return nn.ModuleDict()
         return nn.ModuleDict({"dense": nn.Linear(*widths)})
 
-    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
-        """Return the terms with a weight above 0."""
-        assert teacher is not None
-        if self.adapter == "none" and student.hidden_size != teacher.vector_size:
+    def check(self, student: Shape, teacher: Shape) -> None:
+        """Refuse vectors of different widths without an adapter; config.json tells none (0)."""
+        if self.adapter == "none" and teacher.vector_size not in (0, student.hidden_size):
             raise RunError(
                 f"objective.adapter none: the student's vectors have {student.hidden_size} values "
                 f"and the teacher's {teacher.vector_size}; set objective.adapter: auto, or take a "
                 "student of that width"
             )
+
+    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
+        """Return the terms with a weight above 0."""
+        assert teacher is not None
+        self.check(student, teacher)
         from pretrain.objectives.terms import vectors_term
 
         terms = (

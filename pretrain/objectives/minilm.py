@@ -14,15 +14,17 @@ nor the LM head. They are trained with a downstream task.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from pretrain import RunError
 from pretrain.objectives.objective import Objective
+from pretrain.objectives.shape import Shape
 
 if TYPE_CHECKING:
-    from pretrain.objectives.terms import Kind, Shape, Term
+    from pretrain.objectives.terms import Kind, Term
 
 
 _HEADS = 48
@@ -39,7 +41,7 @@ class MiniLM(Objective):
 
     name: Literal["minilm"] = "minilm"
     version: Literal[1, 2] = 2
-    # None: 48, the paper's for a teacher of width 768; version 1 has none of its own.
+    # None: 48, the paper's for a teacher of width 768, or the next less that divides both widths.
     relation_heads: int | None = Field(None, ge=1, le=2**10)
     teacher_layer: int = -1  # the paper takes a layer before the last one of teachers of 24 layers
 
@@ -61,32 +63,51 @@ class MiniLM(Objective):
         """Return the terms, for the model card."""
         what = "attention and of the value relations of each head"
         if self.version == 2:
-            what = f"query, key and value relations of {self.relation_heads or _HEADS} heads"
+            heads = f"{self.relation_heads} heads" if self.relation_heads else "at most 48 heads"
+            what = f"query, key and value relations of {heads}"
         return f"KL(teacher || student) of the {what}, at layer {self.teacher_layer} of the teacher"
 
-    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
-        """Return a term for each relation, with weight 1."""
-        assert teacher is not None
+    def num_heads(self, student: Shape, teacher: Shape) -> int:
+        """Return the number of relation heads: of version 1 the teacher's attention heads.
+
+        Without `relation_heads` they are the most, up to 48, that divide both widths.
+        """
+        if self.version == 1:
+            return teacher.num_heads
+        if self.relation_heads is not None:
+            return self.relation_heads
+        both = gcd(student.hidden_size, teacher.hidden_size)
+        return next(heads for heads in range(_HEADS, 0, -1) if both % heads == 0)
+
+    def check(self, student: Shape, teacher: Shape) -> None:
+        """Refuse a layer that the teacher lacks, and heads that do not divide both widths."""
         if not -teacher.num_layers <= self.teacher_layer < teacher.num_layers:
             raise RunError(
                 f"objective.teacher_layer {self.teacher_layer}: the teacher has layers 0 to "
                 f"{teacher.num_layers - 1}, or -1 for the last one"
             )
-        heads = self.relation_heads or _HEADS
-        if self.version == 1:
-            heads = teacher.num_heads
-            if student.num_heads != heads:
-                raise RunError(
-                    f"objective.version 1: compares attention heads, and the student has "
-                    f"{student.num_heads}, the teacher {heads}; set student.num_attention_heads: "
-                    f"{heads}, or objective.version: 2"
-                )
+        heads = self.num_heads(student, teacher)
+        if self.version == 1 and student.num_heads != heads:
+            raise RunError(
+                f"objective.version 1: compares attention heads, and the student has "
+                f"{student.num_heads}, the teacher {heads}; set student.num_attention_heads: "
+                f"{heads}, or objective.version: 2"
+            )
+        both = gcd(student.hidden_size, teacher.hidden_size)
         for who, shape in (("student", student), ("teacher", teacher)):
             if shape.hidden_size % heads:
+                divisors = [str(n) for n in range(1, both + 1) if both % n == 0 and n <= 2 * _HEADS]
                 raise RunError(
                     f"objective.relation_heads {heads}: does not divide the {who}'s "
-                    f"width {shape.hidden_size}; take a divisor of both widths"
+                    f"width {shape.hidden_size}; take a divisor of both widths, "
+                    + " or ".join(", ".join(divisors[-3:]).rsplit(", ", 1))
                 )
+
+    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
+        """Return a term for each relation, with weight 1."""
+        assert teacher is not None
+        self.check(student, teacher)
+        heads = self.num_heads(student, teacher)
         from pretrain.objectives.terms import Signal, relation_term
 
         relations: dict[str, tuple[Kind, Kind]] = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pretrain.objectives.objective import Objective
+from pretrain.objectives.shape import Shape
 
 if TYPE_CHECKING:
-    from pretrain.objectives.terms import Shape, Term
+    from pretrain.objectives.terms import Term
 
 
 class MaskedLanguageModel(Objective):

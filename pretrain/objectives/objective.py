@@ -6,11 +6,12 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from data_prep.keys import Keys
+from pretrain.objectives.shape import Shape
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pretrain.objectives.terms import Shape, Term
+    from pretrain.objectives.terms import Term
 
 
 class Objective(Keys):
@@ -64,6 +65,13 @@ class Objective(Keys):
         from torch import nn
 
         return nn.ModuleDict()
+
+    def check(self, student: Shape, teacher: Shape) -> None:
+        """Refuse sizes that do not fit the objective; imports no torch.
+
+        Raises:
+            RunError: names the keys to change.
+        """
 
     @abstractmethod
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:

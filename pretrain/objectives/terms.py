@@ -123,15 +123,6 @@ class VocabularyTerm(NamedTuple):
     temperature: float = 1.0  # of the fused formula
 
 
-class Shape(NamedTuple):
-    """Hold the sizes of an encoder."""
-
-    num_layers: int
-    hidden_size: int  # of query, key and value, too, with all heads side by side
-    num_heads: int
-    vector_size: int = 0  # of a teacher's sentence vectors; 0 where none are compared
-
-
 class Signal(NamedTuple):
     """Name a tensor inside an encoder: the output of a layer, or its query, key or value.
 

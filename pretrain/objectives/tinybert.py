@@ -27,11 +27,12 @@ from pydantic import Field, model_validator
 
 from pretrain import RunError
 from pretrain.objectives.objective import Objective
+from pretrain.objectives.shape import Shape
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pretrain.objectives.terms import Shape, Term
+    from pretrain.objectives.terms import Term
 
 _ADAPTER = "hidden"
 
@@ -119,16 +120,21 @@ class TinyBert(Objective):
             return nn.ModuleDict()
         return nn.ModuleDict({_ADAPTER: nn.Linear(student.hidden_size, teacher.hidden_size)})
 
-    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
-        """Return the terms with a weight above 0."""
-        assert teacher is not None
-        layers = self.layer_map(student, teacher)
+    def check(self, student: Shape, teacher: Shape) -> None:
+        """Refuse depths that have no map, and another number of heads where scores are compared."""
+        self.layer_map(student, teacher)
         if self.attention > 0 and student.num_heads != teacher.num_heads:
             raise RunError(
                 f"objective.attention {self.attention:g}: compares the scores of each head, and "
                 f"the student has {student.num_heads} heads, the teacher {teacher.num_heads}; set "
                 f"student.num_attention_heads: {teacher.num_heads}, or objective.attention: 0"
             )
+
+    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
+        """Return the terms with a weight above 0."""
+        assert teacher is not None
+        self.check(student, teacher)
+        layers = self.layer_map(student, teacher)
         from pretrain.objectives.terms import Signal, adapted_mse_term, scores_term
 
         # The authors' code has both terms in one list, of which the embeddings are entry 0.

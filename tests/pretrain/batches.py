@@ -10,7 +10,8 @@ from torch import Tensor
 from pretrain.data.masking import Masking
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.terms import Shape, Term
+from pretrain.objectives.shape import Shape
+from pretrain.objectives.terms import Term
 
 
 def terms_of(objective: Objective) -> tuple[Term, ...]:

@@ -26,7 +26,8 @@ from pretrain.model.distillation import Distillation
 from pretrain.model.families import shape_of
 from pretrain.model.student import build_student
 from pretrain.objectives.minilm import MiniLM
-from pretrain.objectives.terms import Shape, Signal, SignalTerm
+from pretrain.objectives.shape import Shape
+from pretrain.objectives.terms import Signal, SignalTerm
 
 NARROW = {
     "architecture": "same",
@@ -160,8 +161,10 @@ def test_version_1_needs_as_many_heads() -> None:
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     student, teacher = Shape(2, 16, 2), Shape(4, 32, 4)
-    with refused("relation_heads 48", "the student's width 16", "divisor of both widths"):
-        MiniLM().terms(student, teacher)
+    assert MiniLM().num_heads(Shape(6, 384, 12), Shape(12, 768, 12)) == 48
+    assert MiniLM().num_heads(Shape(4, 312, 12), Shape(12, 768, 12)) == 24
+    with refused("relation_heads 48", "the student's width 16", "take a divisor", "4, 8 or 16"):
+        MiniLM(relation_heads=48).terms(student, teacher)
     with refused("relation_heads 12", "the teacher's width 32"):
         MiniLM(relation_heads=12).terms(Shape(2, 24, 2), teacher)
     for layer in (4, -5):

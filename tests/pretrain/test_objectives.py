@@ -13,7 +13,8 @@ from pretrain.objectives.embedding import Embedding
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.terms import Shape, VocabularyTerm
+from pretrain.objectives.shape import Shape
+from pretrain.objectives.terms import VocabularyTerm
 from pretrain.objectives.tinybert import TinyBert
 
 STUDENT, TEACHER = Shape(2, 32, 4), Shape(4, 32, 4)

@@ -32,8 +32,9 @@ from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sh
 from pretrain.config import Model, RunConfig, Student
 from pretrain.export.export import export
 from pretrain.model.loading import load_model
-from pretrain.model.student import build_model, build_student, default_layers
+from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import Teacher, load_teacher, parameters_sha256
+from pretrain.plan import default_layers
 
 MakeBert = Callable[..., BertForMaskedLM]
 AsTeacher = Callable[[BertForMaskedLM], Teacher]
@@ -239,7 +240,7 @@ def test_a_new_model_takes_rows_of_all_its_positions(
 
 
 def test_sizes_beside_an_init_are_refused() -> None:
-    with pytest.raises(ValueError, match="hidden_size is that of init: remove it"):
+    with pytest.raises(ValueError, match="hidden_size cannot be set with init"):
         Model(init="somewhere", hidden_size=32)
 
 

@@ -27,7 +27,7 @@ from pretrain.model.distillation import Distillation
 from pretrain.model.families import FAMILIES, shape_of
 from pretrain.model.loading import reinitialise
 from pretrain.model.student import build_student
-from pretrain.objectives.terms import Shape
+from pretrain.objectives.shape import Shape
 from pretrain.objectives.tinybert import TinyBert
 
 NARROW = {

@@ -10,6 +10,7 @@ from transformers import DistilBertConfig, DistilBertForMaskedLM
 
 from pretrain.kernels.head import Projection
 from pretrain.model.families.post_norm import Parts, PostNorm
+from pretrain.objectives.shape import DISTILBERT_NAMES
 
 
 class DistilBert(PostNorm):
@@ -24,12 +25,7 @@ class DistilBert(PostNorm):
         "dropout": "dropout",
         "attention_dropout": "attention_dropout",
     }
-    own_names: ClassVar = {
-        "num_hidden_layers": "n_layers",
-        "hidden_size": "dim",
-        "num_attention_heads": "n_heads",
-        "intermediate_size": "hidden_dim",
-    }
+    own_names: ClassVar = DISTILBERT_NAMES
 
     def parts(self, model: Any, index: int) -> Parts:
         """Return the parts of a layer."""

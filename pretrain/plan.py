@@ -1,0 +1,217 @@
+"""Plan a run from its config and the config.json of its models, before any weights are read.
+
+Nothing here imports torch, so a mistake is answered in half a second, and a recipe can check all
+its runs before the first one trains.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_prep.disk.json_files import parse_object, read_regular
+from data_prep.shards import load_manifest
+from pretrain import RunError
+from pretrain.config import RunConfig, Student
+from pretrain.data.order import Order
+from pretrain.objectives.shape import DISTILBERT_NAMES, Shape
+
+FEWEST_STEPS = 200  # a student has hardly left its warm-up before
+_DISTILBERT = "distilbert"
+_CUT_TO_IT = ("bert", _DISTILBERT)  # families whose student is a DistilBERT by default
+_PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as in the authors' released code
+_LONGEST = 2**22  # bytes of a config.json
+
+
+class Sizes(NamedTuple):
+    """Hold the family of a model and its sizes, named as in `BertConfig`."""
+
+    family: str  # `model_type` of config.json
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Sizes | None:
+        """Return the sizes in a config.json; None if one is missing, which loading reports."""
+        family = values.get("model_type", "bert")  # old configs of BERT name none
+        names = DISTILBERT_NAMES if family == _DISTILBERT else {}
+        found = [values.get(names.get(field, field)) for field in cls._fields[1:]]
+        if not isinstance(family, str) or not all(isinstance(size, int) for size in found):
+            return None
+        return cls(family, *found)  # type: ignore[arg-type]
+
+    @property
+    def shape(self) -> Shape:
+        """Return what an objective checks."""
+        return Shape(self.num_hidden_layers, self.hidden_size, self.num_attention_heads)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.family}, {self.num_hidden_layers} layers x {self.hidden_size}, "
+            f"{self.num_attention_heads} heads"
+        )
+
+
+def student_sizes(config: Student, teacher: Sizes) -> Sizes:
+    """Return the sizes of a student that does not continue from a folder.
+
+    Raises:
+        RunError: the teacher lacks a layer or a layer of these sizes, or heads do not divide.
+    """
+    family = teacher.family
+    # By default a BERT is cut down to a DistilBERT, as in the paper, and others to their own kind.
+    if family in _CUT_TO_IT:
+        family = family if config.architecture == "same" else _DISTILBERT
+    elif config.architecture == _DISTILBERT:
+        raise RunError(
+            f"student.architecture distilbert: the teacher is a {family}, whose layers and tokens "
+            "a DistilBERT does not have; set student.architecture: same"
+        )
+    layers = teacher.num_hidden_layers
+    listed = config.init if not isinstance(config.init, str) else ()
+    num_layers = len(listed) or config.num_layers or max(1, layers // 2)
+    if config.init == "teacher" and num_layers > layers:
+        raise RunError(
+            f"student.num_layers {num_layers} is more than the teacher's {layers}; "
+            "ask for fewer, or set student.init: random"
+        )
+    if bad := [layer for layer in listed if not 0 <= layer < layers]:
+        raise RunError(f"student.init: the teacher has layers 0 to {layers - 1}, not {bad[0]}")
+    sizes = Sizes(family, teacher.hidden_size, num_layers, *teacher[3:])
+    for name in ("hidden_size", "num_attention_heads", "intermediate_size"):
+        own, there = getattr(config, name), getattr(teacher, name)
+        if own not in (None, there) and (listed or config.init == "teacher"):
+            raise RunError(
+                f"student.{name} {own}: the teacher has {there}, so its layers cannot be "
+                "copied; set student.init: random"
+            )
+        sizes = sizes._replace(**{name: own or there})
+    if sizes.hidden_size % sizes.num_attention_heads:
+        raise RunError(
+            f"student.hidden_size {sizes.hidden_size}: is not a multiple of the student's "
+            f"{sizes.num_attention_heads} heads; change it, or student.num_attention_heads"
+        )
+    return sizes
+
+
+def default_layers(num_teacher_layers: int, num_layers: int, period: int = 1) -> tuple[int, ...]:
+    """Return the teacher's layers that a student starts from.
+
+    They are the authors' choice for six of twelve layers. Otherwise they are evenly spaced and end
+    with the teacher's last one, whose output is what the student learns: measured in docs/LOG.md.
+    Where the kinds of layers repeat after `period`, each is of the kind that the student has at its
+    place, and the first is layer 0, because ModernBERT's first layer has a norm less.
+    """
+    if (num_teacher_layers, num_layers, period) == (12, 6, 1):
+        return _PAPER_LAYERS
+    # From the last to the first: the nearest layer of its kind to (i + 1) L / n - 1, in order.
+    layers = [num_teacher_layers]
+    for i in reversed(range(num_layers)):
+        evenly = (i + 1) * num_teacher_layers / num_layers - 1
+        same_kind = range(i, 1 if i == 0 and period > 1 else layers[0], period)
+        layers.insert(0, min(same_kind, key=lambda layer: abs(layer - evenly)))
+    return tuple(layers[:-1])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold what is known of a run before its weights are read; None where a hub's name hides it."""
+
+    teacher: Sizes | None
+    student: Sizes | None
+    num_steps: int | None  # None: the shards are not there yet
+    lines: tuple[str, ...]  # to show, in plain words
+
+
+def plan(config: RunConfig, made: Mapping[Path, Sizes | None], *, needs_shards: bool) -> Plan:
+    """Check the sizes of a run's models, and return what it would do.
+
+    Args:
+        config: the run.
+        made: real paths of the outputs of runs that come before it, with their students' sizes.
+        needs_shards: refuse missing shards; otherwise a line says that they are not there yet.
+
+    Raises:
+        RunError: sizes do not fit each other or the objective; names the key.
+        CorpusError: the shards are missing, or their manifest cannot be read.
+    """
+    teacher = _sizes_at(config.teacher, made)
+    init = config.student.init
+    student: Sizes | None = None
+    if config.model is not None:
+        own = config.model
+        student = Sizes(own.architecture, *(getattr(own, field) for field in Sizes._fields[1:]))
+        if own.init is not None:
+            student = _sizes_at(own.init, made)
+    elif isinstance(init, str) and init not in ("teacher", "random"):
+        student = _sizes_at(init, made)
+    elif teacher is not None:
+        student = student_sizes(config.student, teacher)
+    if student is not None and teacher is not None:
+        config.objective.check(student.shape, teacher.shape)
+    both = {"teacher": teacher, "student": student}
+    lines = [f"{name}: {sizes}" for name, sizes in both.items() if sizes]
+    if config.teacher is not None and teacher is None:
+        lines.insert(0, f"teacher: {config.teacher}, whose sizes are read when it is loaded")
+    if not needs_shards and not config.shards.exists():
+        lines.append(f"steps: known when {config.shards} is there")
+        return Plan(teacher, student, None, tuple(lines))
+    manifest = load_manifest(config.shards)
+    rows, train = manifest.splits["train"].rows, config.train
+    steps = num_steps(config, rows)
+    epochs = steps * train.global_batch_size / rows
+    tokens = round(manifest.splits["train"].tokens * epochs)
+    lines.append(
+        f"steps: {steps:,} of {train.global_batch_size:,} rows x {manifest.row_length} tokens, "
+        f"{epochs:.3g} epochs, {tokens:,} tokens"
+    )
+    return Plan(teacher, student, steps, (*lines, *length_notes(config, rows)))
+
+
+def num_steps(config: RunConfig, num_rows: int) -> int:
+    """Return the optimizer steps of a run over so many rows."""
+    order = Order(num_rows, config.train.global_batch_size, config.train.seed)
+    return config.train.max_steps or order.steps_for(config.train.epochs)
+
+
+def length_notes(config: RunConfig, num_rows: int) -> Iterator[str]:
+    """Yield what a user should know of a short run, and of a length that is given twice."""
+    train, steps = config.train, num_steps(config, num_rows)
+    epochs = steps * train.global_batch_size / num_rows
+    written = train.model_fields_set
+    if train.max_steps and "epochs" in written and written < set(type(train).model_fields):
+        unused = f"epochs: {train.epochs:g} is not used"
+        yield f"note: max_steps {steps:,} is {epochs:.2g} epochs; {unused}"
+    if steps < FEWEST_STEPS:
+        fix = "set train.max_steps to more"
+        # The batch that makes enough steps of the same rows.
+        rows = 2 ** max(0, (steps * train.global_batch_size // FEWEST_STEPS).bit_length() - 1)
+        if rows < train.global_batch_size and train.max_steps is None:
+            fix = f"set train.global_batch_size to {rows}, or train.epochs to more"
+        yield f"warning: {steps:,} optimizer steps, but a model needs hundreds: {fix}"
+    if epochs < 1:
+        yield (
+            f"warning: {epochs:.0%} of the corpus is read: for all of its {num_rows:,} rows set "
+            f"train.max_steps: {-(-num_rows // train.global_batch_size)}, or only train.epochs"
+        )
+
+
+def _sizes_at(name: str | None, made: Mapping[Path, Sizes | None]) -> Sizes | None:
+    """Return the sizes of a model in a folder or run, made or to be made; None if not known."""
+    if name is None:
+        return None
+    place = Path(os.path.realpath(name))
+    if place in made and not any((place / "checkpoints").glob("step-*/manifest.json")):
+        return made[place]
+    # Numbers in names have eight digits, so the last name is the newest step.
+    files = sorted((place / "checkpoints").glob("step-*/student/config.json"))
+    try:
+        file = (files or [place / "config.json"])[-1]
+        return Sizes.of(parse_object(read_regular(file, _LONGEST)))
+    except (OSError, ValueError, RecursionError):
+        return None  # a hub's name, or a file that loading refuses
