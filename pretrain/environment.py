@@ -1,9 +1,11 @@
 """Name the environment variables that connect a launch with its ranks.
 
-Users set only TIMEOUT; the supervisor sets the others. `docs/distributed.md` describes them.
+Users set only TIMEOUT. The launch sets GRACE, and the supervisor the others.
+`docs/distributed.md` describes them.
 """
 
 TIMEOUT = "DISTIL_TIMEOUT"  # seconds that a rank waits for the others
+GRACE = "DISTIL_GRACE"  # seconds to save in after a signal
 LAUNCH = "DISTIL_LAUNCH"  # name of the launch, the same on all nodes
 HEARTBEATS = "DISTIL_HEARTBEATS"  # folder in which ranks report; unset without a supervisor
 SUPERVISOR = "DISTIL_SUPERVISOR"  # pid of the supervisor

@@ -13,6 +13,7 @@ Shapes: A micro-batches of this rank in a step, T terms.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,13 +40,16 @@ class Step(NamedTuple):
     learning_rate: float
 
 
-def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
+def train_step(run: Run, rows: StepRows | None, signals: Sequence[int]) -> Step | None:
     """Make one optimizer step on this rank's rows; return None if a rank was interrupted.
+
+    A run of one rank is also interrupted between two micro-batches; several ranks have agreed
+    before the first one, and finish the step.
 
     Args:
         run: its state advances by one step.
         rows: the rank's share of the step; None if a signal came while it waited for them.
-        stop: this rank got a signal, so no rank makes this step.
+        signals: those that this rank got; with one before the step no rank makes it.
 
     Raises:
         NonFiniteError: more steps than `train.skip_non_finite` were not finite.
@@ -63,7 +67,7 @@ def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
     if rows is not None:
         heartbeat.at(state.step, "counts")
         batches = micro_batches(run, rows)
-    numbers = [*(sum(b.counts[name] for b in batches) for name in COUNTS), int(stop)]
+    numbers = [*(sum(b.counts[name] for b in batches) for name in COUNTS), int(bool(signals))]
     if world > 1:
         numbers = accelerator.reduce(torch.tensor(numbers, device=device), "sum").tolist()
     counts = dict(zip(COUNTS, numbers, strict=False))
@@ -85,6 +89,9 @@ def train_step(run: Run, rows: StepRows | None, *, stop: bool) -> Step | None:
     factors_T = send(torch.tensor(factors), device)
     losses, totals = [], []
     for i, batch in enumerate(batches):
+        if world == 1 and signals:
+            parallel.discard(clipped=False)
+            return None
         heartbeat.at(state.step, "forward")
         last = i == run.accumulation - 1
         loss, totals_T = parallel.forward_backward(

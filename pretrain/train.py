@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from pretrain.distributed.processes import (
     start_ranks,
     timeout,
 )
+from pretrain.environment import GRACE
 from pretrain.evaluate import evaluate, weak_teacher
 from pretrain.exit_codes import ExitCode
 from pretrain.files import write_json
@@ -152,7 +155,7 @@ def write_missing(inputs: Inputs, device: torch.device, progress: Progress) -> N
 def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> None:
     """Make optimizer steps up to `last`, or until a signal arrives."""
     config, state = run.config, run.state
-    clock = Clock(state.tokens)
+    clock, first = Clock(state.tokens), state.step
     # The figures before training. A resumed run has them in its checkpoint.
     if state.step == 0:
         validate(run)
@@ -160,7 +163,8 @@ def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> 
         run.heartbeat.at(state.step, "data")
         with clock.waiting():
             rows = next_rows(batches, signals, timeout())
-        step = train_step(run, rows, stop=bool(signals))
+        began = time.monotonic()
+        step = train_step(run, rows, signals)
         if step is None:  # a signal arrived on some rank, and all ranks have agreed to stop
             save_checkpoint(run, wait=True)
             run.ended = "interrupted"
@@ -168,6 +172,8 @@ def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> 
         # The order matters: weights are compared before a checkpoint, and evaluated before it, so
         # that it holds the figures that decide which one is the best.
         report(run, clock, step)
+        if state.step == first + 2:  # the first step of a start also compiles and allocates
+            warn_of_grace(run, time.monotonic() - began)
         if run.due(config.train.compare_every):
             compare_weights(run)
         if run.due(config.evaluation.every):
@@ -176,6 +182,16 @@ def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> 
         if state.step == last or run.due(config.checkpoint.every) or run.before_decay:
             save_checkpoint(run, wait=state.step == last)
     run.ended = "finished" if last == run.num_steps else "stopped"
+
+
+def warn_of_grace(run: Run, seconds: float) -> None:
+    """Say that a step of several ranks lasts longer than a launch waits after a signal."""
+    grace = float(os.environ.get(GRACE, "inf"))
+    if run.accelerator.num_processes > 1 and seconds > grace:
+        run.progress.say(
+            f"warning: a step takes {seconds:.0f} s, and a signal leaves --grace {grace:.0f} s to "
+            f"finish it and save: start with --grace {round(3 * seconds)}"
+        )
 
 
 def warm_up(run: Run) -> None:

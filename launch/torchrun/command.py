@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.torchrun.hardware import Device
-from pretrain.environment import TIMEOUT
+from pretrain.environment import GRACE, TIMEOUT
 
 # SIGUSR1 is what Slurm is told to send before a time limit; by default it would end torchrun and
 # leave the ranks behind.
@@ -77,10 +77,16 @@ def static_rendezvous(nodes: int, node_rank: int, head: Head, limit: int) -> lis
 
 
 def environment(
-    layout: Layout, zero: int | None, *, timeout: float, cores: int, given: Mapping[str, str]
+    layout: Layout,
+    zero: int | None,
+    *,
+    timeout: float,
+    grace: int,
+    cores: int,
+    given: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the variables to set for the ranks, in addition to the `given` environment."""
-    values = {TIMEOUT: f"{timeout:g}"}
+    values = {TIMEOUT: f"{timeout:g}", GRACE: str(grace)}
     if layout.device == "cpu":
         # Each rank would otherwise start a thread for every core of the machine.
         threads = str(max(1, cores // layout.processes))

@@ -120,7 +120,7 @@ def start(asked: Launch) -> int:
     if hasattr(os, "sched_getaffinity"):  # Linux: fewer under taskset, Slurm and containers
         cores = len(os.sched_getaffinity(0))
     environment = command.environment(
-        layout, asked.zero, timeout=seconds, cores=cores, given=os.environ
+        layout, asked.zero, timeout=seconds, grace=asked.grace, cores=cores, given=os.environ
     )
     arguments = command.pretrain(asked.config, overrides, asked.stop_after, asked.skip_rows)
     rendezvous, waiting = [["--standalone"]], ""

@@ -77,9 +77,9 @@ class DDP:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def discard(self) -> None:
-        """Drop the step's gradients, once clipped, without an update."""
-        if self.accelerator.scaler is not None:
+    def discard(self, *, clipped: bool = True) -> None:
+        """Drop the step's gradients without an update."""
+        if self.accelerator.scaler is not None and clipped:
             # `clip` has unscaled the gradients; without an update the next unscaling would fail.
             self.accelerator.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -185,7 +185,7 @@ class ZeRO:
             group["lr"] = learning_rate
         self.engine.step()
 
-    def discard(self) -> None:
+    def discard(self, *, clipped: bool = True) -> None:
         """Drop the step's gradients without an update, as DeepSpeed does after an overflow."""
         self.zero.zero_grad(set_to_none=True)
         # The next micro-batch is the first of a step again, and adds to no old gradient.

@@ -77,13 +77,16 @@ def test_several_nodes_meet_at_the_first() -> None:
 
 def test_the_environment_selects_the_device() -> None:
     def of(layout: Layout, zero: int | None, **given: str) -> dict[str, str]:
-        return command.environment(layout, zero, timeout=300.0, cores=16, given=given)
+        return command.environment(layout, zero, timeout=300.0, grace=60, cores=16, given=given)
 
     def deepspeed(zero: int) -> dict[str, str]:
         file = str(ROOT / "launch" / "deepspeed" / f"zero{zero}.json")
         return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": file}
 
-    gpus, timeout = Layout(nodes=2, processes=8, device="cuda"), {"DISTIL_TIMEOUT": "300"}
+    gpus, timeout = (
+        Layout(nodes=2, processes=8, device="cuda"),
+        {"DISTIL_TIMEOUT": "300", "DISTIL_GRACE": "60"},
+    )
     on_cpu = timeout | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "8"}
     assert of(gpus, None) == timeout
     assert of(gpus, 2) == timeout | deepspeed(2)

@@ -16,7 +16,9 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from processes import file_size_limit, wait_until
+from safetensors.torch import load_file
 
 from launch.console import keep_going
 from pretrain.monitor.status import read_status
@@ -38,6 +40,7 @@ launch.cli.main()
 """
 # torch's own error, as it is raised where a step takes too much.
 NO_MEMORY = PATCHED.format(call="torch.empty(2**50 if next(calls) == 9 else 1)")
+SLOW_STEPS = PATCHED.format(call="time.sleep(0.5)")
 LONG_STEP = PATCHED.format(call="time.sleep(600 if next(calls) == 16 else 0)")
 
 
@@ -152,6 +155,22 @@ def test_a_killed_worker_ends_the_process(start: Start) -> None:
     training = start(MANY, until="step 4/")
     training.worker().kill()
     assert training.code() == 1
+
+
+def test_a_signal_ends_a_step_of_one_process_between_two_micro_batches(start: Start) -> None:
+    steps = ["train.global_batch_size=32", "train.max_steps=2"]  # 16 micro-batches a step
+    training = start(*steps, code=SLOW_STEPS, until="step 1/")
+    time.sleep(1)
+    assert training.code_after(signal.SIGTERM) == 75
+    assert training.status() == ("interrupted", 1)
+    start(*steps).code()
+    resumed = load_file(training.output / "checkpoints/step-00000002/student/model.safetensors")
+    whole = start(*steps, f"output={training.output.parent / 'whole'}")
+    assert whole.code() == 0
+    weights = load_file(
+        training.output.parent / "whole/checkpoints/step-00000002/student/model.safetensors"
+    )
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.slow
