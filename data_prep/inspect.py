@@ -46,6 +46,7 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
         "normaliser": manifest.normaliser,
         "splits": splits,
         "unknown": unknown / manifest.splits["train"].tokens,
+        "unknown_strings": manifest.unknown.strings if manifest.unknown else {},
         "tokens_per_document": sum(s.tokens for s in manifest.splits.values()) / max(kept, 1),
         "sources": [source.model_dump() for source in manifest.sources],
         "rows": [

@@ -23,15 +23,21 @@ from data_prep.pipeline.engines import Engine, Run, WorkerDiedError, started
 from data_prep.pipeline.finished import find_finished, open_work
 from data_prep.pipeline.plan import PART_BYTES, PIECE_BYTES, STAGES, Plan
 from data_prep.pipeline.stage import Reads
-from data_prep.pipeline.stages.finish import READS, check_unknown, finish, unknown_share
+from data_prep.pipeline.stages.finish import (
+    MANY_UNKNOWN,
+    READS,
+    check_unknown,
+    finish,
+    unknown_share,
+    unknown_text,
+)
 from data_prep.pipeline.units import Unit, inputs_are_same, is_output_whole, run_unit
 from data_prep.pipeline.watchdog import last_seen
 from data_prep.shards import Manifest, read_listed
-from data_prep.shards.manifest import TOKEN_COUNTS
+from data_prep.shards.manifest import TOKEN_COUNTS, UnknownRecord
 
 Progress = Callable[[str, int, int], None]
 Warn = Callable[[str], None]
-MANY_UNKNOWN = 0.01  # share of the tokens from which on a warning is shown
 
 
 def prepare(
@@ -129,13 +135,16 @@ def _finish(plan: Plan, warn: Warn) -> Manifest:
 
 def _check_unknown(plan: Plan, manifest: Manifest, warn: Warn) -> None:
     """Refuse finished shards with too many unknown tokens, and warn of many."""
-    table = read_listed(plan.config.folder(manifest.row_length), manifest, TOKEN_COUNTS)
-    counts, special = np.array(json.loads(table)["counts"]), manifest.tokenizer.special_ids
-    check_unknown(plan.config, counts, special)
-    if (share := unknown_share(counts, special)) > MANY_UNKNOWN:
+    if (unknown := manifest.unknown) is None:  # few, or an earlier version did not look
+        table = read_listed(plan.config.folder(manifest.row_length), manifest, TOKEN_COUNTS)
+        counts = np.array(json.loads(table)["counts"])
+        share = unknown_share(counts, manifest.tokenizer.special_ids)
+        unknown = UnknownRecord(share=share, strings={})
+    check_unknown(plan.config, unknown)
+    if unknown.share > MANY_UNKNOWN:
         warn(
-            f"{share:.1%} of the tokens in rows of {manifest.row_length} are unknown ([UNK]): is "
-            "this the tokenizer of this text?"
+            f"in rows of {manifest.row_length} {unknown_text(unknown)}: is this the tokenizer of "
+            "this text?"
         )
 
 
@@ -223,8 +232,11 @@ def _require_rows(plan: Plan, stage: str) -> None:
         dropped = sum((Counter(result["dropped"]) for result in extracted), Counter())
         documents = sum(result["documents_in"] for result in extracted)
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+        logs = (folder / "quarantine.jsonl" for folder in plan.folders("extract"))
+        lines = (line for log in logs for line in log.read_text(encoding="utf-8").splitlines())
+        first = next((detail for line in lines if (detail := json.loads(line)["detail"])), "")
         raise CorpusError(
             f"{plan.config.output}: no training row: {documents} documents read"
-            + (f" ({reasons})" if reasons else "")
+            + (f" ({reasons}; the first one {first})" if first else f" ({reasons})" * bool(reasons))
             + ": add text, or loosen `min_characters`, `languages`, `fraction` or `validation`"
         )

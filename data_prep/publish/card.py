@@ -133,6 +133,12 @@ def _origin(manifest: Manifest) -> Iterator[str]:
         ]:
             yield what
             yield _table(("source", "what", "count"), found)
+    if (unknown := manifest.unknown) is not None:
+        yield (
+            f"{unknown.share:.1%} of the tokens are unknown. The most frequent strings behind them "
+            "in the first documents:"
+        )
+        yield _table(("string", "count"), list(unknown.strings.items()))
     yield "## Overlap with evaluation data"
     found = [
         (source.name, file, count)

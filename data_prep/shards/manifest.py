@@ -129,6 +129,15 @@ class EvaluationRecord(BaseModel):
     not_searchable: Count
 
 
+class UnknownRecord(BaseModel):
+    """Hold the share of unknown tokens of a corpus that has many, and the most frequent strings
+    that became one in its first documents, with their counts."""
+
+    model_config = FROZEN
+    share: Annotated[float, Field(ge=0, le=1)]
+    strings: dict[str, Count]
+
+
 def too_short(record: EvaluationRecord) -> str:
     """Return the share of an evaluation file's texts that cannot be looked for, for people."""
     return f"{record.not_searchable / max(1, record.texts):.1%}"
@@ -151,6 +160,7 @@ class Manifest(BaseModel):
     created_by: dict[str, str]
     normaliser: str = ""  # in words, for people; the fingerprint covers it
     evaluation: dict[str, EvaluationRecord] = {}  # files of `decontaminate`, by name
+    unknown: UnknownRecord | None = None  # of a corpus with many unknown tokens
     self_sha256: Sha256
 
     @property
@@ -161,7 +171,8 @@ class Manifest(BaseModel):
     @model_serializer(mode="wrap")
     def _as_it_was(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # A manifest from before there were these keys is spelled as it was: its hash is of that.
-        return {k: v for k, v in fields(self).items() if k not in ("normaliser", "evaluation") or v}
+        later = ("normaliser", "evaluation", "unknown")
+        return {k: v for k, v in fields(self).items() if k not in later or v}
 
     @model_validator(mode="after")
     def _ids_fit(self) -> "Manifest":

@@ -18,11 +18,13 @@ from data_prep.sources.jsonl import Jsonl
 from data_prep.sources.mediawiki import Mediawiki
 from data_prep.sources.python_docs import PythonDocs
 from data_prep.sources.row_groups import Parquet
+from data_prep.sources.tables import Csv, Tsv
 from data_prep.sources.text import Sentences, Text
 from data_prep.sources.wikiextractor import WikiExtractor
 
 __all__ = [
     "Books",
+    "Csv",
     "Document",
     "HuggingFace",
     "Jsonl",
@@ -34,6 +36,7 @@ __all__ = [
     "Sentences",
     "Source",
     "Text",
+    "Tsv",
     "WikiExtractor",
 ]
 
@@ -44,6 +47,8 @@ Source = Annotated[
     | Sentences
     | Text
     | Jsonl
+    | Csv
+    | Tsv
     | Parquet
     | HuggingFace
     | PythonDocs,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from typing import ClassVar, Literal
+
+from pydantic import field_validator
 
 from data_prep.sources.document import Document, Rejected
 from data_prep.sources.files import LONG_LINE, Piece, file_chunks, find_files, lines
@@ -27,6 +30,14 @@ class Text(FileSource):
 
     kind: Literal["text"] = "text"
     document: Literal["file", "line", "paragraph"] = "file"
+
+    @field_validator("path")
+    @classmethod
+    def _no_table(cls, path: str) -> str:
+        for kind in ("csv", "tsv", "jsonl", "parquet"):
+            if f".{kind}" in PurePath(path).suffixes:
+                raise ValueError(f"is a table of records: take kind: {kind} and text_field")
+        return path
 
     def inputs(self, limit: int) -> Sequence[Piece]:
         """Return the files, whole if each is one document, else plain ones in ranges of bytes."""

@@ -66,6 +66,11 @@ class Tokens:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocabulary = [""] * (max(vocabulary.values()) + 1)
         for token, id in vocabulary.items():
+            if other := self.vocabulary[id]:
+                raise CorpusError(
+                    f"{origin}: its tokens {other!r} and {token!r} have one id, {id}, so ids "
+                    "cannot be read back; give each its own"
+                )
             self.vocabulary[id] = token
         # A pattern such as \[[^]]+\] finds "[MASK]" in text and the vocabulary has it: the last
         # guard turns any special id that comes out of text into [UNK].

@@ -62,6 +62,11 @@ def inspect(
             for source in summary["sources"]
         ],
     )
+    if summary["unknown_strings"]:
+        strings = [
+            f"{one_line(text, 20)!r} {n:,}" for text, n in summary["unknown_strings"].items()
+        ]
+        show(f"most frequent unknown strings of its first documents: {', '.join(strings)}")
     show(
         f"unknown words: {summary['unknown']:.3%} of tokens; "
         f"{summary['tokens_per_document']:,.1f} tokens a document"

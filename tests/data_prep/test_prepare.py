@@ -18,6 +18,7 @@ from data_prep import CorpusError
 from data_prep.inspect import summary
 from data_prep.pipeline.smoothing import smoothing
 from data_prep.prepare import prepare
+from data_prep.publish.card import dataset_card
 from data_prep.shards import Manifest, load_manifest, open_shards, verify
 from data_prep.shards.manifest import SpecialIds
 
@@ -413,4 +414,11 @@ def test_many_unknown_tokens_are_warned_of_and_more_are_refused(
             prepare(config, warn=said.append)
         return
     prepare(config, warn=said.append)
-    assert any("are unknown" in line for line in said) == (ends == "warned")
+    assert any("most often 'zzzz' " in line for line in said) == (ends == "warned")
+    found = load_manifest(config.output).unknown
+    assert (found is None) == (ends == "quiet")
+    if found is not None:
+        assert found.strings == {"zzzz": sum(line.count("zzzz") for line in lines)}
+        assert found.share == pytest.approx(share, rel=0.2)
+        assert summary(config.output)["unknown_strings"] == found.strings
+        assert "zzzz" in str(dataset_card("words", load_manifest(config.output)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import hashlib
 import json
 import random
@@ -14,7 +16,9 @@ import zstandard
 from reading import LIMITS, documents, lines_of, read_all, reasons
 
 from data_prep import CorpusError
-from data_prep.sources import Document, HuggingFace, Jsonl, Parquet, row_groups
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
+from data_prep.sources import Csv, Document, HuggingFace, Jsonl, Parquet, Text, Tsv, row_groups
 from data_prep.text.wikipedia import repaired
 
 
@@ -246,3 +250,33 @@ def test_huggingface_saved_and_streamed(tmp_path: Path) -> None:
         with pytest.raises(CorpusError, match="cannot load") as caught:
             read_all(HuggingFace(**wrong))
         assert "\n" not in str(caught.value)
+
+
+def test_csv_and_tsv(tmp_path: Path) -> None:
+    """Compare with Python's csv module; a bad row is rejected and the others are read."""
+    rows = [["1", 'a "quoted", comma'], ["2", "two\nlines"], ["3", "\u00e4"], ["4", ""]]
+    with (tmp_path / "a.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], *rows])
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    for name in ("a.csv", "b.csv.gz"):
+        items = read_all(Csv(path=f"{tmp_path}/{name}", id_field="id"), 64)
+        assert documents(items) == [Document(text, id) for id, text in rows[:3]]
+        assert reasons(items) == [(f"{name}#4", "empty")]
+    plain = b'text\tid\n"one\t1\nx\nl\xe4\t3\nlast"\t4\n'
+    (tmp_path / "c.tsv").write_bytes(plain)
+    items = read_all(Tsv(path=str(tmp_path / "c.tsv"), id_field="id"), 64)
+    assert documents(items) == [Document('"one', "1"), Document('last"', "4")]
+    assert sorted(reason for _, reason in reasons(items)) == ["malformed row", "not utf-8"]
+    with pytest.raises(CorpusError, match=r"c\.tsv: no column 'body'; it has text, id"):
+        read_all(Tsv(path=str(tmp_path / "c.tsv"), text_field="body"), 64)
+    with pytest.raises(ValueError, match="take kind: csv and text_field"):
+        Text(path="reviews/a.csv.gz")
+
+
+def test_a_wrong_text_field_names_the_fields_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "one", "n": 1}\n{"body": "two"}\n')
+    source = {"kind": "jsonl", "path": str(tmp_path / "a.jsonl")}
+    config = {"output": tmp_path / "out", "sources": [source], "tokenizer": {"train": {}}}
+    message = r"2 documents read \(2 no text; the first one has no 'text'; it has body, n\)"
+    with pytest.raises(CorpusError, match=message):
+        prepare(CorpusConfig.model_validate(config))

@@ -188,6 +188,16 @@ def test_unusable_files(tmp_path: Path) -> None:
         load(VocabularyTokenizer(vocab=tmp_path / "none.txt"))
 
 
+def test_two_tokens_of_one_id_are_refused(tmp_path: Path) -> None:
+    load(write_vocabulary(tmp_path, WORDS)).save(tmp_path, 16)
+    file = tmp_path / "tokenizer.json"
+    values = json.loads(file.read_bytes())
+    values["model"]["vocab"]["twin"] = 10
+    file.write_text(json.dumps(values))
+    with pytest.raises(CorpusError, match=r"tokens '.*' and '.*' have one id, 10"):
+        load(JsonTokenizer(path=file))
+
+
 def test_special_tokens_have_the_names_in_the_folder_settings(tmp_path: Path) -> None:
     load(write_vocabulary(tmp_path, [*WORDS, "x"])).save(tmp_path / "saved", 16)
     state = (tmp_path / "saved" / "tokenizer.json").read_text()

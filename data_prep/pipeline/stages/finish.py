@@ -10,16 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import sync, write_file
 from data_prep.disk.json_files import write_json
+from data_prep.messages import one_line
 from data_prep.pipeline.code import installed
 from data_prep.pipeline.plan import STAGES, Plan
 from data_prep.pipeline.smoothing import smoothing
 from data_prep.pipeline.stage import Reads
 from data_prep.pipeline.stages.deduplicate import FATES, TRAIN, VALIDATION
+from data_prep.pipeline.stages.documents import read_index, read_part
 from data_prep.pipeline.units import remove
 from data_prep.shards import Manifest
 from data_prep.shards.manifest import (
@@ -31,12 +34,19 @@ from data_prep.shards.manifest import (
     SpecialIds,
     SplitRecord,
     TokenizerRecord,
+    UnknownRecord,
     manifest_bytes,
     seal,
     side_file,
     text_file,
 )
 from data_prep.shards.writing import file_record
+
+MANY_UNKNOWN = 0.01  # share of the tokens from which on a corpus is warned of
+SAMPLE, LONGEST_OF_SAMPLE = (
+    1 << 22,
+    1 << 16,
+)  # characters that are looked through, and of a document
 
 READS: Reads = {"extract": ("*.jsonl",), "vocabulary": ("*",), "pack": ("*",)}
 PROVENANCE = "provenance.jsonl"
@@ -67,7 +77,11 @@ def finish(plan: Plan, row_length: int) -> Manifest:
     for output in tokenizer.outputs:
         shutil.copyfile(source / output.file, final / "tokenizer" / output.file)
     splits, counts = _shards(plan, row_length, final)
-    check_unknown(config, counts, record.special_ids)
+    unknown = None
+    if (share := unknown_share(counts, record.special_ids)) > MANY_UNKNOWN:
+        strings = unknown_strings(plan, final / "tokenizer", record.special_ids.unk)
+        unknown = UnknownRecord(share=share, strings=strings)
+        check_unknown(config, unknown)
     write_json(
         final / TOKEN_COUNTS,
         {"counts": counts.tolist(), "smoothing": smoothing(counts, record.special_ids)},
@@ -104,6 +118,7 @@ def finish(plan: Plan, row_length: int) -> Manifest:
             "code_version": installed("distil-pretraining"),
             "created_by": {name: installed(name) for name in _LIBRARIES},
             "evaluation": evaluation_records(plan),
+            "unknown": unknown,
         }
     )
     folder = config.folder(row_length)
@@ -125,14 +140,40 @@ def unknown_share(counts: npt.NDArray[np.int64], special: SpecialIds) -> float:
     return float(counts[special.unk] / max(1, texts))
 
 
-def check_unknown(config: CorpusConfig, counts: npt.NDArray[np.int64], special: SpecialIds) -> None:
+def unknown_strings(plan: Plan, tokenizer: Path, unknown: int) -> dict[str, int]:
+    """Return the ten most frequent strings that the tokenizer does not know, with their counts.
+
+    The documents are the first SAMPLE characters of what was read, duplicates among them.
+    """
+    backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    found, characters = Counter[str](), 0
+    for unit, record in zip(plan.folders("extract"), plan.records("extract"), strict=True):
+        parts = read_index(unit)["part"]
+        for number, part in enumerate(record.result["parts"]):
+            for _, document in read_part(unit / part["file"], parts[parts == number] == number):
+                text = document.text[:LONGEST_OF_SAMPLE]
+                encoding = backend.encode(text, add_special_tokens=False)
+                spans = zip(encoding.ids, encoding.offsets, strict=True)
+                found.update(text[a:b] for id, (a, b) in spans if id == unknown)
+                characters += len(text)
+                if characters > SAMPLE:
+                    return dict(found.most_common(10))
+    return dict(found.most_common(10))
+
+
+def unknown_text(unknown: UnknownRecord) -> str:
+    """Return the share of unknown tokens and the strings behind them, for people."""
+    strings = ", ".join(f"{one_line(text, 20)!r} {n:,}" for text, n in unknown.strings.items())
+    return f"{unknown.share:.1%} of the tokens are unknown ([UNK]), most often {strings}"
+
+
+def check_unknown(config: CorpusConfig, unknown: UnknownRecord) -> None:
     """Refuse a tokenizer that does not know the text; CorpusError names the share."""
-    share = unknown_share(counts, special)
-    if share > config.max_unknown:
+    if unknown.share > config.max_unknown:
         raise CorpusError(
-            f"{config.output}: {share:.1%} of the tokens are unknown ([UNK]), more than "
-            f"max_unknown {config.max_unknown:g}: choose a tokenizer of this language (a folder "
-            "that has only a vocab.txt is read as WordPiece), or raise max_unknown"
+            f"{config.output}: {unknown_text(unknown)}; more than max_unknown "
+            f"{config.max_unknown:g}: choose a tokenizer of this language (a folder that has only "
+            "a vocab.txt is read as WordPiece), or raise max_unknown"
         )
 
 
