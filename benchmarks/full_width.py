@@ -280,10 +280,11 @@ def main() -> None:
         train_for(options, name)
     text = report(options.folder)
     if options.pairs is not None:
-        from benchmarks.stsb import score
+        from pretrain.encoders import evaluate_encoders
 
-        for model in (options.teacher, options.folder / "embedding"):
-            text += f"\n{score(model, options.pairs):.2f} Pearson on STS-B: {model}"
+        run = str(options.folder / "embedding")
+        for name, found in evaluate_encoders([run], options.pairs, str(options.teacher)).items():
+            text += f"\n{found['pearson']} Pearson on STS-B: {name}"
     print(text)
     if out := os.environ.get("OUT"):
         Path(out, f"full-width-{options.stage}.txt").write_text(text + "\n", encoding="utf-8")

@@ -69,7 +69,7 @@ def test_two_halves_resume_both_loops(tmp_path: Path, shards: Path) -> None:
     lines = [f"a\tb\tc\td\t{i}\t{' '.join(WORDS[5 : 7 + i])}\tw9 w8 w7" for i in range(6)]
     (tmp_path / "pairs.csv").write_text("\n".join(lines), encoding="utf-8")
     shown = run("embedding", "--teacher", folder / "teacher", "--pairs", tmp_path / "pairs.csv")
-    assert shown.stdout.count("Pearson on STS-B") == 2 and "\nembedding " in shown.stdout
+    assert shown.stdout.count("Pearson on STS-B") >= 2 and "\nembedding " in shown.stdout
 
 
 def test_the_report_has_tokens_quality_speed_and_memory(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from pretrain.files import write_json, writing_to
 # XLM-RoBERTa or CamemBERT without an LM head, which were random.
 CODE = "2"
 SEGMENTS = 4096  # written at a time: a kill costs at most these
-_AGAIN = "remove it to write it again, or name another file"
+_AGAIN = "name another file in `vectors:`, which is then written"
 _SECONDS = 30  # between two lines on the screen
 
 

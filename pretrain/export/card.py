@@ -32,8 +32,16 @@ def objective_of(state: Mapping[str, Any]) -> Objective:
     return _OBJECTIVE.validate_python(state["config"]["objective"])
 
 
-def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
-    """Build the card from a checkpoint's state; it contains measured figures only."""
+def model_card(
+    student: PreTrainedModel, state: Mapping[str, Any], measured: Mapping[str, Any] | None = None
+) -> ModelCard:
+    """Build the card from a checkpoint's state; it contains measured figures only.
+
+    Args:
+        student: the model.
+        state: of the checkpoint.
+        measured: what `distil evaluate` kept in the run's folder; of another step it is left out.
+    """
     config, teacher, evaluation = state["config"], state["teacher"], state["evaluation"]
     objective = objective_of(state)
     distilled = (teacher is not None or bool(state.get("vectors"))) and objective.compares
@@ -58,6 +66,12 @@ def model_card(student: PreTrainedModel, state: Mapping[str, Any]) -> ModelCard:
             "of validation rows, every selected token replaced by [MASK].",
         ]
         figures += [f"Warning: {text}"] if (text := weak_teacher(evaluation)) else []
+
+    known = measured if measured and measured["step"] == state["step"] else {"tables": {}}
+    for what, table in known["tables"].items():
+        columns = dict.fromkeys(name for _, row in table for name in row)
+        cells = [[name, *(row.get(c, "") for c in columns)] for name, row in table]
+        figures += [f"On {_escape(what)}, with 95 % intervals:", _table(["", *columns], cells)]
 
     # The keys of the config that shape the run, without paths of the machine it ran on.
     recipe: list[tuple[str, object]] = []

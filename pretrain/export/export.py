@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 from data_prep.disk import hash_file
 from pretrain import RunError, checkpoint
 from pretrain.checkpoint import Saved
+from pretrain.encoders import MEASURED
 from pretrain.export.arguments import check_target, target_taken
 from pretrain.export.card import model_card, objective_of
 from pretrain.export.sentence_modules import write_modules
@@ -89,7 +91,9 @@ def export(
             student.save_pretrained(temporary)
             # safetensors writes files for the owner only, config.json has the umask's mode.
             shutil.copymode(temporary / "config.json", temporary / "model.safetensors")
-            model_card(student, saved.state).save(temporary / "README.md")
+            kept = run / MEASURED
+            measured = json.loads(kept.read_bytes()) if kept.exists() else {}
+            model_card(student, saved.state, measured).save(temporary / "README.md")
             if objective.compares_documents:
                 write_modules(
                     temporary,

@@ -431,9 +431,9 @@ def test_a_file_of_something_else_is_refused(texts: Path, corpus: Path, tmp_path
         write(path, texts, lambda found: np.full((len(found), 8), np.inf, dtype=np.float32))
     write(tmp_path / "good", texts, numbered)
     shutil.copy(tmp_path / "good", path)
-    with refused("holds vectors of another teacher", "remove it"):
+    with refused("holds vectors of another teacher", "name another file"):
         read_record(path, manifest, "two")
-    with refused("holds vectors of other shards", "remove it"):
+    with refused("holds vectors of other shards", "name another file"):
         read_record(path, load_manifest(corpus), "one")
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
@@ -441,7 +441,7 @@ def test_a_file_of_something_else_is_refused(texts: Path, corpus: Path, tmp_path
     with refused("differs from its checksum"):
         check_vectors(path, read_record(path, manifest, "one")[0], {})
     path.write_bytes(data[:-2])
-    with refused("cannot be read as safetensors"):
+    with refused("is not a safetensors file"):
         read_record(path, manifest, "one")
     # Of another program: it names no teacher, but its sizes are compared.
     good = load_file(tmp_path / "good")

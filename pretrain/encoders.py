@@ -1,0 +1,317 @@
+"""Encode texts with a sentence encoder, and measure a student's vectors beside its teacher's.
+
+Shapes: n texts or pairs, W and V widths of vectors.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_prep.messages import warn
+from data_prep.shards import Segments, open_shards
+from data_prep.tokens import of_shards
+from pretrain import RunError
+from pretrain.checkpoint import Saved
+from pretrain.config import RunConfig
+from pretrain.files import write_json
+from pretrain.model.loading import assemble, known_family
+from pretrain.model.model_files import fetch, read_config, read_model, read_tensors, read_tokenizer
+from pretrain.model.pooling import SentenceHead
+from pretrain.model.sentences import TextEncoder, read_head
+from pretrain.model.student import build_student
+from pretrain.model.teacher import Teacher, parameters_sha256
+from pretrain.output import is_run, sealed_state
+
+DOCUMENTS = 512  # of the validation rows: 131,000 pairs
+MEASURED = "evaluation.json"  # in a run's folder
+_RESAMPLES = 200  # of the bootstrap
+_COLUMNS = ("sentence1", "sentence2", "score")
+_STSB = (5, 6, 4)  # the places of these in STS-B's own file, which names none
+Vectors = NDArray[np.float32]
+MEANINGS = {
+    "cosine": "mean cosine of the model's and the teacher's vector of a text",
+    "similarity": "Spearman's correlation of the similarities of all pairs of texts",
+    "neighbour": "share of texts whose nearest other text is the same as for the teacher",
+    "pearson": "correlation of the similarity of two texts with their score",
+    "spearman": "the same, of ranks",
+    "mixed": "pearson, with the first text of a pair encoded by the teacher",
+}
+
+
+class Figure(NamedTuple):
+    """Hold a measured value with its 95 % interval, by bootstrap over texts or pairs."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} \u00b1{max(self.high - self.value, self.value - self.low):.3f}"
+
+
+def encode(model: Path | str, texts: Sequence[str]) -> Vectors:
+    """Return the vectors [n, W] of texts, as sentence-transformers would compute them.
+
+    Args:
+        model: an exported folder, a run, or a hub's name. A folder without `modules.json` is an
+            encoder, whose vector is the mean over all tokens.
+        texts: each is cut at the length that the folder says.
+
+    Raises:
+        RunError: it cannot be read, or has no tokenizer.json.
+    """
+    return load_encoder(str(model))(list(texts))
+
+
+def is_encoder(name: str) -> bool:
+    """Return whether a model has no trained LM head, as its config.json says."""
+    place, _ = fetch(name, name)
+    names = read_model(place, lambda folder, _: read_config(name, folder)).get("architectures")
+    return not (isinstance(names, list) and str(names[:1]).rstrip("]'").endswith("ForMaskedLM"))
+
+
+def load_encoder(name: str) -> TextEncoder:
+    """Return an encoder with the modules behind it; RunError if it cannot be read."""
+    place, _ = fetch(name, name)
+
+    def read(folder: Path, saved: Saved | None) -> TextEncoder:
+        raw = read_config(name, folder)
+        family, tensors = known_family(name, raw), read_tensors(name, folder, pickled=True)
+        model, _ = assemble(name, family, raw, tensors, needs_head=False)
+        head = read_head(name, folder, model.config.hidden_size)
+        # In a checkpoint the dense layer is not yet a module of the folder.
+        if saved is not None and (vectors := saved.state.get("vectors")):
+            found, identity = saved.adapters(), "torch.nn.modules.linear.Identity"
+            dense = [(found["dense.weight"], found["dense.bias"], identity)] if found else []
+            head = SentenceHead(
+                model.config.hidden_size,
+                dense=dense,
+                normalised=vectors["normalised"],
+                longest=saved.state["row_length"],
+            )
+        text = read_tokenizer(name, folder)
+        if not text:
+            raise RunError(f"{name}: no tokenizer.json; add it, or save the tokenizer again")
+        return TextEncoder(model.eval(), head, name, text)
+
+    return read_model(place, read)
+
+
+def untrained(run: Path, teacher: str, like: TextEncoder) -> TextEncoder | None:
+    """Return the student of a run as it was at step 0; None if it was no layers of its teacher.
+
+    The layers are those that the run has noted, whatever is the default today.
+    """
+    sealed = sealed_state(run)
+    notes = " ".join(sealed[1].get("notes", [])) if sealed else ""
+    if (noted := re.search(r"began from the teacher's layers? ([0-9, and]+)", notes)) is None:
+        return None
+    config = RunConfig.model_validate_json((run / "config.json").read_bytes())
+    layers = tuple(map(int, re.findall("[0-9]+", noted[1])))
+    encoder = load_encoder(teacher)
+    model = build_student(
+        config.student.model_copy(update={"init": layers, "num_layers": None}),
+        Teacher(encoder.model, teacher, True, None, parameters_sha256(encoder.model)),
+        config.train.seed,
+        needs_head=False,
+    )
+    head = SentenceHead(model.config.hidden_size, normalised=like.head.normalised)
+    return TextEncoder(model.eval(), head, "untrained", encoder.tokenizer.to_str())
+
+
+def validation_texts(shards: Path, most: int = DOCUMENTS) -> list[str]:
+    """Return up to `most` whole documents of a corpus's validation rows, evenly spaced.
+
+    They are the kept texts, or the tokens turned back into text.
+    """
+    rows = open_shards(shards, "validation")
+    manifest, segments = rows.manifest, Segments(rows)
+    found = segments.of_rows(np.arange(len(rows)))
+    if manifest.has_texts:
+        texts = [text for text in segments.texts(0, len(segments)) if text is not None]
+    else:
+        tokens, special = of_shards(shards, manifest), manifest.tokenizer.special_ids
+        ids = rows.rows(np.arange(len(rows))).flatten().astype(np.int64)
+        ids = ids[ids != special.pad]
+        pieces = np.split(ids, np.flatnonzero(ids == special.cls))
+        whole = [piece for piece, kept in zip(pieces[1:], found.whole, strict=True) if kept]
+        texts = [tokens.backend.decode(piece.tolist()) for piece in whole]
+    if not texts:
+        raise RunError(f"{shards}: no validation document is whole; take longer rows")
+    return [texts[i * len(texts) // min(most, len(texts))] for i in range(min(most, len(texts)))]
+
+
+def read_pairs(file: Path) -> tuple[list[str], list[str], NDArray[np.float64]]:
+    """Return both texts of each pair, and their scores, of a CSV, a TSV or STS-B's own file.
+
+    Raises:
+        RunError: it has no columns sentence1, sentence2 and score, or a score is no number.
+    """
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        # A quotation mark in a file with tabs is a character as any other.
+        tabs = "\t" in lines.readline()
+        lines.seek(0)
+        rows = list(
+            csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines)
+        )
+    rows = [row for row in rows if row]
+    header = [name.strip().lower() for name in rows[0]] if rows else []
+    places: tuple[int, ...] = _STSB if len(header) > max(_STSB) else ()
+    if set(_COLUMNS) <= set(header):
+        places, rows = tuple(map(header.index, _COLUMNS)), rows[1:]
+    try:
+        one, other, score = places[0], places[1], places[2]
+        return (
+            [row[one] for row in rows],
+            [row[other] for row in rows],
+            np.array([float(row[score]) for row in rows]),
+        )
+    except (ValueError, IndexError):
+        raise RunError(
+            f"{file}: is not a table of pairs: its first line must name the columns "
+            f"{', '.join(_COLUMNS)}, and each score must be a number"
+        ) from None
+
+
+def compare_vectors(student: Vectors, teacher: Vectors) -> dict[str, Figure]:
+    """Return how alike a student's vectors [n, W] are to its teacher's [n, V], of the same texts.
+
+    Returns:
+        cosine: mean cosine of both vectors of a text, if W = V; similarity: Spearman's correlation
+        of the cosines of all pairs of texts; neighbour: the share of texts whose nearest other text
+        is the same for both.
+    """
+    ours, theirs = unit(student), unit(teacher)
+    found = {}
+    if ours.shape[1] == theirs.shape[1]:
+        cosines = (ours * theirs).sum(1)
+        found["cosine"] = interval(lambda drawn: float(cosines[drawn].mean()), len(ours))
+    s, t = ours @ ours.T, theirs @ theirs.T
+
+    def of_pairs(drawn: NDArray[np.int64]) -> float:
+        a, b = np.triu_indices(len(drawn), 1)
+        a, b = drawn[a], drawn[b]
+        different = a != b  # a text that was drawn twice is no pair
+        return spearman(s[a[different], b[different]], t[a[different], b[different]])
+
+    found["similarity"] = interval(of_pairs, len(ours))
+    np.fill_diagonal(s, -np.inf)
+    np.fill_diagonal(t, -np.inf)
+    same = s.argmax(1) == t.argmax(1)
+    found["neighbour"] = interval(lambda drawn: float(same[drawn].mean()), len(ours))
+    return found
+
+
+def compare_with_scores(
+    first: Vectors, second: Vectors, scores: NDArray[np.float64]
+) -> dict[str, Figure]:
+    """Return Pearson's and Spearman's correlation of the pairs' cosines with people's scores."""
+    cosines = (unit(first) * unit(second)).sum(1)
+
+    def of(correlation: Callable[..., float]) -> Figure:
+        return interval(lambda drawn: correlation(cosines[drawn], scores[drawn]), len(scores))
+
+    return {"pearson": of(pearson), "spearman": of(spearman)}
+
+
+def interval(statistic: Callable[[NDArray[np.int64]], float], size: int) -> Figure:
+    """Return a statistic of `size` items, and the middle 95 % of it over resamples of them."""
+    draw = np.random.default_rng(0)
+    values = [statistic(draw.integers(size, size=size)) for _ in range(_RESAMPLES)]
+    low, high = np.percentile(values, [2.5, 97.5])
+    return Figure(statistic(np.arange(size)), float(low), float(high))
+
+
+def unit(vectors: Vectors) -> NDArray[np.float64]:
+    """Return vectors of length 1."""
+    wide = vectors.astype(np.float64)
+    found: NDArray[np.float64] = wide / np.maximum(
+        np.linalg.norm(wide, axis=1, keepdims=True), 1e-12
+    )
+    return found
+
+
+def pearson(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    """Return the correlation coefficient of two samples."""
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    """Return the correlation coefficient of the ranks; equal values share their mean rank."""
+
+    def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+        found: NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2)[place]
+        return found
+
+    return pearson(ranks(x), ranks(y))
+
+
+@torch.no_grad()
+def evaluate_encoders(
+    models: Sequence[str], data: Path, teacher: str | None, say: Callable[[str], None] = warn
+) -> dict[str, dict[str, Figure]]:
+    """Measure encoders on validation documents of shards, or on a file of pairs with scores.
+
+    The teacher is a row, too. Of a single run that began from its teacher's layers, so is the
+    student before training.
+
+    Returns:
+        the figures of each model, by name; see `compare_vectors` and `compare_with_scores`. With a
+        file of pairs and a teacher of the same width also "mixed": Pearson's correlation where the
+        teacher encodes the first text of each pair and the student the second.
+    """
+    encoders = {name: load_encoder(name) for name in models}
+    run = Path(models[0])
+    if teacher is None and is_run(run):
+        teacher = RunConfig.model_validate_json((run / "config.json").read_bytes()).teacher
+    if teacher is not None:
+        encoders = {teacher: load_encoder(teacher), **encoders}
+    if teacher is not None and len(models) == 1 and is_run(run):
+        start = untrained(run, teacher, encoders[models[0]])
+        encoders |= {"the same layers, untrained": start} if start is not None else {}
+    if data.is_file():
+        first, second, scores = read_pairs(data)
+        say(f"{len(scores):,} pairs of {data}")
+        vectors = {name: encoder([*first, *second]) for name, encoder in encoders.items()}
+        found = {}
+        for name, both in vectors.items():
+            found[name] = compare_with_scores(both[: len(scores)], both[len(scores) :], scores)
+            if teacher in vectors and both.shape == vectors[teacher].shape and name != teacher:
+                mixed = compare_with_scores(
+                    vectors[teacher][: len(scores)], both[len(scores) :], scores
+                )
+                found[name]["mixed"] = mixed["pearson"]
+        return found
+    if teacher is None:
+        raise RunError("encoders are compared with a teacher: add --teacher NAME")
+    texts = validation_texts(data)
+    say(f"{len(texts):,} validation documents of {data}")
+    vectors = {name: encoder(texts) for name, encoder in encoders.items()}
+    return {name: compare_vectors(found, vectors[teacher]) for name, found in vectors.items()}
+
+
+def keep_figures(
+    run: Path, data: Path, teacher: str | None, found: Mapping[str, Mapping[str, Figure]]
+) -> None:
+    """Keep the figures of a run's newest checkpoint in its folder, for the card of an export."""
+    sealed, file = sealed_state(run), run / MEASURED
+    if sealed is None:
+        return
+    step = sealed[1]["step"]
+    known = json.loads(file.read_bytes()) if file.exists() else {}
+    tables = known["tables"] if known.get("step") == step else {}
+    # A published card names no folder of this machine.
+    names = {teacher: "teacher", str(run): "student"}
+    rows = [[names.get(n, n), {k: str(v) for k, v in row.items()}] for n, row in found.items()]
+    tables[f"pairs of {data.name}" if data.is_file() else "validation documents"] = rows
+    write_json(file, {"step": step, "tables": tables})

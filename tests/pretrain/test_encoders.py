@@ -1,0 +1,128 @@
+"""Compare figures of encoders with scipy and naive loops, and a run's rows with its parts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import RECIPE, refused, start
+from transformers import AutoModel, AutoTokenizer
+
+from pretrain.encoders import (
+    compare_vectors,
+    compare_with_scores,
+    encode,
+    read_pairs,
+    spearman,
+    untrained,
+    validation_texts,
+)
+from pretrain.export.export import export
+
+Distil = Callable[..., Any]
+
+
+def test_figures_are_those_of_naive_loops() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    draw = np.random.default_rng(1)
+    teacher = draw.normal(size=(12, 5)).astype(np.float32)
+    student = teacher + draw.normal(size=(12, 5)).astype(np.float32)
+    s, t = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (student, teacher))
+    pairs = [(i, j) for i in range(12) for j in range(i)]
+    same = 0
+    for i in range(12):
+        others = [j for j in range(12) if j != i]
+        same += max(others, key=lambda j: s[i] @ s[j]) == max(others, key=lambda j: t[i] @ t[j])
+    found = compare_vectors(student, teacher)
+    assert found["cosine"].value == pytest.approx(np.mean([s[i] @ t[i] for i in range(12)]))
+    rank = stats.spearmanr([s[i] @ s[j] for i, j in pairs], [t[i] @ t[j] for i, j in pairs])
+    assert found["similarity"].value == pytest.approx(rank.statistic)
+    assert found["neighbour"].value == same / 12
+    assert all(figure.low <= figure.value <= figure.high for figure in found.values())
+    assert "cosine" not in compare_vectors(student[:, :3], teacher)  # no common space
+    scores = np.round(draw.normal(size=12))  # some are equal
+    cosines = (s * t).sum(1)
+    of_pairs = compare_with_scores(student, teacher, scores)
+    assert of_pairs["pearson"].value == pytest.approx(stats.pearsonr(cosines, scores).statistic)
+    assert spearman(cosines, scores) == pytest.approx(stats.spearmanr(cosines, scores).statistic)
+
+
+def test_an_interval_holds_the_true_value_as_often_as_it_says() -> None:
+    """Draw 100 samples of a known correlation: 95 % of the intervals hold it."""
+    draw, hits = np.random.default_rng(2), 0
+    for _ in range(100):
+        x = draw.normal(size=(60, 1))
+        y = 0.5 * x[:, 0] + np.sqrt(0.75) * draw.normal(size=60)
+        first = np.concatenate([x, np.ones((60, 1))], 1).astype(np.float32)
+        second = np.tile(np.array([[1.0, 0.0]], dtype=np.float32), (60, 1))
+        cosines = first[:, 0] / np.linalg.norm(first, axis=1)
+        found = compare_with_scores(first, second, y)["pearson"]
+        assert found.value == pytest.approx(np.corrcoef(cosines, y)[0, 1])
+        hits += found.low <= 0.481 <= found.high  # of the cosines, from 10^7 draws
+    assert 85 <= hits <= 100
+
+
+def test_pairs_are_read_from_csv_tsv_and_sts_b(tmp_path: Path) -> None:
+    wanted = (["one, two", 'a "b"'], ["three", "d"], [4.5, 0.0])
+    (tmp_path / "a.csv").write_text(
+        'score,sentence1,sentence2\n4.5,"one, two",three\n0,"a ""b""",d\n', encoding="utf-8"
+    )
+    (tmp_path / "b.tsv").write_text(
+        'sentence1\tsentence2\tscore\none, two\tthree\t4.5\na "b"\td\t0\n', encoding="utf-8"
+    )
+    lines = [
+        f"main\tx\t2012\t{i}\t{s}\t{a}\t{b}"
+        for i, (a, b, s) in enumerate(zip(*wanted, strict=True))
+    ]
+    (tmp_path / "sts-dev.csv").write_text("\n".join(lines), encoding="utf-8")
+    for name in ("a.csv", "b.tsv", "sts-dev.csv"):
+        first, second, scores = read_pairs(tmp_path / name)
+        assert (first, second, scores.tolist()) == wanted
+    (tmp_path / "c.csv").write_text("text,label\na,1\n", encoding="utf-8")
+    with refused("must name the columns sentence1, sentence2, score"):
+        read_pairs(tmp_path / "c.csv")
+
+
+@pytest.mark.parametrize("name", ["embedding", "minilm"])
+def test_a_student_without_a_head_is_measured_and_its_card_says_so(
+    name: str, tmp_path: Path, teacher_folder: Path, corpus: Path, run_config: Any, distil: Distil
+) -> None:
+    AutoTokenizer.from_pretrained(teacher_folder).save_pretrained(teacher_folder)
+    objective = {"name": name} | ({"relation_heads": 8} if name == "minilm" else {})
+    values = run_config(
+        tmp_path / "run",
+        teacher_folder,
+        **{**RECIPE, "objective": objective, "student": {"architecture": "same", "num_layers": 2}},
+    )
+    start(values)
+    code, out, error = distil("evaluate", tmp_path / "run", values["shards"])
+    assert code == 0 and "the same layers, untrained" in out and "neighbour" in out, error
+    texts = validation_texts(Path(values["shards"]))
+    ours = {n: encode(tmp_path / n, texts) for n in ("run", "teacher")}
+    expected = compare_vectors(ours["run"], ours["teacher"])
+    (line,) = [line for line in out.splitlines() if " run " in line]
+    assert str(expected["similarity"]) in line and str(expected["cosine"]) in line
+    # Layers that the run noted, whatever today's default: 1 and 3 of 4.
+    from pretrain.encoders import load_encoder
+
+    begun = untrained(tmp_path / "run", str(teacher_folder), load_encoder(str(tmp_path / "run")))
+    assert begun is not None
+    theirs = AutoModel.from_pretrained(teacher_folder).encoder.layer[3].state_dict()
+    last = begun.model.base_model.encoder.layer[1].state_dict()
+    assert all(tensor.equal(theirs[key]) for key, tensor in last.items())
+    export(tmp_path / "run", tmp_path / "exported", pytest.fail)
+    card = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
+    assert f"| student | {expected['cosine']} |" in card and "untrained" in card
+    assert np.allclose(encode(tmp_path / "exported", texts), ours["run"], atol=1e-5)
+    pairs = [f"{a},{b},{i}" for i, (a, b) in enumerate(zip(texts[::2], texts[1::2], strict=False))]
+    (tmp_path / "p.csv").write_text("\n".join(["sentence1,sentence2,score", *pairs]))
+    shown = distil("evaluate", tmp_path / "exported", "teacher", "--data", tmp_path / "p.csv")
+    assert shown.code == 2  # not in this folder
+    shown = distil(
+        *("evaluate", tmp_path / "exported", "--data", tmp_path / "p.csv"),
+        *("--teacher", teacher_folder),
+    )
+    assert shown.code == 0 and "mixed" in shown.out
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_bytes())["step"] == 4
