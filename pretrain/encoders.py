@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.student import build_student
 from pretrain.model.teacher import Teacher, parameters_sha256
-from pretrain.output import is_run, sealed_state
+from pretrain.output import is_run, noted_layers, sealed_state
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
 MEASURED = "evaluation.json"  # in a run's folder
@@ -112,11 +111,9 @@ def untrained(run: Path, teacher: str, like: TextEncoder) -> TextEncoder | None:
     The layers are those that the run has noted, whatever is the default today.
     """
     sealed = sealed_state(run)
-    notes = " ".join(sealed[1].get("notes", [])) if sealed else ""
-    if (noted := re.search(r"began from the teacher's layers? ([0-9, and]+)", notes)) is None:
+    if not (layers := noted_layers(sealed[1]) if sealed else ()):
         return None
     config = RunConfig.model_validate_json((run / "config.json").read_bytes())
-    layers = tuple(map(int, re.findall("[0-9]+", noted[1])))
     encoder = load_encoder(teacher)
     model = build_student(
         config.student.model_copy(update={"init": layers, "num_layers": None}),

@@ -283,11 +283,23 @@ def recipe_changes(
     before, now = flatten(state["shaping"]), flatten(config.shaping())
     with suppress(ValidationError):  # keys that its version did not have are at their defaults
         before = flatten(RunConfig.model_validate(state["config"]).shaping()) | before
+    # `teacher` and a list of the layers that it meant are the same student.
+    inits, layers = [before.get("student.init"), now.get("student.init")], noted_layers(state)
+    if "teacher" in inits and list(layers) in inits:
+        for values in (before, now):
+            values |= {"student.init": list(layers), "student.num_layers": len(layers)}
     return [
         f"{key} was {before.get(key)} and is now {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and key not in may_change
     ]
+
+
+def noted_layers(state: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the teacher's layers that a run's student began from, as its first start noted."""
+    notes = " ".join(state.get("notes") or [])
+    found = re.search(r"began from the teacher's layers? ([0-9, and]+)", notes)
+    return tuple(map(int, re.findall("[0-9]+", found[1]))) if found else ()
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

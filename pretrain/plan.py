@@ -22,7 +22,6 @@ from pretrain.objectives.shape import DISTILBERT_NAMES, Shape
 FEWEST_STEPS = 200  # a student has hardly left its warm-up before
 _DISTILBERT = "distilbert"
 _CUT_TO_IT = ("bert", _DISTILBERT)  # families whose student is a DistilBERT by default
-_PAPER_LAYERS = (0, 2, 4, 7, 9, 11)  # 12 -> 6, as in the authors' released code
 _LONGEST = 2**22  # bytes of a config.json
 
 
@@ -102,13 +101,11 @@ def student_sizes(config: Student, teacher: Sizes) -> Sizes:
 def default_layers(num_teacher_layers: int, num_layers: int, period: int = 1) -> tuple[int, ...]:
     """Return the teacher's layers that a student starts from.
 
-    They are the authors' choice for six of twelve layers. Otherwise they are evenly spaced and end
-    with the teacher's last one, whose output is what the student learns: measured in docs/LOG.md.
+    They are evenly spaced and end with the last one, whose output is what the student learns. Of
+    every objective students are better so than from layer 0 on (docs/LOG.md, 2026-11-25).
     Where the kinds of layers repeat after `period`, each is of the kind that the student has at its
     place, and the first is layer 0, because ModernBERT's first layer has a norm less.
     """
-    if (num_teacher_layers, num_layers, period) == (12, 6, 1):
-        return _PAPER_LAYERS
     # From the last to the first: the nearest layer of its kind to (i + 1) L / n - 1, in order.
     layers = [num_teacher_layers]
     for i in reversed(range(num_layers)):

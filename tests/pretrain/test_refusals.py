@@ -384,6 +384,16 @@ def test_a_run_resumed_with_another_recipe_is_refused(
     assert_refused(place, message, FIX)
 
 
+def test_layers_that_a_run_has_noted_may_be_written_out(place: Place, stopped: Path) -> None:
+    """Continue a run of `init: teacher`, whatever that means today, by the layers it began from."""
+    shutil.copytree(stopped, place.output)
+    place.values["student"] = place.values.get("student", {}) | {"init": [0, 2], "num_layers": None}
+    assert_refused(place, "student.init was teacher and is now [0, 2]", FIX)
+    place.values["student"] |= {"init": [1, 3]}
+    start(place.values)
+    assert place.checkpoint(4).is_dir()
+
+
 def other_shards(place: Place) -> None:
     rewrite_rows(place, lambda rows: rows.__setitem__((0, 1), 10 + rows[0, 1] % 50))
 
