@@ -1,4 +1,7 @@
-"""Packages are listed by hand: find_packages() would install the tests."""
+"""Packages are listed by hand: find_packages() would install the tests.
+
+Python 3.14 waits for mwparserfromhell, which has no wheel for it (0.7.2).
+"""
 
 import shutil
 from pathlib import Path
@@ -18,8 +21,7 @@ class BuildPy(build_py):  # type: ignore[misc]
         if not self.editable_mode:
             target = Path(self.build_lib, "launch", "shipped")
             target.mkdir(parents=True, exist_ok=True)
-            for config in sorted((HERE / "configs").glob("*.yaml")):
-                shutil.copyfile(config, target / config.name)
+            shutil.copytree(HERE / "configs", target, dirs_exist_ok=True)
 
 
 setup(
@@ -62,7 +64,9 @@ setup(
         "pretrain.objectives",
     ],
     package_data={
-        "launch": ["accelerate/*.yaml", "deepspeed/*.json", "slurm/*.sbatch"],
+        "data_prep": ["py.typed"],
+        "launch": ["py.typed", "accelerate/*.yaml", "deepspeed/*.json", "slurm/*.sbatch"],
+        "pretrain": ["py.typed"],
     },
     cmdclass={"build_py": BuildPy},
     entry_points={"console_scripts": ["distil=launch.cli:main"]},
@@ -90,6 +94,15 @@ setup(
         "zstandard>=0.22,<1",
     ],
     extras_require={
+        "all": [
+            "aiohttp>=3.9,<4",
+            "deepspeed>=0.16",
+            "gcsfs",
+            "nanotoken>=0.1,<0.2",
+            "ray>=2.30,<3",
+            "s3fs",
+            "tensorboard>=2.15",
+        ],
         "fast": ["nanotoken>=0.1,<0.2"],
         "gcs": ["gcsfs"],
         "http": ["aiohttp>=3.9,<4"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -21,17 +21,36 @@ from launch.commands.pretrain import pretrain
 from launch.commands.recipe import recipe
 from launch.commands.replay import replay
 from launch.commands.verify import verify
+from pretrain import __version__
 from pretrain.environment import HEARTBEATS
 from pretrain.exit_codes import ExitCode
 
 app = typer.Typer(
     name="distil",
-    help="Make your own DistilBERT: corpus -> packed shards -> distillation -> checkpoint.",
     epilog="Any command takes --debug, which shows the traceback behind an error.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and end."""
+    if asked:
+        typer.echo(f"distil {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Make your own DistilBERT: corpus -> packed shards -> distillation -> checkpoint."""
+
+
 COMMANDS = (
     *(prepare, verify, inspect, audit),
     *(pretrain, launch, recipe, evaluate, replay, export, demo, bench),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,14 +107,35 @@ for _kind, _pattern in _NUMBERS.items():
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
-def load_config(model: type[Config], path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply `section.key=value` overrides, validate.
+def load_config(
+    model: type[Config], path: Path | Mapping[str, Any], overrides: Sequence[str] = ()
+) -> Config:
+    """Read `path`, or take its content; apply `section.key=value` overrides, validate.
 
-    `shipped:NAME.yaml` is a config that was installed with the package.
+    `shipped:NAME.yaml` is a config that was installed with the package, and as a value
+    `shipped:NAME` is a folder of it.
 
     Raises:
         ConfigError: names the file, the key and the fix.
     """
+    where = Path("config") if isinstance(path, Mapping) else path
+    values = copy.deepcopy(dict(path)) if isinstance(path, Mapping) else _read(path)
+    for override in overrides:
+        _apply(values, override)
+    values = _with_folders(values)
+    if (command := other_kind(model, values, where)) is not None:
+        raise ConfigError(f"{where}: this {command}")
+    try:
+        config = model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {explain(model, values, error)}") from error
+    if problem := unread(config, values):
+        raise ConfigError(f"{where}: {problem}")
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML file; ConfigError if it is none."""
     try:
         text = read_regular_text(_find(path))
     except NotRegularError:
@@ -130,17 +152,18 @@ def load_config(model: type[Config], path: Path, overrides: Sequence[str] = ()) 
     values = _parse(f"{path}:", text)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines")
-    for override in overrides:
-        _apply(values, override)
-    if (command := other_kind(model, values, path)) is not None:
-        raise ConfigError(f"{path}: this {command}")
-    try:
-        config = model.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(model, values, error)}") from error
-    if problem := unread(config, values):
-        raise ConfigError(f"{path}: {problem}")
-    return config
+    return values
+
+
+def _with_folders(value: Any) -> Any:
+    """Replace each `shipped:NAME` among the values by the path of that folder."""
+    if isinstance(value, dict):
+        return {key: _with_folders(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_folders(inner) for inner in value]
+    return (
+        str(_find(Path(value))) if isinstance(value, str) and value.startswith(_SHIPPED) else value
+    )
 
 
 def config_line(path: Path) -> str:
@@ -162,11 +185,11 @@ def _find(path: Path) -> Path:
 
 
 def _shipped() -> dict[str, Path]:
-    """Return the shipped configs by name: of an installed wheel, or of a checkout."""
+    """Return shipped configs and folders by name: of an installed wheel, or of a checkout."""
     here = Path(__file__).resolve().parent
     folder = here / "shipped"
     folder = folder if folder.is_dir() else here.parent / "configs"
-    return {file.name: file for file in sorted(folder.glob("*.yaml"))}
+    return {path.name: path for path in sorted(folder.iterdir()) if path.name[0] not in "._"}
 
 
 def _parse(where: str, text: str) -> Any:

