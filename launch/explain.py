@@ -56,7 +56,7 @@ def unread(config: BaseModel, values: dict[str, Any]) -> str | None:
         for key, why in keys.items():
             section, _, inner = key.partition(".")
             there = written.get(section)
-            if section in written and (not inner or (isinstance(there, dict) and inner in there)):
+            if there is not None and (not inner or (isinstance(there, dict) and inner in there)):
                 return f"{prefix}{key}: {why}"
         for key in ("resume_from", "vectors"):
             if key in written and written[key] is None:
