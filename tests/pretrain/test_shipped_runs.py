@@ -51,7 +51,7 @@ def test_a_shipped_comparison_runs_in_its_order(name: str, tmp_path: Path, corpu
     """Train each run of a recipe with tiny models, which continue and teach as its own do."""
     save_teacher(
         tmp_path / "teacher",
-        build("bert", num_hidden_layers=6, layer_norm_eps=1e-12, hidden_act="gelu", **SPECIAL),
+        build("bert", num_hidden_layers=12, layer_norm_eps=1e-12, hidden_act="gelu", **SPECIAL),
     )
     path = CONFIGS / f"{name}.yaml"
     overrides = [f"defaults.shards={corpus}"]
@@ -80,7 +80,7 @@ def test_a_shipped_comparison_runs_in_its_order(name: str, tmp_path: Path, corpu
         ("minilm-6x384", "bert", [f"student={NARROW}", "objective.relation_heads=8"]),
         ("tinybert-4x312", "bert", [f"student={NARROW}", "student.num_attention_heads=4"]),
         ("embedding-6x384", "bert", ["student.num_layers=2"]),
-        ("distilroberta", "roberta", ["student.num_layers=2"]),
+        ("distilroberta", "roberta", ["student.init=[0, 1]"]),
         ("distilmbert", "bert", ["student.init=random", "student.num_layers=2"]),
         ("modernbert-small", "modernbert", ["student.num_layers=3"]),
         ("german-2l", "roberta", ["train.micro_batch_size=4"]),
