@@ -13,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 from data_prep.config import CorpusConfig
 from data_prep.messages import one_line
 from launch.recipe_config import Recipe, filled
-from pretrain.config import RunConfig, with_objective
+from pretrain.config import RunConfig
+from pretrain.objectives.known import with_objective
 
 _SHOWN, _LONGEST = 60, 300  # characters of what was given, and of a sentence
 # What a section most often means where a single value was given for it.

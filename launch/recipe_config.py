@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 
 from data_prep.keys import Keys
 from pretrain import RunError
-from pretrain.config import RunConfig, objective_kind, with_objective
+from pretrain.config import RunConfig
+from pretrain.objectives.known import objective_kind, with_objective
 
 
 class Recipe(Keys):

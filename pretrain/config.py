@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidatorFunctionWrapHandler, field_validator, model_validator
 
@@ -11,16 +11,8 @@ from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.device.precision import PrecisionName
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.objectives.embedding import Embedding
-from pretrain.objectives.minilm import MiniLM
-from pretrain.objectives.mlm import MaskedLanguageModel
-from pretrain.objectives.objective import Objective as AnyObjective
-from pretrain.objectives.tinybert import TinyBert
+from pretrain.objectives.known import Objective, with_objective
 
-Objective = Annotated[
-    DistilBert | Embedding | MiniLM | TinyBert | MaskedLanguageModel, Field(discriminator="name")
-]
-OBJECTIVES = get_args(get_args(Objective)[0])
 ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
 _Share = Annotated[float, Field(ge=0, lt=1)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -347,32 +339,6 @@ class RunConfig(Keys):
         return self.model_dump(
             mode="json", exclude={**dict.fromkeys(others, True), "train": freely_changed}
         )
-
-
-def with_objective(values: Any) -> Any:
-    """Fill in the name of the objective, and its share of masked tokens.
-
-    `objective: {kl: 0}` means DistilBERT, like no `objective:`.
-    """
-    if not isinstance(values, dict) or not isinstance(values.get("objective", {}), dict):
-        return values
-    objective = {"name": DistilBert().name, **values.get("objective", {})}
-    values = {**values, "objective": objective}
-    kind, masking = objective_kind(values), values.get("masking", {})
-    if kind is not None and not kind.corrupts and isinstance(masking, dict):
-        values["masking"] = {"probability": 0.0, **masking}
-    return values
-
-
-def objective_kind(values: Any) -> type[AnyObjective] | None:
-    """Return the class of the objective that the values of a run name; None if there is none."""
-    kinds = {kind.model_fields["name"].default: kind for kind in OBJECTIVES}
-    section = values.get("objective", {})
-    return (
-        kinds.get(str(section.get("name", DistilBert().name)))
-        if isinstance(section, dict)
-        else None
-    )
 
 
 def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:

@@ -14,7 +14,7 @@ from processes import ROOT, python
 from data_prep.pipeline.plan import STAGES
 from data_prep.sources import Source
 from launch.cli import COMMANDS
-from pretrain.config import Objective
+from pretrain.objectives.known import Objective
 
 INSTALLED = ("data_prep", "launch", "pretrain")
 PACKAGES = ("benchmarks", *INSTALLED)

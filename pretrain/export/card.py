@@ -10,9 +10,10 @@ from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from data_prep.messages import one_line
-from pretrain.config import OF_INIT, Objective
+from pretrain.config import OF_INIT
 from pretrain.evaluate import weak_teacher
 from pretrain.monitor.labels import label
+from pretrain.objectives.known import Objective
 
 _OBJECTIVE: TypeAdapter[Objective] = TypeAdapter(Objective)
 _FIGURES = {
@@ -42,36 +43,13 @@ def model_card(
         state: of the checkpoint.
         measured: what `distil evaluate` kept in the run's folder; of another step it is left out.
     """
-    config, teacher, evaluation = state["config"], state["teacher"], state["evaluation"]
+    config, teacher = state["config"], state["teacher"]
     objective = objective_of(state)
     distilled = (teacher is not None or bool(state.get("vectors"))) and objective.compares
     how = _provenance(state, objective, distilled)
     size, notes = sum(p.numel() for p in student.parameters()), state.get("notes")
 
-    # Validation figures.
-    figures = ["Not measured: the corpus had no validation split."]
-    if evaluation and not objective.needs_logits:
-        rows = [(label(k), f"{value:.4f}") for k, value in evaluation.items() if k != "tokens"]
-        figures = [
-            _table(("term", "value"), rows),
-            f"Measured at step {state['evaluation_step']:,}: means over "
-            f"{evaluation['tokens']:,.0f} tokens of validation rows, without masks.",
-        ]
-    elif evaluation:
-        rows = [(text, f"{evaluation[k]:.4f}") for k, text in _FIGURES.items() if k in evaluation]
-        figures = [
-            _table(("figure", "value"), rows),
-            f"Measured at step {state['evaluation_step']:,}: means over "
-            f"{evaluation['masked_tokens']:,.0f} masked tokens "
-            "of validation rows, every selected token replaced by [MASK].",
-        ]
-        figures += [f"Warning: {text}"] if (text := weak_teacher(evaluation)) else []
-
-    known = measured if measured and measured["step"] == state["step"] else {"tables": {}}
-    for what, table in known["tables"].items():
-        columns = dict.fromkeys(name for _, row in table for name in row)
-        cells = [[name, *(row.get(c, "") for c in columns)] for name, row in table]
-        figures += [f"On {_escape(what)}, with 95 % intervals:", _table(["", *columns], cells)]
+    figures = _figures(state, objective.needs_logits, measured)
 
     # The keys of the config that shape the run, without paths of the machine it ran on.
     recipe: list[tuple[str, object]] = []
@@ -134,6 +112,37 @@ def model_card(
         _table(("key", "value"), recipe),
     ]
     return ModelCard("\n\n".join(parts) + "\n")
+
+
+def _figures(
+    state: Mapping[str, Any], has_head: bool, measured: Mapping[str, Any] | None
+) -> list[str]:
+    """Return the paragraphs of the validation figures."""
+    evaluation = state["evaluation"]
+    figures = ["Not measured: the corpus had no validation split."]
+    if evaluation and not has_head:
+        rows = [(label(k), f"{value:.4f}") for k, value in evaluation.items() if k != "tokens"]
+        figures = [
+            _table(("term", "value"), rows),
+            f"Measured at step {state['evaluation_step']:,}: means over "
+            f"{evaluation['tokens']:,.0f} tokens of validation rows, without masks.",
+        ]
+    elif evaluation:
+        rows = [(text, f"{evaluation[k]:.4f}") for k, text in _FIGURES.items() if k in evaluation]
+        figures = [
+            _table(("figure", "value"), rows),
+            f"Measured at step {state['evaluation_step']:,}: means over "
+            f"{evaluation['masked_tokens']:,.0f} masked tokens "
+            "of validation rows, every selected token replaced by [MASK].",
+        ]
+        figures += [f"Warning: {text}"] if (text := weak_teacher(evaluation)) else []
+
+    known = measured if measured and measured["step"] == state["step"] else {"tables": {}}
+    for what, table in known["tables"].items():
+        columns = dict.fromkeys(name for _, row in table for name in row)
+        cells = [[name, *(row.get(c, "") for c in columns)] for name, row in table]
+        figures += [f"On {_escape(what)}, with 95 % intervals:", _table(["", *columns], cells)]
+    return figures
 
 
 def _provenance(state: Mapping[str, Any], objective: Objective, distilled: bool) -> str:

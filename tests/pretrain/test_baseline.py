@@ -18,11 +18,11 @@ from pretrain.bench.baseline import BaselineStep, Padded, padded, twin
 from pretrain.bench.documents import LAYOUTS, drawn, packed, typical
 from pretrain.bench.documents import SpecialIds as Special
 from pretrain.bench.plain import baseline_step
-from pretrain.config import OBJECTIVES
 from pretrain.device.precision import PRECISIONS
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.embedding import Embedding
+from pretrain.objectives.known import OBJECTIVES
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective

@@ -20,13 +20,14 @@ from tiny import save_teacher, tiny_bert
 from torch import Tensor, nn
 
 from pretrain.checkpoint.snapshot import Snapshot
-from pretrain.config import OBJECTIVES, RunConfig
+from pretrain.config import RunConfig
 from pretrain.device.gpu import check_kernels
 from pretrain.device.precision import allow_tf32, choose
 from pretrain.distributed.parallel import DDP
 from pretrain.distributed.processes import build_accelerator, start_ranks
 from pretrain.model.distillation import send
 from pretrain.model.families import FAMILIES
+from pretrain.objectives.known import OBJECTIVES
 from pretrain.train import train
 
 pytestmark = pytest.mark.gpu
