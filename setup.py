@@ -11,6 +11,16 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 
+EXTRAS = {
+    "fast": ["nanotoken>=0.1,<0.2"],
+    "gcs": ["gcsfs"],
+    "http": ["aiohttp>=3.9,<4"],
+    "ray": ["ray>=2.30,<3"],
+    "s3": ["s3fs"],
+    "tensorboard": ["tensorboard>=2.15"],
+    "deepspeed": ["deepspeed>=0.16"],
+}
+
 
 class BuildPy(build_py):  # type: ignore[misc]
     """Copy configs/ into the wheel as launch/shipped/; a checkout reads configs/ itself."""
@@ -94,22 +104,8 @@ setup(
         "zstandard>=0.22,<1",
     ],
     extras_require={
-        "all": [
-            "aiohttp>=3.9,<4",
-            "deepspeed>=0.16",
-            "gcsfs",
-            "nanotoken>=0.1,<0.2",
-            "ray>=2.30,<3",
-            "s3fs",
-            "tensorboard>=2.15",
-        ],
-        "fast": ["nanotoken>=0.1,<0.2"],
-        "gcs": ["gcsfs"],
-        "http": ["aiohttp>=3.9,<4"],
-        "ray": ["ray>=2.30,<3"],
-        "s3": ["s3fs"],
-        "tensorboard": ["tensorboard>=2.15"],
-        "deepspeed": ["deepspeed>=0.16"],
+        **EXTRAS,
+        "all": sorted({name for names in EXTRAS.values() for name in names}),
         "dev": [
             "aiohttp>=3.9,<4",
             "deepspeed>=0.16",

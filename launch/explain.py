@@ -29,7 +29,7 @@ _COMMANDS: dict[type[BaseModel], str] = {
 
 
 def other_kind(model: type[BaseModel], values: dict[str, Any], path: Path) -> str | None:
-    """Return the command for a file of another kind, such as a recipe given to `pretrain`."""
+    """Return the command for a file of a different kind, such as a recipe given to `pretrain`."""
     kinds: dict[str, type[BaseModel]] = {"runs": Recipe, "sources": CorpusConfig}
     found = [kind for key, kind in kinds.items() if key in values]
     found = found or [RunConfig] * bool({"shards", "teacher", "objective"} & values.keys())

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.objectives.known import objective_kind, with_objective
+from pretrain.objectives.known import objective_kind, unread_keys, with_objective
 
 
 class Recipe(Keys):
@@ -51,11 +51,9 @@ def filled(values: Any) -> Any:
         run = merged(shared, own)
         kind = objective_kind(run) if isinstance(own, dict) and isinstance(run, dict) else None
         if kind is not None:
-            unread = set() if kind.needs_teacher else {"teacher", "teacher_vocabulary", "student"}
-            if not kind.compares_documents:
-                unread |= {"vectors"} | ({"model"} if kind.needs_teacher else set())
-            elif "model" in own:
-                unread |= {"student"}
+            unread = {*unread_keys(kind)}
+            if kind.compares_documents and "model" in own:  # which is the student then
+                unread.add("student")
             run = {key: value for key, value in run.items() if key in own or key not in unread}
         found.append(with_objective(run))
     return {**values, "runs": found}

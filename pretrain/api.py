@@ -48,8 +48,8 @@ def distil(config: Mapping[str, Any] | Path | str, *overrides: str) -> Outcome:
 class MaskingCollator:
     """Pad and mask examples of token ids, 80/10/10, for `transformers.Trainer`.
 
-    Masks are drawn anew for every batch from torch's generator, which `set_seed` and the workers of
-    a DataLoader seed.
+    Masks are drawn again for every batch, from torch's generator, which `set_seed` and the workers
+    of a DataLoader seed.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
@@ -95,8 +95,8 @@ class MaskingCollator:
         keys = torch.randint(0, 2**32, (2, len(texts)), dtype=torch.int64).numpy()
         masked = self.masking(ids, keys[0], keys[1])
         labels = np.full_like(ids, IGNORE)
+        # The slots of a row point at different positions, the unused ones with the label IGNORE.
         np.put_along_axis(labels, masked.positions, masked.labels, axis=1)
-        # Unused slots point at a position of their own or at one without a label.
         lengths = np.array([len(text) for text in texts])[:, None]
         attention = (np.arange(ids.shape[1]) < lengths).astype(np.int64)
         found = (masked.input_ids, attention, labels)

@@ -11,7 +11,7 @@ from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.device.precision import PrecisionName
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.objectives.known import Objective, with_objective
+from pretrain.objectives.known import Objective, unread_keys, with_objective
 
 ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
 _Share = Annotated[float, Field(ge=0, lt=1)]
@@ -301,16 +301,13 @@ class RunConfig(Keys):
 
     def unread(self) -> dict[str, str]:
         """Return the keys that this run does not read, each with the reason and the fix."""
-        objective, found = self.objective, dict[str, str]()
+        name, found = self.objective.name, dict[str, str]()
         if not any(self.masking.ends):
             found["masking.mode"] = (
-                f"objective {objective.name} masks nothing: remove it, or set masking.probability"
+                f"objective {name} masks nothing: remove it, or set masking.probability"
             )
-        if not objective.needs_teacher:
-            for key in ("teacher", "teacher_vocabulary", "student"):
-                found[key] = f"objective {objective.name} has no teacher: remove it"
-        if not objective.compares_documents:
-            found["vectors"] = f"objective {objective.name} compares no sentence vectors: remove it"
+        for key, lack in unread_keys(self.objective).items():
+            found[key] = f"objective {name} {lack}: remove it"
         return found
 
     def sources(self) -> dict[str, str]:

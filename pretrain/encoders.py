@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from data_prep.messages import warn
@@ -20,15 +19,14 @@ from data_prep.shards import Segments, open_shards
 from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.checkpoint import Saved
-from pretrain.config import RunConfig
 from pretrain.files import write_json
 from pretrain.model.loading import assemble, known_family
 from pretrain.model.model_files import fetch, read_config, read_model, read_tensors, read_tokenizer
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.student import build_student
-from pretrain.model.teacher import Teacher, parameters_sha256
-from pretrain.output import is_run, noted_layers, sealed_state
+from pretrain.model.teacher import Teacher
+from pretrain.output import noted_layers, recorded, sealed_state
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
 MEASURED = "evaluation.json"  # in a run's folder
@@ -75,7 +73,7 @@ def is_encoder(name: str) -> bool:
     """Return whether a model has no trained LM head, as its config.json says."""
     place, _ = fetch(name, name)
     names = read_model(place, lambda folder, _: read_config(name, folder)).get("architectures")
-    return not (isinstance(names, list) and str(names[:1]).rstrip("]'").endswith("ForMaskedLM"))
+    return not (isinstance(names, list) and names and str(names[0]).endswith("ForMaskedLM"))
 
 
 def load_encoder(name: str) -> TextEncoder:
@@ -105,24 +103,23 @@ def load_encoder(name: str) -> TextEncoder:
     return read_model(place, read)
 
 
-def untrained(run: Path, teacher: str, like: TextEncoder) -> TextEncoder | None:
-    """Return the student of a run as it was at step 0; None if it was no layers of its teacher.
+def untrained(run: Path, teacher: TextEncoder, like: TextEncoder) -> TextEncoder | None:
+    """Return a run's student as it was at step 0; None if it did not start from teacher layers.
 
     The layers are those that the run has noted, whatever is the default today.
     """
-    sealed = sealed_state(run)
-    if not (layers := noted_layers(sealed[1]) if sealed else ()):
+    sealed, config = sealed_state(run), recorded(run)
+    layers = noted_layers(sealed[1]) if sealed is not None else ()
+    if not layers or config is None:
         return None
-    config = RunConfig.model_validate_json((run / "config.json").read_bytes())
-    encoder = load_encoder(teacher)
     model = build_student(
         config.student.model_copy(update={"init": layers, "num_layers": None}),
-        Teacher(encoder.model, teacher, True, None, parameters_sha256(encoder.model)),
+        Teacher(teacher.model, teacher.who, True, None, sha256=""),
         config.train.seed,
         needs_head=False,
     )
     head = SentenceHead(model.config.hidden_size, normalised=like.head.normalised)
-    return TextEncoder(model.eval(), head, "untrained", encoder.tokenizer.to_str())
+    return TextEncoder(model.eval(), head, "untrained", teacher.tokenizer.to_str())
 
 
 def validation_texts(shards: Path, most: int = DOCUMENTS) -> list[str]:
@@ -151,7 +148,7 @@ def read_pairs(file: Path) -> tuple[list[str], list[str], NDArray[np.float64]]:
     """Return both texts of each pair, and their scores, of a CSV, a TSV or STS-B's own file.
 
     Raises:
-        RunError: it has no columns sentence1, sentence2 and score, or a score is no number.
+        RunError: it has no columns sentence1, sentence2 and score, or a score is not a number.
     """
     with file.open(encoding="utf-8-sig", newline="") as lines:
         # A quotation mark in a file with tabs is a character as any other.
@@ -180,7 +177,7 @@ def read_pairs(file: Path) -> tuple[list[str], list[str], NDArray[np.float64]]:
 
 
 def compare_vectors(student: Vectors, teacher: Vectors) -> dict[str, Figure]:
-    """Return how alike a student's vectors [n, W] are to its teacher's [n, V], of the same texts.
+    """Return how similar a student's vectors [n, W] are to its teacher's [n, V], of the same texts.
 
     Returns:
         cosine: mean cosine of both vectors of a text, if W = V; similarity: Spearman's correlation
@@ -194,10 +191,11 @@ def compare_vectors(student: Vectors, teacher: Vectors) -> dict[str, Figure]:
         found["cosine"] = interval(lambda drawn: float(cosines[drawn].mean()), len(ours))
     s, t = ours @ ours.T, theirs @ theirs.T
 
+    first, second = np.triu_indices(len(ours), 1)
+
     def of_pairs(drawn: NDArray[np.int64]) -> float:
-        a, b = np.triu_indices(len(drawn), 1)
-        a, b = drawn[a], drawn[b]
-        different = a != b  # a text that was drawn twice is no pair
+        a, b = drawn[first], drawn[second]
+        different = a != b  # a text that was drawn twice is not a pair
         return spearman(s[a[different], b[different]], t[a[different], b[different]])
 
     found["similarity"] = interval(of_pairs, len(ours))
@@ -212,12 +210,18 @@ def compare_with_scores(
     first: Vectors, second: Vectors, scores: NDArray[np.float64]
 ) -> dict[str, Figure]:
     """Return Pearson's and Spearman's correlation of the pairs' cosines with people's scores."""
+    return {
+        "pearson": correlation(pearson, first, second, scores),
+        "spearman": correlation(spearman, first, second, scores),
+    }
+
+
+def correlation(
+    kind: Callable[..., float], first: Vectors, second: Vectors, scores: NDArray[np.float64]
+) -> Figure:
+    """Return one correlation of the pairs' cosines with people's scores."""
     cosines = (unit(first) * unit(second)).sum(1)
-
-    def of(correlation: Callable[..., float]) -> Figure:
-        return interval(lambda drawn: correlation(cosines[drawn], scores[drawn]), len(scores))
-
-    return {"pearson": of(pearson), "spearman": of(spearman)}
+    return interval(lambda drawn: kind(cosines[drawn], scores[drawn]), len(scores))
 
 
 def interval(statistic: Callable[[NDArray[np.int64]], float], size: int) -> Figure:
@@ -253,7 +257,6 @@ def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
     return pearson(ranks(x), ranks(y))
 
 
-@torch.no_grad()
 def evaluate_encoders(
     models: Sequence[str], data: Path, teacher: str | None, say: Callable[[str], None] = warn
 ) -> dict[str, dict[str, Figure]]:
@@ -269,12 +272,12 @@ def evaluate_encoders(
     """
     encoders = {name: load_encoder(name) for name in models}
     run = Path(models[0])
-    if teacher is None and is_run(run):
-        teacher = RunConfig.model_validate_json((run / "config.json").read_bytes()).teacher
+    if teacher is None and (config := recorded(run)) is not None:
+        teacher = config.teacher
     if teacher is not None:
         encoders = {teacher: load_encoder(teacher), **encoders}
-    if teacher is not None and len(models) == 1 and is_run(run):
-        start = untrained(run, teacher, encoders[models[0]])
+    if teacher is not None and len(models) == 1:
+        start = untrained(run, encoders[teacher], encoders[models[0]])
         encoders |= {"the same layers, untrained": start} if start is not None else {}
     if data.is_file():
         first, second, scores = read_pairs(data)
@@ -284,10 +287,9 @@ def evaluate_encoders(
         for name, both in vectors.items():
             found[name] = compare_with_scores(both[: len(scores)], both[len(scores) :], scores)
             if teacher in vectors and both.shape == vectors[teacher].shape and name != teacher:
-                mixed = compare_with_scores(
-                    vectors[teacher][: len(scores)], both[len(scores) :], scores
+                found[name]["mixed"] = correlation(
+                    pearson, vectors[teacher][: len(scores)], both[len(scores) :], scores
                 )
-                found[name]["mixed"] = mixed["pearson"]
         return found
     if teacher is None:
         raise RunError("encoders are compared with a teacher: add --teacher NAME")

@@ -86,7 +86,7 @@ def check_output(config: RunConfig) -> None:
         auto = ["train.precision"] if config.train.precision == "auto" else []
         if changes := recipe_changes(state, config, auto):
             raise another_run(checkpoint, changes)
-    before = None if _has_checkpoint(output) else _recorded(output)
+    before = None if _has_checkpoint(output) else recorded(output)
     if before is None:
         return
     shapings = [before.shaping(), config.shaping()]
@@ -137,7 +137,7 @@ def foreign(folder: Path) -> Path | None:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder has a run's checkpoints or config.json."""
-    return _has_checkpoint(folder) or _recorded(folder) is not None
+    return _has_checkpoint(folder) or recorded(folder) is not None
 
 
 def no_checkpoint(run: Path) -> RunError:
@@ -217,7 +217,7 @@ def _has_checkpoint(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step-*/manifest.json"))
 
 
-def _recorded(folder: Path) -> RunConfig | None:
+def recorded(folder: Path) -> RunConfig | None:
     """Return the config that a run has written; None if there is none."""
     try:
         # Of a regular file alone: a pipe would block, and a huge file fill the memory.

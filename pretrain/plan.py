@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig, Student
 from pretrain.data.order import Order
 from pretrain.objectives.shape import DISTILBERT_NAMES, Shape
+from pretrain.output import sealed_state
 
 FEWEST_STEPS = 200  # a student has hardly left its warm-up before
 _DISTILBERT = "distilbert"
@@ -115,13 +115,10 @@ def default_layers(num_teacher_layers: int, num_layers: int, period: int = 1) ->
     return tuple(layers[:-1])
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Hold what is known of a run before its weights are read; None where a hub's name hides it."""
+class Plan(NamedTuple):
+    """Hold what is known of a run before its weights are read."""
 
-    teacher: Sizes | None
-    student: Sizes | None
-    num_steps: int | None  # None: the shards are not there yet
+    student: Sizes | None  # None where a hub's name hides it
     lines: tuple[str, ...]  # to show, in plain words
 
 
@@ -131,7 +128,7 @@ def plan(config: RunConfig, made: Mapping[Path, Sizes | None], *, needs_shards: 
     Args:
         config: the run.
         made: real paths of the outputs of runs that come before it, with their students' sizes.
-        needs_shards: refuse missing shards; otherwise a line says that they are not there yet.
+        needs_shards: refuse missing shards; otherwise a line says that they do not exist yet.
 
     Raises:
         RunError: sizes do not fit each other or the objective; names the key.
@@ -156,8 +153,8 @@ def plan(config: RunConfig, made: Mapping[Path, Sizes | None], *, needs_shards: 
     if config.teacher is not None and teacher is None:
         lines.insert(0, f"teacher: {config.teacher}, whose sizes are read when it is loaded")
     if not needs_shards and not config.shards.exists():
-        lines.append(f"steps: known when {config.shards} is there")
-        return Plan(teacher, student, None, tuple(lines))
+        lines.append(f"steps: known once {config.shards} exists")
+        return Plan(student, tuple(lines))
     manifest = load_manifest(config.shards)
     rows, train = manifest.splits["train"].rows, config.train
     steps = num_steps(config, rows)
@@ -167,7 +164,7 @@ def plan(config: RunConfig, made: Mapping[Path, Sizes | None], *, needs_shards: 
         f"steps: {steps:,} of {train.global_batch_size:,} rows x {manifest.row_length} tokens, "
         f"{epochs:.3g} epochs, {tokens:,} tokens"
     )
-    return Plan(teacher, student, steps, (*lines, *length_notes(config, rows)))
+    return Plan(student, (*lines, *length_notes(config, rows)))
 
 
 def num_steps(config: RunConfig, num_rows: int) -> int:
@@ -203,12 +200,11 @@ def _sizes_at(name: str | None, made: Mapping[Path, Sizes | None]) -> Sizes | No
     if name is None:
         return None
     place = Path(os.path.realpath(name))
-    if place in made and not any((place / "checkpoints").glob("step-*/manifest.json")):
+    sealed = sealed_state(place)
+    if sealed is None and place in made:
         return made[place]
-    # Numbers in names have eight digits, so the last name is the newest step.
-    files = sorted((place / "checkpoints").glob("step-*/student/config.json"))
+    folder = sealed[0] / "student" if sealed is not None else place
     try:
-        file = (files or [place / "config.json"])[-1]
-        return Sizes.of(parse_object(read_regular(file, _LONGEST)))
+        return Sizes.of(parse_object(read_regular(folder / "config.json", _LONGEST)))
     except (OSError, ValueError, RecursionError):
         return None  # a hub's name, or a file that loading refuses

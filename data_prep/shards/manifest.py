@@ -1,6 +1,7 @@
 """Define `manifest.json`, which lists the files of a folder of shards with their hashes."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from data_prep.disk.json_files import (
     read_regular,
     self_sha256,
 )
+from data_prep.messages import one_line
 
 FORMAT_VERSION: Literal[2] = 2
 BLOCK_BYTES = 2**20  # verified at the first read of a row in them: a start reads no whole shard
@@ -136,6 +138,11 @@ class UnknownRecord(BaseModel):
     model_config = FROZEN
     share: Annotated[float, Field(ge=0, le=1)]
     strings: dict[str, Count]
+
+
+def listed(strings: Mapping[str, int]) -> str:
+    """Return unknown strings with their counts, for people."""
+    return ", ".join(f"{one_line(text, 20)!r} {count:,}" for text, count in strings.items())
 
 
 def too_short(record: EvaluationRecord) -> str:

@@ -72,7 +72,8 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> N
     (output / _MARKER).touch()
 
     show("1/4 corpus: the documentation installed with Python and our dependencies")
-    shipped = Path(f"shipped:corpus-demo{'-sentences' * sentences}.yaml")
+    kind, more = "demo-sentences" if sentences else "demo", _SHORT if quick else []
+    shipped = Path(f"shipped:corpus-{kind}.yaml")
     show(config_line(shipped))
     changes = [f"output={output}/shards"]
     if sentences:
@@ -84,7 +85,6 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> N
 
     what = "3 of 6 layers, cosines of vectors" if sentences else "2 of 4 layers, the triple loss"
     show("", f"2/4 student: {what}")
-    kind, more = "demo-sentences" if sentences else "demo", _SHORT if quick else []
     given = [f"teacher={teacher}"] if sentences else []
     news = _train_and_export(f"{kind}.yaml", output, "student", [*given, *more])
     show("", "3/4 the same size without a teacher, as many steps of masked language modelling")
@@ -128,9 +128,14 @@ def sentence_encoder() -> str:
 
 def write_sentences(file: Path, most: int) -> None:
     """Write paragraphs of the documentation that is installed here, one a line, each once."""
+    from data_prep.config import CorpusConfig
     from data_prep.sources import Document, PythonDocs
+    from launch.config import load_config
 
-    source = PythonDocs(packages=("python", "accelerate", "datasets", "pandas", "transformers"))
+    # The packages of the other demo.
+    (shipped,) = load_config(CorpusConfig, Path("shipped:corpus-demo.yaml")).sources
+    assert isinstance(shipped, PythonDocs)
+    source = PythonDocs(packages=shipped.packages)
     found: dict[str, None] = {}
     for piece in source.inputs(1 << 24):
         for document in source.documents(piece):
@@ -167,11 +172,10 @@ def _train_and_export(config: str, output: Path, name: str, overrides: list[str]
         old = exported.with_name(f"{name}-export-before-{int(time.time())}")
         exported.rename(old)
         show(f"{exported}: was there before; it is {old} now")
-    if not exported.exists():
-        try:
-            export(settings.output, exported, show)
-        except OSError as error:
-            raise RunError(f"{exported}: cannot be written ({error.strerror})") from None
+    try:
+        export(settings.output, exported, show)
+    except OSError as error:
+        raise RunError(f"{exported}: cannot be written ({error.strerror})") from None
     return True
 
 
@@ -241,11 +245,12 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
 
 def measure_encoders(output: Path, *, quick: bool) -> dict[str, Any]:
     """Return the table of sentence encoders."""
-    from pretrain.config import RunConfig
     from pretrain.encoders import evaluate_encoders, load_encoder, validation_texts
+    from pretrain.output import recorded
 
-    config = RunConfig.model_validate_json((output / "student" / "config.json").read_bytes())
-    teacher, shards = str(config.teacher), output / "shards"
+    config = recorded(output / "student")
+    assert config is not None and config.teacher is not None
+    teacher, shards = config.teacher, output / "shards"
     figures: dict[str, Mapping[str, Any]] = {}
     for name in ("student", "alone"):
         figures |= evaluate_encoders([str(output / name)], shards, teacher, show)
@@ -267,7 +272,7 @@ def measure_encoders(output: Path, *, quick: bool) -> dict[str, Any]:
         "rows": rows,
         "meaning": [
             "cosine: mean cosine of a model's and the teacher's vector of the same text",
-            "similarity: do both find the same pairs alike? Spearman's correlation over all pairs",
+            "similarity: are the same pairs similar? Spearman's correlation over all pairs",
             "neighbour: the share of texts whose nearest other text is the same for both",
             "texts/s: encoding on this CPU",
         ],

@@ -37,7 +37,7 @@ def evaluate(
     """Measure models on validation rows or sentence pairs, next to their teacher.
 
     With a language-model head: masked accuracy, next to the best constant guess. Without one: how
-    alike the vectors of student and teacher are, and their correlation with scores of pairs.
+    similar the vectors of student and teacher are, and their correlation with scores of pairs.
 
     Example: distil evaluate runs/demo/student runs/demo/shards --teacher runs/demo/teacher-export
     """

@@ -25,6 +25,7 @@ def inspect(
     """
     from data_prep import inspect as data
     from data_prep.messages import one_line
+    from data_prep.shards.manifest import listed
     from launch.console import counts, print_table, show
 
     if leftovers:
@@ -63,10 +64,8 @@ def inspect(
         ],
     )
     if summary["unknown_strings"]:
-        strings = [
-            f"{one_line(text, 20)!r} {n:,}" for text, n in summary["unknown_strings"].items()
-        ]
-        show(f"most frequent unknown strings of its first documents: {', '.join(strings)}")
+        strings = listed(summary["unknown_strings"])
+        show(f"most frequent unknown strings of its first documents: {strings}")
     show(
         f"unknown words: {summary['unknown']:.3%} of tokens; "
         f"{summary['tokens_per_document']:,.1f} tokens a document"

@@ -51,8 +51,8 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
         RunError: the environment does not fit the config (for instance fp16 without a GPU, where
             Accelerate would silently compute in fp32), or a package is not installed.
     """
-    gpu = torch.cuda.is_available()  # an Apple GPU was never tried: `describe` says so
-    gpu = gpu and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    # An Apple GPU was never tried: `describe` says so.
+    gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     if not gpu:  # Accelerate imports DeepSpeed where it is installed, which warns on a CPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # One limit for all collective operations: a rank that waits longer raises, and the run ends.

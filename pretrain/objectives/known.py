@@ -34,6 +34,18 @@ def with_objective(values: Any) -> Any:
     return values
 
 
+def unread_keys(kind: type[AnyObjective] | AnyObjective) -> dict[str, str]:
+    """Return the keys of a run that an objective does not read, each with what it lacks."""
+    found: dict[str, str] = {}
+    if not kind.needs_teacher:
+        found |= dict.fromkeys(("teacher", "teacher_vocabulary", "student"), "has no teacher")
+    if not kind.compares_documents:
+        found["vectors"] = "compares no sentence vectors"
+        if kind.needs_teacher:
+            found["model"] = "takes the teacher's widths"
+    return found
+
+
 def objective_kind(values: Any) -> type[AnyObjective] | None:
     """Return the class of the objective that the values of a run name; None if there is none."""
     kinds = {kind.model_fields["name"].default: kind for kind in OBJECTIVES}

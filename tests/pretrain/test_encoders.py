@@ -107,7 +107,8 @@ def test_a_student_without_a_head_is_measured_and_its_card_says_so(
     # Layers that the run noted, whatever today's default: 1 and 3 of 4.
     from pretrain.encoders import load_encoder
 
-    begun = untrained(tmp_path / "run", str(teacher_folder), load_encoder(str(tmp_path / "run")))
+    student, teacher = (load_encoder(str(folder)) for folder in (tmp_path / "run", teacher_folder))
+    begun = untrained(tmp_path / "run", teacher, student)
     assert begun is not None
     theirs = AutoModel.from_pretrained(teacher_folder).encoder.layer[3].state_dict()
     last = begun.model.base_model.encoder.layer[1].state_dict()

@@ -16,7 +16,6 @@ from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import sync, write_file
 from data_prep.disk.json_files import write_json
-from data_prep.messages import one_line
 from data_prep.pipeline.code import installed
 from data_prep.pipeline.plan import STAGES, Plan
 from data_prep.pipeline.smoothing import smoothing
@@ -35,6 +34,7 @@ from data_prep.shards.manifest import (
     SplitRecord,
     TokenizerRecord,
     UnknownRecord,
+    listed,
     manifest_bytes,
     seal,
     side_file,
@@ -43,11 +43,8 @@ from data_prep.shards.manifest import (
 from data_prep.shards.writing import file_record
 
 MANY_UNKNOWN = 0.01  # share of the tokens from which on a corpus is warned of
-SAMPLE, LONGEST_OF_SAMPLE = (
-    1 << 22,
-    1 << 16,
-)  # characters that are looked through, and of a document
-
+SAMPLE = 1 << 22  # characters that are searched for unknown strings
+LONGEST_OF_SAMPLE = 1 << 16  # of a document
 READS: Reads = {"extract": ("*.jsonl",), "vocabulary": ("*",), "pack": ("*",)}
 PROVENANCE = "provenance.jsonl"
 CODE = "code.json"  # what made the shards
@@ -163,8 +160,8 @@ def unknown_strings(plan: Plan, tokenizer: Path, unknown: int) -> dict[str, int]
 
 def unknown_text(unknown: UnknownRecord) -> str:
     """Return the share of unknown tokens and the strings behind them, for people."""
-    strings = ", ".join(f"{one_line(text, 20)!r} {n:,}" for text, n in unknown.strings.items())
-    return f"{unknown.share:.1%} of the tokens are unknown ([UNK]), most often {strings}"
+    strings = f", most often {listed(unknown.strings)}" if unknown.strings else ""
+    return f"{unknown.share:.1%} of the tokens are unknown ([UNK]){strings}"
 
 
 def check_unknown(config: CorpusConfig, unknown: UnknownRecord) -> None:
