@@ -128,8 +128,12 @@ class Training:
             self.bar.update(self.task, completed=step)
         if not values:
             return
-        rates = ("grad_norm", "learning_rate", "tokens", "tokens_per_second", "data_wait")
-        terms = [f"{label(k)} {value:.3f}" for k, value in values.items() if k not in rates]
+        others = ("grad_norm", "learning_rate", "tokens", "tokens_per_second", "data_wait")
+        terms = [
+            f"{label(name)} {value:.3f}"
+            for name, value in values.items()
+            if name not in (*others, "cpu_seconds")
+        ]
         line = f"step {step}/{total}  {'  '.join(terms)}  "
         line += f"lr {values['learning_rate']:.2e}  norm {values['grad_norm']:.2f}  "
         line += f"{values['tokens_per_second']:,.0f} tok/s  wait {values['data_wait']:.0%}"

@@ -98,10 +98,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Clock:
-    """Measure tokens a second and the share of time spent waiting for data."""
+    """Measure tokens a second, waiting for data, and CPU seconds of this process's threads."""
 
     def __init__(self, tokens: int) -> None:
         self._start, self._waited, self._tokens = time.perf_counter(), 0.0, tokens
+        self._cpu = time.process_time()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -112,12 +113,13 @@ class Clock:
 
     def rates(self, tokens: int) -> dict[str, float]:
         """Return the rates since the last call, given the number of tokens seen so far."""
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
         seconds = max(now - self._start, 1e-9)
         rate = (tokens - self._tokens) / seconds
         values = {
             "tokens_per_second": round(rate, 1),
             "data_wait": round(self._waited / seconds, 4),
+            "cpu_seconds": round(cpu - self._cpu, 2),
         }
-        self._start, self._waited, self._tokens = now, 0.0, tokens
+        self._start, self._waited, self._tokens, self._cpu = now, 0.0, tokens, cpu
         return values

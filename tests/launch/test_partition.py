@@ -31,7 +31,7 @@ LONG = 180  # seconds: only a deadlock reaches it
 CABLE = "cable"  # both of its ends
 HEAD = "10.77.0.1"
 STEPS, SAVE = 120, 20
-RATES = ("tokens_per_second", "data_wait")  # the only figures that time may change
+RATES = ("tokens_per_second", "data_wait", "cpu_seconds")  # the only figures that time may change
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
