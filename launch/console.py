@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from data_prep.messages import one_line, printable
-from pretrain.monitor.labels import label
+from pretrain.monitor.figures import label
 
 console = Console(highlight=False)
 

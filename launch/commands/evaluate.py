@@ -45,7 +45,7 @@ def evaluate(
     from data_prep.shards import open_shards
     from launch.console import print_table, show
     from pretrain import RunError
-    from pretrain.monitor.labels import label
+    from pretrain.monitor.figures import label
     from pretrain.output import check_model, check_source, is_run
 
     if data is None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from data_prep.messages import one_line
 from pretrain.config import OF_INIT
 from pretrain.evaluate import weak_teacher
-from pretrain.monitor.labels import label
+from pretrain.monitor.figures import label
 from pretrain.objectives.known import Objective
 
 _OBJECTIVE: TypeAdapter[Objective] = TypeAdapter(Objective)
