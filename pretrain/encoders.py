@@ -9,7 +9,6 @@ import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +18,15 @@ from data_prep.shards import Segments, open_shards
 from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.checkpoint import Saved
+from pretrain.evaluate import UNTRAINED, student_at_start
 from pretrain.files import write_json
 from pretrain.model.loading import assemble, known_family
 from pretrain.model.model_files import fetch, read_config, read_model, read_tensors, read_tokenizer
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
-from pretrain.model.student import build_student
 from pretrain.model.teacher import Teacher
-from pretrain.output import noted_layers, recorded, sealed_state
+from pretrain.monitor.figures import Figure
+from pretrain.output import recorded, sealed_state
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
 MEASURED = "evaluation.json"  # in a run's folder
@@ -42,17 +42,6 @@ MEANINGS = {
     "spearman": "the same, of ranks",
     "mixed": "pearson, with the first text of a pair encoded by the teacher",
 }
-
-
-class Figure(NamedTuple):
-    """Hold a measured value with its 95 % interval, by bootstrap over texts or pairs."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} \u00b1{max(self.high - self.value, self.value - self.low):.3f}"
 
 
 def encode(model: Path | str, texts: Sequence[str]) -> Vectors:
@@ -104,22 +93,13 @@ def load_encoder(name: str) -> TextEncoder:
 
 
 def untrained(run: Path, teacher: TextEncoder, like: TextEncoder) -> TextEncoder | None:
-    """Return a run's student as it was at step 0; None if it did not start from teacher layers.
-
-    The layers are those that the run has noted, whatever is the default today.
-    """
-    sealed, config = sealed_state(run), recorded(run)
-    layers = noted_layers(sealed[1]) if sealed is not None else ()
-    if not layers or config is None:
+    """Return a run's student as it was at step 0; None if it did not start from teacher layers."""
+    frozen = Teacher(teacher.model, teacher.who, True, None, sha256="")
+    model = student_at_start(run, frozen, needs_head=False)
+    if model is None:
         return None
-    model = build_student(
-        config.student.model_copy(update={"init": layers, "num_layers": None}),
-        Teacher(teacher.model, teacher.who, True, None, sha256=""),
-        config.train.seed,
-        needs_head=False,
-    )
     head = SentenceHead(model.config.hidden_size, normalised=like.head.normalised)
-    return TextEncoder(model.eval(), head, "untrained", teacher.tokenizer.to_str())
+    return TextEncoder(model.eval(), head, UNTRAINED, teacher.tokenizer.to_str())
 
 
 def validation_texts(shards: Path, most: int = DOCUMENTS) -> list[str]:
@@ -278,7 +258,7 @@ def evaluate_encoders(
         encoders = {teacher: load_encoder(teacher), **encoders}
     if teacher is not None and len(models) == 1:
         start = untrained(run, encoders[teacher], encoders[models[0]])
-        encoders |= {"the same layers, untrained": start} if start is not None else {}
+        encoders |= {UNTRAINED: start} if start is not None else {}
     if data.is_file():
         first, second, scores = read_pairs(data)
         say(f"{len(scores):,} pairs of {data}")

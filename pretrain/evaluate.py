@@ -31,7 +31,13 @@ from pretrain.model.families import MaskedLM
 from pretrain.model.loading import check_row_length, load_model
 from pretrain.model.model_files import read_model
 from pretrain.model.pooling import SentenceHead
-from pretrain.model.teacher import check_vocabulary, load_teacher
+from pretrain.model.student import build_student
+from pretrain.model.teacher import (
+    Teacher,
+    check_vocabulary,
+    load_teacher,
+    parameters_sha256,
+)
 from pretrain.objectives.terms import (
     COUNTS,
     Term,
@@ -40,8 +46,10 @@ from pretrain.objectives.terms import (
     cross_entropy,
     kl_divergence,
 )
+from pretrain.output import noted_layers, recorded, sealed_state
 
 _KEY = 0x4556414C  # "EVAL"
+UNTRAINED = "the same layers, untrained"
 
 
 def evaluate(
@@ -196,43 +204,80 @@ def is_correct(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return (logits_NV.argmax(-1) == labels_N).float()
 
 
-def evaluate_folder(
-    model: Path,
+def evaluate_folder(model: Path, shards: Path, **options: Any) -> dict[str, float]:
+    """Evaluate one model; see `evaluate_folders`."""
+    return evaluate_folders([str(model)], shards, **options)[str(model)]
+
+
+def evaluate_folders(
+    models: Sequence[str],
     shards: Path,
     *,
     teacher: str | None = None,
     same_vocabulary: bool = False,
     rows: int = 1024,
     warn: Callable[[str], None],
-) -> dict[str, float]:
-    """Evaluate a run's newest checkpoint, or any folder with a model, on a corpus.
+) -> dict[str, dict[str, float]]:
+    """Evaluate runs' newest checkpoints, or any folders with a model, on a corpus.
 
-    With `same_vocabulary` tokenizers may differ or be missing; see `RunConfig`.
+    With a teacher and a single run that began from its layers, the student before training is
+    evaluated, too. With `same_vocabulary` tokenizers may differ or be missing; see `RunConfig`.
+
+    Returns:
+        the figures of `evaluate` for each model, by name.
 
     Raises:
-        RunError, CorpusError: model, teacher or shards cannot be used, or do not fit together.
+        RunError, CorpusError: a model, teacher or shards cannot be used, or do not fit together.
     """
     manifest = check(shards)
 
-    def load_student(folder: Path, saved: Saved | None) -> MaskedLM:
-        student = load_model(folder)
-        required = not same_vocabulary
-        check_vocabulary(str(model), folder, student.config, manifest, required=required)
+    def load_student(name: str) -> MaskedLM:
+        def load(folder: Path, saved: Saved | None) -> MaskedLM:
+            student = load_model(folder)
+            required = not same_vocabulary
+            check_vocabulary(name, folder, student.config, manifest, required=required)
+            return student
+
+        student = read_model(Path(name), load, warn)
+        check_row_length(name, student.config, manifest)
         return student
 
-    student = read_model(model, load_student, warn)
-    check_row_length(str(model), student.config, manifest)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     check_kernels(accelerator.device)
-    loaded = None
-    if teacher is not None:
-        found_teacher = load_teacher(teacher, manifest, shards, same_vocabulary=same_vocabulary)
-        loaded = found_teacher.model.to(accelerator.device)
-    return evaluate(
-        student.to(accelerator.device),
-        loaded,
-        open_shards(shards, "validation"),
-        rows=rows,
-        accelerator=accelerator,
-        autocast=nullcontext(),  # fp32, also where this process has trained in another precision
-    )
+    known: Teacher | None = None
+
+    def figures(student: MaskedLM) -> dict[str, float]:
+        return evaluate(
+            student.to(accelerator.device),
+            known.model.to(accelerator.device) if known is not None else None,
+            open_shards(shards, "validation"),
+            rows=rows,
+            accelerator=accelerator,
+            autocast=nullcontext(),  # fp32, also where this process trained in another precision
+        )
+
+    found = {}
+    for name in models:
+        student = load_student(name)
+        if teacher is not None and known is None:
+            known = load_teacher(teacher, manifest, shards, same_vocabulary=same_vocabulary)
+        found[name] = figures(student)
+    if known is not None and len(models) == 1:
+        start = student_at_start(Path(models[0]), known)
+        found |= {UNTRAINED: figures(start)} if start is not None else {}
+    return found
+
+
+def student_at_start(run: Path, teacher: Teacher, *, needs_head: bool = True) -> MaskedLM | None:
+    """Return a run's student as it was at step 0; None if it had no layers of this teacher.
+
+    The layers are those that the run has noted, whatever is the default today.
+    """
+    sealed, config = sealed_state(run), recorded(run)
+    layers = noted_layers(sealed[1]) if sealed is not None else ()
+    if sealed is None or config is None or not layers:
+        return None
+    if sealed[1]["teacher"]["sha256"] != parameters_sha256(teacher.model):
+        return None
+    begun = config.student.model_copy(update={"init": layers, "num_layers": None})
+    return build_student(begun, teacher, config.train.seed, needs_head=needs_head).eval()

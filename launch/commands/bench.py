@@ -11,6 +11,7 @@ import typer
 
 from launch.commands import Overrides, quiet
 from launch.console import print_table, show
+from launch.records import Record, append_record, check_record, row
 
 
 def bench(
@@ -61,6 +62,7 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures there.", metavar="FILE")
     ] = None,
+    record: Record = None,
 ) -> None:
     """Time a step next to its objective in plain transformers, after comparing their results.
 
@@ -97,6 +99,7 @@ def bench(
         subject = comparison.synthetic(settings, *sizes, device, asked)
     else:
         subject = comparison.configured(settings, device, asked)
+    check_record(record)
     if json_file is not None:  # a file that cannot be written is an error before hours of timing
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.open("a").close()
@@ -107,6 +110,25 @@ def bench(
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         show(f"written: {json_file}")
+    append_record(record, None, [line for cell in report["rows"] for line in recorded(cell)])
+
+
+def recorded(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a record: both steps of a cell."""
+    size = f"{cell['micro_batch']} rows"
+    title = " ".join(filter(None, (cell["precision"], cell["kl"] and f"KL {cell['kl']}", size)))
+    found = []
+    for name, step in cell["steps"].items():
+        if "error" in step:
+            continue
+        figures = {
+            "milliseconds": step["milliseconds"],
+            "megabytes above the encoders": step["above_trunk_bytes"] / 1e6,
+        }
+        if name == "ours" and cell["ratio"]:
+            figures["times as fast"] = cell["ratio"]
+        found.append(row(f"{title}: {name}", figures))
+    return found
 
 
 def show_rows(found: Sequence[dict[str, Any]], peaks: dict[str, float]) -> None:

@@ -14,7 +14,9 @@ import typer
 
 from launch.commands import quiet
 from launch.console import Training, keep_going, print_table, show
+from launch.records import Record, append_record, check_record, row
 
+ALONE = "the same size without a teacher"
 _SENTENCE = "This function returns a [MASK] of the given objects."
 _MARKER = ".distil-demo"  # in a folder that a demo has begun
 _SHORT = ["train.max_steps=15", "evaluation.rows=64", "evaluation.every=0"]  # of --quick
@@ -34,6 +36,7 @@ def demo(
         bool, typer.Option("--sentences", help="Make a sentence encoder smaller instead.")
     ] = False,
     quick: Annotated[bool, typer.Option(help="A shortened run, to see that it works.")] = False,
+    record: Record = None,
 ) -> None:
     """Run every stage on documentation that is installed here, in a few minutes.
 
@@ -44,16 +47,28 @@ def demo(
     """
     import psutil
 
+    from pretrain import RunError
+
     keep_going()
     quiet()
     name = "demo-sentences" if sentences else "demo"
-    run_demo(output or Path(f"runs/{name}{'-quick' * quick}"), sentences=sentences, quick=quick)
+    output = output or Path(f"runs/{name}{'-quick' * quick}")
+    check_record(record)
+    if record is not None and output.exists():
+        raise RunError(f"--record: {output} exists, and a record is of a whole demo; give another")
+    figures = run_demo(output, sentences=sentences, quick=quick)
     # From the start of the process: importing torch and transformers takes seconds, too.
-    show(f"this command took {time.time() - psutil.Process().create_time():.0f} s")
+    seconds = time.time() - psutil.Process().create_time()
+    show(f"this command took {seconds:.0f} s")
+    rows = [row(name, found) for name, found in figures.items()]
+    append_record(record, output / "shards", [*rows, row("the command", {"seconds": seconds})])
 
 
-def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> None:
+def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> dict[str, Any]:
     """Run every stage under `output`, or what is left of it, and print the table.
+
+    Returns:
+        the figures of each model in the table.
 
     Raises:
         RunError: the folder holds what no demo has written, or the sentence encoder is not here.
@@ -100,6 +115,7 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> N
         write_json(results, figures)
     print_table(figures["columns"], figures["rows"])
     show(*figures["meaning"], "", "next:", *figures["next"])
+    return dict(figures.get("figures", {}))
 
 
 def sentence_encoder() -> str:
@@ -187,7 +203,8 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
     from data_prep.messages import warn
     from launch.config import load_config
     from pretrain.config import RunConfig
-    from pretrain.evaluate import evaluate_folder
+    from pretrain.evaluate import UNTRAINED, evaluate_folder
+    from pretrain.monitor.figures import share
 
     teacher = load_config(RunConfig, Path("shipped:demo.yaml")).teacher
     assert teacher is not None
@@ -212,22 +229,27 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
         with torch.no_grad():
             models[name](input_ids=ids)
 
-    speeds = {name: f"{ids.numel() / s:,.0f}" for name, s in seconds_of(models, forward).items()}
-    sizes = {name: f"{sum(p.numel() for p in m.parameters()):,}" for name, m in models.items()}
-    teachers = f"{found['student']['teacher_accuracy']:.1%}"
-    rows = [["teacher", sizes["teacher"], teachers, "", speeds["teacher"]]]
+    speeds = {name: ids.numel() / s for name, s in seconds_of(models, forward).items()}
+    sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
+    teachers = {"accuracy": found["student"]["teacher_accuracy"]}
+    figures, rows, keys = {}, [], ("accuracy", "agreement")
+    count = found["student"]["masked_tokens"]
     for text, name, values in (
+        ("teacher", "teacher", teachers),
         ("student", "student", found["student"]),
-        ("its layers, untrained", "student", start),
-        ("the same size without a teacher", "alone", found["alone"]),
+        (UNTRAINED, "student", start),
+        (ALONE, "alone", found["alone"]),
     ):
-        shares = [f"{values[key]:.1%}" for key in ("accuracy", "agreement")]
-        rows.append([text, sizes[name], *shares, speeds[name]])
+        shares = {key: share(values[key], count) for key in keys if key in values}
+        figures[text] = {**shares, "parameters": sizes[name], "tokens/s": round(speeds[name])}
+        cells = [f"{shares[key].value:.1%}" if key in shares else "" for key in keys]
+        rows.append([text, f"{sizes[name]:,}", *cells, f"{speeds[name]:,.0f}"])
     fill = pipeline("fill-mask", model=str(folders["student"]), device="cpu")
     words = ", ".join(answer["token_str"] for answer in fill(_SENTENCE, top_k=3))
     return {
         "columns": ["", "parameters", "masked accuracy", "agreement", "tokens/s"],
         "rows": rows,
+        "figures": figures,
         "meaning": [
             f"{_SENTENCE}  the student's [MASK] = {words}",
             "masked accuracy: the share of hidden tokens that a model guesses; always guessing the "
@@ -246,6 +268,7 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
 def measure_encoders(output: Path, *, quick: bool) -> dict[str, Any]:
     """Return the table of sentence encoders."""
     from pretrain.encoders import evaluate_encoders, load_encoder, validation_texts
+    from pretrain.evaluate import UNTRAINED
     from pretrain.output import recorded
 
     config = recorded(output / "student")
@@ -257,19 +280,22 @@ def measure_encoders(output: Path, *, quick: bool) -> dict[str, Any]:
     texts = validation_texts(shards)[:64]
     encoders = {name: load_encoder(name) for name in (teacher, str(output / "student"))}
     seconds = seconds_of(encoders, lambda name: encoders[name](texts) is None)
-    speeds = {name: f"{len(texts) / took:,.0f}" for name, took in seconds.items()}
-    rows = []
+    speeds = {name: len(texts) / took for name, took in seconds.items()}
+    kept, rows = {}, []
     for text, name in (
         ("teacher", teacher),
         ("student", str(output / "student")),
-        ("its layers, untrained", "the same layers, untrained"),
-        ("the same size without a teacher", str(output / "alone")),
+        (UNTRAINED, UNTRAINED),
+        (ALONE, str(output / "alone")),
     ):
+        speed = {"texts/s": round(speeds[name])} if name in speeds else {}
+        kept[text] = {**figures[name], **speed}
         cells = [str(figures[name].get(key, "")) for key in ("cosine", "similarity", "neighbour")]
-        rows.append([text, *cells, speeds.get(name, "")])
+        rows.append([text, *cells, f"{speeds[name]:,.0f}" if speed else ""])
     return {
         "columns": ["", "cosine", "similarity", "neighbour", "texts/s"],
         "rows": rows,
+        "figures": kept,
         "meaning": [
             "cosine: mean cosine of a model's and the teacher's vector of the same text",
             "similarity: are the same pairs similar? Spearman's correlation over all pairs",

@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from launch.commands import quiet
+from launch.records import Record, append_record, check_record, row
+
+OF_HEADS = {
+    "accuracy": "share of the masked tokens that a model guesses; guessing: the most frequent one",
+    "agreement": "share of them where a model and the teacher guess the same",
+    "loss": "masked cross-entropy in nats; guessing: from the tokens' frequencies",
+    "kl": "divergence of a model from the teacher at masked tokens, in nats",
+}
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pretrain.encoders import Figure
+    from pretrain.monitor.figures import Figure
 
 
 def evaluate(
@@ -33,6 +41,7 @@ def evaluate(
             help="Accept tokenizers that are missing, or that treat case and accents differently.",
         ),
     ] = False,
+    record: Record = None,
 ) -> None:
     """Measure models on validation rows or sentence pairs, next to their teacher.
 
@@ -43,9 +52,8 @@ def evaluate(
     """
     from data_prep.messages import warn
     from data_prep.shards import open_shards
-    from launch.console import print_table, show
+    from launch.console import show
     from pretrain import RunError
-    from pretrain.monitor.figures import label
     from pretrain.output import check_model, check_source, is_run
 
     if data is None:
@@ -57,47 +65,60 @@ def evaluate(
         is_path = model.count("/") != 1 or model.startswith((".", "/", "~"))  # else a hub's name
         if Path(model).exists() or is_path:
             check_model(Path(model))
+    check_record(record)
     if not data.is_file():
         open_shards(data, "validation")
     if teacher is not None:
         check_source("teacher", teacher)
 
     # torch takes seconds to import: a wrong path is answered before.
-    from pretrain.encoders import evaluate_encoders, is_encoder, keep_figures
-    from pretrain.evaluate import evaluate_folder
+    from pretrain.encoders import MEANINGS, evaluate_encoders, is_encoder, keep_figures
+    from pretrain.evaluate import evaluate_folders
 
     quiet()
     if data.is_file() or is_encoder(models[0]):
-        figures = evaluate_encoders(models, data, teacher, show)
-        show_figures(figures)
+        found = evaluate_encoders(models, data, teacher, show)
+        meanings = MEANINGS
         if len(models) == 1 and is_run(Path(models[0])):
-            keep_figures(Path(models[0]), data, teacher, figures)
-        return
-    found = {
-        model: evaluate_folder(
-            Path(model),
-            data,
-            teacher=teacher,
-            same_vocabulary=same_vocabulary,
-            rows=rows,
-            warn=warn,
+            keep_figures(Path(models[0]), data, teacher, found)
+    else:
+        measured = evaluate_folders(
+            models, data, teacher=teacher, same_vocabulary=same_vocabulary, rows=rows, warn=warn
         )
-        for model in models
-    }
-    names = {name: label(name, of_head=True) for name in found[models[0]]}
-    if len(models) > 1:
-        print_table(
-            ["", *models],
-            [[text, *(f"{found[m][name]:,.4f}" for m in models)] for name, text in names.items()],
-        )
-        return
-    show(*[f"{text:>20}  {found[models[0]][name]:,.4f}" for name, text in names.items()])
+        found, meanings = of_heads(measured, teacher), OF_HEADS
+    show_figures(found, meanings)
+    append_record(record, data, [row(name, figures) for name, figures in found.items()])
 
 
-def show_figures(found: Mapping[str, Mapping[str, Figure]]) -> None:
-    """Print a table of figures with their intervals, a model in each row."""
+def of_heads(
+    found: Mapping[str, Mapping[str, float]], teacher: str | None
+) -> dict[str, dict[str, Figure]]:
+    """Return the figures of language-model heads, with rows for the teacher and for guessing."""
+    from pretrain.monitor.figures import Figure, share
+
+    first = next(iter(found.values()))
+    count = first["masked_tokens"]
+
+    def figures(values: Mapping[str, float]) -> dict[str, Figure]:
+        shares = {"accuracy", "agreement"} & set(values)
+        return {
+            name: share(values[name], count) if name in shares else Figure(values[name])
+            for name in OF_HEADS
+            if name in values
+        }
+
+    rows: dict[str, dict[str, Figure]] = {}
+    if teacher is not None:
+        known = {"accuracy": first["teacher_accuracy"], "loss": first["teacher_loss"]}
+        rows[teacher] = figures(known)
+    rows |= {name: figures(values) for name, values in found.items()}
+    guess = {"accuracy": first["constant_accuracy"], "loss": first["unigram_loss"]}
+    return rows | {"guessing": figures(guess)}
+
+
+def show_figures(found: Mapping[str, Mapping[str, Figure]], meanings: Mapping[str, str]) -> None:
+    """Print a table of figures with their intervals, a model in each row, and what they mean."""
     from launch.console import print_table, show
-    from pretrain.encoders import MEANINGS
 
     columns = dict.fromkeys(name for figures in found.values() for name in figures)
     cells = [
@@ -105,4 +126,4 @@ def show_figures(found: Mapping[str, Mapping[str, Figure]]) -> None:
         for model, figures in found.items()
     ]
     print_table(["", *columns], cells)
-    show(*(f"{name}: {MEANINGS[name]}" for name in columns))
+    show(*(f"{name}: {meanings[name]}" for name in columns))

@@ -10,6 +10,7 @@ import typer
 
 from launch.commands import Config, Overrides
 from launch.console import counts, keep_going, show, stages
+from launch.records import Record, append_record, check_record, row
 
 if TYPE_CHECKING:
     from data_prep.config import CorpusConfig
@@ -49,6 +50,7 @@ def prepare(
     upload: Annotated[
         str | None, typer.Option(help="Also copy the shards to s3://, gs://, hf:// ...")
     ] = None,
+    record: Record = None,
 ) -> None:
     """Turn a corpus into packed shards.
 
@@ -69,10 +71,12 @@ def prepare(
         )
     if upload == "":
         raise CorpusError("--upload: is empty: give a URL such as s3://bucket/folder")
-    if (stage is not None or dry_run) and (parquet or upload):
+    if (stage is not None or dry_run) and (parquet or upload or record):
         raise CorpusError(
-            "--parquet and --upload: need finished shards: use them without --stage and --dry-run"
+            "--parquet, --upload and --record: need finished shards: use them without --stage and "
+            "--dry-run"
         )
+    check_record(record)
     settings = load_config(CorpusConfig, config, overrides or [])
     # Places that cannot be written to are refused before the corpus is made, which may take hours.
     if parquet is not None or upload is not None:
@@ -109,6 +113,9 @@ def prepare(
         prepare_and_show(settings, chosen, accept_code)
     for row_length in settings.row_lengths:
         publish(settings, row_length, parquet, upload)
+        if record is not None:
+            folder = settings.folder(row_length)
+            append_record(record, folder, [row(folder.name, counts_of(folder))])
 
 
 def prepare_and_show(
@@ -173,6 +180,22 @@ def publish(config: CorpusConfig, row_length: int, parquet: Path | None, url: st
         with stages() as progress:
             state = upload(folder, target, progress)
         show(f"{one_line(target)}: {state}")
+
+
+def counts_of(folder: Path) -> dict[str, float]:
+    """Return what a record holds of finished shards."""
+    from data_prep.shards import load_manifest
+
+    manifest = load_manifest(folder)
+    splits = manifest.splits.values()
+    rows, tokens = sum(s.rows for s in splits), sum(s.tokens for s in splits)
+    return {
+        "documents": sum(source.documents_kept for source in manifest.sources),
+        "tokens": tokens,
+        "rows": rows,
+        "row length": manifest.row_length,
+        "full": tokens / max(1, rows * manifest.row_length),
+    }
 
 
 def show_shards(config: CorpusConfig, state: str) -> None:

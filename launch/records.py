@@ -1,0 +1,127 @@
+"""Append measurements to a record file, from which `make results` writes tables and figures.
+
+A file holds a JSON list, one record for each command:
+
+    {"command": "distil evaluate ...", "date": "2026-11-25", "commit": "1a2b3c4", "data": "...",
+     "hardware": {...}, "versions": {...},
+     "rows": [{"model": "student-seed1", "seed": 1, "tokens": 51172, "cpu_seconds": 50.3,
+               "figures": {"pearson": [0.850, 0.834, 0.865]}}]}
+
+A figure is a value with its 95 % interval, or a value alone. `data` is the digest of shards, or the
+SHA-256 of a file. No record holds a host, a user or an absolute path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from data_prep.disk import hash_file
+from pretrain import RunError
+from pretrain.files import write_json
+
+Record = Annotated[
+    Path | None,
+    typer.Option(help="Also append the figures to this JSON file.", metavar="FILE"),
+]
+
+
+def check_record(file: Path | None) -> None:
+    """Refuse a file that a record cannot be appended to, before hours of measuring.
+
+    Raises:
+        RunError: it holds something else.
+    """
+    if file is not None:
+        _read(file)
+
+
+def row(model: str, figures: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the row of a model; of a run also its seed, its tokens and their CPU seconds."""
+    values = {}
+    for name, value in figures.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        values[name] = [round(number, 6) for number in numbers if number is not None]
+    return {"model": Path(model).name, **_of_run(Path(model)), **more, "figures": values}
+
+
+def append_record(file: Path | None, data: Path | None, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append what a command has measured; nothing without a file.
+
+    Args:
+        file: the record file, made if it does not exist.
+        data: shards or a file that were measured on; None if there are none.
+        rows: see `row`.
+    """
+    if file is None:
+        return
+    import torch
+
+    from data_prep.shards import load_manifest
+    from pretrain.bench.host import commit, hardware, versions
+
+    digest = None
+    if data is not None:
+        digest = hash_file(data)[0] if data.is_file() else load_manifest(data).digest
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    program = "distil" if Path(sys.argv[0]).name in ("distil", "__main__.py") else sys.argv[0]
+    made = {
+        "command": shlex.join([program, *_without_record(sys.argv[1:])]),
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "data": digest,
+        "hardware": hardware(device),
+        "versions": versions(),
+        "rows": list(rows),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, [*_read(file), made])
+
+
+def _read(file: Path) -> list[Any]:
+    if not file.exists():
+        return []
+    try:
+        known = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(f"--record {file}: cannot be read as JSON ({error})") from None
+    if not isinstance(known, list):
+        raise RunError(f"--record {file}: holds no list of records; give another file")
+    return known
+
+
+def _without_record(arguments: list[str]) -> list[str]:
+    """Leave out where the record goes: it changes no figure."""
+    kept = [text for text in arguments if not text.startswith("--record=")]
+    if "--record" in kept:
+        place = kept.index("--record")
+        del kept[place : place + 2]
+    return kept
+
+
+def _of_run(folder: Path) -> dict[str, Any]:
+    """Return what a run, or the student in one of its checkpoints, has cost."""
+    from pretrain.monitor.metrics import read_metrics
+    from pretrain.output import recorded, sealed_state
+
+    if folder.name == "student" and (folder.parent / "state.json").exists():
+        run = folder.parents[2]
+        state = json.loads((folder.parent / "state.json").read_bytes())
+    else:
+        run, state = folder, (sealed_state(folder) or (None, {}))[1]
+    config = recorded(run)
+    if not state or config is None:
+        return {}
+    entries = [e for e in read_metrics(run / "metrics.jsonl") if e["kind"] == "train"]
+    seconds = [e.get("cpu_seconds", math.nan) for e in entries if e["step"] <= state["step"]]
+    cost = {"cpu_seconds": round(sum(seconds), 1)} if not math.isnan(sum(seconds)) else {}
+    known = {"seed": config.train.seed, "step": state["step"], "tokens": state["tokens"]}
+    return {"model": run.name, **known, **cost}

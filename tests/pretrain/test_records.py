@@ -1,0 +1,71 @@
+"""Compare record files with figures that are computed another way, and with what is on the screen."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import RECIPE, start
+
+from pretrain.evaluate import evaluate_folder
+from pretrain.monitor.figures import Figure, share
+
+
+def test_a_run_and_its_start_are_recorded_beside_teacher_and_guessing(
+    tmp_path: Path, teacher_folder: Path, corpus: Path, run_config: Any, distil: Any
+) -> None:
+    values = run_config(tmp_path / "runs" / "student", teacher_folder, **RECIPE)
+    values["train"]["seed"] = 3
+    start(values)
+    run, file = Path(values["output"]), tmp_path / "results" / "tiny.json"
+    command = ("evaluate", run, corpus, "--rows", 4, "--teacher", teacher_folder)
+    for _ in range(2):
+        code, out, error = distil(*command, "--record", file)
+        assert code == 0, error
+    first, second = json.loads(file.read_bytes())
+    assert first == second and "--record" not in first["command"]
+    assert first["command"].startswith("distil evaluate ") and len(first["data"]) == 64
+    rows = {row["model"]: row for row in first["rows"]}
+    assert list(rows) == ["teacher", "student", "the same layers, untrained", "guessing"]
+    known = evaluate_folder(run, corpus, rows=4, teacher=str(teacher_folder), warn=print)
+    student, count = rows["student"]["figures"], known["masked_tokens"]
+    half = 1.96 * math.sqrt(known["accuracy"] * (1 - known["accuracy"]) / count)
+    assert student["accuracy"][0] == pytest.approx(known["accuracy"], abs=1e-6)
+    assert student["accuracy"][2] == pytest.approx(known["accuracy"] + half, abs=1e-6)
+    assert student["loss"] == [pytest.approx(known["loss"], abs=1e-5)]
+    assert rows["teacher"]["figures"]["loss"] == [pytest.approx(known["teacher_loss"], abs=1e-5)]
+    # The start is what training itself measured before its first step.
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    begun = next(e for e in entries if e["kind"] == "evaluation" and e["step"] == 0)
+    untrained = rows["the same layers, untrained"]["figures"]
+    assert untrained["loss"][0] == pytest.approx(begun["loss"], abs=1e-3)
+    trained = [e for e in entries if e["kind"] == "train"]
+    assert rows["student"]["seed"] == 3 and rows["student"]["tokens"] == trained[-1]["tokens"]
+    assert rows["student"]["cpu_seconds"] == pytest.approx(
+        sum(e["cpu_seconds"] for e in trained), abs=0.06
+    )
+    assert str(Figure(*student["accuracy"])) in out
+
+
+@pytest.mark.parametrize("content", ["{}", "no json"])
+def test_a_record_file_of_another_kind_is_refused_before_measuring(
+    content: str, tmp_path: Path, distil: Any
+) -> None:
+    file = tmp_path / "notes.json"
+    file.write_text(content)
+    commands: tuple[tuple[object, ...], ...] = (
+        ("bench", "--layers", 2, "--record", file),
+        ("demo", "--quick", "--record", file),
+    )
+    for command in commands:
+        code, _, error = distil(*command)
+        assert code == 2 and f"--record {file}" in error
+        assert len(error.strip().splitlines()) == 1
+    assert file.read_text() == content
+
+
+def test_a_share_of_nothing_and_of_all_has_no_impossible_interval() -> None:
+    assert share(1.0, 10) == (1.0, 1.0, 1.0) and share(0.5, 0) == (0.5, 0.0, 1.0)
+    low, high = share(0.2, 400)[1:]  # by hand: 1.96 sqrt(0.16 / 400) = 0.0392
+    assert (low, high) == (pytest.approx(0.1608), pytest.approx(0.2392))
