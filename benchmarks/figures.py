@@ -1,133 +1,71 @@
-"""Print figures about the code's structure, and compare them with ceilings.
+"""Print a ledger of the code's size: a report, not a limit.
 
-    python benchmarks/figures.py [--check]     (`make figures`; `make checks` adds --check)
+    python benchmarks/figures.py     (`make figures`)
 
-With --check, the exit code is 1 if a figure is above its ceiling. Lower a ceiling when a figure
-falls; raising one needs a reason in docs/LOG.md.
+Code lines are counted without comments, docstrings and blank lines.
 """
 
 from __future__ import annotations
 
 import ast
 import io
-import sys
 import tokenize
-from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
+
+from pydantic import BaseModel
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("data_prep", "pretrain", "launch")
-DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-RIDDLES = ("what", "whether", "who", "how")
-BEGINNINGS = "docstrings that begin with What, Whether, Who, How, %"
-CEILINGS = {
-    "functions per 100 lines": 4.1,
-    "private functions, %": 22.9,
-    "private functions called once, %": 37.9,
-    "functions whose name is used once, %": 22.4,
-    BEGINNINGS: 0.0,
-    "longest file, lines": 400,
-    "longest function, lines": 94,
-    "files in the largest folder": 17,
-    "files that share a name within a package": 0,
+PARTS = {
+    "product": ("pretrain", "data_prep", "launch"),
+    "benchmarks": ("benchmarks",),
+    "tests": ("tests",),
 }
-FLOORS = {"comment lines, %": 5.9}
+SILENT = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    tokenize.ENDMARKER,
+}
 
 
-class Source(NamedTuple):
-    """Hold one parsed file."""
+def code_lines(text: str) -> int:
+    """Return the number of lines that hold code."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in SILENT
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            lines -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(lines)
 
-    path: Path
-    text: str
-    nodes: list[ast.AST]
 
-    @property
-    def num_lines(self) -> int:
-        return len(self.text.splitlines())
-
-    @property
-    def num_comments(self) -> int:
-        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
-        return sum(token.type == tokenize.COMMENT for token in tokens)
-
-
-def read(root: Path) -> list[Source]:
-    """Read all files of the packages."""
-    found = []
-    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        found.append(Source(path.relative_to(root), text, [*ast.walk(ast.parse(text))]))
+def num_keys(model: type[BaseModel]) -> int:
+    """Return the number of keys of a config and its sections."""
+    found = 0
+    for field in model.model_fields.values():
+        kinds: Any = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        sections = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        found += sum(map(num_keys, sections)) if sections else 1
     return found
 
 
-def figures(sources: list[Source]) -> dict[str, float]:
-    """Return the figures that `CEILINGS` and `FLOORS` bound, by name."""
-    lines = sum(source.num_lines for source in sources)
-    functions, docstrings = [], []
-    uses: Counter[tuple[Path, str]] = Counter()  # of a name, called or not
-    for path, node in ((source.path, node) for source in sources for node in source.nodes):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            functions.append((path, node))
-        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
-            docstrings.append(text)
-        if isinstance(node, ast.Name):
-            uses[path, node.id] += 1
-        if isinstance(node, ast.Attribute):
-            uses[path, node.attr] += 1
-    riddles = [text for text in docstrings if text.split()[0].lower().strip(",.") in RIDDLES]
-    private = [
-        (path, node.name)
-        for path, node in functions
-        if node.name.startswith("_") and not node.name.startswith("__")
-    ]
-    once = [name for name in private if uses[name] == 1]
-    everywhere = Counter[str]()
-    for (_, name), count in uses.items():
-        everywhere[name] += count
-    names_once = [node.name for _, node in functions if everywhere[node.name] == 1]
-    folders = Counter(source.path.parent for source in sources)
-    names = Counter(
-        (source.path.parts[0], source.path.name)
-        for source in sources
-        if source.path.name not in ("__init__.py", "config.py")
-    )
-    return {
-        "lines": lines,
-        "functions": len(functions),
-        "functions per 100 lines": 100 * len(functions) / lines,
-        "private functions, %": 100 * len(private) / len(functions),
-        "private functions called once, %": 100 * len(once) / len(private),
-        "functions whose name is used once, %": 100 * len(names_once) / len(functions),
-        "comment lines, %": 100 * sum(source.num_comments for source in sources) / lines,
-        BEGINNINGS: 100 * len(riddles) / len(docstrings),
-        "longest file, lines": max(source.num_lines for source in sources),
-        "longest function, lines": max(
-            (node.end_lineno or 0) - node.lineno + 1 for _, node in functions
-        ),
-        "files in the largest folder": max(folders.values()),
-        "files that share a name within a package": sum(n for n in names.values() if n > 1),
-    }
+def main() -> None:
+    """Print the ledger."""
+    from data_prep.config import CorpusConfig
+    from pretrain.config import RunConfig
 
-
-def main() -> int:
-    """Print the table; with --check, return 1 if a figure is beyond its limit."""
-    check = "--check" in sys.argv[1:]
-    roots = [Path(argument) for argument in sys.argv[1:] if argument != "--check"]
-    beyond = []
-    for name, value in figures(read(roots[0] if roots else ROOT)).items():
-        limit, shown = "", round(value, 1)
-        if name in CEILINGS:
-            limit = f"at most {CEILINGS[name]:g}"
-            beyond += [name] if shown > CEILINGS[name] else []
-        elif name in FLOORS:
-            limit = f"at least {FLOORS[name]:g}"
-            beyond += [name] if shown < FLOORS[name] else []
-        print(f"{name:<55}{value:>9.1f}   {limit}")
-    if check and beyond:
-        print(f"error: beyond the limit: {', '.join(beyond)}", file=sys.stderr)
-    return int(check and bool(beyond))
+    for part, folders in PARTS.items():
+        files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+        lines = sum(code_lines(file.read_text(encoding="utf-8")) for file in files)
+        print(f"{part:12}{lines:8,} code lines in {len(files)} files")
+    commands = [f for f in (ROOT / "launch" / "commands").glob("*.py") if f.stem != "__init__"]
+    print(f"{'commands':12}{len(commands):8}")
+    print(f"{'config keys':12}{num_keys(RunConfig) + num_keys(CorpusConfig):8}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
