@@ -4,8 +4,8 @@
 
 Trains the published example of sentence-transformers (a copy of the teacher with some of its
 layers, mean squared error of the vectors, batches of 64) and distils the teacher with model2vec
-(`pip install model2vec`). Prints Pearson's correlation on the pairs, CPU seconds of this process
-and its children, and the settings.
+(`pip install model2vec`). Prints Pearson's correlation on the pairs and the CPU seconds of this
+process; `--record FILE` appends them to a record.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from launch.records import append_record, row
 from pretrain.encoders import compare_with_scores, read_pairs
 
 
@@ -64,7 +65,7 @@ def static(options: argparse.Namespace, sentences: list[str]) -> Any:
 
 
 def main() -> None:
-    """Print a line for each."""
+    """Train or distil one peer, and print its figures."""
     parser = argparse.ArgumentParser(description="Measure peers on the same sentences.")
     parser.add_argument("teacher", type=Path)
     parser.add_argument("sentences", type=Path, help="one a line")
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 3, 5])
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     with options.sentences.open(encoding="utf-8") as lines:
         sentences = [line.rstrip("\n") for line in islice(lines, options.most)]
@@ -81,9 +83,13 @@ def main() -> None:
     model = {"example": example, "static": static}[options.peer](options, sentences)
     seconds = time.process_time() - begun
     first, second, scores = read_pairs(options.pairs)
-    figure = compare_with_scores(model.encode(first), model.encode(second), scores)["pearson"]
-    settings = {key: str(value) for key, value in vars(options).items()}
-    print(f"{options.peer}: {figure} Pearson, {seconds:.0f} CPU s, {settings}")
+    figures = compare_with_scores(model.encode(first), model.encode(second), scores)
+    name = "model2vec"
+    if options.peer == "example":
+        name = f"sentence-transformers, rate {options.learning_rate:g}"
+    print(f"{name}: {figures['pearson']} Pearson, {seconds:.0f} CPU s")
+    cost = {"seed": options.seed, "cpu_seconds": round(seconds, 1)}
+    append_record(options.record, options.pairs, [row(name, figures, **cost)])
 
 
 if __name__ == "__main__":

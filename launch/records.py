@@ -72,9 +72,8 @@ def append_record(file: Path | None, data: Path | None, rows: Iterable[Mapping[s
     if data is not None:
         digest = hash_file(data)[0] if data.is_file() else load_manifest(data).digest
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    program = "distil" if Path(sys.argv[0]).name in ("distil", "__main__.py") else sys.argv[0]
     made = {
-        "command": shlex.join([program, *_without_record(sys.argv[1:])]),
+        "command": _command(),
         "date": date.today().isoformat(),
         "commit": commit(),
         "data": digest,
@@ -98,13 +97,17 @@ def _read(file: Path) -> list[Any]:
     return known
 
 
-def _without_record(arguments: list[str]) -> list[str]:
-    """Leave out where the record goes: it changes no figure."""
+def _command() -> str:
+    """Return this process's command, without `--record FILE`, which changes no figure."""
+    script, arguments = Path(sys.argv[0]), sys.argv[1:]
     kept = [text for text in arguments if not text.startswith("--record=")]
     if "--record" in kept:
         place = kept.index("--record")
         del kept[place : place + 2]
-    return kept
+    of_distil = script.name in ("distil", "__main__.py")
+    # A script of this project, by its path in the project.
+    program = ["distil"] if of_distil else ["python", "/".join(script.parts[-2:])]
+    return shlex.join([*program, *kept])
 
 
 def _of_run(folder: Path) -> dict[str, Any]:
