@@ -3,9 +3,10 @@
     python benchmarks/results.py [--check]      (`make results`)
 
 The records are appended by `--record` of `distil evaluate`, `demo`, `bench` and `prepare`, and of
-benchmarks/peers.py. From them come docs/results.md with its plot, the blocks of README.md between
-`<!-- NAME -->` and `<!-- end -->`, and the lines `# Measured:` in the headers of configs. With
---check nothing is written, and a file that differs is an error.
+benchmarks/peers.py; docs/results/texts.yaml says where their figures stand: in docs/results.md with
+its plot, in the blocks of README.md between `<!-- NAME -->` and `<!-- end -->`, and in the lines
+`# Measured:` that end the headers of configs. With --check nothing is written, and a file that
+differs is an error.
 """
 
 from __future__ import annotations
@@ -19,40 +20,42 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from benchmarks.result_texts import BLOCKS, HEADERS, PLOT, SECTIONS, Curve
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 _REFERENCE = re.compile(r"\{([^{}/]+)/([^{}/]+)/([^{}/]+?)(%?)\}")  # file/model/figure
 _SEED = re.compile(r"-seed[0-9]+$")
-_FIELDS = ("tokens", "cpu_seconds")  # of a row that are shown like figures
+_FIELDS = ("tokens", "cpu_seconds")  # of a row, shown like figures
 
 
-class Row(NamedTuple):
-    """Hold a figure of a model, of all seeds that were measured."""
+class Measured(NamedTuple):
+    """Hold a figure of a model: a value for each seed, and the interval of a single one."""
 
     values: list[float]
-    low: float | None  # the interval of a single value
-    high: float | None
+    low: float | None = None
+    high: float | None = None
 
-    def text(self, percent: bool = False) -> str:
-        """Return the mean, with the range of the seeds or the interval of one."""
-        first = mean(self.values)
-        digits = 0 if abs(first) >= 100 else 3 if isinstance(first, float) and first < 1 else 1
-        scale, unit = (100, " %") if percent else (1, "")
-        digits = 1 if percent else digits
+    def text(self, *, percent: bool = False) -> str:
+        """Return the mean with the range of the seeds, or the value with its interval."""
+        first, factor = mean(self.values), 100 if percent else 1
+        digits = (
+            1 if percent else 0 if first >= 100 or first == int(first) else 3 if first < 1 else 1
+        )
+        unit = " %" if percent else ""
 
         def number(value: float) -> str:
-            return f"{value * scale:,.{digits}f}"
+            return f"{value * factor:,.{digits}f}"
 
         if len(self.values) > 1:
-            return f"{number(first)}{unit} ({number(min(self.values))} to {number(max(self.values))})"
+            range_ = f"{number(min(self.values))} to {number(max(self.values))}"
+            return f"{number(first)}{unit} ({range_})"
         if self.low is None or self.high is None:
-            return number(first).removesuffix(".0") + unit
+            return number(first) + unit
         return f"{number(first)}{unit} ±{number(max(self.high - first, first - self.low))}"
 
 
 class Records:
-    """Read all records, and look figures up in them.
+    """Hold all records, and look figures up in them.
 
     A later record replaces an earlier one of the same model, seed and figure.
     """
@@ -62,11 +65,11 @@ class Records:
             file.stem: json.loads(file.read_bytes()) for file in sorted(folder.glob("*.json"))
         }
 
-    def rows(self, file: str) -> dict[str, dict[str, Row]]:
+    def models(self, file: str) -> dict[str, dict[str, Measured]]:
         """Return the figures of each model at its last step, in the order they were recorded.
 
         Raises:
-            ValueError: two models were compared on different data.
+            ValueError: two models were measured on different data.
         """
         last: dict[tuple[str, Any], dict[str, Any]] = {}
         data: dict[str, Any] = {}
@@ -77,26 +80,22 @@ class Records:
                 if row.get("step", 0) < before.get("step", 0):
                     continue
                 last[key] = {**before, **row, "figures": {**before["figures"], **row["figures"]}}
-                if record["data"] is not None and file != "corpora":
-                    for name in row["figures"]:
-                        if data.setdefault(name, record["data"]) != record["data"]:
-                            raise ValueError(f"{file}.json: {name} was measured on different data")
-        found: dict[str, dict[str, list[list[float]]]] = {}
+                for name in row["figures"] if file != "corpora" else ():
+                    if data.setdefault(name, record["data"]) != record["data"]:
+                        raise ValueError(f"{file}.json: {name} was measured on different data")
+        found: dict[str, dict[str, Measured]] = {}
         for (name, _), row in last.items():
-            figures = found.setdefault(name, {})
             fields = {key: [row[key]] for key in _FIELDS if key in row}
             for figure, numbers in {**row["figures"], **fields}.items():
-                figures.setdefault(figure, []).append(numbers)
-        return {
-            name: {
-                figure: Row([v[0] for v in all_], *(all_[0][1:] if len(all_[0]) == 3 else (None, None)))
-                for figure, all_ in figures.items()
-            }
-            for name, figures in found.items()
-        }
+                model = found.setdefault(name, {})
+                if figure in model:
+                    model[figure] = Measured([*model[figure].values, numbers[0]])
+                else:
+                    model[figure] = Measured([numbers[0]], *numbers[1:])
+        return found
 
     def fill(self, text: str) -> str:
-        """Replace each {file/model/figure} by its value; with % after it as a percentage.
+        """Replace each {file/model/figure} by its value.
 
         Raises:
             ValueError: there is no such record.
@@ -105,145 +104,132 @@ class Records:
         def value(found: re.Match[str]) -> str:
             file, model, figure, percent = found.groups()
             try:
-                return self.rows(file)[model][figure].text(bool(percent))
+                return self.models(file)[model][figure].text(percent=bool(percent))
             except KeyError:
                 raise ValueError(f"no record in docs/results has {found[0]}") from None
 
         return _REFERENCE.sub(value, text)
 
-    def curve(self, curve: Curve) -> list[tuple[float, float]]:
+    def curve(self, file: str, model: str, figure: str) -> list[tuple[float, float]]:
         """Return (tokens, value) of every checkpoint of a run that was measured."""
-        rows = [row for record in self.of_file[curve.file] for row in record["rows"]]
-        return sorted(
-            (row["tokens"], row["figures"][curve.figure][0])
-            for row in rows
-            if row["model"] == curve.model and curve.figure in row["figures"]
-        )
+        rows = [row for record in self.of_file[file] for row in record["rows"]]
+        points = {row["tokens"]: row["figures"][figure][0] for row in rows if row["model"] == model}
+        return sorted(points.items())
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def page(records: Records) -> str:
-    """Return docs/results.md."""
-    parts = ["# Results", "Written by `make results` from the records in `docs/results`: do not edit.", ""]
-    for section in SECTIONS:
-        if section.file not in records.of_file:
-            parts += [f"## {section.title}", f"{section.text} Not measured.", ""]
+def page(records: Records, sections: Sequence[Mapping[str, Any]], plot: str) -> str:
+    """Return docs/results.md; `plot` is the file whose section shows the plot."""
+    parts = ["# Results", "", "Written by `make results` from the records in `docs/results`.", ""]
+    for section in sections:
+        file, labels = section["file"], section["labels"]
+        parts += [f"## {section['title']}", "", records.fill(section["text"]), ""]
+        if file not in records.of_file:
+            parts += ["Not measured.", ""]
             continue
-        found = records.rows(section.file)
-        names = dict.fromkeys([*(n for n in section.labels if n in found), *found])
-        columns = dict.fromkeys(figure for name in names for figure in found[name])
-        rows = [
-            [
-                section.labels.get(name, name),
-                *(found[name][c].text() if c in found[name] else "" for c in columns),
-            ]
-            for name in names
-        ]
+        if file == plot:
+            parts += [f"![The plot of the table](results/{plot}.svg)", ""]
+        found = records.models(file)
+        names = dict.fromkeys([*(name for name in labels if name in found), *found])
+        columns = list(dict.fromkeys(figure for name in names for figure in found[name]))
         heads = [column.replace("_", " ").replace("cpu", "CPU") for column in columns]
-        parts += [f"## {section.title}", records.fill(section.text)]
-        if section.file == PLOT.file:
-            parts += ["", f"![{PLOT.title}](results/{PLOT.file}.svg)"]
-        parts += ["", table(["", *heads], rows), "", "Measured by:", ""]
-        for record in records.of_file[section.file]:
-            machine = record["hardware"].get("gpu") or (
-                f"{record['hardware']['processor']}, {record['hardware']['threads']} threads"
-            )
-            line = f"- {record['date']}, commit {record['commit']}, {machine}: `{record['command']}`"
-            if line not in parts:
-                parts.append(line)
+        rows = [["", *heads], ["---"] * (len(heads) + 1)]
+        for name in names:
+            cells = [found[name][c].text() if c in found[name] else "" for c in columns]
+            rows.append([labels.get(name, name), *cells])
+        parts += ["| " + " | ".join(cells) + " |" for cells in rows]
+        parts += ["", "Measured by:", ""]
+        for record in records.of_file[file]:
+            hardware = record["hardware"]
+            cpu = f"{hardware['processor']}, {hardware['threads']} thread(s)"
+            made = f"{record['date']}, commit {record['commit']}, {hardware.get('gpu', cpu)}"
+            parts.append(f"- {made}: `{record['command']}`")
         parts.append("")
     return "\n".join(parts)
 
 
-def plot(records: Records) -> str:
-    """Return the plot as SVG: curves over tokens, and horizontal lines for what does not train."""
-    width, height, left, right, top, bottom = 720, 330, 60, 200, 36, 46
-    curves = {curve.label: records.curve(curve) for curve in PLOT.curves}
-    lines = {
-        text: mean(records.rows(PLOT.file)[model][PLOT.figure].values)
-        for model, text in PLOT.lines.items()
-    }
-    values = [y for points in curves.values() for _, y in points] + list(lines.values())
+def svg(records: Records, plot: Mapping[str, Any]) -> str:
+    """Return the plot: curves over tokens, and horizontal lines for models with one value."""
+    file, figure = plot["file"], plot["figure"]
+    width, height, left, right, top, bottom = 760, 340, 56, 190, 36, 46
+    found = records.models(file)
+    curves = {text: records.curve(file, name, figure) for name, text in plot["curves"].items()}
+    lines = {text: mean(found[name][figure].values) for name, text in plot["lines"].items()}
+    # A run begins where its layers were before training.
+    values = [y for points in curves.values() for _, y in points] + [*lines.values()]
     most = max(x for points in curves.values() for x, _ in points)
     low, high = min(values) - 0.02, max(values) + 0.02
+    end = width - right
 
     def x_of(tokens: float) -> float:
-        return left + (width - left - right) * tokens / most
+        return left + (end - left) * tokens / most
 
     def y_of(value: float) -> float:
         return top + (height - top - bottom) * (high - value) / (high - low)
+
+    def text(x: float, y: float, content: str, more: str = "") -> str:
+        return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{content}</text>'
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="13">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{left}" y="20" font-weight="bold">{PLOT.title}</text>',
+        text(left, 20, plot["title"], 'font-weight="bold"'),
+        text((left + end) / 2, height - 6, plot["x_label"], 'text-anchor="middle"'),
     ]
-    step = 0.1 if high - low > 0.35 else 0.05
-    for i in range(int(low / step) + 1, int(high / step) + 1):
-        y = y_of(i * step)
-        parts.append(f'<path d="M{left} {y:.1f}H{width - right}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{i * step:.2f}</text>')
+    for tick in range(int(low * 10) + 1, int(high * 10) + 1):
+        y = y_of(tick / 10)
+        parts.append(f'<path d="M{left} {y:.1f}H{end}" stroke="#dddddd"/>')
+        parts.append(text(left - 8, y + 4, f"{tick / 10:.1f}", 'text-anchor="end"'))
     for i in range(5):
-        x = x_of(most * i / 4)
-        parts.append(
-            f'<text x="{x:.1f}" y="{height - 24}" text-anchor="middle">{most * i / 4 / 1000:,.0f}k</text>'
-        )
-    middle = (left + width - right) / 2
-    parts.append(f'<text x="{middle}" y="{height - 6}" text-anchor="middle">{PLOT.x_label}</text>')
+        tokens = most * i / 4
+        label = f"{tokens / 1000:,.0f}k"
+        parts.append(text(x_of(tokens), height - 24, label, 'text-anchor="middle"'))
     labels = []
-    for text, value in lines.items():
+    for name, value in lines.items():
         y = y_of(value)
-        parts.append(
-            f'<path d="M{left} {y:.1f}H{width - right}" stroke="#888888" stroke-dasharray="5 4"/>'
-        )
-        labels.append((y, "#555555", text))
-    for colour, (text, points) in zip(("#0b62a4", "#c25400"), curves.items(), strict=False):
+        parts.append(f'<path d="M{left} {y:.1f}H{end}" stroke="#888888" stroke-dasharray="5 4"/>')
+        labels.append((y, "#555555", name))
+    for name, points in curves.items():
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-        labels.append((y_of(points[-1][1]), colour, text))
-    # Labels that would overlap move down.
-    lowest = -99.0
-    for y, colour, text in sorted(labels):
-        lowest = max(y, lowest + 16)
-        parts.append(f'<text x="{width - right + 8}" y="{lowest + 4:.1f}" fill="{colour}">{text}</text>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="#0b62a4" stroke-width="3"/>')
+        labels.append((y_of(points[-1][1]), "#0b62a4", name))
+    lowest = 0.0
+    for y, colour, name in sorted(labels):
+        lowest = max(y, lowest + 16)  # labels that would overlap move down
+        parts.append(text(end + 8, lowest + 4, name, f'fill="{colour}"'))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def readme(records: Records, text: str) -> str:
+def readme(records: Records, blocks: Mapping[str, str], text: str) -> str:
     """Return README.md with its blocks filled in."""
-    for name, block in BLOCKS.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise ValueError(f"README.md has no block <!-- {name} --> ... <!-- end -->")
-        filled = records.fill(block).strip()
-        text = pattern.sub(lambda found, filled=filled: f"{found[1]}{filled}\n{found[2]}", text)  # type: ignore[misc]
+    for name, block in blocks.items():
+        begin, end = f"<!-- {name} -->\n", "<!-- end -->"
+        before, found, rest = text.partition(begin)
+        if not found or end not in rest:
+            raise ValueError(f"README.md has no block {begin.strip()} ... {end}")
+        text = before + begin + records.fill(block) + end + rest.partition(end)[2]
     return text
 
 
 def header(records: Records, template: str, text: str) -> str:
-    """Return a config with the lines `# Measured:` of its header, which end the header."""
+    """Return a config with the lines `# Measured: ...`, which end its header."""
     lines = text.splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-    head = lines[:end]
-    begin = next((i for i, line in enumerate(head) if line.startswith("# Measured:")), end)
+    begin = next((i for i in range(end) if lines[i].startswith("# Measured:")), end)
     filled = textwrap.wrap(f"Measured: {records.fill(template)}", 96)
-    return "\n".join([*head[:begin], *(f"# {line}" for line in filled), *lines[end:], ""])
+    return "\n".join([*lines[:begin], *(f"# {line}" for line in filled), *lines[end:], ""])
 
 
 def outputs(root: Path, records: Records) -> Iterator[tuple[Path, str]]:
     """Yield each file that holds results, and what it should hold."""
-    yield root / "docs" / "results.md", page(records)
-    yield root / "docs" / "results" / f"{PLOT.file}.svg", plot(records)
+    texts = yaml.safe_load((root / "docs" / "results" / "texts.yaml").read_text(encoding="utf-8"))
+    plot = texts["plot"]
+    yield root / "docs" / "results.md", page(records, texts["sections"], plot["file"])
+    yield root / "docs" / "results" / f"{plot['file']}.svg", svg(records, plot)
     file = root / "README.md"
-    yield file, readme(records, file.read_text(encoding="utf-8"))
-    for name, template in HEADERS.items():
-        file = root / "configs" / name
+    yield file, readme(records, texts["blocks"], file.read_text(encoding="utf-8"))
+    for name, template in texts["headers"].items():
+        file = root / "configs" / f"{name}.yaml"
         yield file, header(records, template, file.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""Compare record files with figures that are computed another way, and with what is on the screen."""
+"""Compare record files with figures computed another way, and with what the screen shows."""
 
 import json
 import math
