@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Half of the tests wait for processes of their own; each takes all cores when it computes.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo demo-sentences demo-quick test test-slow test-gpu checks figures torture clean
+.PHONY: install demo demo-sentences demo-quick test test-slow test-gpu checks figures results torture clean
 
 install: .venv/.installed
 
@@ -13,7 +13,8 @@ install: .venv/.installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	PYTHONWARNINGS='ignore:Editable installation' \
+		$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: install
@@ -34,6 +35,10 @@ test: install
 # own or repeat what `make test` samples.
 test-slow: install
 	$(PYTEST) -m slow
+
+# Tables, plot and figures of docs/results.md, README.md and configs, from the records in docs/results.
+results: install
+	$(BIN)/python -m benchmarks.results
 
 # All that runs only on a GPU, with .venv's Python or the one on PATH; it installs nothing. Kernels
 # (tests/gpu) need torch and transformers only. Runs also need the packages of tests/gpu/wheels.txt,

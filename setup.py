@@ -126,7 +126,6 @@ setup(
         ],
     },
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
         "Operating System :: MacOS",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",

@@ -1,5 +1,7 @@
 """Check that the wheel has only our packages and runs in any working directory."""
 
+import hashlib
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -17,11 +19,41 @@ def installed(tmp_path_factory: pytest.TempPathFactory, installing: dict[str, st
     folder = tmp_path_factory.mktemp("wheel")
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
     built = python("-m", "pip", "wheel", *options, ROOT, environment=installing, timeout=600)
-    assert built.returncode == 0, built.stderr
+    assert built.returncode == 0 and "Warning" not in built.stderr + built.stdout, built.stderr
+    return unpacked(folder)
+
+
+def unpacked(folder: Path) -> Path:
+    """Unpack the wheel in a folder; return where."""
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
     return folder / "site"
+
+
+def test_the_sdist_makes_the_same_wheel(
+    installed: Path, installing: dict[str, str], tmp_path: Path
+) -> None:
+    made = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    done = python("-c", made, cwd=ROOT, environment=installing, timeout=600)
+    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path / "wheel")
+    built = python("-m", "pip", "wheel", *options, source, environment=installing, timeout=600)
+    assert built.returncode == 0, built.stderr
+    site = unpacked(tmp_path / "wheel")
+    sums = [
+        {
+            path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in folder.rglob("*")
+            if path.is_file() and path.name != "RECORD"
+        }
+        for folder in (installed, site)
+    ]
+    assert sums[0] == sums[1] and Path("launch/shipped/demo-teacher/model.safetensors") in sums[0]
 
 
 def test_wheel_has_only_our_three_packages(installed: Path) -> None:
