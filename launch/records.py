@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
@@ -38,19 +39,32 @@ def check_record(file: Path | None) -> None:
     """Refuse a file that a record cannot be appended to, before hours of measuring.
 
     Raises:
-        RunError: it holds something else.
+        RunError: it holds something else, or cannot be written.
     """
-    if file is not None:
-        _read(file)
+    if file is None:
+        return
+    _read(file)
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise RunError(f"--record {file}: {folder} cannot be written to; give another file")
 
 
 def row(model: str, figures: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the row of a model; of a run also its seed, its tokens and their CPU seconds."""
+    """Return a row; a figure is a number, or a `Figure` with its interval."""
     values = {}
     for name, value in figures.items():
         numbers = value if isinstance(value, tuple) else (value,)
         values[name] = [round(number, 6) for number in numbers if number is not None]
-    return {"model": Path(model).name, **_of_run(Path(model)), **more, "figures": values}
+    return {"model": model, **more, "figures": values}
+
+
+def row_of_model(model: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a folder, or a name on a hub; of a run also its seed and its cost.
+
+    A run may also be named by the student in one of its checkpoints.
+    """
+    cost = _of_run(Path(model))
+    return row(cost.pop("model", Path(model).name), figures, **cost)
 
 
 def append_record(file: Path | None, data: Path | None, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -111,7 +125,7 @@ def _command() -> str:
 
 
 def _of_run(folder: Path) -> dict[str, Any]:
-    """Return what a run, or the student in one of its checkpoints, has cost."""
+    """Return name, seed, step, tokens and CPU seconds of a run; nothing of other folders."""
     from pretrain.monitor.metrics import read_metrics
     from pretrain.output import recorded, sealed_state
 

@@ -17,6 +17,10 @@ from launch.console import Training, keep_going, print_table, show
 from launch.records import Record, append_record, check_record, row
 
 ALONE = "the same size without a teacher"
+_SHORT_NAMES = {
+    "the same layers, untrained": "its layers, untrained",
+    ALONE: "same size, no teacher",
+}
 _SENTENCE = "This function returns a [MASK] of the given objects."
 _MARKER = ".distil-demo"  # in a folder that a demo has begun
 _SHORT = ["train.max_steps=15", "evaluation.rows=64", "evaluation.every=0"]  # of --quick
@@ -245,7 +249,9 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
         shares = {key: share(values[key], count) for key in keys if key in values}
         figures[text] = {**shares, "parameters": sizes[name], "tokens/s": round(speeds[name])}
         cells = [f"{shares[key].value:.1%}" if key in shares else "" for key in keys]
-        rows.append([text, f"{sizes[name]:,}", *cells, f"{speeds[name]:,.0f}"])
+        rows.append(
+            [_SHORT_NAMES.get(text, text), f"{sizes[name]:,}", *cells, f"{speeds[name]:,.0f}"]
+        )
     fill = pipeline("fill-mask", model=str(folders["student"]), device="cpu")
     words = ", ".join(answer["token_str"] for answer in fill(_SENTENCE, top_k=3))
     return {
@@ -293,7 +299,7 @@ def measure_encoders(output: Path, *, quick: bool) -> dict[str, Any]:
         speed = {"texts/s": round(speeds[name])} if name in speeds else {}
         kept[text] = {**figures[name], **speed}
         cells = [str(figures[name].get(key, "")) for key in ("cosine", "similarity", "neighbour")]
-        rows.append([text, *cells, f"{speeds[name]:,.0f}" if speed else ""])
+        rows.append([_SHORT_NAMES.get(text, text), *cells, f"{speeds[name]:,.0f}" if speed else ""])
     return {
         "columns": ["", "cosine", "similarity", "neighbour", "texts/s"],
         "rows": rows,

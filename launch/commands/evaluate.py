@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from launch.commands import quiet
-from launch.records import Record, append_record, check_record, row
+from launch.records import Record, append_record, check_record, row_of_model
 
 OF_HEADS = {
     "accuracy": "share of the masked tokens that a model guesses; guessing: the most frequent one",
@@ -48,7 +48,7 @@ def evaluate(
     With a language-model head: masked accuracy, next to the best constant guess. Without one: how
     similar the vectors of student and teacher are, and their correlation with scores of pairs.
 
-    Example: distil evaluate runs/demo/student runs/demo/shards --teacher runs/demo/teacher-export
+    Example: distil evaluate runs/demo/student runs/demo/shards --teacher configs/demo-teacher
     """
     from data_prep.messages import warn
     from data_prep.shards import open_shards
@@ -76,7 +76,8 @@ def evaluate(
     from pretrain.evaluate import evaluate_folders
 
     quiet()
-    if data.is_file() or is_encoder(models[0]):
+    # Vectors are what models with and without an LM head have in common.
+    if data.is_file() or any(is_encoder(model) for model in models):
         found = evaluate_encoders(models, data, teacher, show)
         meanings = MEANINGS
         if len(models) == 1 and is_run(Path(models[0])):
@@ -87,7 +88,7 @@ def evaluate(
         )
         found, meanings = of_heads(measured, teacher), OF_HEADS
     show_figures(found, meanings)
-    append_record(record, data, [row(name, figures) for name, figures in found.items()])
+    append_record(record, data, [row_of_model(*item) for item in found.items()])
 
 
 def of_heads(

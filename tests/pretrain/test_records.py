@@ -48,6 +48,15 @@ def test_a_run_and_its_start_are_recorded_beside_teacher_and_guessing(
     assert str(Figure(*student["accuracy"])) in out
 
 
+def test_a_record_file_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, distil: Any
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "results.json", tmp_path):
+        code, _, error = distil("bench", "--layers", 2, "--record", place)
+        assert code == 2 and f"--record {place}" in error
+
+
 @pytest.mark.parametrize("content", ["{}", "no json"])
 def test_a_record_file_of_another_kind_is_refused_before_measuring(
     content: str, tmp_path: Path, distil: Any
