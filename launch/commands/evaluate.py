@@ -10,17 +10,17 @@ import typer
 from launch.commands import quiet
 from launch.records import Record, append_record, check_record, row_of_model
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pretrain.monitor.figures import Figure
+
 OF_HEADS = {
     "accuracy": "share of the masked tokens that a model guesses; guessing: the most frequent one",
     "agreement": "share of them where a model and the teacher guess the same",
     "loss": "masked cross-entropy in nats; guessing: from the tokens' frequencies",
     "kl": "divergence of a model from the teacher at masked tokens, in nats",
 }
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pretrain.monitor.figures import Figure
 
 
 def evaluate(
@@ -86,6 +86,8 @@ def evaluate(
         measured = evaluate_folders(
             models, data, teacher=teacher, same_vocabulary=same_vocabulary, rows=rows, warn=warn
         )
+        count = measured[models[0]]["masked_tokens"]
+        show(f"{count:,.0f} masked tokens of {data}")
         found, meanings = of_heads(measured, teacher), OF_HEADS
     show_figures(found, meanings)
     append_record(record, data, [row_of_model(*item) for item in found.items()])
@@ -122,8 +124,13 @@ def show_figures(found: Mapping[str, Mapping[str, Figure]], meanings: Mapping[st
     from launch.console import print_table, show
 
     columns = dict.fromkeys(name for figures in found.values() for name in figures)
+    # The last part of a path, unless two models share it.
+    short = {Path(model).name for model in found}
     cells = [
-        [Path(model).name, *(str(figures.get(name, "")) for name in columns)]
+        [
+            Path(model).name if len(short) == len(found) else model,
+            *(str(figures.get(name, "")) for name in columns),
+        ]
         for model, figures in found.items()
     ]
     print_table(["", *columns], cells)
