@@ -152,9 +152,12 @@ def svg(records: Records, plot: Mapping[str, Any]) -> str:
     file, figure = plot["file"], plot["figure"]
     width, height, left, right, top, bottom = 760, 340, 56, 190, 36, 46
     found = records.models(file)
-    curves = {text: records.curve(file, name, figure) for name, text in plot["curves"].items()}
-    lines = {text: mean(found[name][figure].values) for name, text in plot["lines"].items()}
     # A run begins where its layers were before training.
+    start = (0.0, mean(found[plot["start"]][figure].values))
+    curves = {
+        text: [start, *records.curve(file, name, figure)] for name, text in plot["curves"].items()
+    }
+    lines = {text: mean(found[name][figure].values) for name, text in plot["lines"].items()}
     values = [y for points in curves.values() for _, y in points] + [*lines.values()]
     most = max(x for points in curves.values() for x, _ in points)
     low, high = min(values) - 0.02, max(values) + 0.02

@@ -1,4 +1,4 @@
-"""Run the README's commands in their order after the demo, with fewer steps."""
+"""Run the guide's commands in their order after the demo, and follow all links."""
 
 import re
 import shlex
@@ -9,7 +9,8 @@ import pytest
 
 from launch.cli import COMMANDS
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
 
 
 def shortened(command: list[str]) -> list[str]:
@@ -25,15 +26,15 @@ def shortened(command: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_command_of_the_readme_runs_after_the_demo(
+def test_every_command_of_the_guide_runs_after_the_demo(
     tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks = re.findall(r"```bash\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
     commands = [line for line in lines if line[0] == "distil"]
     shown = {command[1] for command in commands}
     assert shown | {"demo"} == {command.__name__ for command in COMMANDS}
-    (tmp_path / "configs").symlink_to(README.with_name("configs"))
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     demo = ["distil", "demo", "--quick", "--output", "runs/demo"]
     outputs = {}
@@ -46,7 +47,32 @@ def test_every_command_of_the_readme_runs_after_the_demo(
 
 
 def test_make_targets_of_the_readme_exist() -> None:
-    makefile = README.with_name("Makefile").read_text(encoding="utf-8")
-    named = set(re.findall(r"make (\w[\w-]*)", README.read_text(encoding="utf-8")))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
-    assert {"demo", "test"} <= named <= targets
+    for page in (README, GUIDE):
+        text = page.read_text(encoding="utf-8")
+        named = set(re.findall(r"^make (\w[\w-]*)|`make (\w[\w-]*)`", text, re.MULTILINE))
+        assert {name for pair in named for name in pair if name} <= targets
+    assert "```bash\nmake demo " in README.read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names that GitHub gives to the headings of a page."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    found = 0
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if link.startswith("http"):
+                continue
+            place, _, anchor = link.partition("#")
+            target = page.parent / place if place else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+            found += 1
+    assert found > 40

@@ -1,0 +1,128 @@
+"""Compare every published figure with its record, and the renderer with hand-made records."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.results import Records, header, outputs, page, readme
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+# A number with a unit of quality, time or speed.
+FIGURE = re.compile(
+    r"\d[\d.,]* ?(%|seconds|minutes|hours|s\b|ms|GFLOP|tokens/s|points|times|Pearson)"
+)
+
+
+def record(rows: list[dict[str, Any]], data: str | None = "d" * 64) -> dict[str, Any]:
+    hardware = {"processor": "a CPU", "threads": 1, "device": "cpu"}
+    return {
+        "command": "distil evaluate x",
+        "date": "2026-01-02",
+        "commit": "abc",
+        "data": data,
+        "hardware": hardware,
+        "rows": rows,
+    }
+
+
+def test_every_file_holds_what_the_records_say() -> None:
+    for file, text in outputs(ROOT, Records(RESULTS)):
+        assert file.read_text(encoding="utf-8") == text, f"{file}: run make results"
+
+
+def test_a_figure_that_no_record_has_or_that_was_edited_is_found(tmp_path: Path) -> None:
+    for name in ("docs", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    file = tmp_path / "docs" / "results" / "demo.json"
+    known = json.loads(file.read_bytes())
+    row = next(row for row in known[-1]["rows"] if row["model"] == "student")
+    row["figures"]["accuracy"] = [0.9123, 0.9, 0.92]
+    file.write_text(json.dumps(known))
+    changed = {
+        str(path.relative_to(tmp_path))
+        for path, text in outputs(tmp_path, Records(file.parent))
+        if path.read_text(encoding="utf-8") != text
+    }
+    assert changed >= {"docs/results.md", "README.md", "configs/demo.yaml"}
+    file.unlink()
+    with pytest.raises(ValueError, match=r"no record in docs/results has \{demo/"):
+        list(outputs(tmp_path, Records(file.parent)))
+
+
+def test_the_readme_has_no_figure_outside_its_blocks_and_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 700
+    prose = re.sub(r"<!-- \w+ -->\n.*?<!-- end -->|```.*?```", "", text, flags=re.DOTALL)
+    assert not [found[0] for found in FIGURE.finditer(prose)]
+
+
+def test_configs_have_measured_figures_only_in_lines_from_records() -> None:
+    """Sentences that say what a paper's authors report are theirs."""
+    texts = yaml.safe_load((RESULTS / "texts.yaml").read_text(encoding="utf-8"))
+    for file in sorted((ROOT / "configs").glob("*.yaml")):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        head = " ".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
+        written, _, measured = head.partition("Measured: ")
+        assert bool(measured) == (file.stem in texts["headers"]), file
+        sentences = re.split(r"(?<=[.:;]) ", re.sub(r"authors report.*?(?=;|$)", "", written))
+        assert not [s for s in sentences if FIGURE.search(s)], file
+
+
+def test_tables_of_students_have_the_rows_to_compare_them_with() -> None:
+    records = Records(RESULTS)
+    untrained = "the same layers, untrained"
+    for file, names in {
+        "sentences": {"minilm-l6-body", "3x384", untrained, "alone-3x384", "model2vec"},
+        "demo": {"teacher", "student", untrained, "the same size without a teacher"},
+        "demo-sentences": {"teacher", "student", untrained, "the same size without a teacher"},
+        "reactions": {"rxnfp_bert_pretrained_12L", "rxn-6l", untrained, "rxn-alone-6x256"},
+    }.items():
+        assert names <= set(records.models(file)), file
+    for file, found in records.of_file.items():
+        for entry in found:
+            assert set(entry) >= {"command", "commit", "data", "date", "hardware", "rows"}, file
+            assert not re.search(r"(?<![\w.])/(work|home|root|tmp|opt)/", json.dumps(entry)), file
+            assert entry["commit"] and not entry["commit"].endswith("+"), file
+
+
+def test_seeds_are_averaged_and_later_records_and_steps_win(tmp_path: Path) -> None:
+    def row(model: str, value: float, **more: Any) -> dict[str, Any]:
+        return {"model": model, "figures": {"pearson": [value, value - 0.1, value + 0.1]}, **more}
+
+    found = [
+        record([row("teacher", 0.9), row("a-seed0", 0.1, seed=0, step=5, tokens=50)]),
+        record([row("a-seed0", 0.5, seed=0, step=10, tokens=100)]),
+        record([row("a-seed0", 0.3, seed=0, step=7, tokens=70)]),
+        record([row("a-seed1", 0.7, seed=1, step=10, tokens=104)]),
+    ]
+    (tmp_path / "x.json").write_text(json.dumps(found))
+    records = Records(tmp_path)
+    assert records.fill("{x/a/pearson}; {x/teacher/pearson}; {x/teacher/pearson%}") == (
+        "0.600 (0.500 to 0.700); 0.900 ±0.100; 90.0 % ±10.0"
+    )
+    assert records.fill("{x/a/tokens}") == "102 (100 to 104)"
+    assert records.curve("x", "a-seed0", "pearson") == [(50, 0.1), (70, 0.3), (100, 0.5)]
+    section = {"file": "x", "title": "T", "text": "{x/teacher/pearson}", "labels": {"a": "A"}}
+    lines = page(records, [section, {**section, "file": "none", "text": ""}], "").splitlines()
+    assert "| A | 0.600 (0.500 to 0.700) | 102 (100 to 104) |" in lines
+    assert lines.index("| A | 0.600 (0.500 to 0.700) | 102 (100 to 104) |") < lines.index(
+        "| teacher | 0.900 ±0.100 |  |"
+    )
+    assert "Not measured." in lines
+    assert header(records, "{x/teacher/pearson}", "# Title.\n#\n# Measured: old\n# x\na: 1\n") == (
+        "# Title.\n#\n# Measured: 0.900 ±0.100\na: 1\n"
+    )
+    filled = readme(records, {"b": "{x/teacher/pearson}\n"}, "1\n<!-- b -->\nold\n<!-- end -->\n2")
+    assert filled == "1\n<!-- b -->\n0.900 ±0.100\n<!-- end -->\n2"
+    with pytest.raises(ValueError, match="no block <!-- c -->"):
+        readme(records, {"c": ""}, "text")
+    (tmp_path / "x.json").write_text(json.dumps([*found, record([row("b", 1)], "e" * 64)]))
+    with pytest.raises(ValueError, match="measured on different data"):
+        Records(tmp_path).fill("{x/a/pearson}")
