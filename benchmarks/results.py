@@ -12,6 +12,7 @@ differs is an error.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import textwrap
@@ -147,6 +148,13 @@ def page(records: Records, sections: Sequence[Mapping[str, Any]], plot: str) -> 
     return "\n".join(parts)
 
 
+def ticks(low: float, high: float) -> list[float]:
+    """Return three to eight round numbers from low to high."""
+    exponent = math.floor(math.log10(high - low)) - 1
+    step = next(s * 10**exponent for s in (2, 5, 10, 20, 50) if (high - low) / s / 10**exponent < 8)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def svg(records: Records, plot: Mapping[str, Any]) -> str:
     """Return the plot: curves over tokens, and horizontal lines for models with one value."""
     file, figure = plot["file"], plot["figure"]
@@ -179,12 +187,11 @@ def svg(records: Records, plot: Mapping[str, Any]) -> str:
         text(left, 20, plot["title"], 'font-weight="bold"'),
         text((left + end) / 2, height - 6, plot["x_label"], 'text-anchor="middle"'),
     ]
-    for tick in range(int(low * 10) + 1, int(high * 10) + 1):
-        y = y_of(tick / 10)
+    for value in ticks(low, high):
+        y = y_of(value)
         parts.append(f'<path d="M{left} {y:.1f}H{end}" stroke="#dddddd"/>')
-        parts.append(text(left - 8, y + 4, f"{tick / 10:.1f}", 'text-anchor="end"'))
-    for i in range(5):
-        tokens = most * i / 4
+        parts.append(text(left - 8, y + 4, f"{value:.2f}", 'text-anchor="end"'))
+    for tokens in ticks(0, most):
         label = f"{tokens / 1000:,.0f}k"
         parts.append(text(x_of(tokens), height - 24, label, 'text-anchor="middle"'))
     labels = []
