@@ -37,7 +37,7 @@ class BuildPy(build_py):  # type: ignore[misc]
 setup(
     name="distil-pretraining",
     version="0.1.0",
-    description="Make your own DistilBERT: corpus, packed shards, distillation, checkpoint.",
+    description="Make your own compact encoder: corpus, packed shards, distillation, export.",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -76,7 +76,7 @@ class Records:
         data: dict[str, Any] = {}
         for record in self.of_file[file]:
             for row in record["rows"]:
-                key = _SEED.sub("", row["model"]), row.get("seed")
+                key = _SEED.sub("", row.get("run", row["model"])), row.get("seed")
                 before = last.get(key, {"figures": {}})
                 if row.get("step", 0) < before.get("step", 0):
                     continue
@@ -86,13 +86,14 @@ class Records:
                         raise ValueError(f"{file}.json: {name} was measured on different data")
         found: dict[str, dict[str, Measured]] = {}
         for (name, _), row in last.items():
-            fields = {key: [row[key]] for key in _FIELDS if key in row}
-            for figure, numbers in {**row["figures"], **fields}.items():
+            fields = {key: {"value": row[key]} for key in _FIELDS if key in row}
+            for figure, found_ in {**row["figures"], **fields}.items():
                 model = found.setdefault(name, {})
                 if figure in model:
-                    model[figure] = Measured([*model[figure].values, numbers[0]])
+                    model[figure] = Measured([*model[figure].values, found_["value"]])
                 else:
-                    model[figure] = Measured([numbers[0]], *numbers[1:])
+                    interval = found_.get("low"), found_.get("high")
+                    model[figure] = Measured([found_["value"]], *interval)
         return found
 
     def fill(self, text: str) -> str:
@@ -114,7 +115,11 @@ class Records:
     def curve(self, file: str, model: str, figure: str) -> list[tuple[float, float]]:
         """Return (tokens, value) of every checkpoint of a run that was measured."""
         rows = [row for record in self.of_file[file] for row in record["rows"]]
-        points = {row["tokens"]: row["figures"][figure][0] for row in rows if row["model"] == model}
+        points = {
+            row["tokens"]: row["figures"][figure]["value"]
+            for row in rows
+            if row.get("run", row["model"]) == model
+        }
         return sorted(points.items())
 
 

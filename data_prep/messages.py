@@ -14,7 +14,7 @@ def extra(name: str) -> str:
     index of packages."""
     folder = Path(__file__).resolve().parents[1]
     place = str(folder) if (folder / "setup.py").is_file() else "the project's folder"
-    return f"install the extra {name}: pip install -e '.[{name}]' in {place}"
+    return f"install the extra {name}: pip install '.[{name}]' in {place}"
 
 
 def printable(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from inspect import cleandoc
 from typing import Annotated, NoReturn
 
 import typer
@@ -48,7 +49,7 @@ def options(
         typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Make your own DistilBERT: corpus -> packed shards -> distillation -> checkpoint."""
+    """Make your own compact encoder: corpus -> packed shards -> distillation -> export."""
 
 
 COMMANDS = (
@@ -56,7 +57,9 @@ COMMANDS = (
     *(pretrain, launch, recipe, evaluate, replay, export, demo, bench),
 )
 for command in COMMANDS:
-    app.command()(command)
+    # A paragraph is one line, which the terminal's width breaks.
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
 
 
 def main() -> None:

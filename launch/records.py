@@ -4,17 +4,17 @@ A file holds a JSON list, one record for each command:
 
     {"command": "distil evaluate ...", "date": "2026-11-25", "commit": "1a2b3c4", "data": "...",
      "hardware": {...}, "versions": {...},
-     "rows": [{"model": "student-seed1", "seed": 1, "tokens": 51172, "cpu_seconds": 50.3,
-               "figures": {"pearson": [0.850, 0.834, 0.865]}}]}
+     "rows": [{"model": "mine", "run": "mine", "objective": "embedding", "seed": 1, "step": 25,
+               "tokens": 51172, "cpu_seconds": 50.3,
+               "figures": {"pearson": {"value": 0.850, "low": 0.834, "high": 0.865}}}]}
 
-A figure is a value with its 95 % interval, or a value alone. `data` is the digest of shards, or the
-SHA-256 of a file. No record holds a host, a user or an absolute path.
+`low` and `high` are the 95 % interval of a value that has one. `data` is the digest of shards, or
+the SHA-256 of a file. No record holds a host, a user or an absolute path.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import sys
@@ -28,6 +28,7 @@ import typer
 from data_prep.disk import hash_file
 from pretrain import RunError
 from pretrain.files import write_json
+from pretrain.monitor.figures import Figure
 
 Record = Annotated[
     Path | None,
@@ -53,18 +54,9 @@ def row(model: str, figures: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Return a row; a figure is a number, or a `Figure` with its interval."""
     values = {}
     for name, value in figures.items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        values[name] = [round(number, 6) for number in numbers if number is not None]
+        parts = value._asdict() if isinstance(value, Figure) else {"value": value}
+        values[name] = {key: round(part, 6) for key, part in parts.items() if part is not None}
     return {"model": model, **more, "figures": values}
-
-
-def row_of_model(model: str, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a folder, or a name on a hub; of a run also its seed and its cost.
-
-    A run may also be named by the student in one of its checkpoints.
-    """
-    cost = _of_run(Path(model))
-    return row(cost.pop("model", Path(model).name), figures, **cost)
 
 
 def append_record(file: Path | None, data: Path | None, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -124,8 +116,11 @@ def _command() -> str:
     return shlex.join([*program, *kept])
 
 
-def _of_run(folder: Path) -> dict[str, Any]:
-    """Return name, seed, step, tokens and CPU seconds of a run; nothing of other folders."""
+def of_run(folder: Path) -> dict[str, Any]:
+    """Return objective, seed, step, tokens and CPU seconds of a run; nothing of other folders.
+
+    A run may also be named by the student in one of its checkpoints.
+    """
     from pretrain.monitor.metrics import read_metrics
     from pretrain.output import recorded, sealed_state
 
@@ -137,8 +132,15 @@ def _of_run(folder: Path) -> dict[str, Any]:
     config = recorded(run)
     if not state or config is None:
         return {}
-    entries = [e for e in read_metrics(run / "metrics.jsonl") if e["kind"] == "train"]
-    seconds = [e.get("cpu_seconds", math.nan) for e in entries if e["step"] <= state["step"]]
-    cost = {"cpu_seconds": round(sum(seconds), 1)} if not math.isnan(sum(seconds)) else {}
+    entries = [
+        entry
+        for entry in read_metrics(run / "metrics.jsonl")
+        if entry["kind"] == "train" and entry["step"] <= state["step"]
+    ]
+    cost = {}
+    # A line of the log has the seconds since the one before.
+    logged = bool(entries) and entries[-1]["step"] == state["step"]
+    if logged and all("cpu_seconds" in entry for entry in entries):
+        cost = {"cpu_seconds": round(sum(entry["cpu_seconds"] for entry in entries), 1)}
     known = {"seed": config.train.seed, "step": state["step"], "tokens": state["tokens"]}
-    return {"model": run.name, **known, **cost}
+    return {"run": run.name, "objective": config.objective.name, **known, **cost}

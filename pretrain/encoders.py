@@ -18,7 +18,7 @@ from data_prep.shards import Segments, open_shards
 from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.checkpoint import Saved
-from pretrain.evaluate import UNTRAINED, student_at_start
+from pretrain.evaluate import students_at_start
 from pretrain.files import write_json
 from pretrain.model.loading import assemble, known_family
 from pretrain.model.model_files import fetch, read_config, read_model, read_tensors, read_tokenizer
@@ -44,18 +44,21 @@ MEANINGS = {
 }
 
 
-def encode(model: Path | str, texts: Sequence[str]) -> Vectors:
+def encode(model: Path | str, texts: Sequence[str], *, normalize: bool = False) -> Vectors:
     """Return the vectors [n, W] of texts, as sentence-transformers would compute them.
 
     Args:
         model: an exported folder, a run, or a hub's name. A folder without `modules.json` is an
             encoder, whose vector is the mean over all tokens.
         texts: each is cut at the length that the folder says.
+        normalize: return vectors of length 1, whose products are cosines. A folder with the module
+            `Normalize` does so by itself.
 
     Raises:
         RunError: it cannot be read, or has no tokenizer.json.
     """
-    return load_encoder(str(model))(list(texts))
+    vectors = load_encoder(str(model))(list(texts))
+    return unit(vectors).astype(np.float32) if normalize else vectors
 
 
 def is_encoder(name: str) -> bool:
@@ -65,8 +68,11 @@ def is_encoder(name: str) -> bool:
     return not (isinstance(names, list) and names and str(names[0]).endswith("ForMaskedLM"))
 
 
-def load_encoder(name: str) -> TextEncoder:
-    """Return an encoder with the modules behind it; RunError if it cannot be read."""
+def load_encoder(name: str, tokenizer: str = "") -> TextEncoder:
+    """Return an encoder with the modules behind it; RunError if it cannot be read.
+
+    `tokenizer` is the content of a tokenizer.json, for a folder that has none.
+    """
     place, _ = fetch(name, name)
 
     def read(folder: Path, saved: Saved | None) -> TextEncoder:
@@ -84,22 +90,26 @@ def load_encoder(name: str) -> TextEncoder:
                 normalised=vectors["normalised"],
                 longest=saved.state["row_length"],
             )
-        text = read_tokenizer(name, folder)
+        text = read_tokenizer(name, folder) or tokenizer
         if not text:
-            raise RunError(f"{name}: no tokenizer.json; add it, or save the tokenizer again")
+            raise RunError(
+                f"{name}: no tokenizer.json; add it, or let it read the student's tokens with "
+                "--same-vocabulary"
+            )
         return TextEncoder(model.eval(), head, name, text)
 
     return read_model(place, read)
 
 
-def untrained(run: Path, teacher: TextEncoder, like: TextEncoder) -> TextEncoder | None:
-    """Return a run's student as it was at step 0; None if it did not start from teacher layers."""
+def untrained(models: Sequence[str], teacher: TextEncoder) -> dict[str, TextEncoder]:
+    """Return the students of runs as they were at step 0; see `students_at_start`."""
     frozen = Teacher(teacher.model, teacher.who, True, None, sha256="")
-    model = student_at_start(run, frozen, needs_head=False)
-    if model is None:
-        return None
-    head = SentenceHead(model.config.hidden_size, normalised=like.head.normalised)
-    return TextEncoder(model.eval(), head, UNTRAINED, teacher.tokenizer.to_str())
+    return {
+        name: TextEncoder(
+            model, SentenceHead(model.config.hidden_size), name, teacher.tokenizer.to_str()
+        )
+        for name, model in students_at_start(models, frozen, needs_head=False).items()
+    }
 
 
 def validation_texts(shards: Path, most: int = DOCUMENTS) -> list[str]:
@@ -238,12 +248,19 @@ def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
 
 
 def evaluate_encoders(
-    models: Sequence[str], data: Path, teacher: str | None, say: Callable[[str], None] = warn
+    models: Sequence[str],
+    data: Path,
+    teacher: str | None,
+    say: Callable[[str], None] = warn,
+    *,
+    same_vocabulary: bool = False,
+    documents: int = DOCUMENTS,
 ) -> dict[str, dict[str, Figure]]:
     """Measure encoders on validation documents of shards, or on a file of pairs with scores.
 
-    The teacher is a row, too. Of a single run that began from its teacher's layers, so is the
-    student before training.
+    The teacher is a row, too, by default that of the first run. So are the students of runs before
+    training. With `same_vocabulary` a teacher without tokenizer.json reads the first model's
+    tokens.
 
     Returns:
         the figures of each model, by name; see `compare_vectors` and `compare_with_scores`. With a
@@ -251,14 +268,14 @@ def evaluate_encoders(
         teacher encodes the first text of each pair and the student the second.
     """
     encoders = {name: load_encoder(name) for name in models}
-    run = Path(models[0])
-    if teacher is None and (config := recorded(run)) is not None:
-        teacher = config.teacher
+    config = recorded(Path(models[0]))
+    if config is not None:
+        teacher = teacher or config.teacher
+        same_vocabulary |= config.teacher_vocabulary == "same"
     if teacher is not None:
-        encoders = {teacher: load_encoder(teacher), **encoders}
-    if teacher is not None and len(models) == 1:
-        start = untrained(run, encoders[teacher], encoders[models[0]])
-        encoders |= {UNTRAINED: start} if start is not None else {}
+        fallback = encoders[models[0]].tokenizer.to_str() if same_vocabulary else ""
+        encoders = {teacher: load_encoder(teacher, fallback), **encoders}
+        encoders |= untrained(models, encoders[teacher])
     if data.is_file():
         first, second, scores = read_pairs(data)
         say(f"{len(scores):,} pairs of {data}")
@@ -273,7 +290,7 @@ def evaluate_encoders(
         return found
     if teacher is None:
         raise RunError("encoders are compared with a teacher: add --teacher NAME")
-    texts = validation_texts(data)
+    texts = validation_texts(data, documents)
     say(f"{len(texts):,} validation documents of {data}")
     vectors = {name: encoder(texts) for name, encoder in encoders.items()}
     return {name: compare_vectors(found, vectors[teacher]) for name, found in vectors.items()}

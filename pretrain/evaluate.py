@@ -220,8 +220,8 @@ def evaluate_folders(
 ) -> dict[str, dict[str, float]]:
     """Evaluate runs' newest checkpoints, or any folders with a model, on a corpus.
 
-    With a teacher and a single run that began from its layers, the student before training is
-    evaluated, too. With `same_vocabulary` tokenizers may differ or be missing; see `RunConfig`.
+    With a teacher the students of runs before training are evaluated, too. With
+    `same_vocabulary` tokenizers may differ or be missing; see `RunConfig`.
 
     Returns:
         the figures of `evaluate` for each model, by name.
@@ -262,22 +262,34 @@ def evaluate_folders(
         if teacher is not None and known is None:
             known = load_teacher(teacher, manifest, shards, same_vocabulary=same_vocabulary)
         found[name] = figures(student)
-    if known is not None and len(models) == 1:
-        start = student_at_start(Path(models[0]), known)
-        found |= {UNTRAINED: figures(start)} if start is not None else {}
+    if known is not None:
+        starts = students_at_start(models, known)
+        found |= {name: figures(start) for name, start in starts.items()}
     return found
 
 
-def student_at_start(run: Path, teacher: Teacher, *, needs_head: bool = True) -> MaskedLM | None:
-    """Return a run's student as it was at step 0; None if it had no layers of this teacher.
+def students_at_start(
+    models: Sequence[str], teacher: Teacher, *, needs_head: bool = True
+) -> dict[str, MaskedLM]:
+    """Return the students of runs as they were at step 0, equal ones once, each with its name.
 
-    The layers are those that the run has noted, whatever is the default today.
+    The layers are those that a run has noted, whatever is the default today. A model that is not a
+    run, or did not start from layers of this teacher, has none.
     """
-    sealed, config = sealed_state(run), recorded(run)
-    layers = noted_layers(sealed[1]) if sealed is not None else ()
-    if sealed is None or config is None or not layers:
-        return None
-    if sealed[1]["teacher"]["sha256"] != parameters_sha256(teacher.model):
-        return None
-    begun = config.student.model_copy(update={"init": layers, "num_layers": None})
-    return build_student(begun, teacher, config.train.seed, needs_head=needs_head).eval()
+    found: dict[tuple[object, ...], tuple[str, MaskedLM]] = {}
+    weights = parameters_sha256(teacher.model)
+    for name in models:
+        sealed, config = sealed_state(Path(name)), recorded(Path(name))
+        layers = noted_layers(sealed[1]) if sealed is not None else ()
+        if sealed is None or config is None or not layers:
+            continue
+        key = (layers, config.student.architecture)
+        if key in found or sealed[1]["teacher"]["sha256"] != weights:
+            continue
+        begun = config.student.model_copy(update={"init": layers, "num_layers": None})
+        model = build_student(begun, teacher, config.train.seed, needs_head=needs_head)
+        found[key] = name, model.eval()
+    return {
+        UNTRAINED if len(found) == 1 else f"{Path(name).name}, untrained": model
+        for name, model in found.values()
+    }

@@ -167,6 +167,8 @@ def check_model(folder: Path) -> None:
             check_run(folder)
         except RunError:
             path = folder / "config.json"
+            if (folder / "manifest.json").is_file():
+                raise RunError(f"{folder}: holds shards, not a model; give it last") from None
             raise RunError(f"{folder}: there is no {path}; check the path") from None
 
 

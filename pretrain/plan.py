@@ -187,7 +187,7 @@ def length_notes(config: RunConfig, num_rows: int) -> Iterator[str]:
         rows = 2 ** max(0, (steps * train.global_batch_size // FEWEST_STEPS).bit_length() - 1)
         if rows < train.global_batch_size and train.max_steps is None:
             fix = f"set train.global_batch_size to {rows}, or train.epochs to more"
-        yield f"warning: {steps:,} optimizer steps, but a model needs hundreds: {fix}"
+        yield f"warning: {steps:,} optimizer steps, and most models need hundreds: {fix}"
     if epochs < 1:
         yield (
             f"warning: {epochs:.0%} of the corpus is read: for all of its {num_rows:,} rows set "

@@ -43,7 +43,7 @@ def test_a_figure_that_no_record_has_or_that_was_edited_is_found(tmp_path: Path)
     file = tmp_path / "docs" / "results" / "demo.json"
     known = json.loads(file.read_bytes())
     row = next(row for row in known[-1]["rows"] if row["model"] == "student")
-    row["figures"]["accuracy"] = [0.9123, 0.9, 0.92]
+    row["figures"]["accuracy"]["value"] = 0.9123
     file.write_text(json.dumps(known))
     changed = {
         str(path.relative_to(tmp_path))
@@ -94,7 +94,8 @@ def test_tables_of_students_have_the_rows_to_compare_them_with() -> None:
 
 def test_seeds_are_averaged_and_later_records_and_steps_win(tmp_path: Path) -> None:
     def row(model: str, value: float, **more: Any) -> dict[str, Any]:
-        return {"model": model, "figures": {"pearson": [value, value - 0.1, value + 0.1]}, **more}
+        pearson = {"value": value, "low": value - 0.1, "high": value + 0.1}
+        return {"model": model, "figures": {"pearson": pearson}, **more}
 
     found = [
         record([row("teacher", 0.9), row("a-seed0", 0.1, seed=0, step=5, tokens=50)]),

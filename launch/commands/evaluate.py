@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from launch.commands import quiet
-from launch.records import Record, append_record, check_record, row_of_model
+from launch.records import Record, append_record, check_record, of_run, row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,10 +30,18 @@ def evaluate(
     ],
     data: Annotated[
         Path | None,
-        typer.Option(help="Shards, or a table with the columns sentence1, sentence2 and score."),
+        typer.Option(
+            help="Shards, or a table (CSV, TSV) with sentence1, sentence2 and score, or STS-B's "
+            "own file."
+        ),
     ] = None,
     teacher: Annotated[str | None, typer.Option(help="A folder or hub name.")] = None,
-    rows: Annotated[int, typer.Option(help="Validation rows.", min=1)] = 1024,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Validation rows, by default 1024; of encoders documents, by default 512.", min=1
+        ),
+    ] = None,
     same_vocabulary: Annotated[
         bool,
         typer.Option(
@@ -72,25 +80,48 @@ def evaluate(
         check_source("teacher", teacher)
 
     # torch takes seconds to import: a wrong path is answered before.
-    from pretrain.encoders import MEANINGS, evaluate_encoders, is_encoder, keep_figures
+    from pretrain.encoders import (
+        DOCUMENTS,
+        MEANINGS,
+        evaluate_encoders,
+        is_encoder,
+        keep_figures,
+    )
     from pretrain.evaluate import evaluate_folders
 
     quiet()
     # Vectors are what models with and without an LM head have in common.
     if data.is_file() or any(is_encoder(model) for model in models):
-        found = evaluate_encoders(models, data, teacher, show)
+        found = evaluate_encoders(
+            models,
+            data,
+            teacher,
+            show,
+            same_vocabulary=same_vocabulary,
+            documents=rows or DOCUMENTS,
+        )
         meanings = MEANINGS
         if len(models) == 1 and is_run(Path(models[0])):
             keep_figures(Path(models[0]), data, teacher, found)
     else:
         measured = evaluate_folders(
-            models, data, teacher=teacher, same_vocabulary=same_vocabulary, rows=rows, warn=warn
+            models,
+            data,
+            teacher=teacher,
+            same_vocabulary=same_vocabulary,
+            rows=rows or 1024,
+            warn=warn,
         )
         count = measured[models[0]]["masked_tokens"]
         show(f"{count:,.0f} masked tokens of {data}")
         found, meanings = of_heads(measured, teacher), OF_HEADS
-    show_figures(found, meanings)
-    append_record(record, data, [row_of_model(*item) for item in found.items()])
+    # The last part of a path, unless two models share it.
+    names = {model: Path(model).name for model in found}
+    if len(set(names.values())) < len(names):
+        names = {model: model for model in found}
+    show_figures({names[model]: figures for model, figures in found.items()}, meanings)
+    rows_of_record = [row(names[m], found[m], **of_run(Path(m))) for m in found]
+    append_record(record, data, rows_of_record)
 
 
 def of_heads(
@@ -122,16 +153,14 @@ def of_heads(
 def show_figures(found: Mapping[str, Mapping[str, Figure]], meanings: Mapping[str, str]) -> None:
     """Print a table of figures with their intervals, a model in each row, and what they mean."""
     from launch.console import print_table, show
+    from pretrain.evaluate import UNTRAINED
 
     columns = dict.fromkeys(name for figures in found.values() for name in figures)
-    # The last part of a path, unless two models share it.
-    short = {Path(model).name for model in found}
     cells = [
-        [
-            Path(model).name if len(short) == len(found) else model,
-            *(str(figures.get(name, "")) for name in columns),
-        ]
+        [model, *(str(figures.get(name, "")) for name in columns)]
         for model, figures in found.items()
     ]
     print_table(["", *columns], cells)
     show(*(f"{name}: {meanings[name]}" for name in columns))
+    if UNTRAINED in found:
+        show(f"{UNTRAINED}: the student before its first step, with the teacher's weights")

@@ -55,8 +55,8 @@ def pretrain(
     if is_first:
         place = f"step {outcome.step:,} of {outcome.num_steps:,}"
         lines = {
-            "finished": f"{settings.output}: finished, {place}; next: distil export "
-            f"{settings.output} DIR",
+            "finished": f"{settings.output}: finished, {place}; next: distil evaluate "
+            f"{settings.output} {settings.shards}, distil export {settings.output} DIR",
             "up to date": f"{settings.output}: up to date, {place}; nothing to do",
             "stopped": f"{settings.output}: stopped at {place}; the same command continues",
             "interrupted": f"{settings.output}: interrupted at {place}, checkpoint written; the "

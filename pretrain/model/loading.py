@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.utils import logging
 
 from data_prep.messages import one_line, warn
 from data_prep.shards import Manifest
@@ -152,14 +153,20 @@ def assemble(
                 f"{who}: its weights do not fit its config.json: config.json describes "
                 f"{described:,} parameters, the weights hold {held:,}"
             )
-        model, report = family.architecture.from_pretrained(
-            None,
-            config=settings,
-            state_dict=tensors,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        # Its warnings are about what is checked below, and a body without a head is no error here.
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            model, report = family.architecture.from_pretrained(
+                None,
+                config=settings,
+                state_dict=tensors,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        finally:
+            logging.set_verbosity(verbosity)
     except RunError:
         raise
     except Exception as error:  # a damaged config can raise any class

@@ -63,7 +63,8 @@ def find_targets(
     if num_whole == 0:
         raise RunError(
             f"{config.shards}: all its documents were cut to fit rows of {manifest.row_length} "
-            "tokens; prepare it with a longer row_length"
+            "tokens; prepare it with a longer row_length, or with short documents: kind text with "
+            "`document: line` or `paragraph` (kind sentences joins lines up to the row length)"
         )
     notes.append(
         f"examples are {num_whole:,} documents of at most {manifest.row_length} tokens; "

@@ -23,7 +23,7 @@ def words() -> list[str]:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> str:
     """Let Ray's workers import the project; return the engine's name, or skip without Ray."""
-    pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
+    pytest.importorskip("ray", reason="Ray is an extra: pip install '.[ray]'")
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((root, *sys.path[1:])))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

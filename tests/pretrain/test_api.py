@@ -110,6 +110,17 @@ def test_a_trainer_of_transformers_learns_with_the_collator(tmp_path: Path, toke
     assert losses[-1] < losses[0] / 2
 
 
+def test_encoding_says_nothing_of_a_head_that_is_not_needed(
+    tmp_path: Path, teacher_folder: Path, run_config: Any, tokenizer: Any
+) -> None:
+    tokenizer.save_pretrained(teacher_folder)
+    changes = {**RECIPE, "student": {"architecture": "same", "num_layers": 2}}
+    start(run_config(tmp_path / "run", teacher_folder, objective={"name": "embedding"}, **changes))
+    code = f"from pretrain import encode; print(encode({str(tmp_path / 'run')!r}, ['a']).shape)"
+    done = python("-c", code)
+    assert (done.stdout.strip(), done.stderr) == ("(1, 32)", "")
+
+
 def test_names_are_imported_only_when_used() -> None:
     code = "import sys, pretrain; print(pretrain.__version__, 'torch' in sys.modules)"
     assert python("-c", code).stdout.split() == [pretrain.__version__, "False"]

@@ -19,6 +19,7 @@ from pretrain.encoders import (
     untrained,
     validation_texts,
 )
+from pretrain.evaluate import UNTRAINED
 from pretrain.export.export import export
 
 Distil = Callable[..., Any]
@@ -107,9 +108,7 @@ def test_a_student_without_a_head_is_measured_and_its_card_says_so(
     # Layers that the run noted, whatever today's default: 1 and 3 of 4.
     from pretrain.encoders import load_encoder
 
-    student, teacher = (load_encoder(str(folder)) for folder in (tmp_path / "run", teacher_folder))
-    begun = untrained(tmp_path / "run", teacher, student)
-    assert begun is not None
+    begun = untrained([str(tmp_path / "run")], load_encoder(str(teacher_folder)))[UNTRAINED]
     theirs = AutoModel.from_pretrained(teacher_folder).encoder.layer[3].state_dict()
     last = begun.model.base_model.encoder.layer[1].state_dict()
     assert all(tensor.equal(theirs[key]) for key, tensor in last.items())
@@ -127,3 +126,24 @@ def test_a_student_without_a_head_is_measured_and_its_card_says_so(
     )
     assert shown.code == 0 and "mixed" in shown.out
     assert json.loads((tmp_path / "run" / "evaluation.json").read_bytes())["step"] == 4
+
+
+def test_runs_of_a_teacher_without_a_tokenizer_are_compared_in_one_table(
+    tmp_path: Path, teacher_folder: Path, corpus: Path, run_config: Any, distil: Distil
+) -> None:
+    for name, layers in (("a", [0, 1]), ("b", [0, 1]), ("c", [2, 3])):
+        student = {"architecture": "same", "init": layers}
+        changes = {**RECIPE, "student": student, "objective": {"name": "embedding"}}
+        start(run_config(tmp_path / name, teacher_folder, **changes))
+    runs = [tmp_path / name for name in "abc"]
+    command = ("evaluate", *runs, "--data", corpus, "--rows", 9, "--teacher", teacher_folder)
+    (teacher_folder / "tokenizer.json").unlink(missing_ok=True)
+    code, _, error = distil(*command)
+    assert code == 2 and "no tokenizer.json" in error and "--same-vocabulary" in error
+    code, out, error = distil(*command, "--same-vocabulary")
+    assert code == 0 and "9 validation documents" in out, error
+    names = [line.split("\u2502")[1].strip() for line in out.splitlines() if "\u2502" in line]
+    # Two runs began alike: their start is one row.
+    assert names == ["teacher", "a", "b", "c", "a, untrained", "c, untrained"]
+    code, _, error = distil("evaluate", corpus, runs[0])
+    assert code == 2 and "holds shards, not a model; give it last" in error

@@ -65,6 +65,8 @@ def test_every_file_and_line_of_the_readme_runs(
     exec(lines.replace("max_steps=100", "max_steps=2"), names)
     texts = ["one text", "another text"]
     assert names["run"].ended == "up to date" and names["vectors"].shape == (2, 32)
-    loaded = SentenceTransformer("exported/small", device="cpu").encode(texts)
+    sentences = SentenceTransformer("exported/small", device="cpu")
+    loaded = sentences.encode(texts, normalize_embeddings=True)
     assert names["vectors"] == pytest.approx(loaded, abs=1e-5)
+    assert names["cosines"][0, 1] == pytest.approx(loaded[0] @ loaded[1], abs=1e-5)
     assert set(names["collator"]([tokenizer("a b")])) == {"input_ids", "attention_mask", "labels"}

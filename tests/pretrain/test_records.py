@@ -31,21 +31,21 @@ def test_a_run_and_its_start_are_recorded_beside_teacher_and_guessing(
     known = evaluate_folder(run, corpus, rows=4, teacher=str(teacher_folder), warn=print)
     student, count = rows["student"]["figures"], known["masked_tokens"]
     half = 1.96 * math.sqrt(known["accuracy"] * (1 - known["accuracy"]) / count)
-    assert student["accuracy"][0] == pytest.approx(known["accuracy"], abs=1e-6)
-    assert student["accuracy"][2] == pytest.approx(known["accuracy"] + half, abs=1e-6)
-    assert student["loss"] == [pytest.approx(known["loss"], abs=1e-5)]
-    assert rows["teacher"]["figures"]["loss"] == [pytest.approx(known["teacher_loss"], abs=1e-5)]
+    assert student["accuracy"]["value"] == pytest.approx(known["accuracy"], abs=1e-6)
+    assert student["accuracy"]["high"] == pytest.approx(known["accuracy"] + half, abs=1e-6)
+    assert student["loss"] == {"value": pytest.approx(known["loss"], abs=1e-5)}
+    assert rows["teacher"]["figures"]["loss"]["value"] == pytest.approx(known["teacher_loss"])
     # The start is what training itself measured before its first step.
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     begun = next(e for e in entries if e["kind"] == "evaluation" and e["step"] == 0)
     untrained = rows["the same layers, untrained"]["figures"]
-    assert untrained["loss"][0] == pytest.approx(begun["loss"], abs=1e-3)
+    assert untrained["loss"]["value"] == pytest.approx(begun["loss"], abs=1e-3)
     trained = [e for e in entries if e["kind"] == "train"]
     assert rows["student"]["seed"] == 3 and rows["student"]["tokens"] == trained[-1]["tokens"]
     assert rows["student"]["cpu_seconds"] == pytest.approx(
         sum(e["cpu_seconds"] for e in trained), abs=0.06
     )
-    assert str(Figure(*student["accuracy"])) in out
+    assert str(Figure(**student["accuracy"])) in out
 
 
 def test_a_record_file_that_cannot_be_written_is_refused_before_measuring(
