@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from launch.records import append_record, row
 from pretrain.encoders import compare_with_scores, read_pairs
+from pretrain.monitor.records import append_record, row
 
 
 def example(options: argparse.Namespace, sentences: list[str]) -> Any:

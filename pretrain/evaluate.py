@@ -205,8 +205,8 @@ def is_correct(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def evaluate_folder(model: Path, shards: Path, **options: Any) -> dict[str, float]:
-    """Evaluate one model; see `evaluate_folders`."""
-    return evaluate_folders([str(model)], shards, **options)[str(model)]
+    """Evaluate one model, without its student at step 0; see `evaluate_folders`."""
+    return evaluate_folders([str(model)], shards, starts=False, **options)[str(model)]
 
 
 def evaluate_folders(
@@ -216,12 +216,13 @@ def evaluate_folders(
     teacher: str | None = None,
     same_vocabulary: bool = False,
     rows: int = 1024,
+    starts: bool = True,
     warn: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
     """Evaluate runs' newest checkpoints, or any folders with a model, on a corpus.
 
-    With a teacher the students of runs before training are evaluated, too. With
-    `same_vocabulary` tokenizers may differ or be missing; see `RunConfig`.
+    With a teacher the students of runs before training are evaluated, too, unless `starts` is
+    False. With `same_vocabulary` tokenizers may differ or be missing; see `RunConfig`.
 
     Returns:
         the figures of `evaluate` for each model, by name.
@@ -262,9 +263,9 @@ def evaluate_folders(
         if teacher is not None and known is None:
             known = load_teacher(teacher, manifest, shards, same_vocabulary=same_vocabulary)
         found[name] = figures(student)
-    if known is not None:
-        starts = students_at_start(models, known)
-        found |= {name: figures(start) for name, start in starts.items()}
+    if known is not None and starts:
+        for name, start in students_at_start(models, known).items():
+            found[name] = figures(start)
     return found
 
 

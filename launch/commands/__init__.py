@@ -23,6 +23,10 @@ Run = Annotated[Path, typer.Argument(help="The output folder of a run.")]
 StopAfter = Annotated[
     int | None, typer.Option(help="Stop after this step; the schedule stays.", min=1)
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option(help="Also append the figures to this JSON file.", metavar="FILE"),
+]
 SkipRows = Annotated[
     list[str] | None,
     typer.Option(help="Leave out rows a to b-1 from now on; repeatable.", metavar="a:b"),

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from launch.commands import Overrides, quiet
+from launch.commands import Overrides, Record, quiet
 from launch.console import print_table, show
-from launch.records import Record, append_record, check_record, row
+from pretrain.monitor.records import append_record, check_record, row
 
 
 def bench(

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from launch.commands import quiet
+from launch.commands import Record, quiet
 from launch.console import Training, keep_going, print_table, show
-from launch.records import Record, append_record, check_record, row
+from pretrain.monitor.records import append_record, check_record, row
 
 ALONE = "the same size without a teacher"
 _SHORT_NAMES = {

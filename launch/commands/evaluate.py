@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.commands import quiet
-from launch.records import Record, append_record, check_record, of_run, row
+from launch.commands import Record, quiet
+from pretrain.monitor.records import append_record, check_record, of_run, row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

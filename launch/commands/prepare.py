@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from launch.commands import Config, Overrides
+from launch.commands import Config, Overrides, Record
 from launch.console import counts, keep_going, show, stages
-from launch.records import Record, append_record, check_record, row
+from pretrain.monitor.records import append_record, check_record, row
 
 if TYPE_CHECKING:
     from data_prep.config import CorpusConfig

@@ -154,8 +154,9 @@ def assemble(
                 f"{described:,} parameters, the weights hold {held:,}"
             )
         # Its warnings are about what is checked below, and a body without a head is no error here.
-        verbosity = logging.get_verbosity()
+        verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
         logging.set_verbosity_error()
+        logging.disable_progress_bar()
         try:
             model, report = family.architecture.from_pretrained(
                 None,
@@ -167,6 +168,8 @@ def assemble(
             )
         finally:
             logging.set_verbosity(verbosity)
+            if shows_progress:
+                logging.enable_progress_bar()
     except RunError:
         raise
     except Exception as error:  # a damaged config can raise any class

@@ -510,5 +510,5 @@ def test_a_missing_driver_names_its_package(folder: Path) -> None:
 def test_the_usual_drivers_are_extras(folder: Path, url: str, module: str, extra: str) -> None:
     if find_spec(module):
         pytest.skip(f"{module} is installed: nothing is missing")
-    with pytest.raises(CorpusError, match=rf"{url}: .*pip install -e '\.\[{extra}\]'"):
+    with pytest.raises(CorpusError, match=rf"{url}: .*pip install '\.\[{extra}\]'"):
         upload(folder, url)

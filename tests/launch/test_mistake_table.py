@@ -165,7 +165,7 @@ def test_a_length_that_is_given_twice_or_is_short_is_noted(
     assert code == 0 and not (folder / "runs").exists()
     assert "teacher: bert, 2 layers x 16, 2 heads\nstudent: distilbert, 1 layers x 16" in out
     assert "note: max_steps 4 is 0.1" in out and "epochs: 3 is not used" in out
-    assert "warning: 4 optimizer steps, but a model needs hundreds: set train.max_steps" in out
+    assert "warning: 4 optimizer steps, and most models need hundreds: set train.max_steps" in out
     assert "of the corpus is read: for all of its" in out
 
 

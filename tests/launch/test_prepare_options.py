@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> Path:
         (["--finalize"], "units of stage extract are missing"),
         (["--finalize", "--dry-run"], "--stage, --finalize and --dry-run: use one of them"),
         (["--engine", "spark"], "--engine spark: no such engine: processes or ray"),
-        (["--dry-run", "--parquet", "x"], "--parquet and --upload: need finished shards"),
+        (["--dry-run", "--parquet", "x"], "--parquet, --upload and --record: need finished shards"),
         (["sources.0.languages=[eng]"], "'eng' is not a language code such as en or de"),
         (["output=s3://bucket/x"], "output: a local folder; `--upload URL` copies the shards"),
         (["--upload", ""], "--upload: is empty"),

@@ -21,19 +21,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from data_prep.disk import hash_file
 from pretrain import RunError
 from pretrain.files import write_json
 from pretrain.monitor.figures import Figure
-
-Record = Annotated[
-    Path | None,
-    typer.Option(help="Also append the figures to this JSON file.", metavar="FILE"),
-]
 
 
 def check_record(file: Path | None) -> None:
