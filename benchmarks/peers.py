@@ -48,6 +48,7 @@ def example(options: argparse.Namespace, sentences: list[str]) -> Any:
         save_strategy="no",
         report_to="none",
         use_cpu=True,
+        bf16=options.bf16,
     )
     data = Dataset.from_dict({"sentence": sentences, "label": labels.tolist()})
     trainer = SentenceTransformerTrainer(
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 3, 5])
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bf16", action="store_true", help="train the example in bf16, as ours")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     with options.sentences.open(encoding="utf-8") as lines:
@@ -87,6 +89,7 @@ def main() -> None:
     name = "model2vec"
     if options.peer == "example":
         name = f"sentence-transformers, rate {options.learning_rate:g}"
+        name += ", bf16" if options.bf16 else ""
     print(f"{name}: {figures['pearson']} Pearson, {seconds:.0f} CPU s")
     cost = {"seed": options.seed, "cpu_seconds": round(seconds, 1)}
     append_record(options.record, options.pairs, [row(name, figures, **cost)])
