@@ -67,7 +67,7 @@ class Records:
         }
 
     def models(self, file: str) -> dict[str, dict[str, Measured]]:
-        """Return the figures of each model at its last step, in the order they were recorded.
+        """Return the figures of each model in the order they were recorded, without checkpoints.
 
         Raises:
             ValueError: two models were measured on different data.
@@ -77,9 +77,9 @@ class Records:
         for record in self.of_file[file]:
             for row in record["rows"]:
                 key = _SEED.sub("", row.get("run", row["model"])), row.get("seed")
-                before = last.get(key, {"figures": {}})
-                if row.get("step", 0) < before.get("step", 0):
+                if row.get("checkpoint"):
                     continue
+                before = last.get(key, {"figures": {}})
                 last[key] = {**before, **row, "figures": {**before["figures"], **row["figures"]}}
                 for name in row["figures"] if file != "corpora" else ():
                     if data.setdefault(name, record["data"]) != record["data"]:

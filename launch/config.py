@@ -137,7 +137,7 @@ def load_config(
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file; ConfigError if it is none."""
     try:
-        text = read_regular_text(_find(path))
+        text = read_regular_text(find_shipped(path))
     except NotRegularError:
         raise ConfigError(f"{path}: not a readable text file") from None
     except FileNotFoundError:
@@ -162,17 +162,19 @@ def _with_folders(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_folders(inner) for inner in value]
     return (
-        str(_find(Path(value))) if isinstance(value, str) and value.startswith(_SHIPPED) else value
+        str(find_shipped(Path(value)))
+        if isinstance(value, str) and value.startswith(_SHIPPED)
+        else value
     )
 
 
 def config_line(path: Path) -> str:
     """Name the file that `load_config` reads, for a line on the screen."""
-    file = _find(path).absolute()
+    file = find_shipped(path).absolute()
     return f"config: {file}" if file.name == path.name else f"config: {path}, {file}"
 
 
-def _find(path: Path) -> Path:
+def find_shipped(path: Path) -> Path:
     """Return the file behind `path`, which may be `shipped:NAME.yaml`."""
     if not str(path).startswith(_SHIPPED):
         return path

@@ -26,10 +26,11 @@ from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.figures import Figure
-from pretrain.output import recorded, sealed_state
+from pretrain.output import sealed_state
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
 MEASURED = "evaluation.json"  # in a run's folder
+FEWEST_PAIRS = 10
 _RESAMPLES = 200  # of the bootstrap
 _COLUMNS = ("sentence1", "sentence2", "score")
 _STSB = (5, 6, 4)  # the places of these in STS-B's own file, which names none
@@ -57,6 +58,8 @@ def encode(model: Path | str, texts: Sequence[str], *, normalize: bool = False) 
     Raises:
         RunError: it cannot be read, or has no tokenizer.json.
     """
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise RunError("encode: texts must be a list of strings, such as ['a text']")
     vectors = load_encoder(str(model))(list(texts))
     return unit(vectors).astype(np.float32) if normalize else vectors
 
@@ -154,16 +157,19 @@ def read_pairs(file: Path) -> tuple[list[str], list[str], NDArray[np.float64]]:
         places, rows = tuple(map(header.index, _COLUMNS)), rows[1:]
     try:
         one, other, score = places[0], places[1], places[2]
-        return (
-            [row[one] for row in rows],
-            [row[other] for row in rows],
-            np.array([float(row[score]) for row in rows]),
-        )
+        scores = np.array([float(row[score]) for row in rows])
+        found = [row[one] for row in rows], [row[other] for row in rows], scores
     except (ValueError, IndexError):
         raise RunError(
             f"{file}: is not a table of pairs: its first line must name the columns "
             f"{', '.join(_COLUMNS)}, and each score must be a number"
         ) from None
+    if len(scores) < FEWEST_PAIRS or not np.isfinite(scores).all() or np.ptp(scores) == 0:
+        raise RunError(
+            f"{file}: has {len(scores)} pairs; a correlation needs {FEWEST_PAIRS} or more, with "
+            "scores that are finite and not all equal"
+        )
+    return found
 
 
 def compare_vectors(student: Vectors, teacher: Vectors) -> dict[str, Figure]:
@@ -217,8 +223,10 @@ def correlation(
 def interval(statistic: Callable[[NDArray[np.int64]], float], size: int) -> Figure:
     """Return a statistic of `size` items, and the middle 95 % of it over resamples of them."""
     draw = np.random.default_rng(0)
-    values = [statistic(draw.integers(size, size=size)) for _ in range(_RESAMPLES)]
-    low, high = np.percentile(values, [2.5, 97.5])
+    # A few pairs drawn again may have equal scores, whose correlation is not defined.
+    with np.errstate(invalid="ignore", divide="ignore"):
+        values = [statistic(draw.integers(size, size=size)) for _ in range(_RESAMPLES)]
+    low, high = np.nanpercentile(values, [2.5, 97.5])
     return Figure(statistic(np.arange(size)), float(low), float(high))
 
 
@@ -258,9 +266,8 @@ def evaluate_encoders(
 ) -> dict[str, dict[str, Figure]]:
     """Measure encoders on validation documents of shards, or on a file of pairs with scores.
 
-    The teacher is a row, too, by default that of the first run. So are the students of runs before
-    training. With `same_vocabulary` a teacher without tokenizer.json reads the first model's
-    tokens.
+    The teacher is a row, too, and so are the students of its runs before training. With
+    `same_vocabulary` a teacher without tokenizer.json reads the first model's tokens.
 
     Returns:
         the figures of each model, by name; see `compare_vectors` and `compare_with_scores`. With a
@@ -268,10 +275,6 @@ def evaluate_encoders(
         teacher encodes the first text of each pair and the student the second.
     """
     encoders = {name: load_encoder(name) for name in models}
-    config = recorded(Path(models[0]))
-    if config is not None:
-        teacher = teacher or config.teacher
-        same_vocabulary |= config.teacher_vocabulary == "same"
     if teacher is not None:
         fallback = encoders[models[0]].tokenizer.to_str() if same_vocabulary else ""
         encoders = {teacher: load_encoder(teacher, fallback), **encoders}

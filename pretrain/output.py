@@ -167,8 +167,11 @@ def check_model(folder: Path) -> None:
             check_run(folder)
         except RunError:
             path = folder / "config.json"
+            if (folder / "student").is_dir():
+                raise RunError(f"{folder}: is a checkpoint; give {folder / 'student'}") from None
             if (folder / "manifest.json").is_file():
-                raise RunError(f"{folder}: holds shards, not a model; give it last") from None
+                hint = "shards come last, or after --data"
+                raise RunError(f"{folder}: holds shards, not a model; {hint}") from None
             raise RunError(f"{folder}: there is no {path}; check the path") from None
 
 
@@ -227,6 +230,23 @@ def recorded(folder: Path) -> RunConfig | None:
         return RunConfig.model_validate_json(data)
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def teacher_of_runs(models: Sequence[str]) -> tuple[str | None, bool]:
+    """Return the teacher of the runs among models, and whether they had `teacher_vocabulary: same`.
+
+    Raises:
+        RunError: they had different teachers.
+    """
+    found = [config for model in models if (config := recorded(Path(model))) and config.teacher]
+    teachers = sorted({str(config.teacher) for config in found})
+    if len(teachers) > 1:
+        raise RunError(
+            f"these runs had different teachers, {' and '.join(teachers)}: evaluate them one by "
+            "one, or give --teacher"
+        )
+    same = any(config.teacher_vocabulary == "same" for config in found)
+    return (teachers[0] if teachers else None), same
 
 
 def refuse_outdated(checkpoint: Path, state: Mapping[str, Any], *, branches: bool = False) -> None:

@@ -60,9 +60,10 @@ def evaluate(
     """
     from data_prep.messages import warn
     from data_prep.shards import open_shards
+    from launch.config import find_shipped
     from launch.console import show
     from pretrain import RunError
-    from pretrain.output import check_model, check_source, is_run
+    from pretrain.output import check_model, check_source, is_run, teacher_of_runs
 
     if data is None:
         *models, last = models
@@ -74,10 +75,25 @@ def evaluate(
         if Path(model).exists() or is_path:
             check_model(Path(model))
     check_record(record)
+    if not data.exists() and data.suffix in (".csv", ".tsv"):
+        raise RunError(f"--data {data}: there is no such file")
+    if data.is_file() and rows is not None:
+        raise RunError("--rows: is for shards; a file of pairs is read as a whole")
     if not data.is_file():
         open_shards(data, "validation")
     if teacher is not None:
+        if teacher.startswith("shipped:"):
+            teacher = str(find_shipped(Path(teacher)))
         check_source("teacher", teacher)
+    else:
+        teacher, same = teacher_of_runs(models)
+        same_vocabulary |= same
+        try:
+            if teacher is not None:
+                check_source("teacher", teacher)
+        except RunError as error:
+            show(f"without the runs' teacher: {error}")
+            teacher = None
 
     # torch takes seconds to import: a wrong path is answered before.
     from pretrain.encoders import (
@@ -115,8 +131,12 @@ def evaluate(
         count = measured[models[0]]["masked_tokens"]
         show(f"{count:,.0f} masked tokens of {data}")
         found, meanings = of_heads(measured, teacher), OF_HEADS
-    # The last part of a path, unless two models share it.
+    # The last part of a path, unless two models share it; of a checkpoint the run and the step.
     names = {model: Path(model).name for model in found}
+    for model in found:
+        step = Path(model).parent
+        if Path(model).name == "student" and step.parent.name == "checkpoints":
+            names[model] = f"{step.parents[1].name}, {step.name}"
     if len(set(names.values())) < len(names):
         names = {model: model for model in found}
     show_figures({names[model]: figures for model, figures in found.items()}, meanings)

@@ -9,7 +9,8 @@ A file holds a JSON list, one record for each command:
                "figures": {"pearson": {"value": 0.850, "low": 0.834, "high": 0.865}}}]}
 
 `low` and `high` are the 95 % interval of a value that has one. `data` is the digest of shards, or
-the SHA-256 of a file. No record holds a host, a user or an absolute path.
+the SHA-256 of a file. No record holds a host or a user; paths are those
+that were typed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.disk import hash_file
-from pretrain import RunError
+from pretrain import RunError, __version__
 from pretrain.files import write_json
 from pretrain.monitor.figures import Figure
 
@@ -75,6 +76,7 @@ def append_record(file: Path | None, data: Path | None, rows: Iterable[Mapping[s
         "command": _command(),
         "date": date.today().isoformat(),
         "commit": commit(),
+        "version": __version__,
         "data": digest,
         "hardware": hardware(device),
         "versions": versions(),
@@ -85,13 +87,13 @@ def append_record(file: Path | None, data: Path | None, rows: Iterable[Mapping[s
 
 
 def _read(file: Path) -> list[Any]:
-    if not file.exists():
+    if not file.exists() or file.stat().st_size == 0:
         return []
     try:
         known = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise RunError(f"--record {file}: cannot be read as JSON ({error})") from None
-    if not isinstance(known, list):
+        raise RunError(f"--record {file}: is not JSON ({error}); give another file") from None
+    if not isinstance(known, list) or not all(isinstance(entry, dict) for entry in known):
         raise RunError(f"--record {file}: holds no list of records; give another file")
     return known
 
@@ -120,7 +122,9 @@ def of_run(folder: Path) -> dict[str, Any]:
     if folder.name == "student" and (folder.parent / "state.json").exists():
         run = folder.parents[2]
         state = json.loads((folder.parent / "state.json").read_bytes())
+        place = {"checkpoint": True}  # a point of a curve, not the run's result
     else:
+        place = {}
         run, state = folder, (sealed_state(folder) or (None, {}))[1]
     config = recorded(run)
     if not state or config is None:
@@ -136,4 +140,4 @@ def of_run(folder: Path) -> dict[str, Any]:
     if logged and all("cpu_seconds" in entry for entry in entries):
         cost = {"cpu_seconds": round(sum(entry["cpu_seconds"] for entry in entries), 1)}
     known = {"seed": config.train.seed, "step": state["step"], "tokens": state["tokens"]}
-    return {"run": run.name, "objective": config.objective.name, **known, **cost}
+    return {"run": run.name, "objective": config.objective.name, **known, **cost, **place}
