@@ -30,7 +30,7 @@ from pretrain.output import sealed_state
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
 MEASURED = "evaluation.json"  # in a run's folder
-FEWEST_PAIRS = 10
+FEWEST_PAIRS = 5
 _RESAMPLES = 200  # of the bootstrap
 _COLUMNS = ("sentence1", "sentence2", "score")
 _STSB = (5, 6, 4)  # the places of these in STS-B's own file, which names none
@@ -158,18 +158,12 @@ def read_pairs(file: Path) -> tuple[list[str], list[str], NDArray[np.float64]]:
     try:
         one, other, score = places[0], places[1], places[2]
         scores = np.array([float(row[score]) for row in rows])
-        found = [row[one] for row in rows], [row[other] for row in rows], scores
+        return [row[one] for row in rows], [row[other] for row in rows], scores
     except (ValueError, IndexError):
         raise RunError(
             f"{file}: is not a table of pairs: its first line must name the columns "
             f"{', '.join(_COLUMNS)}, and each score must be a number"
         ) from None
-    if len(scores) < FEWEST_PAIRS or not np.isfinite(scores).all() or np.ptp(scores) == 0:
-        raise RunError(
-            f"{file}: has {len(scores)} pairs; a correlation needs {FEWEST_PAIRS} or more, with "
-            "scores that are finite and not all equal"
-        )
-    return found
 
 
 def compare_vectors(student: Vectors, teacher: Vectors) -> dict[str, Figure]:
@@ -281,6 +275,11 @@ def evaluate_encoders(
         encoders |= untrained(models, encoders[teacher])
     if data.is_file():
         first, second, scores = read_pairs(data)
+        if len(scores) < FEWEST_PAIRS or not np.isfinite(scores).all() or np.ptp(scores) == 0:
+            raise RunError(
+                f"{data}: has {len(scores)} pairs; a correlation needs {FEWEST_PAIRS} or more, "
+                "with scores that are finite and not all equal"
+            )
         say(f"{len(scores):,} pairs of {data}")
         vectors = {name: encoder([*first, *second]) for name, encoder in encoders.items()}
         found = {}

@@ -1,6 +1,7 @@
 """Compare figures of encoders with scipy and naive loops, and a run's rows with its parts."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,13 @@ def test_a_student_without_a_head_is_measured_and_its_card_says_so(
     )
     assert shown.code == 0 and "mixed" in shown.out
     assert json.loads((tmp_path / "run" / "evaluation.json").read_bytes())["step"] == 4
+    # Equal scores have no correlation.
+    same = ["sentence1,sentence2,score", *("a,b,1" for _ in range(12))]
+    (tmp_path / "p.csv").write_text("\n".join(same))
+    code, _, error = distil("evaluate", tmp_path / "exported", "--data", tmp_path / "p.csv")
+    assert code == 2 and "not all equal" in error
+    with refused("texts must be a list of strings"):
+        encode(tmp_path / "exported", "a text")
 
 
 def test_runs_of_a_teacher_without_a_tokenizer_are_compared_in_one_table(
@@ -146,4 +154,20 @@ def test_runs_of_a_teacher_without_a_tokenizer_are_compared_in_one_table(
     # Two runs began alike: their start is one row.
     assert names == ["teacher", "a", "b", "c", "a, untrained", "c, untrained"]
     code, _, error = distil("evaluate", corpus, runs[0])
-    assert code == 2 and "holds shards, not a model; give it last" in error
+    assert code == 2 and "holds shards, not a model; shards come last" in error
+
+
+def test_the_teacher_of_the_runs_is_taken_and_different_ones_are_refused(
+    tmp_path: Path, teacher_folder: Path, corpus: Path, run_config: Any, distil: Distil
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(teacher_folder, other)
+    for name, teacher in (("a", teacher_folder), ("b", other)):
+        start(run_config(tmp_path / name, teacher, **RECIPE))
+    code, out, error = distil("evaluate", tmp_path / "a", corpus, "--rows", 4)
+    assert code == 0 and " teacher " in out and UNTRAINED in out and "agreement" in out, error
+    code, _, error = distil("evaluate", tmp_path / "a", tmp_path / "b", "--data", corpus)
+    assert code == 2 and "different teachers" in error and "--teacher" in error
+    shutil.rmtree(other)
+    code, out, error = distil("evaluate", tmp_path / "b", corpus, "--rows", 4)
+    assert code == 0 and "without the runs' teacher" in out and UNTRAINED not in out, error
