@@ -78,3 +78,43 @@ def test_a_share_of_nothing_and_of_all_has_no_impossible_interval() -> None:
     assert share(1.0, 10) == (1.0, 1.0, 1.0) and share(0.5, 0) == (0.5, 0.0, 1.0)
     low, high = share(0.2, 400)[1:]  # by hand: 1.96 sqrt(0.16 / 400) = 0.0392
     assert (low, high) == (pytest.approx(0.1608), pytest.approx(0.2392))
+
+
+@pytest.mark.slow
+def test_a_bench_records_what_its_report_holds(tmp_path: Path, distil: Any) -> None:
+    sizes = ("--layers", 2, "--width", 64, "--row-length", 16, "--micro-batch", 2, "--repeats", 2)
+    files = tmp_path / "report.json", tmp_path / "record.json"
+    options = ("--precision", "fp32", "--kl", "all", "--json", files[0], "--record", files[1])
+    code, _, error = distil("bench", *sizes, *options)
+    assert code == 0, error
+    (cell,) = json.loads(files[0].read_bytes())["rows"]
+    ((ours, usual),) = [record["rows"] for record in json.loads(files[1].read_bytes())]
+    assert [ours["model"], usual["model"]] == [
+        "fp32 KL all 2 rows: ours",
+        "fp32 KL all 2 rows: usual",
+    ]
+    for row, name in ((ours, "ours"), (usual, "usual")):
+        step, figures = cell["steps"][name], row["figures"]
+        assert figures["milliseconds"]["value"] == pytest.approx(step["milliseconds"], abs=1e-5)
+        above = step["above_trunk_bytes"] / 1e6
+        assert figures["megabytes above the encoders"]["value"] == pytest.approx(above, abs=1e-5)
+    assert ours["figures"]["times as fast"]["value"] == pytest.approx(cell["ratio"], abs=1e-5)
+
+
+def test_a_corpus_records_the_counts_of_its_manifest(tmp_path: Path, distil: Any) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(f"word {i}" for i in range(40)), encoding="utf-8")
+    corpus = (
+        f"output: {tmp_path}/mine\ntokenizer: {{train: {{vocab_size: 100}}}}\nrow_length: 16\n"
+        f"sources: [{{kind: text, path: {tmp_path}/a.txt, document: line}}]\nvalidation: 0.2\n"
+    )
+    (tmp_path / "corpus.yaml").write_text(corpus, encoding="utf-8")
+    file = tmp_path / "record.json"
+    code, _, error = distil("prepare", tmp_path / "corpus.yaml", "--record", file)
+    assert code == 0, error
+    (record,) = json.loads(file.read_bytes())
+    manifest = json.loads((tmp_path / "mine" / "manifest.json").read_bytes())
+    figures = {name: value["value"] for name, value in record["rows"][0]["figures"].items()}
+    splits = manifest["splits"].values()
+    assert record["data"] == manifest["digest"] and figures["documents"] == 40
+    assert figures["tokens"] == sum(split["tokens"] for split in splits)
+    assert figures["rows"] == sum(split["rows"] for split in splits)

@@ -98,3 +98,14 @@ def test_a_shipped_config_trains_and_exports(
     assert len([e for e in history(tmp_path / "run") if e["kind"] == "train"]) >= 1
     export(tmp_path / "run", tmp_path / "exported", pytest.fail)
     assert AutoModel.from_pretrained(tmp_path / "exported").config.num_hidden_layers >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["embedding-alone-3x384", "rxn-alone-6x256", "german-teacher"])
+def test_a_shipped_config_without_a_teacher_trains(name: str, tmp_path: Path, corpus: Path) -> None:
+    tiny = ["train.max_steps=2", "train.global_batch_size=4", "train.micro_batch_size=4"]
+    sizes = ["hidden_size=16", "num_attention_heads=2", "intermediate_size=16"]
+    paths = [f"output={tmp_path / 'run'}", f"shards={corpus}", "evaluation.rows=4"]
+    overrides = [*paths, *tiny, *(f"model.{size}" for size in sizes)]
+    config = load_config(RunConfig, CONFIGS / f"{name}.yaml", overrides)
+    assert train(config).ended == "finished"
