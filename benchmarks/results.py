@@ -40,7 +40,7 @@ class Measured(NamedTuple):
         """Return the mean with the range of the seeds, or the value with its interval."""
         first, factor = mean(self.values), 100 if percent else 1
         digits = (
-            1 if percent else 0 if first >= 100 or first == int(first) else 3 if first < 1 else 1
+            1 if percent else 0 if first >= 100 or first == int(first) else 3 if first < 3 else 1
         )
         unit = " %" if percent else ""
 
