@@ -64,8 +64,9 @@ def demo(
     # From the start of the process: importing torch and transformers takes seconds, too.
     seconds = time.time() - psutil.Process().create_time()
     show(f"this command took {seconds:.0f} s")
-    rows = [row(name, found) for name, found in figures.items()]
-    append_record(record, output / "shards", [*rows, row("the command", {"seconds": seconds})])
+    if record is not None:
+        rows = [row(name, found) for name, found in figures.items()]
+        append_record(record, output / "shards", [*rows, row("the command", {"seconds": seconds})])
 
 
 def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> dict[str, Any]:
