@@ -151,7 +151,7 @@ def test_runs_of_a_teacher_without_a_tokenizer_are_compared_in_one_table(
     code, out, error = distil(*command, "--same-vocabulary")
     assert code == 0 and "9 validation documents" in out, error
     names = [line.split("\u2502")[1].strip() for line in out.splitlines() if "\u2502" in line]
-    # Two runs began alike: their start is one row.
+    # Two runs began with the same layers: their start is one row.
     assert names == ["teacher", "a", "b", "c", "a, untrained", "c, untrained"]
     code, _, error = distil("evaluate", corpus, runs[0])
     assert code == 2 and "holds shards, not a model; shards come last" in error
