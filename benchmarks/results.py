@@ -19,9 +19,11 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
+
+from pretrain.monitor.figures import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 _REFERENCE = re.compile(r"\{([^{}/]+)/([^{}/]+)/([^{}/]+?)(%?)\}")  # file/model/figure
@@ -29,30 +31,25 @@ _SEED = re.compile(r"-seed[0-9]+$")
 _FIELDS = ("tokens", "cpu_seconds")  # of a row, shown like figures
 
 
-class Measured(NamedTuple):
-    """Hold a figure of a model: a value for each seed, and the interval of a single one."""
+def shown(figures: Sequence[Figure], *, percent: bool = False) -> str:
+    """Return the mean of several seeds with their range, or a value with its interval."""
+    values = [figure.value for figure in figures]
+    first, factor, unit = mean(values), 100 if percent else 1, " %" if percent else ""
+    if percent:
+        digits = 1
+    elif first >= 100 or first == int(first):  # a count
+        digits = 0
+    else:
+        digits = 3 if first < 3 else 1
 
-    values: list[float]
-    low: float | None = None
-    high: float | None = None
+    def number(value: float) -> str:
+        return f"{value * factor:,.{digits}f}"
 
-    def text(self, *, percent: bool = False) -> str:
-        """Return the mean with the range of the seeds, or the value with its interval."""
-        first, factor = mean(self.values), 100 if percent else 1
-        digits = (
-            1 if percent else 0 if first >= 100 or first == int(first) else 3 if first < 3 else 1
-        )
-        unit = " %" if percent else ""
-
-        def number(value: float) -> str:
-            return f"{value * factor:,.{digits}f}"
-
-        if len(self.values) > 1:
-            range_ = f"{number(min(self.values))} to {number(max(self.values))}"
-            return f"{number(first)}{unit} ({range_})"
-        if self.low is None or self.high is None:
-            return number(first) + unit
-        return f"{number(first)}{unit} ±{number(max(self.high - first, first - self.low))}"
+    text = number(first) + unit
+    if len(figures) > 1:
+        return f"{text} ({number(min(values))} to {number(max(values))})"
+    margin = figures[0].margin
+    return text if margin is None else f"{text} ±{number(margin)}"
 
 
 class Records:
@@ -66,8 +63,8 @@ class Records:
             file.stem: json.loads(file.read_bytes()) for file in sorted(folder.glob("*.json"))
         }
 
-    def models(self, file: str) -> dict[str, dict[str, Measured]]:
-        """Return the figures of each model in the order they were recorded, without checkpoints.
+    def models(self, file: str) -> dict[str, dict[str, list[Figure]]]:
+        """Return the figures of each model, one for each seed, in order and without checkpoints.
 
         Raises:
             ValueError: two models were measured on different data.
@@ -84,29 +81,24 @@ class Records:
                 for name in row["figures"] if file != "corpora" else ():
                     if data.setdefault(name, record["data"]) != record["data"]:
                         raise ValueError(f"{file}.json: {name} was measured on different data")
-        found: dict[str, dict[str, Measured]] = {}
+        found: dict[str, dict[str, list[Figure]]] = {}
         for (name, _), row in last.items():
             fields = {key: {"value": row[key]} for key in _FIELDS if key in row}
-            for figure, found_ in {**row["figures"], **fields}.items():
-                model = found.setdefault(name, {})
-                if figure in model:
-                    model[figure] = Measured([*model[figure].values, found_["value"]])
-                else:
-                    interval = found_.get("low"), found_.get("high")
-                    model[figure] = Measured([found_["value"]], *interval)
+            for figure, values in {**row["figures"], **fields}.items():
+                found.setdefault(name, {}).setdefault(figure, []).append(Figure(**values))
         return found
 
     def fill(self, text: str) -> str:
         """Replace each {file/model/figure} by its value.
 
         Raises:
-            ValueError: there is no such record.
+            ValueError: no record has it.
         """
 
         def value(found: re.Match[str]) -> str:
             file, model, figure, percent = found.groups()
             try:
-                return self.models(file)[model][figure].text(percent=bool(percent))
+                return shown(self.models(file)[model][figure], percent=bool(percent))
             except KeyError:
                 raise ValueError(f"no record in docs/results has {found[0]}") from None
 
@@ -140,7 +132,7 @@ def page(records: Records, sections: Sequence[Mapping[str, Any]], plot: str) -> 
         heads = [column.replace("_", " ").replace("cpu", "CPU") for column in columns]
         rows = [["", *heads], ["---"] * (len(heads) + 1)]
         for name in names:
-            cells = [found[name][c].text() if c in found[name] else "" for c in columns]
+            cells = [shown(found[name][c]) if c in found[name] else "" for c in columns]
             rows.append([labels.get(name, name), *cells])
         parts += ["| " + " | ".join(cells) + " |" for cells in rows]
         parts += ["", "Measured by:", ""]
@@ -165,12 +157,16 @@ def svg(records: Records, plot: Mapping[str, Any]) -> str:
     file, figure = plot["file"], plot["figure"]
     width, height, left, right, top, bottom = 760, 340, 56, 190, 36, 46
     found = records.models(file)
+
+    def value_of(model: str) -> float:
+        return mean(measured.value for measured in found[model][figure])
+
     # A run begins where its layers were before training.
-    start = (0.0, mean(found[plot["start"]][figure].values))
+    start = (0.0, value_of(plot["start"]))
     curves = {
         text: [start, *records.curve(file, name, figure)] for name, text in plot["curves"].items()
     }
-    lines = {text: mean(found[name][figure].values) for name, text in plot["lines"].items()}
+    lines = {text: value_of(name) for name, text in plot["lines"].items()}
     values = [y for points in curves.values() for _, y in points] + [*lines.values()]
     most = max(x for points in curves.values() for x, _ in points)
     low, high = min(values) - 0.02, max(values) + 0.02

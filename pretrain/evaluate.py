@@ -278,12 +278,13 @@ def students_at_start(
     run, or did not start from layers of this teacher, has none.
     """
     found: dict[tuple[object, ...], tuple[str, MaskedLM]] = {}
-    weights = parameters_sha256(teacher.model)
+    weights = teacher.sha256
     for name in models:
         sealed, config = sealed_state(Path(name)), recorded(Path(name))
         layers = noted_layers(sealed[1]) if sealed is not None else ()
         if sealed is None or config is None or not layers:
             continue
+        weights = weights or parameters_sha256(teacher.model)
         key = (layers, config.student.architecture)
         if key in found or sealed[1]["teacher"]["sha256"] != weights:
             continue

@@ -232,6 +232,12 @@ def recorded(folder: Path) -> RunConfig | None:
         return None
 
 
+def checkpoint_of(student: Path) -> Path | None:
+    """Return the checkpoint that holds a student's folder; None for any other folder."""
+    held = student.name == "student" and (student.parent / "state.json").is_file()
+    return student.parent if held else None
+
+
 def teacher_of_runs(models: Sequence[str]) -> tuple[str | None, bool]:
     """Return the teacher of the runs among models, and whether they had `teacher_vocabulary: same`.
 

@@ -74,7 +74,7 @@ def test_texts_take_their_figures_from_records() -> None:
 
 
 def test_configs_have_measured_figures_only_in_lines_from_records() -> None:
-    """What a paper's authors report is theirs."""
+    """Leave out what a paper's authors report."""
     texts = yaml.safe_load((RESULTS / "texts.yaml").read_text(encoding="utf-8"))
     for file in sorted((ROOT / "configs").glob("*.yaml")):
         lines = file.read_text(encoding="utf-8").splitlines()

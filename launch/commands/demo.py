@@ -82,7 +82,6 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     from launch.commands.prepare import prepare_and_show
     from launch.config import config_line, load_config
     from pretrain import RunError
-    from pretrain.device.memory import keep_large_blocks
     from pretrain.files import write_json
 
     taken = output.exists() and not (output.is_dir() and (output / _MARKER).exists())
@@ -103,7 +102,6 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     elif quick:
         changes += ["sources.0.max_megabytes=0.2"]
     prepare_and_show(load_config(CorpusConfig, shipped, changes))
-    keep_large_blocks()
 
     what = "3 of 6 layers, cosines of vectors" if sentences else "2 of 4 layers, the triple loss"
     show("", f"2/4 student: {what}")

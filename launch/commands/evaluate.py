@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,7 @@ from launch.commands import Record, quiet
 from pretrain.monitor.records import append_record, check_record, of_run, row
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pretrain.monitor.figures import Figure
 
@@ -58,12 +58,11 @@ def evaluate(
 
     Example: distil evaluate runs/demo/student runs/demo/shards --teacher configs/demo-teacher
     """
-    from data_prep.messages import warn
     from data_prep.shards import open_shards
     from launch.config import find_shipped
     from launch.console import show
     from pretrain import RunError
-    from pretrain.output import check_model, check_source, is_run, teacher_of_runs
+    from pretrain.output import check_model, check_source, teacher_of_runs
 
     if data is None:
         *models, last = models
@@ -76,7 +75,7 @@ def evaluate(
             check_model(Path(model))
     check_record(record)
     if not data.exists() and data.suffix in (".csv", ".tsv"):
-        raise RunError(f"--data {data}: there is no such file")
+        raise RunError(f"--data {data}: the file does not exist")
     if data.is_file() and rows is not None:
         raise RunError("--rows: is for shards; a file of pairs is read as a whole")
     if not data.is_file():
@@ -96,52 +95,56 @@ def evaluate(
             teacher = None
 
     # torch takes seconds to import: a wrong path is answered before.
-    from pretrain.encoders import (
-        DOCUMENTS,
-        MEANINGS,
-        evaluate_encoders,
-        is_encoder,
-        keep_figures,
-    )
+    found, meanings = measure(models, data, teacher, same_vocabulary, rows)
+    names = row_names(found)
+    show_figures({names[model]: figures for model, figures in found.items()}, meanings)
+    append_record(record, data, (row(names[m], found[m], **of_run(Path(m))) for m in found))
+
+
+def measure(
+    models: Sequence[str], data: Path, teacher: str | None, same_vocabulary: bool, rows: int | None
+) -> tuple[Mapping[str, Mapping[str, Figure]], Mapping[str, str]]:
+    """Return the figures of each model, and what each figure means.
+
+    Vectors are what models with and without an LM head have in common.
+    """
+    from data_prep.messages import warn
+    from launch.console import show
+    from pretrain import encoders
     from pretrain.evaluate import evaluate_folders
+    from pretrain.output import is_run
 
     quiet()
-    # Vectors are what models with and without an LM head have in common.
-    if data.is_file() or any(is_encoder(model) for model in models):
-        found = evaluate_encoders(
+    if data.is_file() or any(encoders.is_encoder(model) for model in models):
+        found = encoders.evaluate_encoders(
             models,
             data,
             teacher,
             show,
             same_vocabulary=same_vocabulary,
-            documents=rows or DOCUMENTS,
+            documents=rows or encoders.DOCUMENTS,
         )
-        meanings = MEANINGS
         if len(models) == 1 and is_run(Path(models[0])):
-            keep_figures(Path(models[0]), data, teacher, found)
-    else:
-        measured = evaluate_folders(
-            models,
-            data,
-            teacher=teacher,
-            same_vocabulary=same_vocabulary,
-            rows=rows or 1024,
-            warn=warn,
-        )
-        count = measured[models[0]]["masked_tokens"]
-        show(f"{count:,.0f} masked tokens of {data}")
-        found, meanings = of_heads(measured, teacher), OF_HEADS
-    # The last part of a path, unless two models share it; of a checkpoint the run and the step.
-    names = {model: Path(model).name for model in found}
-    for model in found:
-        step = Path(model).parent
-        if Path(model).name == "student" and step.parent.name == "checkpoints":
-            names[model] = f"{step.parents[1].name}, {step.name}"
-    if len(set(names.values())) < len(names):
-        names = {model: model for model in found}
-    show_figures({names[model]: figures for model, figures in found.items()}, meanings)
-    rows_of_record = [row(names[m], found[m], **of_run(Path(m))) for m in found]
-    append_record(record, data, rows_of_record)
+            encoders.keep_figures(Path(models[0]), data, teacher, found)
+        return found, encoders.MEANINGS
+    options: dict[str, Any] = {"teacher": teacher, "same_vocabulary": same_vocabulary}
+    measured = evaluate_folders(models, data, rows=rows or 1024, warn=warn, **options)
+    show(f"{measured[models[0]]['masked_tokens']:,.0f} masked tokens of {data}")
+    return of_heads(measured, teacher), OF_HEADS
+
+
+def row_names(models: Iterable[str]) -> dict[str, str]:
+    """Return the last part of each path, whole paths if two share it.
+
+    The student in a checkpoint is named by its run and step.
+    """
+    from pretrain.output import checkpoint_of
+
+    names = {model: Path(model).name for model in models}
+    for model in names:
+        if (checkpoint := checkpoint_of(Path(model))) is not None:
+            names[model] = f"{checkpoint.parents[1].name}, {checkpoint.name}"
+    return names if len(set(names.values())) == len(names) else {model: model for model in names}
 
 
 def of_heads(

@@ -123,7 +123,7 @@ def prepare_and_show(
 ) -> None:
     """Run all stages, or find the corpus up to date, and print what it holds."""
     from data_prep.messages import warn
-    from data_prep.pipeline.engines import return_large_blocks
+    from data_prep.pipeline.engines import keep_large_blocks, return_large_blocks
     from data_prep.prepare import prepare as run_all_stages
 
     keep_going()
@@ -139,6 +139,7 @@ def prepare_and_show(
             warn(text)
 
         run_all_stages(config, progress, remember, engine=engine, accept_code=accept_code)
+    keep_large_blocks()  # this process may train next
     kept = "kept, this code is accepted" if accept_code else "up to date"
     show_shards(config, kept if before and not remade else "done")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import re
-import sys
 from typing import NamedTuple
 
 # Matches the messages of torch, CUDA, Python and the system.
@@ -15,28 +13,11 @@ OUT_OF_MEMORY = (
 )
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-
-
 class Memory(NamedTuple):
     """Hold amounts of memory in bytes."""
 
     total: int  # of the device, or of a limit below it
     free: int  # of them, still to be allocated
-
-
-def keep_large_blocks() -> None:
-    """Make malloc keep freed blocks, as it does by itself in a process that prepared no corpus.
-
-    `distil prepare` makes it return every block of a mebibyte. A training step in the same process
-    then waits for new pages: the demo trained at half the speed.
-    """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-        if mallopt is not None:
-            # The ceilings that glibc's own adjustment reaches.
-            mallopt(_M_MMAP_THRESHOLD, 2**25)
-            mallopt(_M_TRIM_THRESHOLD, 2**26)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def known_family(who: str, raw: Mapping[str, Any]) -> Family:
     return family
 
 
+@contextmanager
+def silent_transformers() -> Iterator[None]:
+    """Hide what transformers prints while it loads: `assemble` judges the missing tensors."""
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
+
+
 def assemble(
     who: str,
     family: Family,
@@ -153,11 +168,7 @@ def assemble(
                 f"{who}: its weights do not fit its config.json: config.json describes "
                 f"{described:,} parameters, the weights hold {held:,}"
             )
-        # Its warnings are about what is checked below, and a body without a head is no error here.
-        verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        try:
+        with silent_transformers():
             model, report = family.architecture.from_pretrained(
                 None,
                 config=settings,
@@ -166,10 +177,6 @@ def assemble(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        finally:
-            logging.set_verbosity(verbosity)
-            if shows_progress:
-                logging.enable_progress_bar()
     except RunError:
         raise
     except Exception as error:  # a damaged config can raise any class

@@ -27,10 +27,17 @@ class Figure(NamedTuple):
     low: float | None = None
     high: float | None = None
 
-    def __str__(self) -> str:
+    @property
+    def margin(self) -> float | None:
+        """Return the larger distance of the value from an end of its interval."""
         if self.low is None or self.high is None:
+            return None
+        return max(self.high - self.value, self.value - self.low)
+
+    def __str__(self) -> str:
+        if self.margin is None:
             return f"{self.value:,.3f}"
-        return f"{self.value:.3f} \u00b1{max(self.high - self.value, self.value - self.low):.3f}"
+        return f"{self.value:.3f} \u00b1{self.margin:.3f}"
 
 
 def share(value: float, count: float) -> Figure:

@@ -98,7 +98,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Clock:
-    """Measure tokens a second, waiting for data, and CPU seconds of this process's threads."""
+    """Measure tokens per second, waiting for data, and CPU seconds of this process's threads."""
 
     def __init__(self, tokens: int) -> None:
         self._start, self._waited, self._tokens = time.perf_counter(), 0.0, tokens

@@ -9,8 +9,8 @@ A file holds a JSON list, one record for each command:
                "figures": {"pearson": {"value": 0.850, "low": 0.834, "high": 0.865}}}]}
 
 `low` and `high` are the 95 % interval of a value that has one. `data` is the digest of shards, or
-the SHA-256 of a file. No record holds a host or a user; paths are those
-that were typed.
+the SHA-256 of a file. No record holds a host or a user. Paths are those that were
+typed.
 """
 
 from __future__ import annotations
@@ -117,14 +117,13 @@ def of_run(folder: Path) -> dict[str, Any]:
     A run may also be named by the student in one of its checkpoints.
     """
     from pretrain.monitor.metrics import read_metrics
-    from pretrain.output import recorded, sealed_state
+    from pretrain.output import checkpoint_of, recorded, sealed_state
 
-    if folder.name == "student" and (folder.parent / "state.json").exists():
-        run = folder.parents[2]
-        state = json.loads((folder.parent / "state.json").read_bytes())
+    place = {}
+    if (checkpoint := checkpoint_of(folder)) is not None:
+        run, state = checkpoint.parents[1], json.loads((checkpoint / "state.json").read_bytes())
         place = {"checkpoint": True}  # a point of a curve, not the run's result
     else:
-        place = {}
         run, state = folder, (sealed_state(folder) or (None, {}))[1]
     config = recorded(run)
     if not state or config is None:
