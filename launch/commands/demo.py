@@ -97,7 +97,7 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     show(config_line(shipped))
     changes = [f"output={output}/shards"]
     if sentences:
-        write_sentences(output / "sentences.txt", 2000 if quick else 8000)
+        write_sentences(output / "sentences.txt", 2000 if quick else 7000)
         changes += [f"tokenizer={teacher}", f"sources.0.path={output}/sentences.txt"]
     elif quick:
         changes += ["sources.0.max_megabytes=0.2"]
