@@ -1,0 +1,71 @@
+"""Continue what an earlier version made, by support/promises.py: a corpus, runs and a recipe.
+
+On the machine that made them the results are equal bit for bit. Elsewhere processors add up in
+other orders, and losses agree to 1e-4.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import promises
+from typer.testing import CliRunner
+
+from launch.cli import app
+
+EXPECTED = json.loads((promises.HERE / "expected.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of the folders, which is the working directory."""
+    copied = tmp_path / "promises"
+    shutil.copytree(promises.HERE, copied)
+    monkeypatch.chdir(copied)
+    return copied
+
+
+def distil(*arguments: str) -> str:
+    """Run a command in this process; return what it printed."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def compare(folder: Path, name: str) -> None:
+    """Compare a run's results, and those of its export, with what the earlier version wrote."""
+    found, expected = promises.ends(folder, name), EXPECTED["runs"][name]
+    here, there = promises.machine(), EXPECTED["machine"]
+    if here == there:
+        assert found == expected
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert found["validation"] == pytest.approx(expected["validation"], rel=1e-3)
+    distil("export", f"runs/{name}", f"exports/{name}")
+    files = promises.exported(folder / "exports" / name)
+    assert files.keys() == EXPECTED["exports"][name].keys()
+    if here == there:
+        assert files == EXPECTED["exports"][name]
+
+
+def test_the_corpus_is_verified_and_made_again(folder: Path) -> None:
+    assert "are whole" in distil("verify", "shards")
+    digest = json.loads((folder / "shards" / "manifest.json").read_bytes())["digest"]
+    distil("prepare", "corpus.yaml", "output=again")
+    assert json.loads((folder / "again" / "manifest.json").read_bytes())["digest"] == digest
+
+
+@pytest.mark.parametrize("name", [name for name in promises.OBJECTIVES if name != "mlm"])
+def test_an_unfinished_run_is_continued(name: str, folder: Path) -> None:
+    distil("pretrain", f"{name}.yaml")
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    assert [e["step"] for e in entries if e["kind"] == "train"] == [*range(1, promises.STEPS + 1)]
+    compare(folder, name)
+
+
+def test_a_recipe_is_continued_in_its_first_run(folder: Path) -> None:
+    distil("recipe", "recipe.yaml")
+    for name in ("mlm", "second"):
+        compare(folder, name)
