@@ -1,9 +1,10 @@
-"""Read plain text: a document per file, line or paragraph; or one sentence a line (BookCorpus)."""
+"""Read plain text: a document per file, paragraph, line or sentence; or runs of lines."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import ClassVar, Literal
 
@@ -12,6 +13,7 @@ from pydantic import field_validator
 from data_prep.sources.document import Document, Rejected
 from data_prep.sources.files import LONG_LINE, Piece, file_chunks, find_files, lines
 from data_prep.sources.kind import FileSource
+from data_prep.text.sentences import sentences
 
 _PATTERNS = ("*.txt", "*.txt.gz", "*.txt.bz2", "*.txt.zst")
 PART = 1 << 22  # bytes; a longer document goes on as the next one, so memory is bounded
@@ -29,7 +31,7 @@ class Text(FileSource):
     by_range: ClassVar[bool] = True
 
     kind: Literal["text"] = "text"
-    document: Literal["file", "line", "paragraph"] = "file"
+    document: Literal["file", "line", "paragraph", "sentence"] = "file"
 
     @field_validator("path")
     @classmethod
@@ -51,6 +53,10 @@ class Text(FileSource):
             for offset, line in lines(piece.path, piece.start, piece.end):
                 if line is None or line.strip():
                     yield _decoded([(offset, line)], name)
+        elif self.document == "sentence":
+            for offset, line in lines(piece.path, piece.start, piece.end):
+                if line is None or line.strip():
+                    yield from cut(_decoded([(offset, line)], name))
         elif self.document == "paragraph":
             for run in _runs(piece, max_lines=None):
                 yield _decoded(run, name)
@@ -77,6 +83,15 @@ class Text(FileSource):
                     found = True
             if not found:
                 yield Rejected(name, "empty")
+
+
+def cut(item: Document | Rejected) -> Iterator[Document | Rejected]:
+    """Yield each sentence of a document; its id has the sentence's number."""
+    if isinstance(item, Rejected):
+        yield item
+        return
+    for number, sentence in enumerate(sentences(item.text)):
+        yield replace(item, text=sentence, id=f"{item.id}.{number}")
 
 
 class Sentences(FileSource):

@@ -13,6 +13,7 @@ from data_prep.messages import one_line
 from data_prep.sources.document import Document, Rejected
 from data_prep.sources.files import LONG_LINE, Piece, lines
 from data_prep.sources.kind import FileSource
+from data_prep.sources.text import cut
 from data_prep.text.wikipedia import repaired
 
 _OPEN = re.compile(r'<doc id="([^"]*)"(?: revid="[^"]*")?(?: url="([^"]*)")?(?: title="(.*)")?>')
@@ -31,11 +32,16 @@ class WikiExtractor(FileSource):
     record_end: ClassVar[tuple[bytes, bytes]] = (b"</doc>", b"\n")
 
     kind: Literal["wikiextractor"] = "wikiextractor"
+    document: Literal["article", "sentence"] = "article"
     licence: str = "CC-BY-SA-4.0"
     is_wikipedia: ClassVar[bool] = True
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
         """Yield the articles of one file; CorpusError if its last article has no end."""
+        for article in self._articles(piece):
+            yield from [article] if self.document == "article" else cut(article)
+
+    def _articles(self, piece: Piece) -> Iterator[Document | Rejected]:
         name = self.input_name(piece)
         head: re.Match[str] | None = None
         start, size = 0, 0

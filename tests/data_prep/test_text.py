@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gzip
 import random
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import zstandard
-from reading import COMPRESS, LIMITS, documents, lines_of, read_all, reasons
+from reading import COMPRESS, LIMITS, documents, lines_of, read_all, real_files, reasons
 
-from data_prep.sources import Document, Sentences, Text
+from data_prep.sources import Document, Sentences, Text, WikiExtractor
 from data_prep.sources import text as text_reader
 from data_prep.sources.text import PART
+from data_prep.text.sentences import sentences
 
 
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])
@@ -35,6 +37,60 @@ def test_text_of_all_kinds(tmp_path: Path, suffix: str) -> None:
             Document("two\nthree", f"{name}@22"),
             Document("four", f"{name}@34"),
         ]
+
+
+ARTICLE = """<doc id="1" url="http://x" title="Bees">
+Bees
+
+Bees are insects that fly. They make honey in hives! Is honey sweet to the taste? No.
+Anatomy.
+A bee has (as any insect) six legs, e.g. two in front. And this one has no end
+</doc>
+"""
+
+
+def test_sentences_are_whole_and_neither_short_nor_headings(tmp_path: Path) -> None:
+    (tmp_path / "wiki_00").write_text(ARTICLE + ARTICLE.replace('id="1"', 'id="2"'))
+    cut = [
+        "Bees are insects that fly.",
+        "They make honey in hives!",
+        "Is honey sweet to the taste?",
+        "A bee has (as any insect) six legs, e.g. two in front.",
+    ]
+    articles = read_all(WikiExtractor(path=str(tmp_path), document="sentence"))
+    assert [item.text for item in documents(articles)] == 2 * cut
+    assert [item.id for item in documents(articles)][3:5] == ["1.3", "2.0"]
+    (tmp_path / "a.txt").write_text("".join(ARTICLE.splitlines(keepends=True)[3:5]))
+    lines = read_all(Text(path=str(tmp_path / "a.txt"), document="sentence"))
+    assert [(item.text, item.id) for item in documents(lines)] == [
+        (text, f"a.txt@0.{n}") for n, text in enumerate(cut[:3])
+    ]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["Der Bär schläft im Winter.", "Im Frühling wacht er auf!"],
+        ["Медведь спит всю долгую зиму.", "Весной он просыпается снова!"],
+        ["熊" * 20 + "。", "春" * 20 + "\uff01"],
+        ["भालू सर्दियों में सोता रहता है।", "वसंत में वह फिर से जागता है।"],
+    ],
+)
+def test_sentences_of_other_scripts(parts: list[str]) -> None:
+    for space in ("", " ") if parts[0][-1] in "。।" else (" ",):
+        assert list(sentences(space.join(parts))) == parts
+
+
+@pytest.mark.slow
+def test_sentences_of_wikipedia_are_those_of_the_measured_corpus(tmp_path: Path) -> None:
+    for name, content in real_files("wiki.tar.xz", "/AA/wiki_").items():
+        (tmp_path / name).write_bytes(content)
+    found = []
+    for names in ("wiki_0?", "wiki_1[0-4]"):
+        found += documents(read_all(WikiExtractor(path=f"{tmp_path}/{names}", document="sentence")))
+    text = "\n".join(item.text for item in found)
+    assert len(found) == 98_916
+    assert sha256(text.encode()).hexdigest().startswith("a03c4496b5a96b6e")
 
 
 def random_text(draw: random.Random, blank: float) -> bytes:
