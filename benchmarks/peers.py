@@ -1,6 +1,6 @@
 """Measure what a user would take instead of our small sentence encoder, on the same sentences.
 
-    python benchmarks/peers.py minilm-l6-body sentences.txt glue/STS-B/sts-dev.csv --layers 1 3 5
+    python benchmarks/peers.py minilm-l6-body wiki/AA glue/STS-B/sts-dev.csv --layers 1 3 5
 
 Trains the published example of sentence-transformers (a copy of the teacher with some of its
 layers, mean squared error of the vectors, batches of 64) and distils the teacher with model2vec
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from data_prep.sources import Document, WikiExtractor
 from pretrain.encoders import compare_with_scores, read_pairs
 from pretrain.monitor.records import append_record, row
 
@@ -69,7 +70,7 @@ def main() -> None:
     """Train or distil one peer, and print its figures."""
     parser = argparse.ArgumentParser(description="Measure peers on the same sentences.")
     parser.add_argument("teacher", type=Path)
-    parser.add_argument("sentences", type=Path, help="one a line")
+    parser.add_argument("articles", help="of WikiExtractor, whose sentences are read")
     parser.add_argument("pairs", type=Path, help="with scores")
     parser.add_argument("--peer", choices=("example", "static"), default="example")
     parser.add_argument("--most", type=int, default=13_312)
@@ -79,8 +80,10 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="train the example in bf16, as ours")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
-    with options.sentences.open(encoding="utf-8") as lines:
-        sentences = [line.rstrip("\n") for line in islice(lines, options.most)]
+    source = WikiExtractor(path=options.articles, document="sentence")
+    found = (item for piece in source.inputs(1 << 24) for item in source.documents(piece))
+    texts = (item.text for item in found if isinstance(item, Document))
+    sentences = list(islice(texts, options.most))
     begun = time.process_time()
     model = {"example": example, "static": static}[options.peer](options, sentences)
     seconds = time.process_time() - begun
