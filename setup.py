@@ -75,7 +75,13 @@ setup(
     ],
     package_data={
         "data_prep": ["py.typed"],
-        "launch": ["py.typed", "accelerate/*.yaml", "deepspeed/*.json", "slurm/*.sbatch"],
+        "launch": [
+            "py.typed",
+            "curves.json",
+            "accelerate/*.yaml",
+            "deepspeed/*.json",
+            "slurm/*.sbatch",
+        ],
         "pretrain": ["py.typed"],
     },
     cmdclass={"build_py": BuildPy},

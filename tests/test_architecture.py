@@ -87,20 +87,16 @@ CORE = [
         *("device/__init__.py", "device/precision.py"),
     )
 ] + modules("pretrain/model/families")
-MEASURING = ("baseline", "cost", "footprint", "host", "measure", "sizes", "subjects")
 
 
-def test_computation_and_gpu_benchmark_import_few_packages() -> None:
-    """Check the promise of `benchmarks/on_gpu.sh`, which runs where nothing else is installed."""
+def test_computation_imports_few_packages() -> None:
+    """Check the promise of tests/gpu, which run where nothing else is installed."""
     allowed = {*sys.stdlib_module_names, "accelerate", "numpy", "torch", "transformers", "triton"}
-    measuring = [ROOT / "pretrain" / "bench" / f"{name}.py" for name in ("__init__", *MEASURING)]
-    files = (*CORE, *modules("pretrain/kernels"), *measuring)
+    files = (*CORE, *modules("pretrain/kernels"))
     within = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
     within = {name.removesuffix(".__init__") for name in within}
-    for file, name in imports("pretrain", "benchmarks"):
-        measures = file.parent.name == "benchmarks" and file.name.startswith("on_gpu")
-        outside = name.startswith(("benchmarks.", "pretrain.api"))  # the latter only on demand
-        if (file not in files and not measures) or outside:
+    for file, name in imports("pretrain"):
+        if file not in files or name.startswith("pretrain.api"):  # that only on demand
             continue
         ours = name.startswith("pretrain.")
         known = name in within or name.rpartition(".")[0] in within

@@ -59,7 +59,9 @@ def test_gpu_tests_start_on_an_image_that_lacks_packages(
     assert result.returncode == 0, said + result.stderr
     assert "test_attention_on_gpu.py::test_the_kernels_of_a_gpu" in said
     assert "test_head_on_gpu.py::test_the_kernel_as_a_gpu_runs_it" in said
-    assert ("test_gpu.py::test_every_objective_has_the_cpus_curve" in said) == (names == MISSING)
+    assert ("test_gpu.py::test_every_objective_and_family_has_the_cpus_curve" in said) == (
+        names == MISSING
+    )
     assert "needs a GPU that torch can use" in said
     assert ("only tests/gpu" in said) == (names == NOT_CARRIED)
     assert " failed" not in said and " error" not in said

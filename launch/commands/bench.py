@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ import typer
 
 from launch.commands import Overrides, Record, quiet
 from launch.console import print_table, show
+from pretrain.exit_codes import ExitCode
 from pretrain.monitor.records import append_record, check_record, row
 
 
@@ -50,6 +52,15 @@ def bench(
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="How often each step is timed.", min=1)] = 5,
+    self_check: Annotated[
+        bool,
+        typer.Option(
+            "--self-check", help="Compare every objective and family with curves of a CPU first."
+        ),
+    ] = False,
+    minutes: Annotated[
+        float, typer.Option(help="After these --self-check starts nothing more.", min=0)
+    ] = 8.0,
     documents: Annotated[
         bool, typer.Option("--documents", help="Also compare packed rows with padded documents.")
     ] = False,
@@ -66,7 +77,9 @@ def bench(
 ) -> None:
     """Time a step next to its objective in plain transformers, after comparing their results.
 
-    Both have the same weights, rows and masks.
+    Both have the same weights, rows and masks. `--self-check` tells whether this machine computes
+    what it should: losses of every objective and family, compilation, a killed run, then the speed
+    of four shipped configs. It takes no other option but --minutes and --record.
 
     Example: distil bench shipped:minilm-6x384.yaml --synthetic --micro-batch 2
     """
@@ -74,6 +87,9 @@ def bench(
     from pretrain import RunError
     from pretrain.config import RunConfig
 
+    if self_check:
+        check_itself(minutes, record)
+        return
     sizes = layers, width, row_length
     if config is not None and not synthetic and sizes != (12, 768, 512):
         raise RunError(
@@ -113,6 +129,47 @@ def bench(
     append_record(record, None, [line for cell in report["rows"] for line in recorded(cell)])
 
 
+def check_itself(minutes: float, record: Path | None) -> None:
+    """Compare curves, then time shipped configs while there is time; exit with 1 if any differs."""
+    from launch.config import load_config
+    from pretrain.config import RunConfig
+
+    check_record(record)
+    end = time.monotonic() + 60 * minutes
+    quiet()
+    from launch.self_check import SPEED, TOLERANCE, checks, speed
+
+    rows, lines, num_failed = [], [], 0
+    for check in checks():
+        result = "FAILED" if check.failed else check.note or "ok"
+        far = "" if check.difference is None else f"{check.difference:.0e}"
+        show(f"{check.name}: {result} {far}".rstrip())
+        lines.append([check.name, result if not check.failed else f"FAILED {check.note}", far])
+        num_failed += check.failed
+        if check.difference is not None:
+            figures = {"difference": check.difference, "ok": float(not check.failed)}
+            rows.append(row(check.name, figures))
+    found = []
+    for name in SPEED:
+        if time.monotonic() > end:
+            lines.append([name, f"not run: {minutes:g} minutes were over", ""])
+            continue
+        show("", name)
+        report = speed(load_config(RunConfig, Path(f"shipped:{name}"), []), show)
+        found.append((name, report))
+        for cell in report["rows"]:
+            rows += [{**line, "model": f"{name}: {line['model']}"} for line in recorded(cell)]
+    print_table(("check", "result", "largest difference of a loss"), lines)
+    show(f"a loss may differ by {TOLERANCE:g} of its size from that of a CPU")
+    for name, report in found:
+        show("", name)
+        show_rows(report["rows"], report["peak_flops"])
+    append_record(record, None, rows)
+    if num_failed:
+        show(f"{num_failed} FAILED: this machine does not compute what it should; please report it")
+        raise typer.Exit(ExitCode.BUG)
+
+
 def recorded(cell: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a record: both steps of a cell."""
     size = f"{cell['micro_batch']} rows"
@@ -125,6 +182,9 @@ def recorded(cell: dict[str, Any]) -> list[dict[str, Any]]:
             "milliseconds": step["milliseconds"],
             "megabytes above the encoders": step["above_trunk_bytes"] / 1e6,
         }
+        if step["mfu"]:
+            figures["MFU"] = step["mfu"]
+        figures["tokens/s"] = step["tokens_per_second"]
         if name == "ours" and cell["ratio"]:
             figures["times as fast"] = cell["ratio"]
         found.append(row(f"{title}: {name}", figures))

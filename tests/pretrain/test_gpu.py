@@ -15,10 +15,10 @@ import ranks
 import torch
 from accelerate.state import AcceleratorState
 from results import losses, recorded, state
-from test_families import build
 from tiny import save_teacher, tiny_bert
 from torch import Tensor, nn
 
+from launch.self_check import checks
 from pretrain.checkpoint.snapshot import Snapshot
 from pretrain.config import RunConfig
 from pretrain.device.gpu import check_kernels
@@ -26,8 +26,6 @@ from pretrain.device.precision import allow_tf32, choose
 from pretrain.distributed.parallel import DDP
 from pretrain.distributed.processes import build_accelerator, start_ranks
 from pretrain.model.distillation import send
-from pretrain.model.families import FAMILIES
-from pretrain.objectives.known import OBJECTIVES
 from pretrain.train import train
 
 pytestmark = pytest.mark.gpu
@@ -130,62 +128,9 @@ def test_a_run_has_the_cpus_curve(settings: Settings, precision: str, tolerance:
     assert torch.get_float32_matmul_precision() == ("high" if precision == "fp32" else "highest")
 
 
-def close(found: dict[int, float], expected: dict[int, float]) -> bool:
-    """Return whether a curve of 6 steps, and the loss's way down, are the CPU's."""
-    assert len(expected) == 6 and len(found) == 6
-    return found == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_the_cpus_curve(
-    family: str, tmp_path: Path, make_settings: Settings
-) -> None:
-    special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
-    more = {"cls_token_id": 2, "sep_token_id": 3} if family == "modernbert" else {}
-    teacher = build(family, **special, **more, max_position_embeddings=40)
-    save_teacher(tmp_path / "teacher", teacher)
-    make = make_settings(
-        tmp_path / "teacher",
-        student={"num_layers": 2, "architecture": "same", "dropout": 0, "attention_dropout": 0},
-        optimizer={"learning_rate": 1e-4},
-        train={"max_steps": 6, "global_batch_size": 16, "micro_batch_size": 4},
-    )
-    assert close(made(make("gpu")), on_cpu(make("cpu")))
-
-
-OBJECTIVES_HERE: list[dict[str, Any]] = [
-    {"name": "distilbert", "hidden_mse": 1.0, "kl_positions": "masked"},
-    {"name": "minilm", "version": 1},
-    {"name": "minilm", "version": 2, "relation_heads": 8},
-    {"name": "tinybert"},
-    {"name": "embedding", "mse": 0.5},
-    {"name": "mlm"},
-]
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES_HERE, ids=lambda o: "-".join(map(str, o.values())))
-def test_every_objective_has_the_cpus_curve(
-    objective: dict[str, Any], tmp_path: Path, make_settings: Settings
-) -> None:
-    sections: dict[str, Any] = {"objective": objective, "optimizer": {"learning_rate": 1e-4}}
-    sections["train"] = {"max_steps": 6, "global_batch_size": 16, "micro_batch_size": 4}
-    teacher = None
-    if objective["name"] == "mlm":
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        sections["model"] = {**sizes, "intermediate_size": 64, **dropouts}
-    else:
-        teacher = tmp_path / "teacher"
-        save_teacher(teacher, tiny_bert(4))
-        student = {"num_layers": 2, "architecture": "same"}
-        sections["student"] = {**student, "dropout": 0, "attention_dropout": 0}
-    make = make_settings(teacher, **sections)
-    assert close(made(make("gpu")), on_cpu(make("cpu")))
-
-
-def test_every_objective_is_in_the_list() -> None:
-    known = {kind.model_fields["name"].default for kind in OBJECTIVES}
-    assert {objective["name"] for objective in OBJECTIVES_HERE} == known
+def test_every_objective_and_family_has_the_cpus_curve() -> None:
+    for check in checks():
+        assert not check.failed, check
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

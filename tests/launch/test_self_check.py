@@ -1,0 +1,58 @@
+"""Test `distil bench --self-check`: its curves on this machine, a difference, a failing run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import self_check
+from pretrain import RunError
+from pretrain.objectives.known import OBJECTIVES
+
+Distil = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.slow
+def test_this_machine_computes_the_stored_curves(distil: Distil, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    code, out, error = distil("bench", "--self-check", "--minutes", "0", "--record", record)
+    assert code == 0, out + error
+    assert "FAILED" not in out and out.count("not run") == len(self_check.SPEED)
+    rows = {row["model"]: row["figures"] for row in json.loads(record.read_bytes())[0]["rows"]}
+    for name in ("objective tinybert", "family modernbert", "resumed after a kill"):
+        assert rows[name]["difference"]["value"] < 1e-4 and rows[name]["ok"]["value"] == 1
+
+
+def test_another_curve_and_a_run_that_fails_are_reported(
+    distil: Distil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves = json.loads(self_check.CURVES.read_bytes())
+    curves["objective mlm"][-1] *= 1.01
+    (tmp_path / "curves.json").write_text(json.dumps(curves))
+    monkeypatch.setattr(self_check, "CURVES", tmp_path / "curves.json")
+    runs = self_check.runs
+
+    def some(folder: Path) -> dict[str, dict[str, Any]]:
+        found = {name: runs(folder)[f"objective {name}"] for name in ("mlm", "minilm 2")}
+        found["minilm 2"]["shards"] = str(tmp_path)
+        return {f"objective {name}": values for name, values in found.items()}
+
+    def no_compiler(device: object) -> None:
+        raise RunError("train.compile: no compiler; install one")
+
+    monkeypatch.setattr(self_check, "check_compiler", no_compiler)
+    monkeypatch.setattr(self_check, "runs", some)
+    monkeypatch.setattr(self_check, "killed_curve", lambda values: [1.0])
+    code, out, _ = distil("bench", "--self-check", "--minutes", "0")
+    assert code == 1
+    assert "objective mlm: FAILED 1e-02" in out
+    assert "objective minilm 2: FAILED" in out and "CorpusError" in out
+    assert "compiled: not run: train.compile: no compiler; install one" in out
+    assert "1 of 40 steps" in out and "3 FAILED" in out
+
+
+def test_every_objective_is_checked() -> None:
+    known = {kind.model_fields["name"].default for kind in OBJECTIVES}
+    assert {objective["name"] for objective in self_check.OBJECTIVES.values()} == known
