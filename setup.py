@@ -1,4 +1,4 @@
-"""Packages are listed by hand: find_packages() would install the tests.
+"""Install the three packages and their folders; neither tests nor benchmarks.
 
 Python 3.14 waits for mwparserfromhell, which has no wheel for it (0.7.2).
 """
@@ -6,10 +6,11 @@ Python 3.14 waits for mwparserfromhell, which has no wheel for it (0.7.2).
 import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
+PACKAGES = ("data_prep", "launch", "pretrain")
 
 EXTRAS = {
     "fast": ["nanotoken>=0.1,<0.2"],
@@ -43,36 +44,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
-    packages=[
-        "data_prep",
-        "data_prep.disk",
-        "data_prep.duplicates",
-        "data_prep.pipeline",
-        "data_prep.pipeline.stages",
-        "data_prep.publish",
-        "data_prep.shards",
-        "data_prep.sources",
-        "data_prep.text",
-        "data_prep.text.wikipedia",
-        "data_prep.tokens",
-        "launch",
-        "launch.commands",
-        "launch.torchrun",
-        "pretrain",
-        "pretrain.bench",
-        "pretrain.checkpoint",
-        "pretrain.data",
-        "pretrain.device",
-        "pretrain.distributed",
-        "pretrain.export",
-        "pretrain.kernels",
-        "pretrain.kernels.attention",
-        "pretrain.kernels.head",
-        "pretrain.model",
-        "pretrain.model.families",
-        "pretrain.monitor",
-        "pretrain.objectives",
-    ],
+    packages=find_packages(include=[f"{name}{rest}" for name in PACKAGES for rest in ("", ".*")]),
     package_data={
         "data_prep": ["py.typed"],
         "launch": [

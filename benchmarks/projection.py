@@ -31,8 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 from pretrain.bench.cost import flops_per_token
+from pretrain.contracts.terms import Term
 from pretrain.model.distillation import Distillation, micro_batch
-from pretrain.objectives.terms import Term, cosine_term, kl_term, mlm_term
+from pretrain.objectives.distilbert import cosine_term
+from pretrain.objectives.vocabulary_terms import kl_term, mlm_term
 
 ROW_LENGTH, ROWS = 512, 4096  # of the paper's optimizer step
 BYTES_OF_GRADIENT = 4  # fp32

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from data_prep.shards import Manifest, ShardSet, check, open_shards
 from pretrain.checkpoint import Saved
+from pretrain.contracts.terms import COUNTS, Term, VocabularyTerm, constant
 from pretrain.data.masking import IGNORE, Masking
 from pretrain.data.rows import corrupt, masking_over, special_ids
 from pretrain.data.sequences import Documents
@@ -38,14 +39,7 @@ from pretrain.model.teacher import (
     load_teacher,
     parameters_sha256,
 )
-from pretrain.objectives.terms import (
-    COUNTS,
-    Term,
-    VocabularyTerm,
-    constant,
-    cross_entropy,
-    kl_divergence,
-)
+from pretrain.objectives.vocabulary_terms import cross_entropy, kl_divergence
 from pretrain.output import noted_layers, recorded, sealed_state
 
 _KEY = 0x4556414C  # "EVAL"

@@ -16,6 +16,7 @@ from data_prep.shards import Manifest, load_manifest, open_shards
 from pretrain import RunError, checkpoint
 from pretrain.checkpoint import Saved, check_optimizer, load_adapters
 from pretrain.config import Optimizer, RunConfig, accumulation_steps, with_defaults
+from pretrain.contracts.terms import Shape, Term
 from pretrain.data.hashing import root
 from pretrain.data.order import Order
 from pretrain.data.rows import (
@@ -35,8 +36,6 @@ from pretrain.model.student import build_model, build_student
 from pretrain.model.targets import Targets, find_targets
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
-from pretrain.objectives.shape import Shape
-from pretrain.objectives.terms import Term
 from pretrain.output import (
     CORRECTIONS,
     DRAWN,

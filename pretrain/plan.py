@@ -15,8 +15,8 @@ from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig, Student
+from pretrain.contracts.terms import DISTILBERT_NAMES, Shape
 from pretrain.data.order import Order
-from pretrain.objectives.shape import DISTILBERT_NAMES, Shape
 from pretrain.output import sealed_state
 
 FEWEST_STEPS = 200  # a student has hardly left its warm-up before

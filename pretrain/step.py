@@ -1,6 +1,6 @@
 """Make one optimizer step, from packed rows to updated weights.
 
-The loss, for the terms t of `objectives/terms.py`, each over all micro-batches and ranks:
+The loss, for the terms t of `contracts/terms.py`, each over all micro-batches and ranks:
 
     loss = sum_t weight_t * total_t / count_t
 
@@ -20,11 +20,11 @@ import torch
 
 from pretrain import NonFiniteError
 from pretrain.config import Optimizer
+from pretrain.contracts.terms import COUNTS, Count
 from pretrain.data.hashing import root
 from pretrain.data.rows import StepRows
 from pretrain.model.distillation import MicroBatch, micro_batch, send
 from pretrain.monitor.post_mortem import write_post_mortem
-from pretrain.objectives.terms import COUNTS, Count
 from pretrain.run import Run
 
 _DROPOUT = 3  # this use of the seed; order and masking have other numbers

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pretrain.contracts.terms import Shape
 from pretrain.data.masking import IGNORE
 from pretrain.device.precision import PRECISIONS, Precision
 from pretrain.kernels.cpu_layers import use_torch_layers
 from pretrain.model.distillation import MicroBatch
 from pretrain.model.families import MaskedLM, shape_of
-from pretrain.objectives.shape import Shape
 
 Model = TypeVar("Model", bound=MaskedLM)
 # The terms of DistilBERT's loss and their weights; the last two are options.

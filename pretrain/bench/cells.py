@@ -20,14 +20,15 @@ from torch import nn
 from pretrain.bench.baseline import BaselineStep, padded, shapes_of, twin
 from pretrain.bench.measure import OurStep, Step, check, flops, forget, memory, ratio, timings
 from pretrain.bench.plain import baseline_step
+from pretrain.contracts.batch import Sequences
+from pretrain.contracts.terms import Shape
 from pretrain.device.memory import out_of_memory
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels.head.triton_support import use_triton
 from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.families import MaskedLM, shape_of
-from pretrain.model.pooling import SentenceHead, Sequences
+from pretrain.model.pooling import SentenceHead
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.shape import Shape
 
 Result = TypeVar("Result")
 OUT_OF_MEMORY = "out of memory"

@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from pretrain.contracts.terms import Count
 from pretrain.kernels.head import vocabulary_losses
 from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.families import family_of
-from pretrain.objectives.terms import Count
 
 aten = torch.ops.aten
 Module = TypeVar("Module", bound=nn.Module)

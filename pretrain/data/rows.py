@@ -29,12 +29,12 @@ from data_prep.shards.manifest import TOKEN_COUNTS
 from data_prep.shards.reading import check_size
 from pretrain import RunError
 from pretrain.config import MaskingConfig
+from pretrain.contracts.batch import Sequences
 from pretrain.data.masking import Masking
 from pretrain.data.order import Order
 from pretrain.data.sequences import Documents
 from pretrain.data.words import Borders, borders
 from pretrain.environment import SUPERVISOR, TIMEOUT
-from pretrain.model.pooling import Sequences
 from pretrain.signals import Interrupted, Signals, stop_signals
 
 _FEW_UNSPACED = 0.01  # share of the tokens that a note is not worth

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep.shards import Segments, ShardSet
+from pretrain.contracts.batch import Sequences
 from pretrain.data.vectors import map_vectors
-from pretrain.model.pooling import Sequences
 
 
 class Documents:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pretrain.kernels.attention import block_diagonal_mask
+from pretrain.contracts.packing import block_diagonal_mask
 
 # Scores at a time: 1 MB in fp32 on a CPU, 64 MB on a GPU. On an EPYC, one thread, 4 x 512 and 48
 # heads, 1 MB takes 2.3 s, 4 MB 2.6, 16 MB 3.0 and 64 MB 6.7. On a GPU the speed is not measured.

@@ -14,15 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pretrain.data.masking import IGNORE
-from pretrain.kernels.attention import Packing, find_documents
-from pretrain.kernels.compilation import compile_static
-from pretrain.kernels.cpu_layers import use_cpu_layers
-from pretrain.kernels.head import Backend, vocabulary_losses
-from pretrain.model.families import MaskedLM, encode, family_of, walk
-from pretrain.model.pooling import SentenceHead, Sequences
-from pretrain.objectives.terms import (
-    Batch,
+from pretrain.contracts.batch import Batch, Sequences
+from pretrain.contracts.packing import Packing, find_documents
+from pretrain.contracts.terms import (
     Count,
     Encoded,
     Signal,
@@ -30,6 +24,12 @@ from pretrain.objectives.terms import (
     Term,
     VocabularyTerm,
 )
+from pretrain.data.masking import IGNORE
+from pretrain.kernels.compilation import compile_static
+from pretrain.kernels.cpu_layers import use_cpu_layers
+from pretrain.kernels.head import Backend, vocabulary_losses
+from pretrain.model.families import MaskedLM, encode, family_of, walk
+from pretrain.model.pooling import SentenceHead
 
 
 class MicroBatch(NamedTuple):

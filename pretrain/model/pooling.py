@@ -9,12 +9,13 @@ vector.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from pretrain.contracts.batch import Sequences
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "torch.nn.modules.linear.Identity": lambda x: x,
@@ -22,22 +23,6 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "torch.nn.modules.activation.ReLU": F.relu,
     "torch.nn.modules.activation.GELU": F.gelu,
 }
-
-
-class Sequences(NamedTuple):
-    """Hold the whole documents of some rows, the first ones of each row's K places."""
-
-    # Narrow integers from a loader's worker, and on the device as they come.
-    documents: Tensor  # [R, L] place of each token's whole document in its row; -1: in none
-    lengths: Tensor  # [R, K] tokens, [CLS] and [SEP] included; 0 at an unused place
-    vectors: Tensor | None = None  # [R, K, W] of the teacher; None: it computes them
-
-    def split(self, size: int) -> Iterator[Sequences]:
-        """Yield `size` rows at a time."""
-        for first in range(0, len(self.documents), size):
-            rows = slice(first, first + size)
-            vectors = None if self.vectors is None else self.vectors[rows]
-            yield Sequences(self.documents[rows], self.lengths[rows], vectors)
 
 
 def pooled(hidden_BLD: Tensor, sequences: Sequences, first_BL: Tensor | None = None) -> Tensor:

@@ -28,7 +28,8 @@ from torch import Tensor
 from data_prep.messages import one_line
 from data_prep.tokens.failures import as_value_errors
 from pretrain import RunError
-from pretrain.kernels.attention import find_documents
+from pretrain.contracts.batch import Sequences
+from pretrain.contracts.packing import find_documents
 from pretrain.model.families import MaskedLM, encode, family_of
 from pretrain.model.loading import FLOATS
 from pretrain.model.model_files import (
@@ -38,7 +39,7 @@ from pretrain.model.model_files import (
     read_text,
     read_tokenizer,
 )
-from pretrain.model.pooling import ACTIVATIONS, SentenceHead, Sequences
+from pretrain.model.pooling import ACTIVATIONS, SentenceHead
 
 _LONGEST_JSON = 2**20  # bytes
 _UNLIMITED = 10**6  # tokens: transformers writes 10**30 where a tokenizer has no limit

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from pretrain import RunError
+from pretrain.contracts.terms import Count, Encoded, Shape, SignalTerm, Term, constant, wide
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.shape import Shape
 
 if TYPE_CHECKING:
-    from pretrain.objectives.terms import Count, Term
+    from torch import Tensor, nn
+
+    from pretrain.contracts.batch import Batch
 
 
 class DistilBert(Objective):
@@ -106,10 +108,8 @@ class DistilBert(Objective):
         """Return the terms with a weight above 0."""
         if teacher is not None:
             self.check(student, teacher)
-        from pretrain.objectives.terms import (
-            cosine_term,
+        from pretrain.objectives.vocabulary_terms import (
             divergence_term,
-            hidden_mse_term,
             kl_term,
             mlm_term,
             mse_term,
@@ -131,3 +131,38 @@ class DistilBert(Objective):
         )
         # A term of weight 0 would cost its whole computation and change nothing.
         return tuple(term for weight, term in terms if weight > 0)
+
+
+def cosine_distance(student_ND: Tensor, teacher_ND: Tensor) -> Tensor:
+    """Compute 1 - cos(student, teacher) [N]: L_cos, on last hidden states."""
+    from torch.nn.functional import cosine_similarity
+
+    return 1 - cosine_similarity(wide(student_ND), wide(teacher_ND), dim=-1)
+
+
+def cosine_term(weight: float) -> SignalTerm:
+    """Return the cosine term: last hidden states of student and teacher."""
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        assert teacher is not None
+        # The mask leaves padding out, whose hidden states mean nothing. `count` is the number of
+        # tokens, so this sum becomes the mean over all tokens.
+        values_BL = cosine_distance(student.last_hidden_state, teacher.last_hidden_state)
+        return (values_BL * batch.packing.token_mask).sum()
+
+    return SignalTerm("cosine", constant(weight), "tokens", total, True)
+
+
+def hidden_mse_term(weight: float) -> SignalTerm:
+    """Return the mean squared difference of the last hidden states of student and teacher."""
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        assert teacher is not None
+        ours, theirs = (wide(model.last_hidden_state) for model in (student, teacher))
+        return ((ours - theirs).square().mean(-1) * batch.packing.token_mask).sum()
+
+    return SignalTerm("hidden_mse", constant(weight), "tokens", total, True)

@@ -13,18 +13,19 @@ teacher's. For equal widths none is needed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from pretrain import RunError
+from pretrain.contracts.terms import Count, Encoded, Shape, SignalTerm, Term, constant
+from pretrain.objectives.distilbert import cosine_distance
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.shape import Shape
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-    from pretrain.objectives.terms import Term
+    from pretrain.contracts.batch import Batch
 
 
 class Embedding(Objective):
@@ -84,11 +85,57 @@ class Embedding(Objective):
         """Return the terms with a weight above 0."""
         assert teacher is not None
         self.check(student, teacher)
-        from pretrain.objectives.terms import vectors_term
-
         terms = (
             (self.cosine, vectors_term("cosine", self.cosine)),
             (self.similarity, vectors_term("similarity", self.similarity)),
             (self.mse, vectors_term("mse", self.mse)),
         )
         return tuple(term for weight, term in terms if weight > 0)
+
+
+def vectors_term(name: Literal["cosine", "similarity", "mse"], weight: float) -> SignalTerm:
+    """Return a term that compares the sentence vectors of whole documents.
+
+    The student's vector is the mean over a document's tokens, through the adapter "dense" if there
+    is one. "cosine" is 1 - cos(student, teacher), and "mse" their mean squared difference, each a
+    mean over documents. "similarity" compares what a document is similar to: the squared
+    difference of cos(a, b) in both models, for the pairs of documents of a row. Pairs across rows
+    would make the loss depend on the size of a micro-batch.
+
+    Args:
+        name: of the formula.
+        weight: of the term.
+    """
+
+    import torch
+    from torch.nn.functional import linear, normalize
+
+    from pretrain.model.pooling import pooled
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        # The teacher's own are there, too, whether it runs or a file holds them.
+        sequences = batch.sequences
+        assert sequences is not None and sequences.vectors is not None
+        ours_BKW, theirs_BKW = pooled(student.last_hidden_state, sequences), sequences.vectors
+        with torch.autocast(ours_BKW.device.type, enabled=False):
+            if "dense" in adapters:
+                dense: Any = adapters["dense"]
+                weight, bias = (t.to(ours_BKW.dtype) for t in (dense.weight, dense.bias))
+                ours_BKW = linear(ours_BKW, weight, bias)
+            theirs_BKW = theirs_BKW.to(ours_BKW.dtype)
+            there_BK = sequences.lengths > 0
+            if name == "cosine":
+                return (cosine_distance(ours_BKW, theirs_BKW) * there_BK).sum()
+            if name == "mse":
+                return ((ours_BKW - theirs_BKW).square().mean(-1) * there_BK).sum()
+            # Small: K is the number of documents of one row.
+            units = (normalize(vectors, dim=-1) for vectors in (ours_BKW, theirs_BKW))
+            ours_BKK, theirs_BKK = (unit @ unit.mT for unit in units)
+            # A document is as similar to itself in every model.
+            pairs_BKK = (there_BK[:, :, None] & there_BK[:, None]).float().triu(1) * 2
+            return ((ours_BKK - theirs_BKK).square() * pairs_BKK).sum()
+
+    over: Count = "sequence_pairs" if name == "similarity" else "sequences"
+    return SignalTerm(name, constant(weight), over, total, True)

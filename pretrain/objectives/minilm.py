@@ -14,17 +14,28 @@ nor the LM head. They are trained with a downstream task.
 
 from __future__ import annotations
 
-from math import gcd
+import math
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from pretrain import RunError
+from pretrain.contracts.terms import (
+    Encoded,
+    Kind,
+    Shape,
+    Signal,
+    SignalTerm,
+    Term,
+    constant,
+    wide,
+)
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.shape import Shape
 
 if TYPE_CHECKING:
-    from pretrain.objectives.terms import Kind, Term
+    from torch import Tensor, nn
+
+    from pretrain.contracts.batch import Batch
 
 
 _HEADS = 48
@@ -76,7 +87,7 @@ class MiniLM(Objective):
             return teacher.num_heads
         if self.relation_heads is not None:
             return self.relation_heads
-        both = gcd(student.hidden_size, teacher.hidden_size)
+        both = math.gcd(student.hidden_size, teacher.hidden_size)
         return next(heads for heads in range(_HEADS, 0, -1) if both % heads == 0)
 
     def check(self, student: Shape, teacher: Shape) -> None:
@@ -93,7 +104,7 @@ class MiniLM(Objective):
                 f"{student.num_heads}, the teacher {heads}; set student.num_attention_heads: "
                 f"{heads}, or objective.version: 2"
             )
-        both = gcd(student.hidden_size, teacher.hidden_size)
+        both = math.gcd(student.hidden_size, teacher.hidden_size)
         for who, shape in (("student", student), ("teacher", teacher)):
             if shape.hidden_size % heads:
                 divisors = [str(n) for n in range(1, both + 1) if both % n == 0 and n <= 2 * _HEADS]
@@ -108,8 +119,6 @@ class MiniLM(Objective):
         assert teacher is not None
         self.check(student, teacher)
         heads = self.num_heads(student, teacher)
-        from pretrain.objectives.terms import Signal, relation_term
-
         relations: dict[str, tuple[Kind, Kind]] = {
             "queries": ("query", "query"),
             "keys": ("key", "key"),
@@ -127,3 +136,30 @@ class MiniLM(Objective):
             )
             for name, (x, y) in relations.items()
         )
+
+
+def relation_term(
+    name: str, *, heads: int, student: tuple[Signal, Signal], teacher: tuple[Signal, Signal]
+) -> SignalTerm:
+    """Return a term of `divergence`: how a document's tokens are related in both models.
+
+    Args:
+        name: of the relation.
+        heads: relation heads, which divide both widths.
+        student: the two signals of the student whose products are compared.
+        teacher: those of the teacher.
+    """
+
+    from pretrain.kernels.relations import relation_divergence
+
+    def total(
+        ours: Encoded, theirs: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        assert theirs is not None
+        x, y = (ours.signals[signal] for signal in student)
+        tx, ty = (theirs.signals[signal] for signal in teacher)
+        packing = batch.packing
+        return relation_divergence((x, y), (tx, ty), packing.cu_seqlens, packing.token_mask, heads)
+
+    needs = frozenset(student), frozenset(teacher)
+    return SignalTerm(name, constant(1.0), "tokens", total, True, *needs)

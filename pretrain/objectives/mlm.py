@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from pretrain.contracts.terms import Shape, Term
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.shape import Shape
-
-if TYPE_CHECKING:
-    from pretrain.objectives.terms import Term
 
 
 class MaskedLanguageModel(Objective):
@@ -23,6 +20,6 @@ class MaskedLanguageModel(Objective):
 
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return the cross-entropy of the masked tokens, with weight 1."""
-        from pretrain.objectives.terms import mlm_term
+        from pretrain.objectives.vocabulary_terms import mlm_term
 
         return (mlm_term(1.0),)

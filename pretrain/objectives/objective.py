@@ -6,12 +6,10 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from data_prep.keys import Keys
-from pretrain.objectives.shape import Shape
+from pretrain.contracts.terms import Shape, Term
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from pretrain.objectives.terms import Term
 
 
 class Objective(Keys):

@@ -21,18 +21,19 @@ student's norm stays as it was initialised.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from pretrain import RunError
+from pretrain.contracts.terms import Encoded, Shape, Signal, SignalTerm, Term, constant, wide
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.shape import Shape
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-    from pretrain.objectives.terms import Term
+    from pretrain.contracts.batch import Batch
 
 _ADAPTER = "hidden"
 
@@ -135,7 +136,6 @@ class TinyBert(Objective):
         assert teacher is not None
         self.check(student, teacher)
         layers = self.layer_map(student, teacher)
-        from pretrain.objectives.terms import Signal, adapted_mse_term, scores_term
 
         # The authors' code has both terms in one list, of which the embeddings are entry 0.
         embedded = Signal("hidden", -1)
@@ -155,3 +155,67 @@ class TinyBert(Objective):
         )
         # A term of weight 0 would cost its whole computation and change nothing.
         return tuple(term for weight, term in terms if weight > 0)
+
+
+def adapted_mse_term(
+    name: str, weight: float, *, pairs: Sequence[tuple[Signal, Signal]], adapter: str
+) -> SignalTerm:
+    """Return L_hid or L_emb, the mean squared difference of hidden states.
+
+    Args:
+        name, weight: of the term.
+        pairs: a signal of the student and one of the teacher; the sum over pairs is taken.
+        adapter: the name of the module that brings the student's to the teacher's width.
+    """
+
+    import torch
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        assert teacher is not None
+        # A mean over the width, as an MSE has it. `count` makes the sum a mean over tokens.
+        values_BL = [
+            (wide(adapters[adapter](student.signals[ours])) - wide(teacher.signals[theirs]))
+            .square()
+            .mean(-1)
+            for ours, theirs in pairs
+        ]
+        return torch.stack([(x_BL * batch.packing.token_mask).sum() for x_BL in values_BL]).sum()
+
+    needs = frozenset(ours for ours, _ in pairs), frozenset(theirs for _, theirs in pairs)
+    return SignalTerm(name, constant(weight), "tokens", total, True, *needs)
+
+
+def scores_term(weight: float, *, heads: int, layers: Sequence[tuple[int, int]]) -> SignalTerm:
+    """Return L_att, the mean squared difference of attention scores.
+
+    Args:
+        weight: of the term.
+        heads: attention heads of both models.
+        layers: one of the student and one of the teacher; the sum over these pairs is taken.
+    """
+    import torch
+
+    from pretrain.kernels.relations import score_difference
+
+    both = [
+        tuple((Signal("query", layer), Signal("key", layer)) for layer in pair) for pair in layers
+    ]
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        assert teacher is not None
+        # One layer at a time, so that only its scores are in memory.
+        packing, sums = batch.packing, []
+        for (query, key), (teacher_query, teacher_key) in both:
+            ours = student.signals[query], student.signals[key]
+            theirs = teacher.signals[teacher_query], teacher.signals[teacher_key]
+            sums.append(
+                score_difference(ours, theirs, packing.cu_seqlens, packing.token_mask, heads)
+            )
+        return torch.stack(sums).sum()
+
+    needs = (frozenset(signal for pair in both for signal in pair[i]) for i in (0, 1))
+    return SignalTerm("attention", constant(weight), "pairs", total, True, *needs)

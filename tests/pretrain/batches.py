@@ -7,11 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pretrain.contracts.terms import Shape, Term
 from pretrain.data.masking import Masking
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.shape import Shape
-from pretrain.objectives.terms import Term
 
 
 def terms_of(objective: Objective) -> tuple[Term, ...]:

@@ -6,9 +6,9 @@ import torch
 from batches import terms_of
 from torch import Tensor
 
+from pretrain.contracts.terms import VocabularyTerm
 from pretrain.kernels.head import Projection
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.objectives.terms import VocabularyTerm
 
 
 def logit_terms(**changes: float | str) -> list[VocabularyTerm]:
@@ -20,7 +20,7 @@ def logit_terms(**changes: float | str) -> list[VocabularyTerm]:
 def naive_sums(
     student: Projection, teacher: Projection, labels: Tensor, terms: Sequence[VocabularyTerm]
 ) -> Tensor:
-    """Compute the sums of `terms` by formulas independent of `objectives/terms.py`."""
+    """Compute the sums of `terms` by formulas independent of `objectives/vocabulary_terms.py`."""
 
     def log_softmax(x: Tensor) -> Tensor:
         return x - x.exp().sum(-1, keepdim=True).log()

@@ -12,7 +12,7 @@ from operators import Operators
 from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 
-from pretrain.kernels.attention import Packing, block_diagonal_mask, find_documents
+from pretrain.contracts.packing import Packing, block_diagonal_mask, find_documents
 from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.model.families import MaskedLM, encode, family_of
 

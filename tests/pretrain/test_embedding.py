@@ -36,6 +36,7 @@ from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import Segments, load_manifest, open_shards
 from pretrain.config import RunConfig, Student
+from pretrain.contracts.packing import find_documents
 from pretrain.data.sequences import Documents
 from pretrain.data.vectors import (
     CODE,
@@ -47,7 +48,6 @@ from pretrain.data.vectors import (
 )
 from pretrain.export.export import export
 from pretrain.export.sentence_modules import write_modules
-from pretrain.kernels.attention import find_documents
 from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.model.families import FAMILIES, encode, shape_of
 from pretrain.model.loading import assemble, load_model

@@ -18,10 +18,10 @@ from tiny import save_teacher, tiny_bert, tiny_distilbert
 from traps import edit
 
 from data_prep.shards import open_shards
+from pretrain.contracts.packing import block_diagonal_mask, find_documents
 from pretrain.data.masking import MaskedRows
 from pretrain.evaluate import evaluate, evaluate_folder, evaluation_masking, weak_teacher
 from pretrain.export.export import export
-from pretrain.kernels.attention import block_diagonal_mask, find_documents
 from pretrain.model.distillation import micro_batch
 
 

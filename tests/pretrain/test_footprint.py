@@ -22,16 +22,16 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 from pretrain.bench import baseline
 from pretrain.bench.baseline import TRIPLE_LOSS, BaselineStep, Padded, triple_loss, twin
 from pretrain.bench.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
+from pretrain.contracts.packing import find_documents
+from pretrain.contracts.terms import Count
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels import attention, cpu_layers, relations
-from pretrain.kernels.attention import find_documents
 from pretrain.kernels.attention.dispatch import flash
 from pretrain.kernels.head import closed_form, vocabulary
 from pretrain.model.distillation import Distillation, MicroBatch
 from pretrain.model.families import encode, shape_of
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.minilm import MiniLM
-from pretrain.objectives.terms import Count
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "footprint.json"
 RENEW = "if that is meant: python -m tests.pretrain.test_footprint, and say why in docs/LOG.md"

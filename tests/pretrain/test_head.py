@@ -10,9 +10,9 @@ from head_inputs import draw, projections
 from naive_head import logit_terms, naive_sums
 from torch import Tensor
 
+from pretrain.contracts.terms import VocabularyTerm
 from pretrain.kernels.head import Projection, closed_form, vocabulary, vocabulary_losses
 from pretrain.objectives.mlm import MaskedLanguageModel
-from pretrain.objectives.terms import VocabularyTerm
 
 N, D, V = SIZES = 37, 16, 53
 COEFFICIENTS = (0.7, 1.3)

@@ -19,9 +19,10 @@ from head_inputs import draw, projections
 from torch import Tensor
 
 from pretrain import RunError
+from pretrain.contracts.terms import Count
 from pretrain.kernels.head import Backend, triton_support, vocabulary_losses
 from pretrain.kernels.head.closed_form import Weights
-from pretrain.objectives.terms import Count, kl_term, mlm_term
+from pretrain.objectives.vocabulary_terms import kl_term, mlm_term
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the package triton is not installed"

@@ -25,10 +25,10 @@ from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest
 from pretrain.config import RunConfig, Student
+from pretrain.contracts.packing import find_documents
 from pretrain.evaluate import evaluate_folder
 from pretrain.export.export import export
 from pretrain.inputs import load_inputs
-from pretrain.kernels.attention import find_documents
 from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.model.families import encode, family_of, shape_of
 from pretrain.model.student import build_student

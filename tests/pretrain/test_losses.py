@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from pretrain.evaluate import is_correct
-from pretrain.objectives.terms import (
-    cosine_distance,
+from pretrain.objectives.distilbert import cosine_distance
+from pretrain.objectives.vocabulary_terms import (
     cross_entropy,
     js_divergence,
     kl_divergence,

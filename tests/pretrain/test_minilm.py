@@ -20,14 +20,13 @@ from torch import Tensor
 from transformers import AutoModel
 
 from pretrain.config import RunConfig, Student
+from pretrain.contracts.terms import Shape, Signal, SignalTerm
 from pretrain.evaluate import evaluate_folder
 from pretrain.export.export import export
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import shape_of
 from pretrain.model.student import build_student
 from pretrain.objectives.minilm import MiniLM
-from pretrain.objectives.shape import Shape
-from pretrain.objectives.terms import Signal, SignalTerm
 
 NARROW = {
     "architecture": "same",

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pretrain.contracts.terms import SignalTerm, Term, VocabularyTerm, constant
 from pretrain.model.distillation import Distillation, MicroBatch, micro_batch, send
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.objectives.terms import SignalTerm, Term, VocabularyTerm, constant
 
 PAD, CLS = 0, 2
 CPU = torch.device("cpu")

@@ -8,13 +8,12 @@ import pytest
 from pydantic import ValidationError
 from runs import RECIPE, history, refused, start
 
+from pretrain.contracts.terms import Shape, VocabularyTerm
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.embedding import Embedding
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.shape import Shape
-from pretrain.objectives.terms import VocabularyTerm
 from pretrain.objectives.tinybert import TinyBert
 
 STUDENT, TEACHER = Shape(2, 32, 4), Shape(4, 32, 4)

@@ -22,12 +22,12 @@ from transformers import AutoModel, BertConfig
 
 from launch.config import load_config
 from pretrain.config import RunConfig, Student
+from pretrain.contracts.terms import Shape
 from pretrain.export.export import export
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import FAMILIES, shape_of
 from pretrain.model.loading import reinitialise
 from pretrain.model.student import build_student
-from pretrain.objectives.shape import Shape
 from pretrain.objectives.tinybert import TinyBert
 
 NARROW = {

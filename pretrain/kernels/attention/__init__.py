@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pretrain.contracts.packing import Packing, block_diagonal_mask, find_documents
 from pretrain.kernels.attention.dispatch import usable
-from pretrain.kernels.attention.packing import Packing, block_diagonal_mask, find_documents
 
 __all__ = ["Packing", "attend", "block_diagonal_mask", "find_documents"]
 

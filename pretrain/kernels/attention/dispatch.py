@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain.contracts.packing import block_diagonal_mask
 from pretrain.kernels.attention import efficient
 from pretrain.kernels.attention.cpu import by_document
-from pretrain.kernels.attention.packing import block_diagonal_mask
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float, int | None], Tensor]
 _HALF = (torch.float16, torch.bfloat16)

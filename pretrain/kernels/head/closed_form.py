@@ -1,6 +1,6 @@
 """Compute KL and cross-entropy of a chunk of logits with their gradient, in plain torch.
 
-It computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and the gradients
+It computes exactly `kl_divergence` and `cross_entropy` of `vocabulary_terms.py`, and the gradients
 derived there. It runs on any device for which no other backend is chosen.
 
 Every backend has this signature. The student's logits are overwritten with the gradient: a chunk
@@ -70,7 +70,7 @@ def losses_and_gradient(
         rows = slice(start, min(start + block, n))
         s = student_nV[rows].to(wide)
         gradient = None
-        # `cross_entropy` of objectives/terms.py. Only the first m rows have a label, so the block
+        # `cross_entropy` of vocabulary_terms.py. Only the first m rows have a label, so the block
         # that holds row m is cut there.
         if start < m:
             assert weights.cross_entropy_m is not None
@@ -81,7 +81,7 @@ def losses_and_gradient(
                 weights.cross_entropy_m[labelled],
                 with_gradient,
             )
-        # `kl_divergence` of objectives/terms.py. `_kl` overwrites s, so the cross-entropy, which
+        # `kl_divergence` of vocabulary_terms.py. `_kl` overwrites s, so the cross-entropy, which
         # needs the logits without the temperature, comes first.
         if kl_n is not None:
             assert teacher_nV is not None and weights.kl_n is not None
@@ -103,7 +103,7 @@ def losses_and_gradient(
 def _cross_entropy(
     s: Tensor, labels: Tensor, weights: Tensor, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    # `cross_entropy` of objectives/terms.py: -log r[label], gradient r - onehot(label), r =
+    # `cross_entropy` of vocabulary_terms.py: -log r[label], gradient r - onehot(label), r =
     # softmax(s). `gather` needs a valid index, so unlabelled rows read token 0 and are masked
     # below.
     known, index = labels >= 0, labels.clamp(min=0)[:, None]
@@ -126,7 +126,7 @@ def _kl(
     s: Tensor, t: Tensor, weights: Tensor, temperature: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Return (gradient, values); the logits `s` and `t` are overwritten."""
-    # `kl_divergence` of objectives/terms.py: T^2 sum p (log p - log q), gradient T (q - p), p and q
+    # `kl_divergence` of vocabulary_terms.py: T^2 sum p (log p - log q), gradient T (q - p), p and q
     # the softmax of t / T and s / T.
     s, t = s.mul_(1 / temperature), t.mul_(1 / temperature)
     s_max, t_max = s.amax(-1), t.amax(-1)

@@ -1,6 +1,6 @@
 """Compute the closed forms in a compiled function: a few passes over the logits instead of twenty.
 
-It computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and their
+It computes exactly `kl_divergence` and `cross_entropy` of `vocabulary_terms.py`, and their
 gradients. It runs with `train.compile` where the Triton kernel does not.
 
 Rows are computed in blocks of one size, and the rest of a chunk by `closed_form`. So shapes are
@@ -110,7 +110,7 @@ def _block(
     # exp(s / T): numerator of q in the KL, and, squared at T = 2, of r in the cross-entropy.
     kl_R = ce_R = gradient = None
     if teacher_RV is not None and kl_weights_R is not None:
-        # `kl_divergence` of objectives/terms.py: T^2 sum p (log p - log q), with p = theirs /
+        # `kl_divergence` of vocabulary_terms.py: T^2 sum p (log p - log q), with p = theirs /
         # their_sum and q = warm / ours_sum.
         t = teacher_RV.to(wide)
         t = t - t.amax(-1, keepdim=True)
@@ -122,7 +122,7 @@ def _block(
         # Its gradient, T (q - p), times the weight.
         factor = kl_weights_R * temperature
         gradient = warm * (factor / ours_sum)[:, None] - theirs * (factor / their_sum)[:, None]
-    # `cross_entropy` of objectives/terms.py: log sum exp(s) - s[label], gradient softmax(s) -
+    # `cross_entropy` of vocabulary_terms.py: log sum exp(s) - s[label], gradient softmax(s) -
     # onehot(label).
     if labels_R is not None and ce_weights_R is not None:
         # At the default temperature, 2, exp(s) is the square of exp(s / 2): one exponential less.

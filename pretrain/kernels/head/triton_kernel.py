@@ -1,6 +1,6 @@
 """Compute KL and cross-entropy of a chunk of logits with their gradient, in one Triton kernel.
 
-It computes exactly `kl_divergence` and `cross_entropy` of `objectives/terms.py`, and their
+It computes exactly `kl_divergence` and `cross_entropy` of `vocabulary_terms.py`, and their
 gradients. It runs on GPUs of compute capability 8.0 or more.
 
 There is one program per row. The first pass over the vocabulary accumulates maxima and sums of the
@@ -163,14 +163,14 @@ def _row(
         gap = tl.sum(moved_W * decay_W, 0)
         z_p = tl.sum(z_p_W * decay_W, 0)
         z_q = tl.sum(z_q_W * tl.exp((s_max_W - s_max) * inverse_t), 0)
-        # `kl_divergence` of objectives/terms.py, with one logarithm for nearly equal p and q.
+        # `kl_divergence` of vocabulary_terms.py, with one logarithm for nearly equal p and q.
         value = gap / z_p * inverse_t + tl.log(z_q / z_p)
         tl.store(kl_values + row, value * temperature * temperature)
         weight = tl.load(kl_weights + row).to(tl.float32) * temperature
         q_factor = weight / z_q
         p_factor = weight / z_p
     if CE:
-        # `cross_entropy` of objectives/terms.py: log sum exp(s - s_max) - (s[label] - s_max).
+        # `cross_entropy` of vocabulary_terms.py: log sum exp(s - s_max) - (s[label] - s_max).
         z_r = tl.sum(z_r_W * tl.exp(s_max_W - s_max), 0)
         known = label >= 0
         tl.store(ce_values + row, tl.where(known, tl.log(z_r) - (s_label - s_max), 0.0))

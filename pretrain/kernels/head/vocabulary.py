@@ -1,6 +1,6 @@
 """Compute losses and gradients from hidden states, in chunks of positions.
 
-It computes exactly the vocabulary terms of `objectives/terms.py`, and runs in every training step
+It computes exactly the vocabulary terms of `vocabulary_terms.py`, and runs in every training step
 and evaluation.
 
 At 64 x 512 positions and 30,522 tokens of vocabulary, student and teacher logits with their
@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain.contracts.terms import VocabularyTerm
 from pretrain.kernels.cpu_layers import have_product, product
 from pretrain.kernels.head import closed_form, compiled
 from pretrain.kernels.head.closed_form import Values, Weights
 from pretrain.kernels.head.triton_support import use_triton
-from pretrain.objectives.terms import VocabularyTerm
 
 # Positions at a time: smaller chunks would be slower matrix products.
 CHUNK = {"cpu": 512}

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.kernels.attention import Packing
+from pretrain.contracts.packing import Packing
+from pretrain.contracts.terms import Encoded, Kind, Shape, Signal
 from pretrain.model.families.bert import Bert
 from pretrain.model.families.distil_bert import DistilBert
 from pretrain.model.families.family import Family, MaskedLM
 from pretrain.model.families.modern_bert import ModernBert
 from pretrain.model.families.roberta import Camembert, Roberta, XLMRoberta
-from pretrain.objectives.shape import Shape
-from pretrain.objectives.terms import Encoded, Kind, Signal
 
 __all__ = ["FAMILIES", "Family", "MaskedLM", "encode", "family_of", "shape_of", "walk"]
 

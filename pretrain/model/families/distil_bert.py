@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import DistilBertConfig, DistilBertForMaskedLM
 
+from pretrain.contracts.terms import DISTILBERT_NAMES
 from pretrain.kernels.head import Projection
 from pretrain.model.families.post_norm import Parts, PostNorm
-from pretrain.objectives.shape import DISTILBERT_NAMES
 
 
 class DistilBert(PostNorm):

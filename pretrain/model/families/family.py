@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pretrain.kernels.attention import Packing
+from pretrain.contracts.packing import Packing
+from pretrain.contracts.terms import Kind
 from pretrain.kernels.head import Projection
-from pretrain.objectives.terms import Kind
 
 MaskedLM = PreTrainedModel  # a `...ForMaskedLM` of one of the families
 

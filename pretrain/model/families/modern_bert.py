@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_emb
 
-from pretrain.kernels.attention import Packing, attend
+from pretrain.contracts.packing import Packing
+from pretrain.contracts.terms import Kind
+from pretrain.kernels.attention import attend
 from pretrain.kernels.head import Projection
 from pretrain.model.families.family import Family
-from pretrain.objectives.terms import Kind
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from pretrain.kernels.attention import Packing, attend
+from pretrain.contracts.packing import Packing
+from pretrain.contracts.terms import Kind
+from pretrain.kernels.attention import attend
 from pretrain.model.families.family import Family
-from pretrain.objectives.terms import Kind
 
 
 class Parts(NamedTuple):

@@ -1,0 +1,109 @@
+"""Define what an objective is made of: signals of encoders, and terms with a weight and a mean.
+
+    loss = sum over terms of  weight * total / count
+
+`total` is the sum of a term's values over one optimizer step and all ranks. `count` is the number
+of what the term is `over`: "tokens" (all but padding), "masked" (the selected positions),
+"sequences" (documents; of an objective that compares vectors of documents, the whole ones), "pairs"
+(of two positions in the same document, in both orders), or "sequence_pairs" (of two whole documents
+in the same row, in both orders). A weight is a function of the optimizer step.
+
+Nothing here imports torch, so that a config is checked in a second.
+
+Shapes: N positions, V vocabulary, B rows, L row length, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pretrain.contracts.batch import Batch
+
+Count = Literal["tokens", "masked", "sequences", "pairs", "sequence_pairs"]
+COUNTS: tuple[Count, ...] = get_args(Count)
+Schedule = Callable[[int], float]  # optimizer step, from 0 -> weight
+Kind = Literal["hidden", "query", "key", "value"]
+
+
+def constant(weight: float) -> Schedule:
+    """Return the schedule of a weight that never changes."""
+    return lambda step: weight
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return x in fp32, or as it is in fp64: all formulas compute in one of these."""
+    return x if x.dtype.itemsize == 8 else x.float()
+
+
+# Of a DistilBERT's config.json; other families name sizes as BERT does.
+DISTILBERT_NAMES = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+}
+
+
+class Shape(NamedTuple):
+    """Hold the sizes of an encoder, which config.json gives before any weights are read."""
+
+    num_layers: int
+    hidden_size: int  # of query, key and value, too, with all heads side by side
+    num_heads: int
+    vector_size: int = 0  # of a teacher's sentence vectors; 0 where none are compared
+
+
+class Signal(NamedTuple):
+    """Name a tensor inside an encoder: the output of a layer, or its query, key or value.
+
+    Query and key are those that attention multiplies, with the heads side by side.
+    """
+
+    kind: Kind
+    layer: int  # from 0; "hidden" of layer -1 is the output of the embeddings
+
+
+class Encoded(NamedTuple):
+    """Hold the output of a model's encoder for one micro-batch: all that a `SignalTerm` reads."""
+
+    last_hidden_state: Tensor  # [B, L, D], after the encoder's final norm where it has one
+    signals: Mapping[Signal, Tensor] = {}  # [B, L, D], those that the terms name
+
+
+class VocabularyTerm(NamedTuple):
+    """Hold a term whose value at a position depends only on the vocabulary logits there.
+
+    The LM head calls `values` with a chunk of positions: at most 512 on a CPU, 2,048 on a GPU.
+    """
+
+    name: str
+    weight: Schedule
+    over: Count
+    # (student's logits [N, V], teacher's or None, labels [N], -100 where nothing is predicted)
+    # -> values [N]
+    values: Callable[[Tensor, Tensor | None, Tensor], Tensor]
+    needs_teacher: bool
+    fused: Literal["kl", "cross_entropy"] | None = None  # the LM head computes this formula
+    temperature: float = 1.0  # of the fused formula
+
+
+class SignalTerm(NamedTuple):
+    """Hold a term on the outputs of the encoders, and the signals that it reads of each."""
+
+    name: str
+    weight: Schedule
+    over: Count
+    # (student, teacher or None, batch, the objective's adapters) -> the sum over the micro-batch
+    # [], in fp32
+    total: Callable[[Encoded, Encoded | None, Batch, nn.ModuleDict], Tensor]
+    needs_teacher: bool
+    # Named in advance, so that the walk returns these and keeps nothing else.
+    student: frozenset[Signal] = frozenset()
+    teacher: frozenset[Signal] = frozenset()
+
+
+Term = VocabularyTerm | SignalTerm

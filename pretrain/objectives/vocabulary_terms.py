@@ -1,0 +1,117 @@
+"""Define the terms on vocabulary logits: each formula, and the code that computes it.
+
+The LM head (`kernels/head/vocabulary.py`) computes them in chunks of positions, without a tensor of
+[positions, vocabulary], in one of two ways:
+
+- If each of them names a formula in `fused`, and no two the same one, a backend computes values
+  and gradients: `kernels/head/triton_kernel.py` on GPUs of compute capability 8.0 or more,
+  `kernels/head/compiled.py` with `train.compile` elsewhere, else `kernels/head/closed_form.py`.
+  They compute the formulas below, and `tests/pretrain/test_head*.py` compare each with fp64.
+- Otherwise the functions below run with autograd, for all vocabulary terms: one term without
+  `fused` is enough. The figures of an evaluation are such terms.
+
+All functions compute in fp32 whatever the precision of their inputs (fp64 stays fp64): a bf16
+softmax over 30,000 tokens is wrong in the second digit.
+
+Shapes: N positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.contracts.terms import Count, VocabularyTerm, constant, wide
+
+
+def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, *, temperature: float) -> Tensor:
+    """Compute T^2 * KL(softmax(teacher / T) || softmax(student / T)) [N].
+
+    L_ce of DistilBERT (arXiv 1910.01108, section 2), after Hinton et al. 2015, section 2: T^2 keeps
+    the gradient's size when the temperature T changes. The gradient is T (q - p), where p and q are
+    the softmax of the teacher's and the student's logits at temperature T.
+    """
+
+    log_p = F.log_softmax(wide(teacher_NV) / temperature, dim=-1)
+    log_q = F.log_softmax(wide(student_NV) / temperature, dim=-1)
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1) * temperature**2
+
+
+def reverse_kl_divergence(student_NV: Tensor, teacher_NV: Tensor, *, temperature: float) -> Tensor:
+    """Compute T^2 * KL(softmax(student / T) || softmax(teacher / T)) [N].
+
+    The student is punished where it is sure and the teacher is not, so it covers fewer tokens.
+    """
+    return kl_divergence(teacher_NV, student_NV, temperature=temperature)
+
+
+def js_divergence(student_NV: Tensor, teacher_NV: Tensor, *, temperature: float) -> Tensor:
+    """Compute T^2 * (KL(p || m) + KL(q || m)) / 2 [N], where m = (p + q) / 2.
+
+    p and q are the softmax of the teacher's and the student's logits at temperature T. The value is
+    at most T^2 log 2.
+    """
+    log_p = F.log_softmax(wide(teacher_NV) / temperature, dim=-1)
+    log_q = F.log_softmax(wide(student_NV) / temperature, dim=-1)
+    # In logarithms, because p and q underflow where a model is sure.
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    both = log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)
+    return both.sum(-1) * (temperature**2 / 2)
+
+
+def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """Compute -log softmax(logits)[label] [N], 0 where the label is -100.
+
+    L_mlm of DistilBERT. The gradient is softmax(logits) - onehot(label).
+    """
+    return F.cross_entropy(wide(logits_NV), labels_N, reduction="none")
+
+
+def kl_term(weight: float, *, temperature: float, over: Count = "tokens") -> VocabularyTerm:
+    """Return the KL term: student's and teacher's distributions over the vocabulary."""
+
+    def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
+        assert teacher_NV is not None
+        return kl_divergence(student_NV, teacher_NV, temperature=temperature)
+
+    return VocabularyTerm("kl", constant(weight), over, values, True, "kl", temperature)
+
+
+def divergence_term(
+    weight: float, *, kind: Literal["reverse", "js"], temperature: float, over: Count
+) -> VocabularyTerm:
+    """Return a term in the place of the KL term; not fused."""
+    # Other names than "kl", so that curves of different formulas are never drawn as one.
+    name, formula = {
+        "reverse": ("reverse_kl", reverse_kl_divergence),
+        "js": ("js", js_divergence),
+    }[kind]
+
+    def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
+        assert teacher_NV is not None
+        return formula(student_NV, teacher_NV, temperature=temperature)
+
+    return VocabularyTerm(name, constant(weight), over, values, True)
+
+
+def mlm_term(weight: float) -> VocabularyTerm:
+    """Return the cross-entropy term of the masked tokens."""
+
+    def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
+        return cross_entropy(student_NV, labels_N)
+
+    return VocabularyTerm("mlm", constant(weight), "masked", values, False, "cross_entropy")
+
+
+def mse_term(weight: float, *, over: Count) -> VocabularyTerm:
+    """Return the squared distance of the logits, an option of DistilBERT's code; not fused."""
+
+    def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
+        assert teacher_NV is not None
+        return (wide(student_NV) - wide(teacher_NV)).square().sum(-1)
+
+    return VocabularyTerm("mse", constant(weight), over, values, True)
