@@ -1,6 +1,7 @@
 """Check which package imports which, and that only the listed packages are installed."""
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -209,3 +210,20 @@ def test_build_has_only_the_listed_packages(tmp_path: Path) -> None:
     shipped = {p.relative_to(ROOT / "configs") for p in (ROOT / "configs").rglob("*.*")}
     expected |= {Path("launch", "shipped", name) for name in shipped}
     assert built == expected
+
+
+def test_the_files_and_names_of_the_architecture_page_exist() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:pretrain|data_prep|launch|tests|benchmarks)/[\w/.-]*)", text))
+    assert len(paths) > 30
+    for path in paths:
+        assert (ROOT / path).exists(), path
+    # `name()` and `Class.name()` are defined; right before "in `file`", and after "`file`:", there.
+    everything = "".join(f.read_text(encoding="utf-8") for p in INSTALLED for f in modules(p))
+    for name in re.findall(r"`([\w.]+)\(\)`", text):
+        assert f"def {name.rpartition('.')[2]}(" in everything, name
+    pairs = re.findall(r"`([\w.]+)\(\)`\s+in\s+`([\w/]+\.py)`", text)
+    pairs += [(n, file) for file, n in re.findall(r"`([\w/]+\.py)`:\s+`([\w.]+)\(\)`", text)]
+    assert len(pairs) > 6
+    for name, file in pairs:
+        assert f"def {name.rpartition('.')[2]}(" in (ROOT / file).read_text(encoding="utf-8"), name

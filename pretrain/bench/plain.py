@@ -37,10 +37,10 @@ from pretrain.model.families import MaskedLM, family_of, shape_of
 from pretrain.model.families.post_norm import PostNorm
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.embedding import Embedding
-from pretrain.objectives.minilm import MiniLM
+from pretrain.objectives.minilm import MiniLM, divergence, relation
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.tinybert import TinyBert
+from pretrain.objectives.tinybert import TinyBert, scores, squared_difference
 
 Formulation = Callable[[Any, Inputs], dict[str, Tensor]]  # the mean of each term, by its name
 
@@ -76,12 +76,13 @@ def minilm(objective: MiniLM, inputs: Inputs) -> dict[str, Tensor]:
     # With dropout 0 the probabilities are those of the paper; in training some are dropped.
     if first:
         q, p = outputs[0].attentions[last], outputs[1].attentions[layer]
-        means["attention"] = mean_divergence(p, q, keys)
+        means["attention"] = divergence(q, p, keys) / keys.sum()
     heads = objective.num_heads(shape_of(student), shape_of(teacher))
     kinds = {"values": "value"} if first else {"queries": "query", "keys": "key", "values": "value"}
     for name, kind in kinds.items():
-        q, p = relation(ours[kind, last], keys, heads), relation(theirs[kind, layer], keys, heads)
-        means[name] = mean_divergence(p, q, keys)
+        x, tx = ours[kind, last], theirs[kind, layer]
+        q, p = (relation(each, each, keys[:, None], heads) for each in (x, tx))
+        means[name] = divergence(q, p, keys) / keys.sum()
     return means
 
 
@@ -90,27 +91,25 @@ def tinybert(objective: TinyBert, inputs: Inputs) -> dict[str, Tensor]:
     student, teacher = inputs.student, inputs.teacher
     assert teacher is not None
     layers = objective.layer_map(shape_of(student), shape_of(teacher))
-    ours, theirs = zip(*layers, strict=True)
-    with hooked(student, ours) as s, hooked(teacher, theirs) as t:
+    mapped = zip(*layers, strict=True)
+    with hooked(student, next(mapped)) as s, hooked(teacher, next(mapped)) as t:
         outputs = inputs.outputs(output_hidden_states=True)
     tokens = inputs.batch.attention_mask.bool()
     terms: dict[str, list[Tensor]] = {"attention": [], "hidden": [], "embedding": []}
     # Of transformers' hidden states the first is the output of the embeddings.
     for here, there in ((-1, -1), *layers):
         if objective.attention and here >= 0:
-            both = []
-            for found, layer in ((s, here), (t, there)):
-                heads = shape_of(teacher).num_heads
-                q, k = (found[kind, layer].unflatten(-1, (heads, -1)) for kind in ("query", "key"))
-                scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / q.shape[-1] ** 0.5
-                both.append(torch.where(scores <= -1e2, 0.0, scores))
-            squares = (both[0] - both[1]).square().mean(1)
-            terms["attention"].append(squares[tokens[:, :, None] & tokens[:, None, :]].mean())
+            heads, pairs = shape_of(teacher).num_heads, tokens[:, :, None] & tokens[:, None, :]
+            ours, theirs = (
+                scores(found["query", layer], found["key", layer], heads)
+                for found, layer in ((s, here), (t, there))
+            )
+            terms["attention"].append(squared_difference(ours, theirs, pairs) / pairs.sum())
         name = "embedding" if here < 0 else "hidden"
         if getattr(objective, name):
-            mapped = inputs.adapters["hidden"](outputs[0].hidden_states[here + 1])
+            adapted = inputs.adapters["hidden"](outputs[0].hidden_states[here + 1])
             target = outputs[1].hidden_states[there + 1]
-            terms[name].append(nn.MSELoss()(selected(mapped, tokens), selected(target, tokens)))
+            terms[name].append(nn.MSELoss()(selected(adapted, tokens), selected(target, tokens)))
     return {name: torch.stack(means).sum() for name, means in terms.items() if means}
 
 
@@ -200,20 +199,3 @@ def hooked(model: MaskedLM, layers: Iterable[int]) -> Iterator[dict[tuple[str, i
     finally:
         for handle in handles:
             handle.remove()
-
-
-def relation(x_BLD: Tensor, keys_BL: Tensor, heads: int) -> Tensor:
-    """Return softmax(X X^T / sqrt(d)) of each head [B, A, L, L], 0 at padded keys."""
-    x_BALd = x_BLD.unflatten(-1, (heads, -1)).transpose(1, 2)
-    scores = x_BALd @ x_BALd.mT / x_BALd.shape[-1] ** 0.5
-    scores = scores.masked_fill(~keys_BL[:, None, None, :], torch.finfo(scores.dtype).min)
-    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-
-
-def mean_divergence(p_BALL: Tensor, q_BALL: Tensor, tokens_BL: Tensor) -> Tensor:
-    """Return the mean of KL(p || q) over heads and tokens."""
-    # Padded keys count 0, and padded queries are left out.
-    # A probability of 0, at padding, has no logarithm.
-    tiny = torch.finfo(p_BALL.dtype).tiny
-    logs = p_BALL.clamp_min(tiny).log() - q_BALL.clamp_min(tiny).log()
-    return (p_BALL * logs).sum(-1).mean(1)[tokens_BL].mean()

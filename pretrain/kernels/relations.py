@@ -1,9 +1,9 @@
 """Compare how the tokens of a document are related in two models, as MiniLM and TinyBERT do.
 
-The scores of a head are X Y^T / sqrt(d): how strongly each token of a document is related to each
-other one, for X and Y among query, key and value. A formula compares the scores of both models.
-The sum over heads and tokens is computed in chunks of rows and heads, together with its gradient,
-so that nothing of size [heads, length, length] outlives its chunk.
+It computes `divergence` of the relations in `objectives/minilm.py`, and `squared_difference` of the
+scores in `objectives/tinybert.py`; `tests/pretrain/test_relations.py` compares them in fp64. The
+sum over heads and tokens is computed in chunks of rows and heads, together with its gradient, so
+that nothing of size [heads, length, length] outlives its chunk.
 
 Shapes: B rows, b of them at a time, L row length, D width, A relation heads, d = D / A.
 """

@@ -28,7 +28,6 @@ from pretrain.contracts.terms import (
     SignalTerm,
     Term,
     constant,
-    wide,
 )
 from pretrain.objectives.objective import Objective
 
@@ -136,6 +135,35 @@ class MiniLM(Objective):
             )
             for name, (x, y) in relations.items()
         )
+
+
+def relation(x_BLD: Tensor, y_BLD: Tensor, same_BLL: Tensor, heads: int) -> Tensor:
+    """Compute R = softmax(X Y^T / sqrt(d)) of each relation head [B, A, L, L].
+
+    Args:
+        x_BLD, y_BLD: the tensors that are related, with all heads side by side.
+        same_BLL: whether two positions are in one document; a row's padding counts as one.
+        heads: relation heads, which divide the width.
+    """
+    import torch
+
+    x_BALd, y_BALd = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (x_BLD, y_BLD))
+    scores = x_BALd @ y_BALd.mT / x_BALd.shape[-1] ** 0.5
+    scores = scores.masked_fill(~same_BLL[:, None], -math.inf)
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+
+
+def divergence(student_BALL: Tensor, teacher_BALL: Tensor, tokens_BL: Tensor) -> Tensor:
+    """Compute the sum over tokens of KL(teacher || student), the mean over heads, of relations.
+
+    `kernels/relations.py` computes it from X and Y in chunks, with its gradient.
+    """
+    import torch
+
+    # Tokens of two documents have the relation 0 in both models, and no logarithm.
+    tiny = torch.finfo(teacher_BALL.dtype).tiny
+    logs = teacher_BALL.clamp_min(tiny).log() - student_BALL.clamp_min(tiny).log()
+    return ((teacher_BALL * logs).sum(-1).mean(1) * tokens_BL).sum()
 
 
 def relation_term(

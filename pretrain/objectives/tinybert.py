@@ -157,6 +157,27 @@ class TinyBert(Objective):
         return tuple(term for weight, term in terms if weight > 0)
 
 
+def scores(query_BLD: Tensor, key_BLD: Tensor, heads: int) -> Tensor:
+    """Compute S = Q K^T / sqrt(d) of each head [B, A, L, L], before the softmax."""
+    q_BALd, k_BALd = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query_BLD, key_BLD))
+    return q_BALd @ k_BALd.mT / q_BALd.shape[-1] ** 0.5
+
+
+def squared_difference(student_BALL: Tensor, teacher_BALL: Tensor, pairs_BLL: Tensor) -> Tensor:
+    """Compute the sum over pairs of (S - S')^2, the mean over heads; L_att of a layer is its mean.
+
+    A score of -100 or less counts as 0 in either model, as in the authors' code.
+    `kernels/relations.py` computes it from Q and K in chunks, with its gradient.
+
+    Args:
+        student_BALL, teacher_BALL: scores of both models.
+        pairs_BLL: whether two positions are tokens of one document.
+    """
+    kept = (s.masked_fill(s <= -1e2, 0.0) for s in (student_BALL, teacher_BALL))
+    squares_BLL = (next(kept) - next(kept)).square().mean(1)
+    return squares_BLL.masked_fill(~pairs_BLL, 0.0).sum()
+
+
 def adapted_mse_term(
     name: str, weight: float, *, pairs: Sequence[tuple[Signal, Signal]], adapter: str
 ) -> SignalTerm:

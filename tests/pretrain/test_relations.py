@@ -1,15 +1,18 @@
-"""Compare the relations of MiniLM and TinyBERT with a loop over documents and heads in fp64."""
+"""Compare relations in fp64: the kernel, the formula in the paper's file, and a loop."""
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, chain
 
 import pytest
 import torch
 from torch import Tensor
 
+from pretrain.contracts.packing import block_diagonal_mask
 from pretrain.kernels import relations
 from pretrain.kernels.relations import relation_divergence, score_difference
+from pretrain.objectives import minilm, tinybert
 
 LENGTHS = [[5, 3], [8], [2, 1, 5]]  # of documents in rows of 8; the last of row 2 is padding
 PADDED = 2
@@ -55,6 +58,23 @@ def naive(
     return total
 
 
+def by_formula(
+    compare: Callable[..., Tensor],
+    student: tuple[Tensor, Tensor],
+    teacher: tuple[Tensor, Tensor],
+    starts: Tensor,
+    tokens: Tensor,
+    heads: int,
+) -> Tensor:
+    """Compute the formula in the paper's file."""
+    same = block_diagonal_mask(starts, *tokens.shape)[:, 0]
+    if compare is relation_divergence:
+        both = (minilm.relation(x, y, same, heads) for x, y in (student, teacher))
+        return minilm.divergence(*both, tokens)
+    both = (tinybert.scores(x, y, heads) for x, y in (student, teacher))
+    return tinybert.squared_difference(*both, same & tokens[:, :, None])
+
+
 # With the size of the inputs: at 10, an eighth of the scores of two tensors are below -100.
 COMPARISONS = [(relation_divergence, kl, 1), (score_difference, squares, 10)]
 
@@ -83,16 +103,14 @@ def test_value_and_gradients_equal_a_loop(
     tokens[PADDED, 3:] = False
     x, y = x.requires_grad_(), y.requires_grad_()
     expected = naive(x, y, tx, ty, tokens, 6, formula)
-    found = compare((x, y), (tx, ty), starts, tokens, 6)
-    assert expected > 1 and (found - expected).abs() < 1e-9 * expected
     inputs = [x] if itself else [x, y]
-    for ours, theirs in zip(
-        torch.autograd.grad(3 * found, inputs),
-        torch.autograd.grad(3 * expected, inputs),
-        strict=True,
-    ):
-        assert theirs.abs().max() > 0.1
-        assert (ours - theirs).abs().max() < 1e-9 * max(1.0, float(theirs.abs().max()))
+    gradients = torch.autograd.grad(3 * expected, inputs)
+    for function in (compare, partial(by_formula, compare)):
+        found = function((x, y), (tx, ty), starts, tokens, 6)
+        assert expected > 1 and (found - expected).abs() < 1e-9 * expected
+        for ours, theirs in zip(torch.autograd.grad(3 * found, inputs), gradients, strict=True):
+            assert theirs.abs().max() > 0.1
+            assert (ours - theirs).abs().max() < 1e-9 * max(1.0, float(theirs.abs().max()))
 
 
 def test_a_score_of_minus_100_counts_as_0_and_gets_no_gradient() -> None:
