@@ -4,7 +4,7 @@
     python benchmarks/projection.py --check [--layers 12]                        a few minutes
 
 The first command prints the table of docs/performance.md: seconds of an optimizer step by the cost
-model (`pretrain/bench/cost.py`) at an assumed share of the peak, its all-reduce at an assumed
+model (`pretrain/bench/measure.py`) at an assumed share of the peak, its all-reduce at an assumed
 bandwidth, and the whole run. Nothing in that table is measured.
 
 `--check` measures a micro-batch, the all-reduce of the gradients and the optimizer with two gloo
@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
-from pretrain.bench.cost import flops_per_token
+from pretrain.bench.measure import flops_per_token
 from pretrain.contracts.terms import Term
 from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.objectives.distilbert import cosine_term

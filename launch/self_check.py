@@ -29,7 +29,7 @@ from torch import nn
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from pretrain import RunError
-from pretrain.bench import comparison
+from pretrain.bench import table
 from pretrain.config import RunConfig
 from pretrain.data.hashing import derive, root
 from pretrain.files import write_json
@@ -142,8 +142,8 @@ def speed(config: RunConfig, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the measurements of `distil bench` for a config at its own sizes, random weights."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     rows = [32 if device.type == "cuda" else 1]
-    asked = comparison.choose(config, device, None, None, rows, 3, False, False)
-    return comparison.measure(comparison.synthetic(config, 12, 768, 512, device, asked), asked, say)
+    asked = table.choose(config, device, None, None, rows, 3, False, False)
+    return table.compare(table.synthetic(config, 12, 768, 512, device, asked), asked, say)
 
 
 def write_inputs(folder: Path) -> None:

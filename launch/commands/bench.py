@@ -102,7 +102,7 @@ def bench(
     quiet()
     import torch
 
-    from pretrain.bench import comparison
+    from pretrain.bench import table
     from pretrain.device.gpu import check_kernels
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -110,16 +110,16 @@ def bench(
     if config is not None:
         show(config_line(config))
     given = (precision, kl, micro_batch)
-    asked = comparison.choose(settings, device, *given, repeats, documents, compiled)
+    asked = table.choose(settings, device, *given, repeats, documents, compiled)
     if settings is None or synthetic:
-        subject = comparison.synthetic(settings, *sizes, device, asked)
+        subject = table.synthetic(settings, *sizes, device, asked)
     else:
-        subject = comparison.configured(settings, device, asked)
+        subject = table.configured(settings, device, asked)
     check_record(record)
     if json_file is not None:  # a file that cannot be written is an error before hours of timing
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.open("a").close()
-    report = comparison.measure(subject, asked, show)
+    report = table.compare(subject, asked, show)
     show_rows(report["rows"], report["peak_flops"])
     if documents:
         show_documents(report["documents"])

@@ -1,31 +1,42 @@
 """Compare our micro-step with the baseline: first their values, then time and memory.
 
 Both steps take the same weights, rows and masks. With dropout 0 their loss terms and gradients must
-agree. Then they are timed in turn in one process, with dropout, forward and backward.
+agree. Then they are timed in turn in one process, with dropout, forward and backward. A step that
+does not fit into memory is reported as such, and the others are still measured.
 
 Shapes: T terms.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pretrain import NumericalError
-from pretrain.bench.baseline import BaselineStep
-from pretrain.bench.cost import flops_per_token
-from pretrain.bench.footprint import Counter
+from pretrain.bench.baseline import BaselineStep, baseline_step, padded, shapes_of, twin
+from pretrain.contracts.batch import Sequences
+from pretrain.contracts.terms import Shape
+from pretrain.device.memory import out_of_memory
 from pretrain.device.precision import PRECISIONS, Precision
+from pretrain.kernels.head.triton_support import use_triton
 from pretrain.model.distillation import Distillation, MicroBatch, parameters_by_name
-from pretrain.model.families import MaskedLM
+from pretrain.model.families import MaskedLM, shape_of
+from pretrain.model.pooling import SentenceHead
+from pretrain.objectives.objective import Objective
 
 
 @dataclass
@@ -218,11 +229,75 @@ def _allocated(work: Callable[[], object], device: torch.device) -> tuple[int, i
         peak, left = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
         del result
         return peak - before, left - before
-    with Counter() as counter:
+    with Alive() as alive:
         result = work()
-        left = counter.live
+        left = alive.live
     del result
-    return counter.peak, left
+    return alive.peak, left
+
+
+class Alive(TorchDispatchMode):
+    """Count the bytes that are alive on a CPU, as torch's allocator does on a GPU.
+
+    A piece of memory is alive from the operator that returns it until its last tensor or view is
+    freed. The memory inside a kernel is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0  # bytes above what was alive before
+        self.sizes: dict[int, int] = {}  # by storage
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+        self.add(t for t in tensors_in(result) if storage_key(t) not in known)
+        return result
+
+    def add(self, made: Iterable[Tensor]) -> None:
+        """Count tensors whose memory an operator has returned."""
+        for tensor in made:
+            storage, key = tensor.untyped_storage(), storage_key(tensor)
+            if key not in self.sizes:
+                self.sizes[key] = storage.nbytes()
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._free, key).atexit = False
+
+    def _free(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results of an operator."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return what tells pieces of memory apart."""
+    return tensor.untyped_storage()._cdata
+
+
+def flops_per_token(
+    student: MaskedLM, teacher: MaskedLM | None, row_length: int, head_share: float
+) -> float:
+    """Return the work of the loss a token: teacher forward, student forward and backward (x 3).
+
+    A layer's forward is 8 D^2 + 4 D F + 4 S D. The head's is 2 D^2 + 2 D V at `head_share` of the
+    positions (1 with KL over all tokens, else the masked share).
+    """
+    total = 0.0
+    for model, times in ((student, 3), (teacher, 1)):
+        if model is not None:
+            config = model.config
+            width, layers = config.hidden_size, config.num_hidden_layers
+            inner = getattr(config, "intermediate_size", None) or config.hidden_dim
+            layer = 8 * width**2 + 4 * width * inner + 4 * row_length * width
+            head = head_share * (2 * width**2 + 2 * width * config.vocab_size)
+            total += times * (layers * layer + head)
+    return total
 
 
 def flops(step: OurStep, milliseconds: float) -> float:
@@ -256,3 +331,220 @@ def without_dropout(*models: nn.Module) -> Iterator[None]:
     finally:
         for (layer, name), p in zip(layers, before, strict=True):
             setattr(layer, name, p)
+
+
+Result = TypeVar("Result")
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Hold one set of weights on a device, from which both steps are made.
+
+    Our teacher is in the precision of its step, as in a run. The baseline's computes in it under
+    autocast.
+    """
+
+    student: MaskedLM
+    teachers: Mapping[str, MaskedLM]  # ours, by precision
+    usual_student: MaskedLM
+    usual_teacher: MaskedLM | None
+    adapters: nn.ModuleDict  # of the objective, trained by both
+    device: torch.device
+    pad_id: int
+    compiled: bool
+    recompute: bool
+
+    @classmethod
+    def of(
+        cls,
+        student: MaskedLM,
+        teacher: MaskedLM | None,
+        device: torch.device,
+        precisions: Sequence[str],
+        *,
+        pad_id: int,
+        adapters: nn.ModuleDict | None = None,
+        compiled: bool = False,
+        recompute: bool = False,
+    ) -> Pair:
+        """Move both models to the device and make the baseline's twins."""
+        adapters = adapters or nn.ModuleDict()
+        for module in (student, adapters, *([teacher] if teacher is not None else [])):
+            nn.Module.to(module, device)
+        teachers = {}
+        for dtype, name in ((PRECISIONS[name].dtype, name) for name in precisions):
+            if teacher is not None:
+                # A copy only where the precision differs: the weights are the largest part of the
+                # memory.
+                same = dtype == torch.float32
+                teachers[name] = teacher if same else nn.Module.to(copy.deepcopy(teacher), dtype)
+        twins = twin(student), None if teacher is None else twin(teacher)
+        return cls(student, teachers, *twins, adapters, device, pad_id, compiled, recompute)
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape | None]:
+        """Return the sizes of both models, for an objective."""
+        return shapes_of(self.student, self.usual_teacher)
+
+    def ours(self, objective: Objective, batch: MicroBatch, precision: str) -> OurStep:
+        """Return our step on a micro-batch in the host's memory."""
+        weight, head = next(self.student.parameters()), None
+        if objective.compares_documents:
+            batch = with_sequences(batch, pad_id=self.pad_id)
+            head = SentenceHead(shape_of(self.student).hidden_size)
+        module = Distillation(
+            self.student,
+            self.teachers.get(precision),
+            objective.terms(*self.shapes),
+            pad_id=self.pad_id,
+            adapters=self.adapters,
+            head=head,
+            backend="compiled" if self.compiled and not use_triton("auto", weight) else "auto",
+            compiled=self.compiled,
+            recompute=self.recompute,
+        )
+        return OurStep(module, batch.to(self.device), PRECISIONS[precision])
+
+    def usual(self, objective: Objective, batch: MicroBatch, precision: str) -> BaselineStep:
+        """Return the baseline step on the same data."""
+        return baseline_step(
+            self.usual_student,
+            self.usual_teacher,
+            padded(batch.to(self.device), pad_id=self.pad_id),
+            objective,
+            PRECISIONS[precision],
+            self.adapters,
+        )
+
+
+def with_sequences(batch: MicroBatch, *, pad_id: int) -> MicroBatch:
+    """Return a micro-batch in which every document is a whole one."""
+    ids, length, places = batch.input_ids, batch.input_ids.shape[1], Counter[int]()
+    documents = torch.full(ids.shape, -1, dtype=torch.int16)
+    sizes = torch.zeros(len(ids), len(batch.cu_seqlens), dtype=torch.int16)
+    for begin, end in pairwise(batch.cu_seqlens.tolist()):
+        row, column = divmod(begin, length)
+        if begin < end and ids[row, column] != pad_id:
+            documents[row, column : column + end - begin] = places[row]
+            sizes[row, places[row]] = end - begin
+            places[row] += 1
+    sequences = Sequences(documents, sizes[:, : max(places.values(), default=1)])
+    counts = dict(batch.counts)
+    counts["sequences"] = sum(places.values())
+    counts["sequence_pairs"] = sum(num * (num - 1) for num in places.values())
+    return batch._replace(sequences=sequences, counts=counts)
+
+
+def agreement(
+    pair: Pair, objective: Objective, batch: MicroBatch, precision: str
+) -> dict[str, Any]:
+    """Return the differences between the two steps.
+
+    Raises:
+        NumericalError: they are larger than rounding explains.
+    """
+    ours, usual = pair.ours(objective, batch, precision), pair.usual(objective, batch, precision)
+    found = attempt(lambda: check(ours, usual, precision))
+    return {"error": OUT_OF_MEMORY} if found is None else found._asdict()
+
+
+def rows(
+    pair: Pair, objective: Objective, batch: MicroBatch, precision: str, repeats: int
+) -> dict[str, Any]:
+    """Measure both steps on rows of one document each: the gain of head and encoder."""
+    ours = pair.ours(objective, batch, precision)
+    both: dict[str, Step] = {"ours": ours, "usual": pair.usual(objective, batch, precision)}
+    taken = {}
+    for name, step in both.items():
+        fits = attempt(lambda step=step: memory(step, pair.device))  # type: ignore[misc]
+        if fits is not None:
+            taken[name] = fits
+        forget(step)
+    times = timings({name: both[name] for name in taken}, repeats, pair.device)
+
+    steps: dict[str, dict[str, Any]] = {name: {"error": OUT_OF_MEMORY} for name in both}
+    for name, milliseconds in times.items():
+        steps[name] = {
+            **rates(milliseconds, batch.counts["tokens"]),
+            "peak_bytes": taken[name].peak,
+            "above_trunk_bytes": taken[name].above_trunk,
+        }
+        # Both are credited with the same work, that of the loss.
+        steps[name]["flops"] = flops(ours, steps[name]["milliseconds"])
+    found: dict[str, Any] = {"tokens": batch.counts["tokens"], "steps": steps, "ratio": None}
+    if len(times) == 2:
+        found["ratio"] = ratio(times["usual"], times["ours"])
+        above = [steps[name]["above_trunk_bytes"] for name in ("ours", "usual")]
+        found["above_trunk_share"] = above[0] / above[1]
+    return found
+
+
+def documents(
+    pair: Pair,
+    objective: Objective,
+    batches: Mapping[str, MicroBatch],
+    precision: str,
+    repeats: int,
+) -> dict[str, Any]:
+    """Measure the gain of packing, in real tokens a second.
+
+    `batches` have one shape: documents "packed" into rows, one document a row and "padded", and
+    rows "full" of one document. Packed rows are fuller than padded ones, and the fill promises as
+    many times the tokens a second. `kept` is the share of that which is reached, compared with our
+    own step on padded rows (which computes no padding in the head) and with the baseline. Compared
+    with full rows, it shows the cost of a position in packed rows.
+    """
+    steps: dict[str, Step] = {
+        f"ours {name}": pair.ours(objective, batch, precision) for name, batch in batches.items()
+    }
+    steps["usual padded"] = pair.usual(objective, batches["padded"], precision)
+    fills = {
+        name: batch.counts["tokens"] / batch.input_ids.numel() for name, batch in batches.items()
+    }
+    found: dict[str, Any] = {"fills": fills, "promised": fills["packed"] / fills["padded"]}
+    found["steps"] = {}
+    runnable = {}
+    for name, step in steps.items():
+        once = attempt(lambda step=step: timings({"": step}, 0, pair.device))  # type: ignore[misc]
+        if once is not None:
+            runnable[name] = step
+    times = timings(runnable, repeats, pair.device)
+    for name in steps:
+        if name not in times:
+            found["steps"][name] = {"error": OUT_OF_MEMORY}
+            continue
+        tokens = batches[name.split()[1]].counts["tokens"]
+        found["steps"][name] = rates(times[name], tokens)
+    for name in ("ours padded", "usual padded", "ours full"):
+        if name in times and "ours packed" in times:
+            promised = fills["packed"] / fills[name.split()[1]]
+            gain = promised * ratio(times[name], times["ours packed"])
+            found[f"against {name}"] = {"ratio": gain, "kept": gain / promised}
+    return found
+
+
+def attempt(work: Callable[[], Result]) -> Result | None:
+    """Return the result, or None if memory ran out."""
+    result = None
+    try:
+        result = work()
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+    if result is None:  # outside the handler, whose error keeps the tensors of the step alive
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return result
+
+
+def rates(milliseconds: list[float], tokens: int) -> dict[str, float]:
+    """Return what is reported of a step's times."""
+    middle = median(milliseconds)
+    return {
+        "milliseconds": middle,
+        "fastest": min(milliseconds),
+        "slowest": max(milliseconds),
+        "tokens_per_second": 1000 * tokens / middle,
+    }

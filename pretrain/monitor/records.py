@@ -66,7 +66,7 @@ def append_record(file: Path | None, data: Path | None, rows: Iterable[Mapping[s
     import torch
 
     from data_prep.shards import load_manifest
-    from pretrain.bench.host import commit, hardware, versions
+    from pretrain.bench.machine import commit, hardware, versions
 
     digest = None
     if data is not None:

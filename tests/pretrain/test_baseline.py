@@ -13,11 +13,10 @@ from test_families import build
 from tiny import tiny_bert, tiny_distilbert
 
 from pretrain import NumericalError, RunError
-from pretrain.bench import cells, measure, plain
-from pretrain.bench.baseline import BaselineStep, Padded, padded, twin
-from pretrain.bench.documents import LAYOUTS, drawn, packed, typical
-from pretrain.bench.documents import SpecialIds as Special
-from pretrain.bench.plain import baseline_step
+from pretrain.bench import baseline, measure
+from pretrain.bench.baseline import BaselineStep, Padded, baseline_step, padded, twin
+from pretrain.bench.models import LAYOUTS, drawn, packed, typical
+from pretrain.bench.models import SpecialIds as Special
 from pretrain.device.precision import PRECISIONS
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
@@ -46,10 +45,10 @@ def batch() -> MicroBatch:
 
 
 @pytest.fixture
-def pair() -> cells.Pair:
+def pair() -> measure.Pair:
     """Return tiny models in both steps, the student in training mode."""
     teacher, student = tiny_bert().requires_grad_(False), tiny_distilbert().train()
-    return cells.Pair.of(student, teacher, CPU, ["fp32", "bf16"], pad_id=0)
+    return measure.Pair.of(student, teacher, CPU, ["fp32", "bf16"], pad_id=0)
 
 
 def formulas(student: Any, teacher: Any, batch: Padded, masked: bool) -> dict[str, float]:
@@ -74,7 +73,7 @@ def formulas(student: Any, teacher: Any, batch: Padded, masked: bool) -> dict[st
 
 @pytest.mark.parametrize("positions", ["all", "masked"])
 def test_the_baseline_equals_the_formulas(
-    pair: cells.Pair, batch: MicroBatch, positions: str
+    pair: measure.Pair, batch: MicroBatch, positions: str
 ) -> None:
     student, teacher = twin(pair.student).double().eval(), twin(pair.usual_teacher).double()
     sequences = padded(batch, pad_id=0)
@@ -99,13 +98,13 @@ def test_the_baseline_equals_the_formulas(
     assert made == pytest.approx((losses[0] - losses[1]) / (2 * step_size), rel=1e-5)
 
 
-def test_a_term_without_weight_is_not_computed(pair: cells.Pair, batch: MicroBatch) -> None:
+def test_a_term_without_weight_is_not_computed(pair: measure.Pair, batch: MicroBatch) -> None:
     step = pair.usual(DistilBert(kl=0, cosine=0), batch, "fp32")
     step()
     assert list(step.terms) == ["mlm"]
 
 
-def test_a_twin_shares_weights_and_nothing_else(pair: cells.Pair) -> None:
+def test_a_twin_shares_weights_and_nothing_else(pair: measure.Pair) -> None:
     one, other = pair.student, pair.usual_student
     pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
     assert all(a is b and name == same for (name, a), (same, b) in pairs)
@@ -119,7 +118,7 @@ def test_a_twin_shares_weights_and_nothing_else(pair: cells.Pair) -> None:
 @pytest.mark.parametrize("positions", ["all", "masked"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_both_steps_are_the_same_function(
-    pair: cells.Pair, batch: MicroBatch, precision: str, positions: str
+    pair: measure.Pair, batch: MicroBatch, precision: str, positions: str
 ) -> None:
     objective = DistilBert.model_validate({"kl_positions": positions})
     ours, usual = pair.ours(objective, batch, precision), pair.usual(objective, batch, precision)
@@ -146,25 +145,25 @@ def test_both_steps_are_the_same_function(
     ],
 )
 def test_every_objective_equals_its_plain_formulation(
-    objective: Objective, precision: str, pair: cells.Pair, batch: MicroBatch
+    objective: Objective, precision: str, pair: measure.Pair, batch: MicroBatch
 ) -> None:
     adapters = objective.adapters(*pair.shapes)
     pair = replace(pair, adapters=adapters)
     if not objective.needs_teacher:
-        pair = cells.Pair.of(tiny_bert().train(), None, CPU, [], pad_id=0)
+        pair = measure.Pair.of(tiny_bert().train(), None, CPU, [], pad_id=0)
     ours, usual = pair.ours(objective, batch, precision), pair.usual(objective, batch, precision)
     assert measure.check(ours, usual, precision).gradient > 0
     assert ours.terms.keys() == usual.terms.keys() and min(usual.terms.values()) > 0.01
 
 
 def test_every_objective_of_a_config_has_a_plain_formulation() -> None:
-    assert set(plain.FORMULATIONS) == set(OBJECTIVES)
+    assert set(baseline.FORMULATIONS) == set(OBJECTIVES)
     with pytest.raises(RunError, match=r"Unknown: distil bench has no plain formulation"):
-        plain.formulation(type("Unknown", (MiniLM,), {})())
+        baseline.formulation(type("Unknown", (MiniLM,), {})())
 
 
 def test_queries_of_other_families_are_refused() -> None:
-    with pytest.raises(RunError, match="modernbert"), plain.hooked(build("modernbert"), [0]):
+    with pytest.raises(RunError, match="modernbert"), baseline.hooked(build("modernbert"), [0]):
         pass
 
 
@@ -192,7 +191,7 @@ def packed_rows(batch: MicroBatch) -> MicroBatch:
     ],
 )
 def test_a_step_with_other_values_is_refused(
-    pair: cells.Pair,
+    pair: measure.Pair,
     batch: MicroBatch,
     precision: str,
     objective: DistilBert,
@@ -204,7 +203,7 @@ def test_a_step_with_other_values_is_refused(
         measure.check(ours, usual, precision)
 
 
-def test_peak_memory_equals_the_allocators(pair: cells.Pair, batch: MicroBatch) -> None:
+def test_peak_memory_equals_the_allocators(pair: measure.Pair, batch: MicroBatch) -> None:
     objective = DistilBert()
     models = (pair.student, pair.usual_teacher)
     weights = sum(p.numel() * 4 for model in models for p in model.parameters())
@@ -219,7 +218,7 @@ def test_peak_memory_equals_the_allocators(pair: cells.Pair, batch: MicroBatch) 
 def test_ratios_are_medians_of_neighbours() -> None:
     assert measure.ratio([4.0, 9.0, 8.0], [2.0, 3.0, 1.0]) == 3
     expected = {"milliseconds": 8.0, "fastest": 4.0, "slowest": 9.0, "tokens_per_second": 2000.0}
-    assert cells.rates([4.0, 9.0, 8.0], 16) == expected
+    assert measure.rates([4.0, 9.0, 8.0], 16) == expected
 
 
 def test_documents_have_the_stated_fill() -> None:
@@ -244,7 +243,7 @@ class Starved(BaselineStep):
         torch.empty(1 << 55)
 
 
-class Starving(cells.Pair):
+class Starving(measure.Pair):
     """Make a baseline that runs out of memory."""
 
     def usual(self, *arguments: Any) -> BaselineStep:
@@ -252,14 +251,14 @@ class Starving(cells.Pair):
         return Starved(step.student, step.teacher, step.batch, step.formulation, step.weights)
 
 
-def test_a_step_that_does_not_fit_is_reported(pair: cells.Pair, batch: MicroBatch) -> None:
+def test_a_step_that_does_not_fit_is_reported(pair: measure.Pair, batch: MicroBatch) -> None:
     starving = Starving(**vars(pair))
     objective = DistilBert()
-    found = cells.rows(starving, objective, batch, "fp32", 1)
+    found = measure.rows(starving, objective, batch, "fp32", 1)
     assert found["steps"]["usual"] == {"error": "out of memory"} and found["ratio"] is None
     assert found["steps"]["ours"]["tokens_per_second"] > 0
-    assert cells.agreement(starving, objective, batch, "fp32") == {"error": "out of memory"}
+    assert measure.agreement(starving, objective, batch, "fp32") == {"error": "out of memory"}
     rows = {"packed": batch, "padded": batch, "full": batch}
-    found = cells.documents(starving, objective, rows, "fp32", 1)
+    found = measure.documents(starving, objective, rows, "fp32", 1)
     assert found["steps"]["usual padded"] == {"error": "out of memory"}
     assert "against ours padded" in found and "against usual padded" not in found

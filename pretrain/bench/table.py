@@ -15,13 +15,22 @@ import torch
 
 from data_prep.shards import load_manifest, open_shards
 from pretrain import RunError
-from pretrain.bench import cells, host, subjects
-from pretrain.bench.baseline import shapes_of
-from pretrain.bench.configured import shaped, sizes_of
-from pretrain.bench.cost import flops_per_token, peak_flops
-from pretrain.bench.documents import LAYOUTS, Document, SpecialIds, batch, drawn, packed, typical
-from pretrain.bench.plain import formulation
-from pretrain.bench.sizes import Sizes
+from pretrain.bench import machine, measure, models
+from pretrain.bench.baseline import formulation, shapes_of
+from pretrain.bench.machine import peak_flops
+from pretrain.bench.measure import flops_per_token
+from pretrain.bench.models import (
+    LAYOUTS,
+    Document,
+    Sizes,
+    SpecialIds,
+    batch,
+    drawn,
+    packed,
+    shaped,
+    sizes_of,
+    typical,
+)
 from pretrain.config import RunConfig
 from pretrain.data.rows import build_masking
 from pretrain.device.precision import PRECISIONS, allow_tf32
@@ -45,11 +54,13 @@ class Subject:
     """Hold the models and rows to measure: synthetic ones, or those of a config."""
 
     what: str  # in a line
-    pair: cells.Pair
+    pair: measure.Pair
     row_length: int
     objective: Callable[[str], Objective]  # with KL over "all" or "masked"; "" as it is
     rows: Callable[[int], MicroBatch]  # that many, of one document each
-    documents: Callable[[int], dict[str, dict[str, MicroBatch]]]  # by layout, see `cells.documents`
+    documents: Callable[
+        [int], dict[str, dict[str, MicroBatch]]
+    ]  # by layout, see `measure.documents`
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,7 @@ def synthetic(
     """Build models with random weights, and random rows.
 
     Without a config it is DistilBERT. With one, the student and the objective are the config's, and
-    the teacher is `subjects.shaped`.
+    the teacher is `models.shaped`.
 
     Raises:
         RunError: the teacher's layers cannot be halved, the width does not divide into heads, or
@@ -139,24 +150,24 @@ def synthetic(
     if width % heads:
         raise RunError(f"--width {width}: {heads} heads do not divide it; take a multiple of 64")
     sizes = Sizes(layers=layers, width=width, length=row_length)
-    special = SpecialIds(subjects.PAD, subjects.CLS, subjects.SEP)
-    masking = subjects.masking(sizes)
+    special = SpecialIds(models.PAD, models.CLS, models.SEP)
+    masking = models.masking(sizes)
     objective: Objective = DistilBert()
     student: MaskedLM
     teacher: MaskedLM | None
     if config is None:
-        student, teacher = subjects.models(sizes)
+        student, teacher = models.models(sizes)
         what = sizes_of(teacher, student)
     else:
         student, teacher, sizes, what = shaped(config, sizes)
         objective = config.objective
         pad_id = student.config.pad_token_id
-        special = special._replace(pad=subjects.PAD if pad_id is None else pad_id)
+        special = special._replace(pad=models.PAD if pad_id is None else pad_id)
         what = f"{config.objective.name}, {what}"
-        known = (special.pad, subjects.CLS, subjects.SEP, subjects.MASK)
+        known = (special.pad, models.CLS, models.SEP, models.MASK)
         # An objective that reads text without masks is measured without.
         masking = replace(
-            subjects.masking(sizes), probability=config.masking.ends[0], special_ids=known
+            models.masking(sizes), probability=config.masking.ends[0], special_ids=known
         )
     pair = _pair(student, teacher, objective, device, settings, special, config)
 
@@ -188,12 +199,12 @@ def _pair(
     settings: Settings,
     special: SpecialIds,
     config: RunConfig | None,
-) -> cells.Pair:
+) -> measure.Pair:
     """Return the two steps' models, with the objective's adapters."""
     adapters = objective.adapters(*shapes_of(student, teacher))
     # Both steps share them, like the weights of the models.
     reinitialise(adapters, 0)
-    return cells.Pair.of(
+    return measure.Pair.of(
         student,
         teacher,
         device,
@@ -274,7 +285,7 @@ def _documents(row: Document, special: SpecialIds) -> list[Document]:
     return [d for d in np.split(tokens, np.flatnonzero(tokens == special.cls)) if len(d)]
 
 
-def measure(subject: Subject, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
+def compare(subject: Subject, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     """Compare our step with the baseline, then time both; return all figures.
 
     Raises:
@@ -284,9 +295,9 @@ def measure(subject: Subject, settings: Settings, say: Callable[[str], None]) ->
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "what": subject.what,
-        "hardware": host.hardware(device),
-        "versions": host.versions(),
-        "commit": host.commit(),
+        "hardware": machine.hardware(device),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
         "row_length": subject.row_length,
         "repeats": settings.repeats,
         "compiled": pair.compiled,
@@ -303,8 +314,8 @@ def measure(subject: Subject, settings: Settings, say: Callable[[str], None]) ->
     seconds = 0.0
     for precision, _, size in combinations:
         speed = _REACHED.get(device.type, 0.4) * report["peak_flops"][precision]
-        steps = 3.0 + (2 * 5.0 if settings.documents else 0.0)  # the baseline takes twice ours
-        seconds += steps * rounds * size * subject.row_length * work / speed
+        num_steps = 3.0 + (2 * 5.0 if settings.documents else 0.0)  # the baseline takes twice ours
+        seconds += num_steps * rounds * size * subject.row_length * work / speed
     duration = f"about {seconds / 60:.0f} min on an idle machine"
     hardware = report["hardware"]
     where = hardware.get("gpu") or f"{hardware['processor']}, {hardware['threads']} thread(s)"
@@ -321,7 +332,7 @@ def measure(subject: Subject, settings: Settings, say: Callable[[str], None]) ->
 
     for precision, positions in product(settings.precisions, settings.kl):
         size = min(settings.micro_batches)
-        found = cells.agreement(pair, subject.objective(positions), subject.rows(size), precision)
+        found = measure.agreement(pair, subject.objective(positions), subject.rows(size), precision)
         name = {"precision": precision, "kl": positions, "micro_batch": size}
         where = precision + (positions and f", KL over {positions}")
         report["agreement"].append({**name, **found})
@@ -337,10 +348,10 @@ def measure(subject: Subject, settings: Settings, say: Callable[[str], None]) ->
         name = {"precision": precision, "kl": positions, "micro_batch": size}
         say(f"measuring {precision}{positions and f', KL over {positions}'}, {size} rows")
         objective = subject.objective(positions)
-        found = cells.rows(pair, objective, subject.rows(size), precision, settings.repeats)
+        found = measure.rows(pair, objective, subject.rows(size), precision, settings.repeats)
         report["rows"].append({**name, **found})
         for layout, batches in (subject.documents(size) if settings.documents else {}).items():
-            found = cells.documents(pair, objective, batches, precision, settings.repeats)
+            found = measure.documents(pair, objective, batches, precision, settings.repeats)
             report["documents"].append({**name, "layout": layout, **found})
     # The peak once more, in case another process disturbed the first measurement.
     for precision, before in report["peak_flops"].items():

@@ -1,16 +1,23 @@
-"""Describe what figures were measured on: hardware and versions, but no host and no path."""
+"""Describe and measure the machine: hardware and versions, but no host and no path; its peak."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from pretrain.device.precision import PRECISIONS
+from pretrain.kernels.cpu_layers import have_product, product
 
 _PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy")
 
@@ -61,3 +68,27 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """Measure the speed of large matrix products of random numbers on the device, in FLOP/s.
+
+    It is the best of several shapes and many tries: no shape is the fastest on every processor, and
+    other work on the machine only slows a product.
+    """
+    dtype = PRECISIONS[precision].dtype
+    size = 1024 if device.type == "cpu" else 4096
+    best = 0.0
+    for inner in (size, 3 * size):
+        a = torch.randn(size, inner, device=device).to(dtype)
+        b = torch.randn(inner, size, device=device).to(dtype)
+        # Time each library that our layers use.
+        products: list[Callable[[], Tensor]] = [partial(torch.matmul, a, b)]
+        if have_product(a, b):
+            products.append(partial(product, a, b.t(), None))
+        for _ in range(5):
+            for multiply in products:
+                start = time.perf_counter()
+                multiply()[0, 0].item()
+                best = max(best, 2 * size * size * inner / (time.perf_counter() - start))
+    return best

@@ -9,7 +9,6 @@ see the memory inside a kernel, the allocator's rounding, and Triton's kernels.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,12 +17,12 @@ from math import inf, prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from pretrain.bench.measure import Alive, storage_key, tensors_in
 from pretrain.contracts.terms import Count
 from pretrain.kernels.head import vocabulary_losses
 from pretrain.model.distillation import Distillation, MicroBatch
@@ -63,7 +62,7 @@ class Footprint(NamedTuple):
     largest: int  # bytes of the largest single piece of memory allocated
 
 
-class Counter(TorchDispatchMode):
+class Counter(Alive):
     """Count what is done `with Counter() as counter:`, up to reading `counter.footprint`.
 
     Memory is alive from the operator that returns it until its last tensor or view is freed.
@@ -71,9 +70,7 @@ class Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.bytes = self.peak = self.largest = 0
-        self.live = 0  # bytes alive now, above what was alive before
-        self._alive: dict[int, int] = {}  # bytes by storage
+        self.flops = self.bytes = self.largest = 0
 
     @property
     def footprint(self) -> Footprint:
@@ -94,17 +91,19 @@ class Counter(TorchDispatchMode):
                 return parts
             _WHOLE.add(func)
         result = func(*args, **kwargs)
-        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         if packet in _FLOPS:
             self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
 
         # Bytes read and written, unless the operator only returns views or allocates.
-        known = {_key(tensor) for tensor in inputs}
-        new = [tensor for tensor in outputs if _key(tensor) not in known]
+        known = {storage_key(tensor) for tensor in inputs}
+        new = [tensor for tensor in outputs if storage_key(tensor) not in known]
         if packet not in _ALLOCATE and (new or func._schema.is_mutable):
             most: float = inf  # elements touched of each tensor, where an index picks some
             if packet in _PICK | _PLACE:
-                most = max(t.numel() for t in (outputs if packet in _PICK else _tensors(args[1:])))
+                most = max(
+                    t.numel() for t in (outputs if packet in _PICK else tensors_in(args[1:]))
+                )
             unread = {id(args[0])} if packet in _OVERWRITE else set()
             out = [a.name for a in func._schema.arguments if a.is_out and a.name in kwargs]
             unread |= {id(kwargs[name]) for name in out}
@@ -115,16 +114,10 @@ class Counter(TorchDispatchMode):
                 self.bytes += int(min(elements, most)) * t.element_size()
 
         for tensor in new:
-            storage, key = tensor.untyped_storage(), _key(tensor)
-            if key not in self._alive:
-                self._alive[key] = size = storage.nbytes()
-                self.live += size
-                self.peak, self.largest = max(self.peak, self.live), max(self.largest, size)
-                weakref.finalize(storage, self._free, key).atexit = False
+            if storage_key(tensor) not in self.sizes:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        self.add(new)
         return result
-
-    def _free(self, key: int) -> None:
-        self.live -= self._alive.pop(key)
 
 
 class _HostValues(TorchDispatchMode):
@@ -133,7 +126,7 @@ class _HostValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             with unset_fake_temporarily():
                 return func(*args, **kwargs or {})
@@ -238,11 +231,3 @@ def of_head(
                 loss, _ = vocabulary_losses(*inputs, backend=shapes.backend)
             (loss * (1 / tokens)).backward()
     return counter.footprint
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
