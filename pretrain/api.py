@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from pretrain.config import RunConfig
-from pretrain.data.masking import IGNORE, Masking
-from pretrain.data.words import borders
 from pretrain.encoders import encode
+from pretrain.tasks.mlm.masking import IGNORE, Masking
+from pretrain.tasks.mlm.words import borders
 from pretrain.train import Outcome, train
 
 __all__ = ["MaskingCollator", "Outcome", "distil", "encode"]

@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from data_prep.shards import Manifest, ShardSet, check, open_shards
 from pretrain.checkpoint import Saved
 from pretrain.contracts.terms import COUNTS, Term, VocabularyTerm, constant
-from pretrain.data.masking import IGNORE, Masking
 from pretrain.data.rows import corrupt, masking_over, special_ids
-from pretrain.data.sequences import Documents
 from pretrain.device.gpu import check_kernels
 from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.model.families import MaskedLM
@@ -41,6 +39,8 @@ from pretrain.model.teacher import (
 )
 from pretrain.objectives.vocabulary_terms import cross_entropy, kl_divergence
 from pretrain.output import noted_layers, recorded, sealed_state
+from pretrain.tasks.embedding.documents import Documents
+from pretrain.tasks.mlm.masking import IGNORE, Masking
 
 _KEY = 0x4556414C  # "EVAL"
 UNTRAINED = "the same layers, untrained"

@@ -33,7 +33,6 @@ from pretrain.model.distillation import parameters_by_name
 from pretrain.model.families import MaskedLM, family_of, shape_of
 from pretrain.model.loading import check_row_length, load_model, reinitialise
 from pretrain.model.student import build_model, build_student
-from pretrain.model.targets import Targets, find_targets
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
 from pretrain.output import (
@@ -47,6 +46,7 @@ from pretrain.output import (
 )
 from pretrain.plan import num_steps
 from pretrain.state import FIELDS, TrainState
+from pretrain.tasks.embedding.targets import Targets, find_targets
 
 _ADAPTERS = 5  # this use of the seed; order, masking, dropout and checksums have others
 # What a run that continues another one may change.

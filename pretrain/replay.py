@@ -28,8 +28,8 @@ from pretrain.output import check_run, no_checkpoint, sealed_state
 
 if TYPE_CHECKING:  # these import torch, which takes seconds: arguments are checked before
     from pretrain.checkpoint import Saved
-    from pretrain.data.masking import Masking
     from pretrain.data.rows import Skip
+    from pretrain.tasks.mlm.masking import Masking
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Replay:
         return self._rows(masking, range(self.world_size) if rank is None else [rank])
 
     def _rows(self, masking: Masking, ranks: Iterable[int]) -> Iterator[ReplayedRow]:
-        from pretrain.data.masking import IGNORE
         from pretrain.data.rows import StepDataset, skipped
+        from pretrain.tasks.mlm.masking import IGNORE
 
         epochs, numbers = self.order.at(self.step - 1)
         left_out = skipped(numbers, self.step - 1, self.skips)

@@ -16,7 +16,6 @@ from data_prep.shards import Manifest, ShardSet, open_shards
 from pretrain.checkpoint import Writer
 from pretrain.config import Optimizer, RunConfig
 from pretrain.data.rows import StepDataset
-from pretrain.data.sequences import Documents
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.parallel import DDP, Parallel, ZeRO, uses_deepspeed
 from pretrain.distributed.processes import jointly
@@ -25,7 +24,6 @@ from pretrain.kernels.compilation import check_compiler
 from pretrain.kernels.head.triton_support import use_triton
 from pretrain.model.distillation import Distillation, micro_batch, parameters_by_name
 from pretrain.model.families import MaskedLM
-from pretrain.model.targets import Targets
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress
@@ -33,6 +31,8 @@ from pretrain.monitor.spikes import SpikeDetector
 from pretrain.output import CORRECTIONS
 from pretrain.plan import num_steps
 from pretrain.state import TrainState
+from pretrain.tasks.embedding.documents import Documents
+from pretrain.tasks.embedding.targets import Targets
 
 Ended = Literal["finished", "stopped", "interrupted", "up to date"]
 

@@ -31,7 +31,6 @@ from pretrain.evaluate import evaluate, weak_teacher
 from pretrain.exit_codes import ExitCode
 from pretrain.files import write_json
 from pretrain.inputs import Inputs, load_inputs
-from pretrain.model.targets import write_targets
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Clock, Progress, Silent
 from pretrain.monitor.progress import describe, report
@@ -40,6 +39,7 @@ from pretrain.output import check_output
 from pretrain.run import Ended, Run, build, write_checkpoint
 from pretrain.signals import Signals, stop_on_signal
 from pretrain.step import micro_batches, train_step
+from pretrain.tasks.embedding.targets import write_targets
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,15 @@ CORE = (
     [
         ROOT / "pretrain" / name
         for name in (
-            *("__init__.py", "data/__init__.py", "data/hashing.py", "data/words.py"),
-            *("data/masking.py", "model/__init__.py", "model/distillation.py", "model/pooling.py"),
+            *("__init__.py", "data/__init__.py", "data/hashing.py", "tasks/__init__.py"),
+            *(
+                "tasks/mlm/__init__.py",
+                "tasks/mlm/masking.py",
+                "tasks/mlm/words.py",
+                "model/__init__.py",
+                "model/distillation.py",
+                "model/pooling.py",
+            ),
             *("objectives/__init__.py", "objectives/vocabulary_terms.py"),
             *("device/__init__.py", "device/precision.py"),
         )

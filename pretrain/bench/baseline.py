@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from pretrain import RunError
 from pretrain.contracts.terms import Shape
-from pretrain.data.masking import IGNORE
 from pretrain.device.precision import PRECISIONS, Precision
 from pretrain.kernels.cpu_layers import use_torch_layers
 from pretrain.model.distillation import MicroBatch
@@ -40,6 +39,7 @@ from pretrain.objectives.minilm import MiniLM, divergence, relation
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
 from pretrain.objectives.tinybert import TinyBert, scores, squared_difference
+from pretrain.tasks.mlm.masking import IGNORE
 
 Model = TypeVar("Model", bound=MaskedLM)
 # The terms of DistilBERT's loss and their weights; the last two are options.

@@ -28,13 +28,13 @@ from transformers import (
 )
 
 from pretrain.config import RunConfig
-from pretrain.data.masking import Masking
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.model.families import FAMILIES, MaskedLM
 from pretrain.model.loading import known_family
 from pretrain.model.model_files import read_config, student_of
 from pretrain.model.student import build_student
 from pretrain.model.teacher import Teacher
+from pretrain.tasks.mlm.masking import Masking
 
 
 @dataclass(frozen=True)

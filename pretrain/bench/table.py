@@ -58,9 +58,7 @@ class Subject:
     row_length: int
     objective: Callable[[str], Objective]  # with KL over "all" or "masked"; "" as it is
     rows: Callable[[int], MicroBatch]  # that many, of one document each
-    documents: Callable[
-        [int], dict[str, dict[str, MicroBatch]]
-    ]  # by layout, see `measure.documents`
+    documents: Callable[[int], dict[str, dict[str, MicroBatch]]]  # by layout
 
 
 @dataclass(frozen=True)

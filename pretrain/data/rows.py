@@ -30,12 +30,12 @@ from data_prep.shards.reading import check_size
 from pretrain import RunError
 from pretrain.config import MaskingConfig
 from pretrain.contracts.batch import Sequences
-from pretrain.data.masking import Masking
 from pretrain.data.order import Order
-from pretrain.data.sequences import Documents
-from pretrain.data.words import Borders, borders
 from pretrain.environment import SUPERVISOR, TIMEOUT
 from pretrain.signals import Interrupted, Signals, stop_signals
+from pretrain.tasks.embedding.documents import Documents
+from pretrain.tasks.mlm.masking import Masking
+from pretrain.tasks.mlm.words import Borders, borders
 
 _FEW_UNSPACED = 0.01  # share of the tokens that a note is not worth
 _SOCKET = len("/pymp-12345678/listener-12345678")  # the socket that a worker creates in TMPDIR

@@ -21,13 +21,13 @@ from pretrain.checkpoint import Saved
 from pretrain.encoders import MEASURED
 from pretrain.export.arguments import check_target, target_taken
 from pretrain.export.card import model_card, objective_of
-from pretrain.export.sentence_modules import write_modules
 from pretrain.files import writing_to
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.loading import load_model, reinitialise
 from pretrain.model.model_files import first_line, read_tensors
 from pretrain.output import no_checkpoint
+from pretrain.tasks.embedding.modules import write_modules
 
 _TOLERANCE = 1e-5
 Tensors = dict[str, Tensor]

@@ -24,12 +24,12 @@ from pretrain.contracts.terms import (
     Term,
     VocabularyTerm,
 )
-from pretrain.data.masking import IGNORE
 from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, vocabulary_losses
 from pretrain.model.families import MaskedLM, encode, family_of, walk
 from pretrain.model.pooling import SentenceHead
+from pretrain.tasks.mlm.masking import IGNORE
 
 
 class MicroBatch(NamedTuple):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pretrain.contracts.terms import Shape, Term
-from pretrain.data.masking import Masking
 from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.objective import Objective
+from pretrain.tasks.mlm.masking import Masking
 
 
 def terms_of(objective: Objective) -> tuple[Term, ...]:

@@ -37,17 +37,7 @@ from data_prep.prepare import prepare
 from data_prep.shards import Segments, load_manifest, open_shards
 from pretrain.config import RunConfig, Student
 from pretrain.contracts.packing import find_documents
-from pretrain.data.sequences import Documents
-from pretrain.data.vectors import (
-    CODE,
-    Record,
-    check_vectors,
-    map_vectors,
-    read_record,
-    write_vectors,
-)
 from pretrain.export.export import export
-from pretrain.export.sentence_modules import write_modules
 from pretrain.model.distillation import Distillation, micro_batch
 from pretrain.model.families import FAMILIES, encode, shape_of
 from pretrain.model.loading import assemble, load_model
@@ -56,6 +46,16 @@ from pretrain.model.pooling import SentenceHead, pooled
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.student import build_student
 from pretrain.objectives.embedding import Embedding
+from pretrain.tasks.embedding.documents import Documents
+from pretrain.tasks.embedding.modules import write_modules
+from pretrain.tasks.embedding.vectors import (
+    CODE,
+    Record,
+    check_vectors,
+    map_vectors,
+    read_record,
+    write_vectors,
+)
 
 NARROW = {
     "architecture": "same",
@@ -394,7 +394,7 @@ def write(path: Path, texts: Path, encode: Any, **changes: str) -> None:
     splits = {name: Segments(open_shards(texts, name)) for name in manifest.splits}
     record = Record(**{"shards": manifest.digest, "teacher": "one", "code": CODE} | changes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pretrain.data.vectors.SEGMENTS", 16)
+        patch.setattr("pretrain.tasks.embedding.vectors.SEGMENTS", 16)
         write_vectors(path, record, splits, encode, 8, lambda line: None)
 
 

@@ -19,10 +19,10 @@ from traps import edit
 
 from data_prep.shards import open_shards
 from pretrain.contracts.packing import block_diagonal_mask, find_documents
-from pretrain.data.masking import MaskedRows
 from pretrain.evaluate import evaluate, evaluate_folder, evaluation_masking, weak_teacher
 from pretrain.export.export import export
 from pretrain.model.distillation import micro_batch
+from pretrain.tasks.mlm.masking import MaskedRows
 
 
 def test_the_figures_equal_those_of_a_plain_loop(corpus: Path) -> None:

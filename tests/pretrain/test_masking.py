@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from data_prep.shards import Manifest, open_shards
 from pretrain.config import MaskingConfig
 from pretrain.data.hashing import derive, root
-from pretrain.data.masking import (
+from pretrain.data.rows import build_masking
+from pretrain.tasks.mlm.masking import (
     _EXPONENTIAL,
     IGNORE,
     MaskedRows,
@@ -20,7 +21,6 @@ from pretrain.data.masking import (
     first_slots,
     quick_slots,
 )
-from pretrain.data.rows import build_masking
 
 Ids = NDArray[np.int64]
 

@@ -19,11 +19,11 @@ from data_prep.shards import open_shards
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.data.hashing import root
-from pretrain.data.masking import IGNORE
 from pretrain.data.order import permutation
 from pretrain.data.rows import Skip, StepDataset, build_masking
 from pretrain.model.distillation import Distillation
 from pretrain.replay import ReplayedRow, replay
+from pretrain.tasks.mlm.masking import IGNORE
 
 MakeRun = Callable[..., Path]
 ROWS, SEED, STEPS = 48, 7, 12  # more than two epochs of the tiny corpus

@@ -15,7 +15,6 @@ from torch import Tensor
 from data_prep.shards import ShardSet, open_shards
 from data_prep.shards.manifest import SpecialIds
 from pretrain import RunError
-from pretrain.data.masking import IGNORE, MaskedRows, Masking
 from pretrain.data.order import Order
 from pretrain.data.rows import (
     Skip,
@@ -29,6 +28,7 @@ from pretrain.data.rows import (
 )
 from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.tasks.mlm.masking import IGNORE, MaskedRows, Masking
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 PAD, CLS = SPECIAL.pad, SPECIAL.cls

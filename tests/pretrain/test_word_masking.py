@@ -21,10 +21,10 @@ from data_prep.prepare import prepare
 from data_prep.shards import Manifest
 from pretrain.config import MaskingConfig, RunConfig
 from pretrain.data.hashing import derive, root
-from pretrain.data.masking import IGNORE, MaskedRows, Masking
 from pretrain.data.rows import build_masking
-from pretrain.data.words import LONGEST, Borders, borders, byte_alphabet, draw_words
 from pretrain.export.export import export
+from pretrain.tasks.mlm.masking import IGNORE, MaskedRows, Masking
+from pretrain.tasks.mlm.words import LONGEST, Borders, borders, byte_alphabet, draw_words
 
 GOES_ON = np.arange(V) % 3 == 0  # a third of the tokens continue a word
 WORDS = replace(UNIFORM, words=Borders(GOES_ON, *[np.zeros(V, bool)] * 4))

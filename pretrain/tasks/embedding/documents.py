@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from data_prep.shards import Segments, ShardSet
 from pretrain.contracts.batch import Sequences
-from pretrain.data.vectors import map_vectors
+from pretrain.tasks.embedding.vectors import map_vectors
 
 
 class Documents:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.data.hashing import MASK32, derive, root
-from pretrain.data.words import Borders, choose_words, draw_words
+from pretrain.tasks.mlm.words import Borders, choose_words, draw_words
 
 IGNORE = -100  # label of a slot without a prediction: the default of torch's cross-entropy
 

@@ -12,8 +12,11 @@ import torch
 from data_prep.shards import Manifest, Segments, open_shards
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.data.sequences import Documents
-from pretrain.data.vectors import (
+from pretrain.model.sentences import TextEncoder
+from pretrain.model.teacher import Teacher
+from pretrain.output import VECTORS
+from pretrain.tasks.embedding.documents import Documents
+from pretrain.tasks.embedding.vectors import (
     CODE,
     Record,
     check_vectors,
@@ -21,9 +24,6 @@ from pretrain.data.vectors import (
     read_record,
     write_vectors,
 )
-from pretrain.model.sentences import TextEncoder
-from pretrain.model.teacher import Teacher
-from pretrain.output import VECTORS
 
 
 class Targets(NamedTuple):

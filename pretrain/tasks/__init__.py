@@ -1,0 +1,1 @@
+"""Define what an example is: a folder for each task."""

@@ -1,0 +1,1 @@
+"""Compare a vector of each whole document with the teacher's."""
