@@ -36,8 +36,8 @@ from data_prep.shards import open_shards, write_shard
 from data_prep.shards.manifest import SpecialIds, manifest_bytes, seal
 from pretrain.config import MaskingConfig
 from pretrain.data.order import Order
-from pretrain.data.rows import StepDataset, build_masking, loader
-from pretrain.model.distillation import micro_batch
+from pretrain.data.rows import StepDataset, loader, split
+from pretrain.tasks.mlm.examples import MaskedRows, build_masking
 
 V, LENGTH = 30522, 512
 SPECIAL = SpecialIds(pad=0, unk=100, cls=101, sep=102, mask=103)
@@ -127,14 +127,20 @@ def opened(
     config = MaskingConfig.model_validate({"mode": mode})
     masking = build_masking(config, folder, shards.manifest, 0)
     return StepDataset(
-        shards, Order(len(shards), num_rows, seed=0), masking, rank=rank, world=world
+        shards,
+        Order(len(shards), num_rows, seed=0),
+        MaskedRows(shards, masking),
+        rank=rank,
+        world=world,
     )
 
 
 def loading(folder: Path, mode: str, num_rows: int, repeats: int) -> dict[str, Any]:
     """Return M tokens/s, and the nanoseconds of each part."""
     dataset = opened(folder, num_rows, mode)
-    shards, order, masking = dataset.shards, dataset.order, dataset.masking
+    shards, order = dataset.shards, dataset.order
+    assert isinstance(dataset.examples, MaskedRows)
+    masking = dataset.examples.masking
     shards.rows(np.arange(len(shards)))  # hashing each block once is not a part of a step
     steps = range(max(2, 8192 // num_rows))
     tokens = len(steps) * num_rows * LENGTH
@@ -174,13 +180,13 @@ def receiving(folder: Path, repeats: int) -> dict[str, float]:
         for item in batches:
             received.append(time.process_time() - start)
             start = time.process_time()
-            parts = [*item.split(64)]
+            parts = [*split(item, 64)]
             for part in parts:
-                micro_batch(*part, cls_id=SPECIAL.cls, pad_id=SPECIAL.pad)
+                dataset.examples.batch(part)
             made.append((time.process_time() - start) / len(parts))
             start = time.process_time()
     return {
-        "mb": sum(tensor.nbytes for tensor in item.masked) / 1e6,
+        "mb": sum(tensor.nbytes for tensor in item.values()) / 1e6,
         "ms": round(1e3 * median(received[2:]), 2),  # the first also starts the worker
         "us": round(1e6 * median(made[2:]), 1),
     }
@@ -195,7 +201,7 @@ def resuming(folder: Path, step: int, workers: int, repeats: int) -> dict[str, A
         with loader(dataset, step, step + 1000, workers) as batches:
             first = next(batches)
             seconds.append(time.perf_counter() - start)
-        assert len(first.input_ids) == 512
+        assert len(first["input_ids"]) == 512
     figures = {"median": round(median(seconds), 4), "largest": round(max(seconds), 4)}
     return {"step": step, "workers": workers, **figures}
 

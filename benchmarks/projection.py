@@ -32,9 +32,10 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 
 from pretrain.bench.measure import flops_per_token
 from pretrain.contracts.terms import Term
-from pretrain.model.distillation import Distillation, micro_batch
+from pretrain.model.distillation import Distillation
 from pretrain.objectives.distilbert import cosine_term
 from pretrain.objectives.vocabulary_terms import kl_term, mlm_term
+from pretrain.tasks.mlm.examples import masked_batch
 
 ROW_LENGTH, ROWS = 512, 4096  # of the paper's optimizer step
 BYTES_OF_GRADIENT = 4  # fp32
@@ -176,13 +177,13 @@ def check(rank: int, folder: Path, layers: int) -> None:
     positions = torch.randperm(ROW_LENGTH - 2, generator=draw)[None, :77] + 1
     labels = ids.gather(1, positions)
     masked = ids.scatter(1, positions, 103)
-    batch, ones = micro_batch(masked, positions, labels, cls_id=101, pad_id=0), torch.ones(3)
+    batch, ones = masked_batch(masked, positions, labels, cls_id=101, pad_id=0), torch.ones(3)
 
     def accumulate(micro_batches: int, *, reduce: bool) -> None:
         for i in range(micro_batches):
             last = i == micro_batches - 1
             with nullcontext() if reduce and last else model.no_sync():
-                loss, _ = model(*batch, ones)
+                loss, _ = model(batch, ones)
                 (loss / batch.counts["tokens"]).backward()
 
     def step(micro_batches: int) -> None:

@@ -52,7 +52,7 @@ def filled(values: Any) -> Any:
         kind = objective_kind(run) if isinstance(own, dict) and isinstance(run, dict) else None
         if kind is not None:
             unread = {*unread_keys(kind)}
-            if kind.compares_documents and "model" in own:  # which is the student then
+            if "model" in own:  # which is the student then
                 unread.add("student")
             run = {key: value for key, value in run.items() if key in own or key not in unread}
         found.append(with_objective(run))

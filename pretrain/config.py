@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import (
+    Field,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.device.precision import PrecisionName
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.objectives.known import Objective, unread_keys, with_objective
+from pretrain.objectives.known import Objective, with_objective
+from pretrain.tasks.folders import TASKS, AnyTask
 
 ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
 _Share = Annotated[float, Field(ge=0, lt=1)]
@@ -251,6 +258,7 @@ class RunConfig(Keys):
     model: Model | None = None
     student: Student = Student()
     objective: Objective = DistilBert()
+    task: AnyTask = TASKS[DistilBert.tasks[0]](name=DistilBert.tasks[0])
     masking: MaskingConfig = MaskingConfig()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
@@ -264,40 +272,22 @@ class RunConfig(Keys):
         return with_objective(values)
 
     @model_validator(mode="after")
-    def _teacher_or_model(self) -> RunConfig:
-        name = self.objective.name
-        if (term := self.objective.on_masked) and not any(self.masking.ends):
+    def _task_fits(self) -> RunConfig:
+        if self.task.name not in self.objective.tasks:
             raise ValueError(
-                f"masking.probability is 0, and the term {term} of objective {name} is computed on "
-                f"masked tokens: set another probability, or objective.{term}: 0"
+                f"objective {self.objective.name} is for task {' or '.join(self.objective.tasks)}, "
+                f"not {self.task.name}: set task.name, or take another objective"
             )
-        vectors = self.objective.compares_documents
-        if self.vectors is not None and not vectors:
-            raise ValueError(f"objective {name} compares no sentence vectors: remove vectors")
-        if self.objective.needs_teacher:
-            if self.teacher is None and self.vectors is None:
-                raise ValueError(f"objective {name} needs `teacher:`, a folder or a hub name")
-            if vectors and self.model is not None and self.student != type(self.student)():
-                raise ValueError("the student is that of `model:`: remove one of the two sections")
-            if self.teacher is None and self.model is None:
-                raise ValueError("without `teacher:` the student is that of `model:`: add it")
-            if self.model is not None and not vectors:
-                raise ValueError(
-                    f"`model:` is for objective mlm; objective {name} takes the teacher's widths"
-                )
-        else:
-            if self.teacher is not None or self.student != type(self.student)():
-                raise ValueError(
-                    f"objective {name} has no teacher and no student: remove them; it takes "
-                    "`model:`"
-                )
-            if self.teacher_vocabulary is not None:
-                raise ValueError(f"objective {name} has no teacher: remove teacher_vocabulary")
-            if self.model is None:
-                raise ValueError(
-                    f"objective {name} needs `model:`, the sizes of a BERT or {{init: FOLDER}}"
-                )
+        self.task.check(self)
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_default_task(self, handler: Any) -> dict[str, Any]:
+        # Configs of earlier versions have no such section, and are equal to new ones.
+        values: dict[str, Any] = handler(self)
+        if values.get("task") == {"name": self.objective.tasks[0]}:
+            del values["task"]
+        return values
 
     def unread(self) -> dict[str, str]:
         """Return the keys that this run does not read, each with the reason and the fix."""
@@ -306,7 +296,7 @@ class RunConfig(Keys):
             found["masking.mode"] = (
                 f"objective {name} masks nothing: remove it, or set masking.probability"
             )
-        for key, lack in unread_keys(self.objective).items():
+        for key, lack in self.task.unread(self.objective).items():
             found[key] = f"objective {name} {lack}: remove it"
         return found
 

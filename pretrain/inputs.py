@@ -12,21 +12,14 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from data_prep.messages import error_line
-from data_prep.shards import Manifest, load_manifest, open_shards
+from data_prep.shards import Manifest, load_manifest
 from pretrain import RunError, checkpoint
 from pretrain.checkpoint import Saved, check_optimizer, load_adapters
 from pretrain.config import Optimizer, RunConfig, accumulation_steps, with_defaults
-from pretrain.contracts.terms import Shape, Term
+from pretrain.contracts.terms import Term
 from pretrain.data.hashing import root
 from pretrain.data.order import Order
-from pretrain.data.rows import (
-    Skip,
-    StepDataset,
-    build_masking,
-    check_workers,
-    unspaced_note,
-    with_skip,
-)
+from pretrain.data.rows import Skip, StepDataset, check_workers, with_skip
 from pretrain.device.precision import PRECISIONS, choose
 from pretrain.model import tokenizer_files
 from pretrain.model.distillation import parameters_by_name
@@ -46,7 +39,7 @@ from pretrain.output import (
 )
 from pretrain.plan import num_steps
 from pretrain.state import FIELDS, TrainState
-from pretrain.tasks.embedding.targets import Targets, find_targets
+from pretrain.tasks.task import Examples
 
 _ADAPTERS = 5  # this use of the seed; order, masking, dropout and checksums have others
 # What a run that continues another one may change.
@@ -70,7 +63,7 @@ class Inputs:
     student: MaskedLM
     terms: tuple[Term, ...]
     adapters: nn.ModuleDict  # of the objective
-    targets: Targets | None  # where sentence vectors come from, if any are compared
+    examples: Examples  # of the task: what it reads besides the rows
     optimizer: dict[str, Tensor]
     dataset: StepDataset
     tokenizer: dict[str, bytes]  # its files, by name
@@ -85,7 +78,7 @@ class Inputs:
             "configuration": repr((settings, stop_after, self.dataset.skips)),
             "corpus": self.manifest.digest,
             "teacher": self.teacher.sha256 if self.teacher else "",
-            "file of vectors": self.targets.digest if self.targets else "",
+            **self.examples.identity(),
             "checkpoint": str(self.saved.step if self.saved else None),
         }
 
@@ -124,29 +117,28 @@ def load_inputs(
     teacher = load_run_teacher(config, manifest)
     if teacher is not None and teacher.note and saved is None:
         notes.append(teacher.note)
-    targets = None
-    if config.objective.compares_documents:
-        # One rank of each node reads all of an existing file. A checkpoint has the notes already.
-        about, whole = notes if saved is None else [], ranks.is_local_main_process
-        targets = find_targets(config, manifest, teacher, about, whole=whole)
-    if saved is not None:
-        check_same_run(config, manifest, teacher, targets, saved, _SCHEDULE if branches else ())
+    # One rank of each node reads all of an existing file. A checkpoint has the notes already.
+    about: list[str] = []
+    examples = config.task.examples(
+        config, manifest, teacher, about, whole=ranks.is_local_main_process, num_steps=steps
+    )
+    if saved is None:
+        notes += about
+    else:
+        check_same_run(config, manifest, teacher, examples, saved, _SCHEDULE if branches else ())
         parts = parts or read_parts(saved)
     student = load_student(config, manifest, teacher, parts, notes)
     # Here, because they refuse sizes that do not fit, and a refusal writes nothing.
-    theirs = shape_of(teacher.model) if teacher is not None else None
-    if targets is not None:
-        theirs = (theirs or Shape(0, 0, 0))._replace(vector_size=targets.width)
+    theirs = examples.shape(shape_of(teacher.model) if teacher is not None else None)
     shapes = shape_of(student), theirs
     terms, adapters = config.objective.terms(*shapes), config.objective.adapters(*shapes)
+    adapters.update(dict(config.task.attach(shapes[0])))
     reinitialise(adapters, root(config.train.seed, _ADAPTERS))
     moments: dict[str, Tensor] = {}
     if parts is not None:
         moments = parts.optimizer
         load_adapters(adapters, parts.adapters)
         check_optimizer(moments, parameters_by_name(student, adapters))
-    if saved is None and (note := unspaced_note(config.masking, config.shards, manifest)):
-        notes.append(note)
     for note in notes:  # after the last refusal of models that do not fit
         progress.say(f"note: {note}")
     notes = [*(saved.state.get("notes", []) if saved else []), *notes]
@@ -156,13 +148,12 @@ def load_inputs(
     for first, last in skip_rows:
         state.skip_rows = with_skip(state.skip_rows, Skip(first, last, state.step))
     dataset = StepDataset(
-        open_shards(config.shards),
+        examples.shards,
         order,
-        build_masking(config.masking, config.shards, manifest, config.train.seed, steps),
+        examples,
         rank=ranks.process_index,
         world=ranks.num_processes,
         skips=state.skip_rows,
-        documents=targets.documents if targets is not None else None,
     )
     positions = family_of(student).row_length(student.config)
     tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
@@ -175,7 +166,7 @@ def load_inputs(
         student,
         terms,
         adapters,
-        targets,
+        examples,
         moments,
         dataset,
         tokenizer,
@@ -197,7 +188,7 @@ def load_run_teacher(config: RunConfig, manifest: Manifest) -> Teacher | None:
         config.shards,
         same_vocabulary=config.teacher_vocabulary == "same",
         needs_head=config.objective.needs_logits,
-        sentences=config.objective.compares_documents,
+        sentences=config.task.sentence_encoder,
         any_vocabulary=config.model is not None,
     )
 
@@ -348,7 +339,7 @@ def check_same_run(
     config: RunConfig,
     manifest: Manifest,
     teacher: Teacher | None,
-    targets: Targets | None,
+    examples: Examples,
     saved: Saved,
     may_change: Sequence[str] = (),
 ) -> None:
@@ -368,9 +359,7 @@ def check_same_run(
             "corrections", []
         ):
             changes[-1] += " (an earlier version loaded random word embeddings for it)"
-    before_vectors = (saved.state.get("vectors") or {}).get("digest")
-    if targets is not None and before_vectors not in (None, targets.digest):
-        changes.append("the sentence vectors are of another teacher")
+    changes += examples.changes(saved.state)
     if changes and may_change:
         raise RunError(
             f"resume_from: {saved.folder}: {shortened(changes)}. Only output, "

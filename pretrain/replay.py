@@ -89,23 +89,25 @@ class Replay:
         """
         if rank is not None and not 0 <= rank < self.world_size:
             raise RunError(f"rank {rank}: the ranks of this layout are 0 to {self.world_size - 1}")
-        from pretrain.data.rows import build_masking
+        from pretrain.tasks.mlm.examples import build_masking
 
         folder, manifest, seed = self.shards.folder, self.shards.manifest, self.config.train.seed
         masking = build_masking(self.config.masking, folder, manifest, seed, self.num_steps)
         return self._rows(masking, range(self.world_size) if rank is None else [rank])
 
     def _rows(self, masking: Masking, ranks: Iterable[int]) -> Iterator[ReplayedRow]:
+        from pretrain.contracts.batch import IGNORE
         from pretrain.data.rows import StepDataset, skipped
-        from pretrain.tasks.mlm.masking import IGNORE
+        from pretrain.tasks.mlm.examples import MaskedRows
 
+        names = ("input_ids", "positions", "masked")
         epochs, numbers = self.order.at(self.step - 1)
         left_out = skipped(numbers, self.step - 1, self.skips)
         for r in ranks:
             dataset = StepDataset(
                 self.shards,
                 self.order,
-                masking,
+                MaskedRows(self.shards, masking),
                 rank=r,
                 world=self.world_size,
                 skips=self.skips,
@@ -114,7 +116,7 @@ class Replay:
             fed = dataset[self.step - 1]
             first = dataset.mine.start
             for i, (ids, positions, labels) in enumerate(
-                zip(*(tensor.long().numpy() for tensor in fed.masked), strict=True)
+                zip(*(fed[name].long().numpy() for name in names), strict=True)
             ):
                 used = labels != IGNORE
                 # Slots are in the order of their draws; a reader expects positions from left to

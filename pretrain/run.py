@@ -15,14 +15,14 @@ from data_prep.disk import Lock
 from data_prep.shards import Manifest, ShardSet, open_shards
 from pretrain.checkpoint import Writer
 from pretrain.config import Optimizer, RunConfig
-from pretrain.data.rows import StepDataset
+from pretrain.data.rows import StepDataset, split
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.parallel import DDP, Parallel, ZeRO, uses_deepspeed
 from pretrain.distributed.processes import jointly
 from pretrain.inputs import Inputs
 from pretrain.kernels.compilation import check_compiler
 from pretrain.kernels.head.triton_support import use_triton
-from pretrain.model.distillation import Distillation, micro_batch, parameters_by_name
+from pretrain.model.distillation import Distillation, parameters_by_name
 from pretrain.model.families import MaskedLM
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
@@ -31,8 +31,7 @@ from pretrain.monitor.spikes import SpikeDetector
 from pretrain.output import CORRECTIONS
 from pretrain.plan import num_steps
 from pretrain.state import TrainState
-from pretrain.tasks.embedding.documents import Documents
-from pretrain.tasks.embedding.targets import Targets
+from pretrain.tasks.task import Measure
 
 Ended = Literal["finished", "stopped", "interrupted", "up to date"]
 
@@ -54,9 +53,9 @@ class Run:
     manifest: Manifest
     dataset: StepDataset
     validation: ShardSet | None
-    documents: Documents | None  # of the validation rows, if sentence vectors are compared
-    targets: Targets | None  # where these come from
+    measure: Measure | None  # what is measured on the validation rows
     teacher: Teacher | None
+    online: MaskedLM | None  # the teacher's model, if it runs in a step
     student: MaskedLM
     module: Distillation  # student and teacher on a micro-batch
     parallel: Parallel
@@ -110,15 +109,14 @@ def build(
     All ranks call it. The first rank holds `lock`, and writes.
     """
     config, manifest = inputs.config, inputs.manifest
-    teacher, student, targets = inputs.teacher, inputs.student, inputs.targets
+    teacher, student, examples = inputs.teacher, inputs.student, inputs.examples
     device, train = accelerator.device, config.train
-    # A teacher whose vectors a file holds does not run.
-    runs = teacher is not None and (targets is None or targets.documents.path is None)
-    if runs and teacher is not None:
+    # A teacher whose labels a file holds does not run.
+    online = teacher.model if teacher is not None and examples.runs_teacher else None
+    if online is not None:
         # The sha256 is computed and the student has its layers: fp32 is no longer needed.
-        teacher.model.to(device, PRECISIONS[train.precision].dtype)
-        if teacher.head is not None:
-            teacher.head.to(device)
+        nn.Module.to(online, device, PRECISIONS[train.precision].dtype)
+        examples.to(device)
     student.to(device)
     if train.compile:
         jointly(accelerator, lambda: check_compiler(device))
@@ -126,12 +124,12 @@ def build(
     compiled_head = train.compile and not use_triton("auto", next(student.parameters()))
     module = Distillation(
         student,
-        teacher.model if teacher is not None and runs else None,
+        online,
         inputs.terms,
         pad_id=manifest.tokenizer.special_ids.pad,
         num_tokens=manifest.tokenizer.vocab_size,
         adapters=inputs.adapters.to(device),
-        head=teacher.head if teacher is not None and runs else None,
+        teacher_labels=examples.teacher_labels,
         backend="compiled" if compiled_head else "auto",
         compiled=train.compile,
         recompute=train.activation_checkpointing,
@@ -150,9 +148,11 @@ def build(
     fence = lock.check if lock else lambda: None
     validates = "validation" in manifest.splits and manifest.splits["validation"].rows > 0
     validation = open_shards(config.shards, "validation") if validates else None
-    documents = None
-    if validation is not None and targets is not None:
-        documents = Documents(validation, targets.documents.path)
+    measure = None
+    if validation is not None:
+        measure = config.task.measure(
+            examples, validation, inputs.terms, teacher=online is not None
+        )
     return Run(
         config=config,
         accelerator=accelerator,
@@ -170,9 +170,9 @@ def build(
         manifest=manifest,
         dataset=inputs.dataset,
         validation=validation,
-        documents=documents,
-        targets=targets,
+        measure=measure,
         teacher=teacher,
+        online=online,
         student=student,
         module=module,
         parallel=parallel,
@@ -189,22 +189,21 @@ def freeze_unreached(module: Distillation, inputs: Inputs, device: torch.device)
     DDP would wait for their gradients, and ZeRO would decay their weights. One row's backward pass
     finds them; its gradients and random numbers are discarded.
     """
-    special = inputs.manifest.tokenizer.special_ids
-    row = next(inputs.dataset[inputs.state.step].split(1))
-    batch = micro_batch(*row, cls_id=special.cls, pad_id=special.pad).to(device)
+    row = next(split(inputs.dataset[inputs.state.step], 1))
+    batch = inputs.examples.batch(row).to(device)
     plain = Distillation(
         module.student,
         module.teacher,
         module.terms,
-        pad_id=special.pad,
+        pad_id=module.pad_id,
         num_tokens=module.num_tokens,
         adapters=module.adapters,
-        head=module.head,
+        teacher_labels=inputs.examples.teacher_labels,
     )
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus):
         # Without autocast, which would keep casts of weights for the first step.
-        loss, _ = plain(*batch, torch.ones(len(module.terms), device=device))
+        loss, _ = plain(batch, torch.ones(len(module.terms), device=device))
         loss.backward()
     for parameter in module.parameters():
         parameter.requires_grad_(parameter.grad is not None)
@@ -244,12 +243,8 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
             "revision": teacher.revision,
             "sha256": teacher.sha256,
         },
-        "vectors": run.targets
-        and {
-            "name": run.targets.name,
-            "digest": run.targets.digest,
-            "normalised": run.targets.normalised,
-        },
+        "vectors": None,
+        **run.dataset.examples.state(),
         "row_length": run.manifest.row_length,
         "num_processes": run.accelerator.num_processes,
         "versions": {name: version(name) for name in ("torch", "transformers")},

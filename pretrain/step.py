@@ -20,10 +20,9 @@ import torch
 
 from pretrain import NonFiniteError
 from pretrain.config import Optimizer
-from pretrain.contracts.terms import COUNTS, Count
+from pretrain.contracts.batch import Batch, Rows, send
 from pretrain.data.hashing import root
-from pretrain.data.rows import StepRows
-from pretrain.model.distillation import MicroBatch, micro_batch, send
+from pretrain.data.rows import split
 from pretrain.monitor.post_mortem import write_post_mortem
 from pretrain.run import Run
 
@@ -33,14 +32,14 @@ _DROPOUT = 3  # this use of the seed; order and masking have other numbers
 class Step(NamedTuple):
     """Hold the figures of one optimizer step; the same on every rank."""
 
-    counts: dict[Count, int]
+    counts: dict[str, int]  # of the task
     weights: list[float]  # [T] of the terms, at this step
     totals: list[float]  # [T] each term's sum
     grad_norm: float  # before clipping; not finite if no update was made
     learning_rate: float
 
 
-def train_step(run: Run, rows: StepRows | None, signals: Sequence[int]) -> Step | None:
+def train_step(run: Run, rows: Rows | None, signals: Sequence[int]) -> Step | None:
     """Make one optimizer step on this rank's rows; return None if a rank was interrupted.
 
     A run of one rank is also interrupted between two micro-batches; several ranks have agreed
@@ -67,10 +66,11 @@ def train_step(run: Run, rows: StepRows | None, signals: Sequence[int]) -> Step 
     if rows is not None:
         heartbeat.at(state.step, "counts")
         batches = micro_batches(run, rows)
-    numbers = [*(sum(b.counts[name] for b in batches) for name in COUNTS), int(bool(signals))]
+    names = config.task.counts
+    numbers = [*(sum(b.counts[name] for b in batches) for name in names), int(bool(signals))]
     if world > 1:
         numbers = accelerator.reduce(torch.tensor(numbers, device=device), "sum").tolist()
-    counts = dict(zip(COUNTS, numbers, strict=False))
+    counts = dict(zip(names, numbers, strict=False))
     if rows is None or numbers[-1]:
         return None
 
@@ -135,11 +135,9 @@ def train_step(run: Run, rows: StepRows | None, signals: Sequence[int]) -> Step 
     return Step(counts, weights, totals_of_step, size, rate)
 
 
-def micro_batches(run: Run, rows: StepRows) -> list[MicroBatch]:
+def micro_batches(run: Run, rows: Rows) -> list[Batch]:
     """Split a rank's rows of a step into micro-batches, on the host."""
-    special = run.manifest.tokenizer.special_ids
-    parts = rows.split(run.micro_batch_size)
-    return [micro_batch(*part, cls_id=special.cls, pad_id=special.pad) for part in parts]
+    return [run.dataset.examples.batch(part) for part in split(rows, run.micro_batch_size)]
 
 
 def learning_rate(config: Optimizer, step: int, num_steps: int) -> float:

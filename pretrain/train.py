@@ -13,7 +13,8 @@ import torch
 from data_prep.disk import Busy, Lock, lock
 from data_prep.shards import check
 from pretrain.config import RunConfig
-from pretrain.data.rows import StepRows, explained_workers, loader, next_rows
+from pretrain.contracts.batch import Rows
+from pretrain.data.rows import explained_workers, loader, next_rows
 from pretrain.device.micro_batch import explained, resolve_micro_batch
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.agreement import compare_weights
@@ -27,10 +28,10 @@ from pretrain.distributed.processes import (
     timeout,
 )
 from pretrain.environment import GRACE
-from pretrain.evaluate import evaluate, weak_teacher
+from pretrain.evaluate import evaluate
 from pretrain.exit_codes import ExitCode
 from pretrain.files import write_json
-from pretrain.inputs import Inputs, load_inputs
+from pretrain.inputs import load_inputs
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Clock, Progress, Silent
 from pretrain.monitor.progress import describe, report
@@ -39,7 +40,7 @@ from pretrain.output import check_output
 from pretrain.run import Ended, Run, build, write_checkpoint
 from pretrain.signals import Signals, stop_on_signal
 from pretrain.step import micro_batches, train_step
-from pretrain.tasks.embedding.targets import write_targets
+from pretrain.tasks.mlm.head_figures import weak_teacher
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,13 @@ def train(
         # train on different data.
         same_everywhere(ranks, inputs.names(stop_after))
 
-        if inputs.targets is not None and inputs.targets.missing:
+        if inputs.examples.missing:
             # It may take hours, and a run that is stopped meanwhile goes on where it was.
             heartbeat.at(0, "vectors")
-            patiently(ranks, lambda: write_missing(inputs, ranks.device, progress), here=first)
+            precision, say = inputs.config.train.precision, progress.say
+            patiently(
+                ranks, lambda: inputs.examples.write(ranks.device, precision, say), here=first
+            )
 
         heartbeat.at(0, "build")
         # After `load_inputs`, which resolves `precision: auto`; Accelerate keeps its precision.
@@ -142,17 +146,7 @@ def train(
     return Outcome(state.step, run.num_steps, run.ended, state.evaluation)
 
 
-def write_missing(inputs: Inputs, device: torch.device, progress: Progress) -> None:
-    """Write the file of sentence vectors that the run needs, or the rest of it."""
-    assert inputs.teacher is not None and inputs.targets is not None
-    config = inputs.config
-    autocast = PRECISIONS[config.train.precision].autocast(device)
-    write_targets(
-        config, inputs.manifest, inputs.targets, inputs.teacher, device, autocast, progress.say
-    )
-
-
-def loop(run: Run, batches: Iterator[StepRows], last: int, signals: Signals) -> None:
+def loop(run: Run, batches: Iterator[Rows], last: int, signals: Signals) -> None:
     """Make optimizer steps up to `last`, or until a signal arrives."""
     config, state = run.config, run.state
     clock, first = Clock(state.tokens), state.step
@@ -209,25 +203,21 @@ def warm_up(run: Run) -> None:
 
 def validate(run: Run) -> None:
     """Evaluate on the validation rows; write the figures and keep them for the checkpoint."""
-    if run.validation is None:
+    if run.measure is None:
         return
     run.heartbeat.at(run.state.step, "evaluation")
-    own_terms = () if run.config.objective.needs_logits else run.module.terms
-    teacher = run.teacher.model if run.teacher else None
     run.state.evaluation = evaluate(
         run.student,
-        run.module.teacher if own_terms else teacher,
-        run.validation,
+        run.online,
+        run.measure,
         rows=run.config.evaluation.rows,
         # Without gradients eight times the rows take less memory than a micro-batch with them.
         batch_size=min(32, 8 * run.micro_batch_size),
         accelerator=run.accelerator,
         autocast=PRECISIONS[run.config.train.precision].autocast(run.accelerator.device),
-        own_terms=own_terms,
         adapters=run.module.adapters,
         step=run.state.step,
-        head=run.module.head,
-        documents=run.documents,
+        teacher_labels=run.dataset.examples.teacher_labels,
     )
     run.state.evaluation_step = run.state.step
     run.metrics.write("evaluation", run.state.step, run.state.evaluation)

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain import RunError
+from pretrain.contracts.batch import IGNORE, Batch
 from pretrain.contracts.terms import Shape
 from pretrain.device.precision import PRECISIONS, Precision
 from pretrain.kernels.cpu_layers import use_torch_layers
-from pretrain.model.distillation import MicroBatch
 from pretrain.model.families import MaskedLM, family_of, shape_of
 from pretrain.model.families.post_norm import PostNorm
 from pretrain.objectives.distilbert import DistilBert
@@ -39,7 +39,6 @@ from pretrain.objectives.minilm import MiniLM, divergence, relation
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
 from pretrain.objectives.tinybert import TinyBert, scores, squared_difference
-from pretrain.tasks.mlm.masking import IGNORE
 
 Model = TypeVar("Model", bound=MaskedLM)
 # The terms of DistilBERT's loss and their weights; the last two are options.
@@ -82,12 +81,13 @@ class Inputs(NamedTuple):
         return found[0], found[1]
 
 
-def padded(batch: MicroBatch, *, pad_id: int) -> Padded:
+def padded(batch: Batch, *, pad_id: int) -> Padded:
     """Return the same rows and masks as padded sequences.
 
     The work is the same only if no row holds two documents.
     """
-    labels = torch.full_like(batch.input_ids, IGNORE).scatter(1, batch.positions, batch.labels)
+    positions, masked = (batch.labels[name].long() for name in ("positions", "masked"))
+    labels = torch.full_like(batch.input_ids, IGNORE).scatter(1, positions, masked)
     return Padded(batch.input_ids, (batch.input_ids != pad_id).long(), labels)
 
 

@@ -13,11 +13,10 @@ import copy
 import gc
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,15 +27,15 @@ from torch.utils._pytree import tree_leaves
 
 from pretrain import NumericalError
 from pretrain.bench.baseline import BaselineStep, baseline_step, padded, shapes_of, twin
-from pretrain.contracts.batch import Sequences
+from pretrain.contracts.batch import Batch
 from pretrain.contracts.terms import Shape
 from pretrain.device.memory import out_of_memory
 from pretrain.device.precision import PRECISIONS, Precision
 from pretrain.kernels.head.triton_support import use_triton
-from pretrain.model.distillation import Distillation, MicroBatch, parameters_by_name
-from pretrain.model.families import MaskedLM, shape_of
-from pretrain.model.pooling import SentenceHead
+from pretrain.model.distillation import Distillation, parameters_by_name
+from pretrain.model.families import MaskedLM
 from pretrain.objectives.objective import Objective
+from pretrain.tasks.folders import TASKS
 
 
 @dataclass
@@ -50,7 +49,7 @@ class OurStep:
     """
 
     module: Distillation
-    batch: MicroBatch
+    batch: Batch
     precision: Precision = PRECISIONS["fp32"]
     student: MaskedLM = field(init=False)
     teacher: MaskedLM | None = field(init=False)
@@ -73,14 +72,13 @@ class OurStep:
     def __call__(self) -> None:
         """Run forward and backward of one micro-batch; gradients add up."""
         with self.precision.autocast(self.batch.input_ids.device):
-            loss, self._sums_T = self.module(*self.batch, self._factors_T)
+            loss, self._sums_T = self.module(self.batch, self._factors_T)
         (loss * (self.precision.loss_scale / self.batch.counts["tokens"])).backward()
 
     def encoders(self) -> Any:
         """Return the encoders' outputs alone, which keeps all that their graph holds alive."""
         with self.precision.autocast(self.batch.input_ids.device):
-            ids, _, _, cu_seqlens, max_length, *_ = self.batch
-            return self.module.encode(ids, cu_seqlens, max_length)
+            return self.module.encode(self.batch)
 
     @property
     def terms(self) -> dict[str, float]:
@@ -387,26 +385,25 @@ class Pair:
         """Return the sizes of both models, for an objective."""
         return shapes_of(self.student, self.usual_teacher)
 
-    def ours(self, objective: Objective, batch: MicroBatch, precision: str) -> OurStep:
+    def ours(self, objective: Objective, batch: Batch, precision: str) -> OurStep:
         """Return our step on a micro-batch in the host's memory."""
-        weight, head = next(self.student.parameters()), None
-        if objective.compares_documents:
-            batch = with_sequences(batch, pad_id=self.pad_id)
-            head = SentenceHead(shape_of(self.student).hidden_size)
+        weight, task = next(self.student.parameters()), objective.tasks[0]
+        width = (self.usual_teacher or self.student).config.hidden_size
+        batch, labels = TASKS[task](name=task).drawn(batch, width, pad_id=self.pad_id)
         module = Distillation(
             self.student,
             self.teachers.get(precision),
             objective.terms(*self.shapes),
             pad_id=self.pad_id,
             adapters=self.adapters,
-            head=head,
+            teacher_labels=labels,
             backend="compiled" if self.compiled and not use_triton("auto", weight) else "auto",
             compiled=self.compiled,
             recompute=self.recompute,
         )
         return OurStep(module, batch.to(self.device), PRECISIONS[precision])
 
-    def usual(self, objective: Objective, batch: MicroBatch, precision: str) -> BaselineStep:
+    def usual(self, objective: Objective, batch: Batch, precision: str) -> BaselineStep:
         """Return the baseline step on the same data."""
         return baseline_step(
             self.usual_student,
@@ -418,27 +415,7 @@ class Pair:
         )
 
 
-def with_sequences(batch: MicroBatch, *, pad_id: int) -> MicroBatch:
-    """Return a micro-batch in which every document is a whole one."""
-    ids, length, places = batch.input_ids, batch.input_ids.shape[1], Counter[int]()
-    documents = torch.full(ids.shape, -1, dtype=torch.int16)
-    sizes = torch.zeros(len(ids), len(batch.cu_seqlens), dtype=torch.int16)
-    for begin, end in pairwise(batch.cu_seqlens.tolist()):
-        row, column = divmod(begin, length)
-        if begin < end and ids[row, column] != pad_id:
-            documents[row, column : column + end - begin] = places[row]
-            sizes[row, places[row]] = end - begin
-            places[row] += 1
-    sequences = Sequences(documents, sizes[:, : max(places.values(), default=1)])
-    counts = dict(batch.counts)
-    counts["sequences"] = sum(places.values())
-    counts["sequence_pairs"] = sum(num * (num - 1) for num in places.values())
-    return batch._replace(sequences=sequences, counts=counts)
-
-
-def agreement(
-    pair: Pair, objective: Objective, batch: MicroBatch, precision: str
-) -> dict[str, Any]:
+def agreement(pair: Pair, objective: Objective, batch: Batch, precision: str) -> dict[str, Any]:
     """Return the differences between the two steps.
 
     Raises:
@@ -450,7 +427,7 @@ def agreement(
 
 
 def rows(
-    pair: Pair, objective: Objective, batch: MicroBatch, precision: str, repeats: int
+    pair: Pair, objective: Objective, batch: Batch, precision: str, repeats: int
 ) -> dict[str, Any]:
     """Measure both steps on rows of one document each: the gain of head and encoder."""
     ours = pair.ours(objective, batch, precision)
@@ -483,7 +460,7 @@ def rows(
 def documents(
     pair: Pair,
     objective: Objective,
-    batches: Mapping[str, MicroBatch],
+    batches: Mapping[str, Batch],
     precision: str,
     repeats: int,
 ) -> dict[str, Any]:

@@ -28,12 +28,13 @@ from transformers import (
 )
 
 from pretrain.config import RunConfig
-from pretrain.model.distillation import MicroBatch, micro_batch
+from pretrain.contracts.batch import Batch
 from pretrain.model.families import FAMILIES, MaskedLM
 from pretrain.model.loading import known_family
 from pretrain.model.model_files import read_config, student_of
 from pretrain.model.student import build_student
 from pretrain.model.teacher import Teacher
+from pretrain.tasks.mlm.examples import masked_batch
 from pretrain.tasks.mlm.masking import Masking
 
 
@@ -164,7 +165,7 @@ def typical(documents: Sequence[Document], num_rows: int) -> list[list[Document]
 
 def batch(
     rows: Sequence[Sequence[Document]], length: int, masking: Masking, special: SpecialIds
-) -> MicroBatch:
+) -> Batch:
     """Return a micro-batch of rows of documents, padded to `length` and masked."""
     ids = np.full((len(rows), length), special.pad, dtype=np.int64)
     for row, documents in zip(ids, rows, strict=True):
@@ -173,7 +174,7 @@ def batch(
     numbers: Any = np.arange(len(rows))
     masked = masking(ids, np.zeros_like(numbers), numbers)
     tokens, positions, labels = map(torch.from_numpy, masked)
-    return micro_batch(tokens, positions, labels, cls_id=special.cls, pad_id=special.pad)
+    return masked_batch(tokens, positions, labels, cls_id=special.cls, pad_id=special.pad)
 
 
 def shaped(config: RunConfig, sizes: Sizes) -> tuple[MaskedLM, MaskedLM | None, Sizes, str]:

@@ -32,16 +32,16 @@ from pretrain.bench.models import (
     typical,
 )
 from pretrain.config import RunConfig
-from pretrain.data.rows import build_masking
+from pretrain.contracts.batch import Batch
 from pretrain.device.precision import PRECISIONS, allow_tf32
 from pretrain.device.precision import choose as choose_precision
-from pretrain.model.distillation import MicroBatch
 from pretrain.model.families import MaskedLM
 from pretrain.model.loading import reinitialise
 from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import load_teacher
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.objective import Objective
+from pretrain.tasks.mlm.examples import build_masking
 
 SCHEMA = 1
 _DOCUMENTS = 2000  # drawn for a layout
@@ -57,8 +57,8 @@ class Subject:
     pair: measure.Pair
     row_length: int
     objective: Callable[[str], Objective]  # with KL over "all" or "masked"; "" as it is
-    rows: Callable[[int], MicroBatch]  # that many, of one document each
-    documents: Callable[[int], dict[str, dict[str, MicroBatch]]]  # by layout
+    rows: Callable[[int], Batch]  # that many, of one document each
+    documents: Callable[[int], dict[str, dict[str, Batch]]]  # by layout
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ def synthetic(
         )
     pair = _pair(student, teacher, objective, device, settings, special, config)
 
-    def rows(size: int) -> MicroBatch:
+    def rows(size: int) -> Batch:
         whole = drawn([sizes.length] * size, sizes.vocabulary, special)
         return batch([[document] for document in whole], sizes.length, masking, special)
 
-    def documents(size: int) -> dict[str, dict[str, MicroBatch]]:
+    def documents(size: int) -> dict[str, dict[str, Batch]]:
         found = {}
         for name, layout in LAYOUTS.items():
             lengths = layout.lengths(_DOCUMENTS, sizes.length, seed=0)
@@ -251,14 +251,14 @@ def configured(config: RunConfig, device: torch.device, settings: Settings) -> S
     def read(size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         return np.asarray(shards.rows(numbers[:size]), dtype=np.int64)
 
-    def rows(size: int) -> MicroBatch:
+    def rows(size: int) -> Batch:
         whole = read(size)
         inner = whole == special.cls
         inner[:, 0] = False
         whole[inner] = special.sep  # so that a row is one document
         return batch([[row] for row in whole], length, masking, special)
 
-    def documents(size: int) -> dict[str, dict[str, MicroBatch]]:
+    def documents(size: int) -> dict[str, dict[str, Batch]]:
         together = [_documents(row, special) for row in read(size)]
         alone = [d for row in read(min(len(shards), 20 * size)) for d in _documents(row, special)]
         return {

@@ -1,36 +1,90 @@
-"""Define what terms read of a micro-batch besides the outputs of both encoders.
+"""Hold the rows of one forward and backward pass, with what a task knows about them.
 
-Shapes: R rows, L row length, K the most whole documents of a row, W width of a sentence vector.
+Shapes: R or B rows, L row length, S documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from pretrain.contracts.packing import Packing
 
+IGNORE = -100  # label of a slot without a prediction: the default of torch's cross-entropy
 
-class Sequences(NamedTuple):
-    """Hold the whole documents of some rows, the first ones of each row's K places."""
-
-    # Narrow integers from a loader's worker, and on the device as they come.
-    documents: Tensor  # [R, L] place of each token's whole document in its row; -1: in none
-    lengths: Tensor  # [R, K] tokens, [CLS] and [SEP] included; 0 at an unused place
-    vectors: Tensor | None = None  # [R, K, W] of the teacher; None: it computes them
-
-    def split(self, size: int) -> Iterator[Sequences]:
-        """Yield `size` rows at a time."""
-        for first in range(0, len(self.documents), size):
-            rows = slice(first, first + size)
-            vectors = None if self.vectors is None else self.vectors[rows]
-            yield Sequences(self.documents[rows], self.lengths[rows], vectors)
+# The rows of a rank in a step, as a loader's worker sends them: `input_ids` [R, L] in the shards'
+# narrow type, and the task's own tensors [R, ...].
+Rows = dict[str, Tensor]
 
 
 class Batch(NamedTuple):
-    """Hold what a `SignalTerm` reads of a micro-batch besides the outputs of both encoders."""
+    """Hold a micro-batch; its counts are numbers on the host, so that no sync is needed."""
 
-    packing: Packing  # documents and padding
-    sequences: Sequences | None = None  # whole documents, of objectives that compare their vectors
+    input_ids: Tensor  # [B, L] packed rows, as the student reads them
+    cu_seqlens: Tensor  # [S + 1] int32, starts of documents in the B * L positions, and the end
+    max_length: int  # tokens of the longest document
+    labels: Mapping[str, Tensor]  # [B, ...] by the task's names
+    counts: Mapping[str, int]  # what terms are means over, by name
+    # Documents and padding; computed on the device, before a term reads it.
+    packing: Packing = None  # type: ignore[assignment]
+
+    def to(self, device: torch.device) -> Batch:
+        """Copy from the host to a device without a sync; the ids are int64 there."""
+        return self._replace(
+            input_ids=send(self.input_ids, device).long(),
+            cu_seqlens=send(self.cu_seqlens, device),
+            labels={name: send(tensor, device) for name, tensor in self.labels.items()},
+        )
+
+
+def packed_batch(
+    input_ids: Tensor,
+    labels: Mapping[str, Tensor],
+    counts: Mapping[str, int],
+    *,
+    cls_id: int,
+    pad_id: int,
+) -> Batch:
+    """Build a micro-batch from rows on the host: find the documents, and count the tokens.
+
+    A document begins at every [CLS], at every row, and where padding begins. Padding is a document
+    of its own, so that every query has a key.
+
+    Args:
+        input_ids: [B, L].
+        labels: of the task.
+        counts: of the task; they replace those of the same names that are counted here: "tokens"
+            (all but padding), "sequences" (documents) and "pairs" (of tokens of one document).
+        cls_id, pad_id: ids of [CLS] and padding.
+    """
+    ids = input_ids.numpy()  # several times as fast as torch here, and complete for uint16
+    # Documents are found on the host: the kernels' bounds then need no device sync.
+    token = ids != pad_id
+    starts = ids == cls_id
+    starts[:, 1:] |= token[:, :-1] > token[:, 1:]
+    starts[:, 0] = True
+    begins = np.flatnonzero(starts)
+    lengths = np.diff(begins, append=ids.size)
+    max_length = int(lengths.max(initial=0))
+    lengths = lengths[token.flat[begins]]
+    found = {
+        "tokens": int(np.count_nonzero(token)),
+        "sequences": len(lengths),
+        "pairs": int(np.square(lengths).sum()),
+    }
+    cu_seqlens = torch.from_numpy(np.append(begins, ids.size).astype(np.int32))
+    return Batch(input_ids, cu_seqlens, max_length, labels, {**found, **counts})
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the host's memory to a device, without a sync on a GPU."""
+    # The GPU copies after the work that it already has, so the memory must be pinned until then:
+    # torch sees to that, and reuses it for the next copies. A micro-batch is small (64 x 512: about
+    # 100 kB), so pinning it here costs less than a thread for it.
+    if device.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -3,10 +3,8 @@
     loss = sum over terms of  weight * total / count
 
 `total` is the sum of a term's values over one optimizer step and all ranks. `count` is the number
-of what the term is `over`: "tokens" (all but padding), "masked" (the selected positions),
-"sequences" (documents; of an objective that compares vectors of documents, the whole ones), "pairs"
-(of two positions in the same document, in both orders), or "sequence_pairs" (of two whole documents
-in the same row, in both orders). A weight is a function of the optimizer step.
+of what the term is `over`: the name of one of the task's counts, such as "tokens" (all but padding)
+or "masked" (the selected positions). A weight is a function of the optimizer step.
 
 Nothing here imports torch, so that a config is checked in a second.
 
@@ -16,15 +14,13 @@ Shapes: N positions, V vocabulary, B rows, L row length, D width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pretrain.contracts.batch import Batch
 
-Count = Literal["tokens", "masked", "sequences", "pairs", "sequence_pairs"]
-COUNTS: tuple[Count, ...] = get_args(Count)
 Schedule = Callable[[int], float]  # optimizer step, from 0 -> weight
 Kind = Literal["hidden", "query", "key", "value"]
 
@@ -82,7 +78,7 @@ class VocabularyTerm(NamedTuple):
 
     name: str
     weight: Schedule
-    over: Count
+    over: str
     # (student's logits [N, V], teacher's or None, labels [N], -100 where nothing is predicted)
     # -> values [N]
     values: Callable[[Tensor, Tensor | None, Tensor], Tensor]
@@ -96,7 +92,7 @@ class SignalTerm(NamedTuple):
 
     name: str
     weight: Schedule
-    over: Count
+    over: str
     # (student, teacher or None, batch, the objective's adapters) -> the sum over the micro-batch
     # [], in fp32
     total: Callable[[Encoded, Encoded | None, Batch, nn.ModuleDict], Tensor]

@@ -1,43 +1,33 @@
-"""Load the masked rows of each optimizer step: one loader item per step and rank.
+"""Load the examples of each optimizer step: one loader item per step and rank.
 
-Shapes: R rows of this rank in a step, L row length, K mask slots a row.
+Shapes: R rows of this rank in a step.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import repeat
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from data_prep.shards import CorpusError, Manifest, ShardSet, read_listed
-from data_prep.shards.manifest import TOKEN_COUNTS
+from data_prep.shards import CorpusError, ShardSet
 from data_prep.shards.reading import check_size
 from pretrain import RunError
-from pretrain.config import MaskingConfig
-from pretrain.contracts.batch import Sequences
+from pretrain.contracts.batch import Rows
 from pretrain.data.order import Order
 from pretrain.environment import SUPERVISOR, TIMEOUT
 from pretrain.signals import Interrupted, Signals, stop_signals
-from pretrain.tasks.embedding.documents import Documents
-from pretrain.tasks.mlm.masking import Masking
-from pretrain.tasks.mlm.words import Borders, borders
+from pretrain.tasks.task import Examples
 
-_FEW_UNSPACED = 0.01  # share of the tokens that a note is not worth
 _SOCKET = len("/pymp-12345678/listener-12345678")  # the socket that a worker creates in TMPDIR
 _LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; 107 on Linux
 
@@ -55,40 +45,18 @@ class Skip:
     step: int  # from 0
 
 
-class StepRows(NamedTuple):
-    """Hold the rows of a rank in a step, as tensors of the narrowest types."""
-
-    input_ids: Tensor  # [R, L] uint16 or uint32 as in the shards, corrupted
-    positions: Tensor  # [R, K] int16, where the slots point
-    labels: Tensor  # [R, K] int32, original id, or IGNORE in an unused slot
-    sequences: Sequences | None = None  # of objectives that compare vectors of documents
-
-    @property
-    def masked(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the corrupted ids, the slots and their labels."""
-        return self.input_ids, self.positions, self.labels
-
-    def split(self, size: int) -> Iterator[StepRows]:
-        """Yield `size` rows at a time."""
-        sequences = self.sequences.split(size) if self.sequences else repeat(None)
-        masked = (tensor.split(size) for tensor in self.masked)
-        for ids, positions, labels, part in zip(*masked, sequences, strict=False):
-            yield StepRows(ids, positions, labels, part)
-
-
-class StepDataset(Dataset[StepRows]):
+class StepDataset(Dataset[Rows]):
     """Return the rows of a step as a pure function of the step, so that any worker can do it."""
 
     def __init__(
         self,
         shards: ShardSet,
         order: Order,
-        masking: Masking,
+        examples: Examples,
         *,
         rank: int = 0,
         world: int = 1,
         skips: Sequence[Skip] = (),
-        documents: Documents | None = None,
     ) -> None:
         """Raise RunError if `skips` name rows that are not there."""
         for skip in skips:
@@ -101,45 +69,20 @@ class StepDataset(Dataset[StepRows]):
         # A rank takes a block of the step's rows, so the global batch is the same for any number of
         # ranks.
         share = order.global_batch_size // world
-        self.shards, self.order, self.masking, self.skips = shards, order, masking, tuple(skips)
-        self.documents = documents
+        self.shards, self.order, self.examples, self.skips = shards, order, examples, tuple(skips)
         self.mine = slice(rank * share, (rank + 1) * share)
 
-    def __getitem__(self, step: int) -> StepRows:
+    def __getitem__(self, step: int) -> Rows:
         """Return this rank's rows of optimizer step `step`, counted from 0."""
-        epochs, rows = (values[self.mine] for values in self.order.at(step))
-        left_out = skipped(rows, step, self.skips)
-        return corrupt(self.shards, self.masking, epochs, rows, left_out, step, self.documents)
+        epochs, numbers = (values[self.mine] for values in self.order.at(step))
+        left_out = skipped(numbers, step, self.skips)
+        return self.examples.rows(self.shards.rows(numbers), epochs, numbers, step, left_out)
 
 
-def corrupt(
-    shards: ShardSet,
-    masking: Masking,
-    epochs: Any,
-    rows: Any,
-    skipped: NDArray[np.bool_] | None = None,
-    step: int = 0,
-    documents: Documents | None = None,
-) -> StepRows:
-    """Read rows [R], pad those `skipped` [R], and mask the others by their epochs [R] and the step.
-
-    With `documents`, the whole documents of the rows come with them.
-
-    The host makes the masks, not the GPU: one core masks tens of millions of tokens a second, ahead
-    of the step that needs them, and no GPU trains on two million a second.
-    """
-    ids = shards.rows(rows)
-    sequences = documents(ids, rows, skipped) if documents is not None else None
-    if skipped is not None:
-        # Padding is special, so masking selects nothing there.
-        ids[skipped] = shards.manifest.tokenizer.special_ids.pad
-    masked = masking(ids, epochs, rows, step)
-    return StepRows(
-        torch.from_numpy(masked.input_ids),
-        torch.from_numpy(masked.positions.astype(np.int16)),
-        torch.from_numpy(masked.labels.astype(np.int32)),
-        sequences,
-    )
+def split(rows: Rows, size: int) -> Iterator[Rows]:
+    """Yield `size` rows at a time."""
+    for parts in zip(*(tensor.split(size) for tensor in rows.values()), strict=True):
+        yield dict(zip(rows, parts, strict=True))
 
 
 def skipped(rows: NDArray[np.int64], step: int, skips: Sequence[Skip]) -> NDArray[np.bool_]:
@@ -162,7 +105,7 @@ def with_skip(skips: Sequence[Skip], skip: Skip) -> tuple[Skip, ...]:
 @contextmanager
 def loader(
     dataset: StepDataset, first: int, last: int, num_workers: int
-) -> Iterator[Iterator[StepRows]]:
+) -> Iterator[Iterator[Rows]]:
     """Yield an iterator over steps `first` to `last` - 1, loaded ahead by `num_workers` processes.
 
     The processes end with the block.
@@ -192,7 +135,7 @@ def loader(
                 worker.kill()  # still alive only if it was stopped or hangs
 
 
-def next_rows(batches: Iterator[StepRows], signals: Signals, seconds: float) -> StepRows | None:
+def next_rows(batches: Iterator[Rows], signals: Signals, seconds: float) -> Rows | None:
     """Wait for the rows of the next step; return None as soon as a signal has come.
 
     Args:
@@ -229,85 +172,6 @@ def check_workers(num_workers: int) -> None:
             f"TMPDIR {folder}: too long a path for the sockets of loader workers; set TMPDIR to a "
             f"folder of at most {_LONGEST_SOCKET - _SOCKET} bytes, or train.num_workers to 0"
         )
-
-
-def build_masking(
-    config: MaskingConfig, folder: Path, manifest: Manifest, seed: int, num_steps: int = 1
-) -> Masking:
-    """Return the masking of a training run of `num_steps`, over the shards' vocabulary.
-
-    Raises:
-        CorpusError: a file of the shards is damaged.
-        RunError: mode whole_word or span, and the tokenizer does not mark where words begin.
-    """
-    smoothing, words = None, None
-    if config.mode == "smoothed":
-        table = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))
-        smoothing = np.asarray(table["smoothing"], dtype=np.int64)
-    if config.mode in ("whole_word", "span"):
-        try:
-            words = borders_of(folder, manifest)
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(
-                f"masking.mode {config.mode}: {folder} holds no words: {error}; take mode uniform"
-            ) from None
-    first, final = config.ends
-    return replace(
-        masking_over(manifest, first, seed),
-        smoothing=smoothing,
-        final=final,
-        num_steps=num_steps,
-        words=words,
-        spans=config.mode == "span",
-    )
-
-
-def borders_of(folder: Path, manifest: Manifest) -> Borders:
-    """Return the borders of words in the shards' rows.
-
-    Raises:
-        CorpusError: the tokenizer of the shards is damaged.
-        ValueError: it does not mark where words begin.
-    """
-    found = borders(read_listed(folder, manifest, "tokenizer/tokenizer.json"))
-    # Tokens that were added to the vocabulary later are words.
-    later = max(0, manifest.tokenizer.vocab_size - len(found.goes_on))
-    return Borders(*(np.pad(marks, (0, later)) for marks in found))
-
-
-def unspaced_note(config: MaskingConfig, folder: Path, manifest: Manifest) -> str:
-    """Return what screen and card should say about words in scripts without spaces, or ""."""
-    if config.mode not in ("whole_word", "span"):
-        return ""
-    try:
-        marks = borders_of(folder, manifest).unspaced
-    except (ValueError, KeyError, TypeError):
-        return ""  # refused where the masks are built
-    counts = np.array(json.loads(read_listed(folder, manifest, TOKEN_COUNTS))["counts"])
-    share = counts[marks[: len(counts)]].sum() / max(1, counts.sum())
-    if share < _FEW_UNSPACED:
-        return ""
-    return (
-        f"{share:.0%} of the tokens are in a script without spaces between words: there "
-        f"masking.mode {config.mode} masks the pieces of the tokenizer, not words"
-    )
-
-
-def masking_over(manifest: Manifest, probability: float, seed: int) -> Masking:
-    """Return uniform masking over the shards' vocabulary."""
-    return Masking(
-        probability=probability,
-        special_ids=special_ids(manifest),
-        mask_id=manifest.tokenizer.special_ids.mask,
-        vocab_size=manifest.tokenizer.vocab_size,
-        seed=seed,
-    )
-
-
-def special_ids(manifest: Manifest) -> tuple[int, ...]:
-    """Return the ids that masking never selects or inserts: [PAD], [UNK], [CLS], [SEP], [MASK]."""
-    special = manifest.tokenizer.special_ids
-    return special.pad, special.unk, special.cls, special.sep, special.mask
 
 
 @contextmanager

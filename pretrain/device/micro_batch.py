@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pretrain import RunError
-from pretrain.data.rows import StepDataset, special_ids
+from pretrain.contracts.batch import Batch
+from pretrain.data.rows import StepDataset
 from pretrain.device.fitting import Found, largest, measured, sizes
 from pretrain.device.memory import Memory, out_of_memory
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.processes import any_process, jointly
-from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.run import Run
 
 MULTIPLE_ON_GPU = 8  # rows; matrix units are faster with multiples of 8
@@ -139,13 +138,13 @@ def micro_step_memory(run: Run, rows: int) -> int:
     # So that a run with a trial draws the same dropout masks as one without.
     with torch.random.fork_rng([device]), torch.compiler.set_stance("force_eager"):
         with PRECISIONS[run.config.train.precision].autocast(device):
-            loss, _ = run.module(*inputs, nothing)
+            loss, _ = run.module(inputs, nothing)
         torch.autograd.grad(loss, parameters, allow_unused=True)
     # Reserved and not allocated: what torch holds cannot be used by anyone else.
     return torch.cuda.max_memory_reserved(device)
 
 
-def fullest(dataset: StepDataset, rows: int) -> MicroBatch:
+def fullest(dataset: StepDataset, rows: int) -> Batch:
     """Return a micro-batch that takes about the most memory of any of the corpus.
 
     Attention takes memory for each document and for the longest one. So these are the rows with the
@@ -153,8 +152,8 @@ def fullest(dataset: StepDataset, rows: int) -> MicroBatch:
     mask slot used take the most memory, so padding becomes one document more.
     """
     shards, manifest = dataset.shards, dataset.shards.manifest
-    special, length = manifest.tokenizer.special_ids, manifest.row_length
-    token = min(set(range(manifest.tokenizer.vocab_size)) - {*special_ids(manifest)})
+    special = manifest.tokenizer.special_ids
+    token = min(set(range(manifest.tokenizer.vocab_size)) - {*special.model_dump().values()})
     # Neighbours from all over the corpus: a block of a file is hashed when it is first read.
     places = np.linspace(0, max(len(shards) - _TOGETHER, 0), _PLACES).astype(np.int64)
     sample = np.unique((places[:, None] + np.arange(_TOGETHER)).clip(max=len(shards) - 1))
@@ -163,21 +162,10 @@ def fullest(dataset: StepDataset, rows: int) -> MicroBatch:
     ids[padding] = token
     ids[:, 1:][padding[:, 1:] > padding[:, :-1]] = special.cls
     most = np.argsort(-(ids[:, 1:] == special.cls).sum(1), kind="stable")
-    slots = dataset.masking.num_slots(length)
-
-    def batch(ids: NDArray[Any]) -> MicroBatch:
-        positions = torch.arange(slots).expand(len(ids), slots)
-        labels = torch.full_like(positions, token)
-        rows = torch.from_numpy(ids), positions, labels
-        return micro_batch(*rows, cls_id=special.cls, pad_id=special.pad)
-
     # The same rows again where the sample has too few.
     chosen = np.resize(most, rows)
-    found = batch(ids[chosen])._replace(max_length=batch(ids).max_length)
-    if dataset.documents is not None:
-        numbers = sample[chosen]
-        found = found._replace(sequences=dataset.documents(shards.rows(numbers), numbers))
-    return found
+    found = dataset.examples.fullest(ids[chosen], sample[chosen], token)
+    return found._replace(max_length=dataset.examples.fullest(ids, sample, token).max_length)
 
 
 def _find(run: Run, share: int) -> tuple[Found, str]:

@@ -19,8 +19,8 @@ from torch.optim import AdamW
 
 from pretrain.checkpoint.layout import MOMENTS, STEP
 from pretrain.config import RunConfig
+from pretrain.contracts.batch import Batch
 from pretrain.device.precision import PRECISIONS
-from pretrain.model.distillation import MicroBatch
 
 
 def uses_deepspeed() -> bool:
@@ -48,7 +48,7 @@ class DDP:
         self.model, self.optimizer = accelerator.prepare(module, optimizer)
 
     def forward_backward(
-        self, inputs: MicroBatch, factors_T: Tensor, scale: float, *, last: bool
+        self, batch: Batch, factors_T: Tensor, scale: float, *, last: bool
     ) -> tuple[Tensor, Tensor]:
         """Add a micro-batch's gradients times `scale`; return its loss [] and term sums [T].
 
@@ -57,7 +57,7 @@ class DDP:
         # DDP reduces gradients inside a backward pass. Without `no_sync` each micro-batch would
         # send all of them.
         with nullcontext() if last else self.accelerator.no_sync(self.model):
-            loss, sums_T = self.model(*inputs, factors_T)
+            loss, sums_T = self.model(batch, factors_T)
             # DDP averages over ranks, but the loss needs the sum.
             self.accelerator.backward(loss * (scale * self.accelerator.num_processes))
         return loss.detach(), sums_T
@@ -165,11 +165,11 @@ class ZeRO:
                 safe_set_full_fp32_param(parameter, exact[name])
 
     def forward_backward(
-        self, inputs: MicroBatch, factors_T: Tensor, scale: float, *, last: bool
+        self, batch: Batch, factors_T: Tensor, scale: float, *, last: bool
     ) -> tuple[Tensor, Tensor]:
         """Add a micro-batch's gradients; ZeRO 2 communicates at every micro-batch."""
         self.engine.set_gradient_accumulation_boundary(last)
-        loss, sums_T = self.engine(*inputs, factors_T)
+        loss, sums_T = self.engine(batch, factors_T)
         self.engine.backward(loss * (scale * self.accelerator.num_processes))
         return loss.detach(), sums_T
 

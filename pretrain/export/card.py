@@ -6,16 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from data_prep.messages import one_line
 from pretrain.config import OF_INIT
-from pretrain.evaluate import weak_teacher
 from pretrain.monitor.figures import label
-from pretrain.objectives.known import Objective
+from pretrain.objectives.known import objective_of, task_of
+from pretrain.objectives.objective import Objective
+from pretrain.tasks.mlm.head_figures import weak_teacher
 
-_OBJECTIVE: TypeAdapter[Objective] = TypeAdapter(Objective)
 _FIGURES = {
     "loss": "masked cross-entropy (nats)",
     "accuracy": "masked-token accuracy",
@@ -26,11 +25,6 @@ _FIGURES = {
     "agreement": "agreement with the teacher",
     "kl": "KL(teacher || student), nats",
 }
-
-
-def objective_of(state: Mapping[str, Any]) -> Objective:
-    """Return the objective of the run that a checkpoint's state is of."""
-    return _OBJECTIVE.validate_python(state["config"]["objective"])
 
 
 def model_card(
@@ -72,23 +66,14 @@ def model_card(
     for first, last, step in state["skip_rows"]:
         recipe.append(("left out", f"training rows {first} to {last - 1}, from step {step + 1} on"))
 
-    library, task, headless = "transformers", "fill-mask", ""
-    use = 'from transformers import pipeline\n\nfill = pipeline("fill-mask", model="PATH_OR_NAME")'
-    if objective.compares_documents:
-        library, task = "sentence-transformers", "sentence-similarity"
-        use = "from sentence_transformers import SentenceTransformer\n\n"
-        use += 'vectors = SentenceTransformer("PATH_OR_NAME").encode(["A text.", "Another."])'
-    elif not objective.needs_logits:
-        task = "feature-extraction"
-        use = "from transformers import pipeline\n\n"
-        use += 'vectors = pipeline("feature-extraction", model="PATH_OR_NAME")'
-        headless = " It has no language-model head: fine-tune it on a task."
+    use = task_of(state).use(objective)
+    headless = f" {use.note}" if use.note else ""
     if getattr(student, "pooler", None) is not None:
         headless += " Its pooler is untrained, with random weights."
     data = ModelCardData(
-        library_name=library,
-        pipeline_tag=task,
-        tags=[task, "distillation"] if distilled else [task],
+        library_name=use.library,
+        pipeline_tag=use.pipeline,
+        tags=[use.pipeline, "distillation"] if distilled else [use.pipeline],
         base_model=one_line(teacher["name"]) if distilled and teacher and teacher["name"] else None,
     )
     parts = [
@@ -99,7 +84,7 @@ def model_card(
         # Checkpoints of older versions have no notes.
         *(["\n".join(f"- {_escape(note)}" for note in notes)] if notes else []),
         "## Use",
-        f"```python\n{use}\n```",
+        f"```python\n{use.code}\n```",
         "## Validation figures",
         *figures,
         "## Data",

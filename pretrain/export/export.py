@@ -20,14 +20,14 @@ from pretrain import RunError, checkpoint
 from pretrain.checkpoint import Saved
 from pretrain.encoders import MEASURED
 from pretrain.export.arguments import check_target, target_taken
-from pretrain.export.card import model_card, objective_of
+from pretrain.export.card import model_card
 from pretrain.files import writing_to
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.loading import load_model, reinitialise
 from pretrain.model.model_files import first_line, read_tensors
+from pretrain.objectives.known import objective_of, task_of
 from pretrain.output import no_checkpoint
-from pretrain.tasks.embedding.modules import write_modules
 
 _TOLERANCE = 1e-5
 Tensors = dict[str, Tensor]
@@ -94,14 +94,9 @@ def export(
             kept = run / MEASURED
             measured = json.loads(kept.read_bytes()) if kept.exists() else {}
             model_card(student, saved.state, measured).save(temporary / "README.md")
-            if objective.compares_documents:
-                write_modules(
-                    temporary,
-                    width=student.config.hidden_size,
-                    longest=saved.state["row_length"],
-                    adapters=adapters,
-                    normalised=saved.state["vectors"]["normalised"],
-                )
+            task_of(saved.state).export(
+                temporary, student.config.hidden_size, saved.state, adapters
+            )
         # Before the rename: an export that reads back differently never gets its name.
         compare_files(tensors, temporary)
         difference = read_back(student, temporary)

@@ -1,23 +1,20 @@
 """Run student and frozen teacher on a micro-batch of packed, masked rows, and compute the terms.
 
 Shapes: B rows, L row length, K mask slots per row, M masked positions, N positions of the LM head,
-S documents, D width, T terms.
+D width, T terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pretrain.contracts.batch import Batch, Sequences
+from pretrain.contracts.batch import IGNORE, Batch
 from pretrain.contracts.packing import Packing, find_documents
 from pretrain.contracts.terms import (
-    Count,
     Encoded,
     Signal,
     SignalTerm,
@@ -28,85 +25,8 @@ from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, vocabulary_losses
 from pretrain.model.families import MaskedLM, encode, family_of, walk
-from pretrain.model.pooling import SentenceHead
-from pretrain.tasks.mlm.masking import IGNORE
 
-
-class MicroBatch(NamedTuple):
-    """Hold the rows of one forward and backward pass; with counts, so that no sync is needed."""
-
-    input_ids: Tensor  # [B, L] corrupted packed rows
-    positions: Tensor  # [B, K] mask slots
-    labels: Tensor  # [B, K] their labels, -100 in an unused slot
-    cu_seqlens: Tensor  # [S + 1] int32, starts of documents in the B * L positions, and the end
-    max_length: int  # tokens of the longest document
-    counts: Mapping[Count, int]  # what the terms are means over
-    sequences: Sequences | None = None  # of objectives that compare vectors of documents
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """Copy from the host to a device without a sync, and convert to int64 there.
-
-        Ids, positions and labels may have any integer type before: the loader's are narrow.
-        """
-        ids, positions, labels, cu_seqlens = (send(tensor, device) for tensor in self[:4])
-        sequences = self.sequences
-        if sequences is not None:
-            documents, lengths = (send(tensor, device) for tensor in sequences[:2])
-            vectors = sequences.vectors
-            vectors = None if vectors is None else send(vectors, device)
-            sequences = Sequences(documents, lengths, vectors)
-        masked = ids.long(), positions.long(), labels.long()
-        return MicroBatch(*masked, cu_seqlens, self.max_length, self.counts, sequences)
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the host's memory to a device, without a sync on a GPU."""
-    # The GPU copies after the work that it already has, so the memory must be pinned until then:
-    # torch sees to that, and reuses it for the next copies. A micro-batch is small (64 x 512: about
-    # 100 kB), so pinning it here costs less than a thread for it.
-    if device.type == "cuda" and tensor.is_cpu:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def micro_batch(
-    input_ids: Tensor,
-    positions: Tensor,
-    labels: Tensor,
-    sequences: Sequences | None = None,
-    *,
-    cls_id: int,
-    pad_id: int,
-) -> MicroBatch:
-    """Build a micro-batch from rows on the host: find the documents, and count the tokens.
-
-    A document begins at every [CLS], at every row, and where padding begins. Padding is a document
-    of its own, so that every query has a key.
-    """
-    ids = input_ids.numpy()  # several times as fast as torch here, and complete for uint16
-    # Documents are found on the host: the kernels' bounds then need no device sync.
-    token = ids != pad_id
-    starts = ids == cls_id
-    starts[:, 1:] |= token[:, :-1] > token[:, 1:]
-    starts[:, 0] = True
-    begins = np.flatnonzero(starts)
-    lengths = np.diff(begins, append=ids.size)
-    max_length = int(lengths.max(initial=0))
-    lengths = lengths[token.flat[begins]]
-    counts: dict[Count, int] = {
-        "tokens": int(np.count_nonzero(token)),
-        "masked": int(np.count_nonzero(labels.numpy() != IGNORE)),
-        "sequences": len(lengths),
-        "pairs": int(np.square(lengths).sum()),
-        "sequence_pairs": 0,
-    }
-    # A pair has two documents of one row, so no sum depends on the size of a micro-batch.
-    if sequences is not None:  # only whole documents count
-        per_row = np.count_nonzero(sequences.lengths.numpy(), axis=1)
-        counts["sequences"] = int(per_row.sum())
-        counts["sequence_pairs"] = int((per_row * (per_row - 1)).sum())
-    cu_seqlens = torch.from_numpy(np.append(begins, ids.size).astype(np.int32))
-    return MicroBatch(input_ids, positions, labels, cu_seqlens, max_length, counts, sequences)
+TeacherLabels = Callable[[Encoded, Batch], Mapping[str, Tensor]]  # see `pretrain.tasks.task`
 
 
 class Distillation(nn.Module):
@@ -118,7 +38,7 @@ class Distillation(nn.Module):
         pad_id: the id of padding.
         num_tokens: of the tokenizer; more embeddings than these are padding. None: there are none.
         adapters: the objective's modules that are trained with the student.
-        head: makes sentence vectors of the teacher's hidden states, where no file holds them.
+        teacher_labels: makes labels of the teacher's output on a batch, for instance its vectors.
         backend: of the LM head, see `vocabulary_losses`.
         compiled: compile both encoders, at the first call and again for each new shape.
         recompute: keep only each layer's input of the student; see `families.encode`.
@@ -133,7 +53,7 @@ class Distillation(nn.Module):
         pad_id: int,
         num_tokens: int | None = None,
         adapters: nn.ModuleDict | None = None,
-        head: SentenceHead | None = None,
+        teacher_labels: TeacherLabels | None = None,
         backend: Backend = "auto",
         compiled: bool = False,
         recompute: bool = False,
@@ -143,7 +63,7 @@ class Distillation(nn.Module):
         needed = any(term.needs_teacher for term in terms)
         # In a tuple nn.Module does not register it as a submodule.
         self._teacher = (teacher if needed else None,)
-        self._head = (head,)  # frozen with the teacher
+        self._teacher_labels = teacher_labels
         self.vocabulary_terms = [term for term in terms if isinstance(term, VocabularyTerm)]
         self.signal_terms = [term for term in terms if isinstance(term, SignalTerm)]
         self.terms: list[Term] = [*self.vocabulary_terms, *self.signal_terms]
@@ -168,38 +88,25 @@ class Distillation(nn.Module):
         """Return the frozen teacher; None if no term needs one."""
         return self._teacher[0]
 
-    @property
-    def head(self) -> SentenceHead | None:
-        """Return the modules behind the frozen teacher's encoder that make sentence vectors."""
-        return self._head[0]
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        labels: Tensor,
-        cu_seqlens: Tensor,
-        max_length: int,
-        counts: Mapping[Count, int],
-        sequences: Sequences | None,
-        factors_T: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, factors_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return (sum over terms of factor * sum [], sums [T] in the order of `self.terms`).
 
         Args:
-            input_ids .. sequences: the fields of a `MicroBatch`; DDP and DeepSpeed pass them on.
+            batch: on the device; DDP and DeepSpeed pass it on.
             factors_T: the factor of each term's sum; the caller divides by a count.
         """
-        packing, student, teacher = self.encode(input_ids, cu_seqlens, max_length)
-        hidden_BLD = student.last_hidden_state
-        loss = hidden_BLD.new_zeros((), dtype=torch.float32)
+        packing, student, teacher = self.encode(batch)
+        batch = batch._replace(packing=packing)
+        input_ids, labels, counts = batch.input_ids, batch.labels, batch.counts
+        loss = student.last_hidden_state.new_zeros((), dtype=torch.float32)
         sums = []
 
         # Terms on logits: the LM head computes them for N positions, the M masked ones first.
         num = len(self.vocabulary_terms)
         if self.vocabulary_terms:
             # Order all positions: masked, then the other tokens, then padding.
-            labels_BL = torch.full_like(input_ids, IGNORE).scatter(1, positions, labels)
+            positions_BK, labels_BK = labels["positions"].long(), labels["masked"].long()
+            labels_BL = torch.full_like(input_ids, IGNORE).scatter(1, positions_BK, labels_BK)
             unmasked_BL = torch.where(packing.token_mask, 1, 2)
             order = torch.where(labels_BL != IGNORE, 0, unmasked_BL).flatten().argsort(stable=True)
             # KL over all tokens needs the head at every token, other terms at masked ones only. The
@@ -208,7 +115,10 @@ class Distillation(nn.Module):
             index_N = order[: counts["tokens" if everywhere else "masked"]]
             student_projection = (
                 family_of(self.student)
-                .projection(self.student, hidden_BLD.flatten(0, 1).index_select(0, index_N))
+                .projection(
+                    self.student,
+                    student.last_hidden_state.flatten(0, 1).index_select(0, index_N),
+                )
                 .first(self.num_tokens)
             )
             teacher_projection = None
@@ -238,19 +148,16 @@ class Distillation(nn.Module):
             # Autograd cannot save a tensor of inference mode, but a clone of it.
             signals = {name: signal.clone() for name, signal in teacher.signals.items()}
             teacher = Encoded(teacher.last_hidden_state.clone(), signals)
-            if sequences is not None and sequences.vectors is None and self.head is not None:
-                hidden_BLD = teacher.last_hidden_state
-                vectors = self.head(hidden_BLD, sequences, packing.position_ids)
-                sequences = sequences._replace(vectors=vectors)
+            if self._teacher_labels is not None:
+                batch = batch._replace(labels={**labels, **self._teacher_labels(teacher, batch)})
         for term, factor in zip(self.signal_terms, factors_T[num:], strict=True):
-            total = term.total(student, teacher, Batch(packing, sequences), self.adapters)
+            total = term.total(student, teacher, batch, self.adapters)
             loss, sums = loss + factor * total, [*sums, total.detach()]
         return loss, torch.stack(sums)
 
-    def encode(
-        self, input_ids: Tensor, cu_seqlens: Tensor, max_length: int
-    ) -> tuple[Packing, Encoded, Encoded | None]:
+    def encode(self, batch: Batch) -> tuple[Packing, Encoded, Encoded | None]:
         """Return (packing, the student's output, the teacher's output or None)."""
+        input_ids, cu_seqlens, max_length = batch[:3]
         if self.compiled:
             # For few shapes, repeat the end up to a power of two of documents, and let the length
             # of a row bound theirs. Uncompiled, kernels take memory for the real documents alone.

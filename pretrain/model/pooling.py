@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.contracts.batch import Sequences
-
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "torch.nn.modules.linear.Identity": lambda x: x,
     "torch.nn.modules.activation.Tanh": torch.tanh,
@@ -25,20 +23,26 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def pooled(hidden_BLD: Tensor, sequences: Sequences, first_BL: Tensor | None = None) -> Tensor:
+def pooled(
+    hidden_BLD: Tensor, documents_BL: Tensor, lengths_BK: Tensor, first_BL: Tensor | None = None
+) -> Tensor:
     """Return the mean over the tokens of each whole document [B, K, D], 0 at an unused place.
 
-    With `first_BL`, which tokens are the first of a document, it is that token's hidden state.
+    Args:
+        hidden_BLD: hidden states.
+        documents_BL: place of each token's whole document in its row; -1: in none.
+        lengths_BK: tokens of the document at each place.
+        first_BL: which tokens are the first of a document: their hidden states are taken instead.
     """
     # A product with a matrix of weights has the same bits at every call; a scatter on a GPU has
     # not. It costs K / (12 D) of a layer.
-    places_K = torch.arange(sequences.lengths.shape[1], device=hidden_BLD.device)
-    member_BKL = sequences.documents[:, None] == places_K[:, None]
+    places_K = torch.arange(lengths_BK.shape[1], device=hidden_BLD.device)
+    member_BKL = documents_BL[:, None] == places_K[:, None]
     wide = torch.float64 if hidden_BLD.dtype == torch.float64 else torch.float32
     if first_BL is not None:
         weights_BKL = (member_BKL & first_BL[:, None]).to(wide)
     else:
-        weights_BKL = member_BKL.to(wide) / sequences.lengths.clamp(min=1)[..., None]
+        weights_BKL = member_BKL.to(wide) / lengths_BK.clamp(min=1)[..., None]
     with torch.autocast(hidden_BLD.device.type, enabled=False):
         return weights_BKL @ hidden_BLD.to(wide)
 
@@ -74,10 +78,13 @@ class SentenceHead(nn.Module):
         self.width = width  # W
         self.requires_grad_(False)
 
-    def forward(self, hidden_BLD: Tensor, sequences: Sequences, positions_BL: Tensor) -> Tensor:
+    def forward(
+        self, hidden_BLD: Tensor, documents_BL: Tensor, lengths_BK: Tensor, positions_BL: Tensor
+    ) -> Tensor:
         """Return the vectors of whole documents [B, K, W]; positions are those in documents."""
         # In fp32, whatever the precision of the encoder.
-        vectors_BKW = pooled(hidden_BLD, sequences, positions_BL == 0 if self.first else None)
+        first_BL = positions_BL == 0 if self.first else None
+        vectors_BKW = pooled(hidden_BLD, documents_BL, lengths_BK, first_BL)
         with torch.autocast(hidden_BLD.device.type, enabled=False):
             for layer, name in zip(self.dense, self.activations, strict=True):
                 vectors_BKW = ACTIVATIONS[name](layer(vectors_BKW))

@@ -28,7 +28,6 @@ from torch import Tensor
 from data_prep.messages import one_line
 from data_prep.tokens.failures import as_value_errors
 from pretrain import RunError
-from pretrain.contracts.batch import Sequences
 from pretrain.contracts.packing import find_documents
 from pretrain.model.families import MaskedLM, encode, family_of
 from pretrain.model.loading import FLOATS
@@ -209,8 +208,9 @@ class TextEncoder:
         with self.autocast:
             encoded = encode(self.model, rows, packing)
         documents = torch.where(column < lengths[:, None], 0, -1).to(device)
-        sequences = Sequences(documents, lengths[:, None].to(device))
-        vectors = self.head(encoded.last_hidden_state, sequences, packing.position_ids)
+        vectors = self.head(
+            encoded.last_hidden_state, documents, lengths[:, None].to(device), packing.position_ids
+        )
         found: NDArray[np.float32] = vectors[:, 0].float().cpu().numpy()
         return found
 

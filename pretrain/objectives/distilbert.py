@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from pretrain import RunError
-from pretrain.contracts.terms import Count, Encoded, Shape, SignalTerm, Term, constant, wide
-from pretrain.objectives.objective import Objective
+from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant, wide
+from pretrain.objectives.mlm import MLM
+from pretrain.objectives.objective import Objective, Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,45 +54,36 @@ class DistilBert(Objective):
         return self
 
     @property
-    def on_masked(self) -> str:
-        """Return the key of a term that needs masked tokens; empty if none does."""
-        masked = {"mlm": self.mlm}
-        if self.kl_positions == "masked":
-            masked |= {"kl": self.kl, "mse": self.mse}
-        return next((key for key, weight in masked.items() if weight > 0), "")
-
-    @property
     def published(self) -> str:
         """Return the paper's name if this is its objective; empty for an ablation or a variant."""
         return "the objective of DistilBERT, arXiv 1910.01108" if self == DistilBert() else ""
 
     @property
-    def needs_logits(self) -> bool:
-        """Return whether a term on logits is computed."""
-        return self.kl > 0 or self.mlm > 0 or self.mse > 0
-
-    @property
-    def compares(self) -> bool:
-        """Return False for an ablation in which cross-entropy is alone."""
-        return self.kl > 0 or self.cosine > 0 or self.mse > 0 or self.hidden_mse > 0
-
-    @property
-    def sentence(self) -> str:
-        """Return the terms and their weights, for the model card."""
-        name = {
+    def parts(self) -> tuple[Part, ...]:
+        """Return the terms with a weight above 0."""
+        kl = {
             "forward": "KL(teacher || student)",
             "reverse": "KL(student || teacher)",
             "js": "Jensen-Shannon divergence",
         }[self.divergence]
-        where = f"at temperature {self.temperature:g} over {self.kl_positions} tokens"
-        texts = (
-            (self.kl, f"{name} {where}"),
-            (self.mlm, "cross-entropy of the masked tokens"),
-            (self.cosine, "cosine distance of the last hidden states"),
-            (self.mse, f"squared distance of the logits over {self.kl_positions} tokens"),
-            (self.hidden_mse, "mean squared difference of the last hidden states"),
+        where, over = f"over {self.kl_positions} tokens", self._over
+        kl += f" at temperature {self.temperature:g} {where}"
+        found = (
+            Part("kl", self.kl, kl, over, logits=True),
+            Part("mlm", self.mlm, MLM, "masked", logits=True, teacher=False),
+            Part("cosine", self.cosine, "cosine distance of the last hidden states"),
+            Part("mse", self.mse, f"squared distance of the logits {where}", over, logits=True),
+            Part(
+                "hidden_mse",
+                self.hidden_mse,
+                "mean squared difference of the last hidden states",
+            ),
         )
-        return " + ".join(f"{weight:g} x {text}" for weight, text in texts if weight > 0)
+        return tuple(part for part in found if part.weight > 0)
+
+    @property
+    def _over(self) -> str:
+        return "tokens" if self.kl_positions == "all" else "masked"
 
     def check(self, student: Shape, teacher: Shape) -> None:
         """Refuse widths that differ where hidden states are compared."""
@@ -115,18 +107,17 @@ class DistilBert(Objective):
             mse_term,
         )
 
-        over: Count = "tokens" if self.kl_positions == "all" else "masked"
         # The fused kernels compute the paper's formula; a variant runs through autograd.
-        kl = kl_term(self.kl, temperature=self.temperature, over=over)
+        kl = kl_term(self.kl, temperature=self.temperature, over=self._over)
         if self.divergence != "forward":
             kl = divergence_term(
-                self.kl, kind=self.divergence, temperature=self.temperature, over=over
+                self.kl, kind=self.divergence, temperature=self.temperature, over=self._over
             )
         terms: tuple[tuple[float, Term], ...] = (
             (self.kl, kl),
             (self.mlm, mlm_term(self.mlm)),
             (self.cosine, cosine_term(self.cosine)),
-            (self.mse, mse_term(self.mse, over=over)),
+            (self.mse, mse_term(self.mse, over=self._over)),
             (self.hidden_mse, hidden_mse_term(self.hidden_mse)),
         )
         # A term of weight 0 would cost its whole computation and change nothing.

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from pretrain import RunError
-from pretrain.contracts.terms import Count, Encoded, Shape, SignalTerm, Term, constant
+from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant
 from pretrain.objectives.distilbert import cosine_distance
-from pretrain.objectives.objective import Objective
+from pretrain.objectives.objective import Objective, Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,10 +35,8 @@ class Embedding(Objective):
     are in a file, see the key `vectors` of a run. With an existing file a run needs no teacher.
     """
 
-    needs_logits: ClassVar[bool] = False
-    corrupts: ClassVar[bool] = False
-    compares: ClassVar[bool] = True
-    compares_documents: ClassVar[bool] = True
+    tasks: ClassVar = ("embedding",)
+    defaults: ClassVar = {"masking": {"probability": 0.0}}
 
     name: Literal["embedding"] = "embedding"
     cosine: float = Field(1.0, ge=0, le=1e6)
@@ -53,14 +51,19 @@ class Embedding(Objective):
         return self
 
     @property
-    def sentence(self) -> str:
-        """Return the terms and their weights, for the model card."""
-        texts = (
-            (self.cosine, "cosine distance of the sentence vectors"),
-            (self.similarity, "squared difference of the similarities of two documents of a row"),
-            (self.mse, "mean squared difference of the sentence vectors"),
+    def parts(self) -> tuple[Part, ...]:
+        """Return the terms with a weight above 0."""
+        found = (
+            Part("cosine", self.cosine, "cosine distance of the sentence vectors", "sequences"),
+            Part(
+                "similarity",
+                self.similarity,
+                "squared difference of the similarities of two documents of a row",
+                "sequence_pairs",
+            ),
+            Part("mse", self.mse, "mean squared difference of the sentence vectors", "sequences"),
         )
-        return " + ".join(f"{weight:g} x {text}" for weight, text in texts if weight > 0)
+        return tuple(part for part in found if part.weight > 0)
 
     def adapters(self, student: Shape, teacher: Shape | None) -> nn.ModuleDict:
         """Return the dense layer from the student's width to that of the teacher's vectors."""
@@ -85,15 +88,10 @@ class Embedding(Objective):
         """Return the terms with a weight above 0."""
         assert teacher is not None
         self.check(student, teacher)
-        terms = (
-            (self.cosine, vectors_term("cosine", self.cosine)),
-            (self.similarity, vectors_term("similarity", self.similarity)),
-            (self.mse, vectors_term("mse", self.mse)),
-        )
-        return tuple(term for weight, term in terms if weight > 0)
+        return tuple(vectors_term(part.key, part.weight, over=part.over) for part in self.parts)
 
 
-def vectors_term(name: Literal["cosine", "similarity", "mse"], weight: float) -> SignalTerm:
+def vectors_term(name: str, weight: float, *, over: str) -> SignalTerm:
     """Return a term that compares the sentence vectors of whole documents.
 
     The student's vector is the mean over a document's tokens, through the adapter "dense" if there
@@ -105,8 +103,8 @@ def vectors_term(name: Literal["cosine", "similarity", "mse"], weight: float) ->
     Args:
         name: of the formula.
         weight: of the term.
+        over: what the term is a mean over.
     """
-
     import torch
     from torch.nn.functional import linear, normalize
 
@@ -115,17 +113,18 @@ def vectors_term(name: Literal["cosine", "similarity", "mse"], weight: float) ->
     def total(
         student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
     ) -> Tensor:
-        # The teacher's own are there, too, whether it runs or a file holds them.
-        sequences = batch.sequences
-        assert sequences is not None and sequences.vectors is not None
-        ours_BKW, theirs_BKW = pooled(student.last_hidden_state, sequences), sequences.vectors
+        # The teacher's vectors are there, too, whether it runs or a file holds them.
+        documents_BL, lengths_BK, theirs_BKW = (
+            batch.labels[name] for name in ("documents", "lengths", "vectors")
+        )
+        ours_BKW = pooled(student.last_hidden_state, documents_BL, lengths_BK)
         with torch.autocast(ours_BKW.device.type, enabled=False):
             if "dense" in adapters:
                 dense: Any = adapters["dense"]
-                weight, bias = (t.to(ours_BKW.dtype) for t in (dense.weight, dense.bias))
-                ours_BKW = linear(ours_BKW, weight, bias)
+                matrix_WD, bias_W = (t.to(ours_BKW.dtype) for t in (dense.weight, dense.bias))
+                ours_BKW = linear(ours_BKW, matrix_WD, bias_W)
             theirs_BKW = theirs_BKW.to(ours_BKW.dtype)
-            there_BK = sequences.lengths > 0
+            there_BK = lengths_BK > 0
             if name == "cosine":
                 return (cosine_distance(ours_BKW, theirs_BKW) * there_BK).sum()
             if name == "mse":
@@ -137,5 +136,4 @@ def vectors_term(name: Literal["cosine", "similarity", "mse"], weight: float) ->
             pairs_BKK = (there_BK[:, :, None] & there_BK[:, None]).float().triu(1) * 2
             return ((ours_BKK - theirs_BKK).square() * pairs_BKK).sum()
 
-    over: Count = "sequence_pairs" if name == "similarity" else "sequences"
     return SignalTerm(name, constant(weight), over, total, True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.embedding import Embedding
@@ -12,15 +13,22 @@ from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective as AnyObjective
 from pretrain.objectives.tinybert import TinyBert
+from pretrain.tasks.folders import TASKS
+from pretrain.tasks.task import Task
 
-Objective = Annotated[
-    DistilBert | Embedding | MiniLM | TinyBert | MaskedLanguageModel, Field(discriminator="name")
-]
-OBJECTIVES = get_args(get_args(Objective)[0])
+_PAPERS = (DistilBert, Embedding, MiniLM, TinyBert, MaskedLanguageModel)
+OBJECTIVES: tuple[type[AnyObjective], ...] = (
+    *_PAPERS,
+    *(objective for task in TASKS.values() for objective in task.objectives),
+)
+if TYPE_CHECKING:
+    Objective = AnyObjective
+else:
+    Objective = Annotated[Union[OBJECTIVES], Field(discriminator="name")]  # noqa: UP007
 
 
 def with_objective(values: Any) -> Any:
-    """Fill in the name of the objective, and its share of masked tokens.
+    """Fill in the names of objective and task, and the defaults that an objective has for a run.
 
     `objective: {kl: 0}` means DistilBERT, like no `objective:`.
     """
@@ -28,22 +36,19 @@ def with_objective(values: Any) -> Any:
         return values
     objective = {"name": DistilBert().name, **values.get("objective", {})}
     values = {**values, "objective": objective}
-    kind, masking = objective_kind(values), values.get("masking", {})
-    if kind is not None and not kind.corrupts and isinstance(masking, dict):
-        values["masking"] = {"probability": 0.0, **masking}
+    if (kind := objective_kind(values)) is None:
+        return values
+    for name, defaults in kind.defaults.items():
+        if isinstance(section := values.get(name, {}), dict):
+            values[name] = {**defaults, **section}
+    if isinstance(task := values.get("task", {}), dict):
+        values["task"] = {"name": kind.tasks[0], **task}
     return values
 
 
 def unread_keys(kind: type[AnyObjective] | AnyObjective) -> dict[str, str]:
     """Return the keys of a run that an objective does not read, each with what it lacks."""
-    found: dict[str, str] = {}
-    if not kind.needs_teacher:
-        found |= dict.fromkeys(("teacher", "teacher_vocabulary", "student"), "has no teacher")
-    if not kind.compares_documents:
-        found["vectors"] = "compares no sentence vectors"
-        if kind.needs_teacher:
-            found["model"] = "takes the teacher's widths"
-    return found
+    return TASKS[kind.tasks[0]].unread(kind)
 
 
 def objective_kind(values: Any) -> type[AnyObjective] | None:
@@ -55,3 +60,15 @@ def objective_kind(values: Any) -> type[AnyObjective] | None:
         if isinstance(section, dict)
         else None
     )
+
+
+def objective_of(state: Mapping[str, Any]) -> AnyObjective:
+    """Return the objective of the run that a checkpoint's state is of."""
+    found: AnyObjective = TypeAdapter(Objective).validate_python(state["config"]["objective"])
+    return found
+
+
+def task_of(state: Mapping[str, Any]) -> Task:
+    """Return the task of the run that a checkpoint's state is of."""
+    values = state["config"].get("task") or {"name": objective_of(state).tasks[0]}
+    return TASKS[values["name"]].model_validate(values)

@@ -29,7 +29,7 @@ from pretrain.contracts.terms import (
     Term,
     constant,
 )
-from pretrain.objectives.objective import Objective
+from pretrain.objectives.objective import Objective, Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _HEADS = 48
+_VERSION_2: dict[str, Kind] = {"queries": "query", "keys": "key", "values": "value"}
 
 
 class MiniLM(Objective):
@@ -46,8 +47,8 @@ class MiniLM(Objective):
     `relation_heads` is for version 2; version 1 takes the attention heads.
     """
 
-    needs_logits: ClassVar[bool] = False
-    corrupts: ClassVar[bool] = False  # the paper compares models on text without masks
+    # The paper compares models on text without masks.
+    defaults: ClassVar = {"masking": {"probability": 0.0}}
 
     name: Literal["minilm"] = "minilm"
     version: Literal[1, 2] = 2
@@ -61,6 +62,17 @@ class MiniLM(Objective):
         if self.version == 1 and self.relation_heads is not None:
             raise ValueError("relation_heads is for version 2; version 1 takes the attention heads")
         return self
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Return a term for each relation, with weight 1."""
+        return tuple(Part("", 1.0, f"KL of the {name}") for name in self._relations)
+
+    @property
+    def _relations(self) -> dict[str, tuple[Kind, Kind]]:
+        if self.version == 1:
+            return {"attention": ("query", "key"), "values": ("value", "value")}
+        return {name: (kind, kind) for name, kind in _VERSION_2.items()}
 
     @property
     def published(self) -> str:
@@ -118,13 +130,6 @@ class MiniLM(Objective):
         assert teacher is not None
         self.check(student, teacher)
         heads = self.num_heads(student, teacher)
-        relations: dict[str, tuple[Kind, Kind]] = {
-            "queries": ("query", "query"),
-            "keys": ("key", "key"),
-            "values": ("value", "value"),
-        }
-        if self.version == 1:
-            relations = {"attention": ("query", "key"), "values": ("value", "value")}
         ours, theirs = student.num_layers - 1, self.teacher_layer % teacher.num_layers
         return tuple(
             relation_term(
@@ -133,7 +138,7 @@ class MiniLM(Objective):
                 student=(Signal(x, ours), Signal(y, ours)),
                 teacher=(Signal(x, theirs), Signal(y, theirs)),
             )
-            for name, (x, y) in relations.items()
+            for name, (x, y) in self._relations.items()
         )
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from pretrain.contracts.terms import Shape, Term
-from pretrain.objectives.objective import Objective
+from pretrain.objectives.objective import Objective, Part
+
+MLM = "cross-entropy of the masked tokens"
 
 
 class MaskedLanguageModel(Objective):
     """Train a BERT of the sizes under `model:`, for instance to be a teacher."""
 
     needs_teacher: ClassVar[bool] = False
-    on_masked: ClassVar[str] = "mlm"
     # Not published by a paper: BERT's objective has a second term.
-    sentence: ClassVar[str] = "1 x cross-entropy of the masked tokens"
+    parts: ClassVar[tuple[Part, ...]] = (
+        Part("mlm", 1.0, MLM, "masked", logits=True, teacher=False),
+    )
 
     name: Literal["mlm"] = "mlm"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from data_prep.keys import Keys
 from pretrain.contracts.terms import Shape, Term
@@ -12,37 +13,44 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+class Part(NamedTuple):
+    """Describe a term before torch is imported, for checks of a config and for the model card."""
+
+    key: str  # of the config, where a term has one
+    weight: float
+    text: str
+    over: str = "tokens"  # see `VocabularyTerm`
+    logits: bool = False  # does it read vocabulary logits?
+    teacher: bool = True  # does it compare the student with a teacher?
+
+
 class Objective(Keys):
     """Configure one paper's losses: a subclass in a file of its own, whose fields are YAML keys.
 
     A property may be a constant of the subclass: `published: ClassVar[str] = "..."`.
     """
 
+    name: str
+    tasks: ClassVar[tuple[str, ...]] = ("mlm",)  # that it can serve, the default one first
     # Also where no term compares: the student may be cut from it.
     needs_teacher: ClassVar[bool] = True
+    # Keys of a run that have another default with this objective, by section.
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
-    # Terms compare a vector of each whole document: the loader finds these, the student may be that
-    # of `model:`, and sentence-transformers loads the export.
-    compares_documents: ClassVar[bool] = False
-
-    corrupts: ClassVar[bool] = True  # by default masks are drawn; `masking.probability` decides
-
-    # What a run must know before models are loaded, and the model card without any.
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """Return what a run and the card must know of each term that is computed."""
 
     @property
     def needs_logits(self) -> bool:
         """Return whether a term reads vocabulary logits; otherwise no LM head is trained."""
-        return True
-
-    @property
-    def on_masked(self) -> str:
-        """Return the key of a term that needs masked tokens; empty if none does."""
-        return ""
+        return any(part.logits for part in self.parts)
 
     @property
     def compares(self) -> bool:
         """Return whether a term compares student and teacher."""
-        return self.needs_teacher
+        return any(part.teacher for part in self.parts)
 
     @property
     def published(self) -> str:
@@ -50,9 +58,9 @@ class Objective(Keys):
         return ""
 
     @property
-    @abstractmethod
     def sentence(self) -> str:
         """Return the terms and their weights, for the model card."""
+        return " + ".join(f"{part.weight:g} x {part.text}" for part in self.parts)
 
     def adapters(self, student: Shape, teacher: Shape | None) -> nn.ModuleDict:
         """Return the modules that are trained with a student for its terms, and not exported.

@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 
 from pretrain import RunError
 from pretrain.contracts.terms import Encoded, Shape, Signal, SignalTerm, Term, constant, wide
-from pretrain.objectives.objective import Objective
+from pretrain.objectives.objective import Objective, Part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,8 +45,8 @@ class TinyBert(Objective):
     they are evenly spaced and end with the teacher's last: 2, 5, 8, 11 for 4 layers of 12.
     """
 
-    needs_logits: ClassVar[bool] = False
-    corrupts: ClassVar[bool] = False  # the paper compares models on text without masks
+    # The paper compares models on text without masks.
+    defaults: ClassVar = {"masking": {"probability": 0.0}}
 
     name: Literal["tinybert"] = "tinybert"
     # The authors never tuned the weights.
@@ -69,18 +69,27 @@ class TinyBert(Objective):
         return paper if self == TinyBert() else ""
 
     @property
-    def sentence(self) -> str:
-        """Return the terms and their weights, for the model card."""
-        texts = (
-            (self.attention, "mean squared difference of the attention scores"),
-            (self.hidden, "that of the hidden states"),
-            (self.embedding, "that of the embeddings"),
+    def parts(self) -> tuple[Part, ...]:
+        """Return the terms with a weight above 0."""
+        found = (
+            Part(
+                "attention",
+                self.attention,
+                "mean squared difference of the attention scores",
+                "pairs",
+            ),
+            Part("hidden", self.hidden, "that of the hidden states"),
+            Part("embedding", self.embedding, "that of the embeddings"),
         )
-        terms = " + ".join(f"{weight:g} x {text}" for weight, text in texts if weight > 0)
+        return tuple(part for part in found if part.weight > 0)
+
+    @property
+    def sentence(self) -> str:
+        """Return the terms, their weights and the map of layers, for the model card."""
         layers = "evenly spaced layers"
         if self.layers is not None:
             layers = f"layers {', '.join(map(str, self.layers))}"
-        return f"{terms}, with {layers} of the teacher"
+        return f"{super().sentence}, with {layers} of the teacher"
 
     def layer_map(self, student: Shape, teacher: Shape) -> tuple[tuple[int, int], ...]:
         """Return each layer of the student with the teacher's layer that it learns from.

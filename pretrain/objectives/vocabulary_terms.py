@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.contracts.terms import Count, VocabularyTerm, constant, wide
+from pretrain.contracts.terms import VocabularyTerm, constant, wide
 
 
 def kl_divergence(student_NV: Tensor, teacher_NV: Tensor, *, temperature: float) -> Tensor:
@@ -71,7 +71,7 @@ def cross_entropy(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     return F.cross_entropy(wide(logits_NV), labels_N, reduction="none")
 
 
-def kl_term(weight: float, *, temperature: float, over: Count = "tokens") -> VocabularyTerm:
+def kl_term(weight: float, *, temperature: float, over: str = "tokens") -> VocabularyTerm:
     """Return the KL term: student's and teacher's distributions over the vocabulary."""
 
     def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def kl_term(weight: float, *, temperature: float, over: Count = "tokens") -> Voc
 
 
 def divergence_term(
-    weight: float, *, kind: Literal["reverse", "js"], temperature: float, over: Count
+    weight: float, *, kind: Literal["reverse", "js"], temperature: float, over: str
 ) -> VocabularyTerm:
     """Return a term in the place of the KL term; not fused."""
     # Other names than "kl", so that curves of different formulas are never drawn as one.
@@ -107,7 +107,7 @@ def mlm_term(weight: float) -> VocabularyTerm:
     return VocabularyTerm("mlm", constant(weight), "masked", values, False, "cross_entropy")
 
 
-def mse_term(weight: float, *, over: Count) -> VocabularyTerm:
+def mse_term(weight: float, *, over: str) -> VocabularyTerm:
     """Return the squared distance of the logits, an option of DistilBERT's code; not fused."""
 
     def values(student_NV: Tensor, teacher_NV: Tensor | None, labels_N: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import pretrain.train
 from pretrain.config import RunConfig
 from pretrain.distributed.processes import patiently, start_ranks
 from pretrain.monitor.heartbeat import Heartbeat
+from pretrain.tasks.mlm.examples import MaskedRows
 from pretrain.train import train
 
 
@@ -81,7 +82,7 @@ def seen(values: dict[str, Any], arguments: dict[str, Any] | None, file: Path) -
     def noting(self: Any, step: int) -> Any:
         item = given(self, step)
         numbers = self.order.at(step)[1][self.mine].tolist()
-        rows = zip(numbers, item.input_ids.tolist(), item.labels.tolist(), strict=True)
+        rows = zip(numbers, item["input_ids"].tolist(), item["masked"].tolist(), strict=True)
         notes.append([step, list(rows)])
         return item
 
@@ -120,13 +121,13 @@ def break_on_purpose(control: str) -> None:
     elif control == "buckets are not warmed up":
         pretrain.train.warm_up = lambda run: None
     elif control == "masks have no key":
-        masked = pretrain.data.rows.corrupt
+        masked = MaskedRows.rows
         calls = iter(range(10**9))
 
-        def unkeyed(shards: Any, masking: Any, epochs: Any, *rest: Any) -> Any:
-            return masked(shards, masking, epochs + next(calls), *rest)
+        def unkeyed(self: MaskedRows, ids: Any, epochs: Any, *rest: Any) -> Any:
+            return masked(self, ids, epochs + next(calls), *rest)
 
-        pretrain.data.rows.corrupt = unkeyed
+        MaskedRows.rows = unkeyed  # type: ignore[method-assign]
     else:
         assert not control
 

@@ -9,13 +9,14 @@ import pytest
 import rank_work
 import ranks
 import torch
-from batches import masked_batch, terms_of
+from batches import drawn_batch, terms_of
 from results import history, weights
 from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 
 from pretrain.config import RunConfig
-from pretrain.model.distillation import Distillation, MicroBatch
+from pretrain.contracts.batch import Batch
+from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.mlm import MaskedLanguageModel
@@ -26,8 +27,8 @@ Settings = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def batch(packed_ids: Tensor) -> MicroBatch:
-    return masked_batch(packed_ids)
+def batch(packed_ids: Tensor) -> Batch:
+    return drawn_batch(packed_ids)
 
 
 def with_dropout(model: MaskedLM) -> MaskedLM:
@@ -40,7 +41,7 @@ def with_dropout(model: MaskedLM) -> MaskedLM:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["distilbert", "bert"])
 def test_gradients_are_the_same_bits_and_layers_keep_little(
-    kind: str, precision: str, batch: MicroBatch
+    kind: str, precision: str, batch: Batch
 ) -> None:
     teacher = tiny_bert(seed=5).requires_grad_(False) if kind == "distilbert" else None
     terms = terms_of(DistilBert()) if teacher else terms_of(MaskedLanguageModel())
@@ -59,7 +60,7 @@ def test_gradients_are_the_same_bits_and_layers_keep_little(
         torch.manual_seed(7)
         autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
         with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss, _ = module(*batch, torch.ones(len(terms)))
+            loss, _ = module(batch, torch.ones(len(terms)))
         kept_bytes = sum(size for where, size in kept.items() if where not in parameters)
         torch.manual_seed(8)  # what was drawn in between is none of the backward pass's business
         loss.backward()
@@ -75,11 +76,11 @@ def test_gradients_are_the_same_bits_and_layers_keep_little(
     assert less < 0.6 * kept
 
 
-def test_dropout_is_on(batch: MicroBatch) -> None:
+def test_dropout_is_on(batch: Batch) -> None:
     """Check that dropout is drawn, which the test above needs."""
     student = with_dropout(tiny_distilbert())
     module = Distillation(student, None, terms_of(MaskedLanguageModel()), pad_id=0)
-    losses = {module(*batch, torch.ones(1))[0].item() for _ in range(2)}
+    losses = {module(batch, torch.ones(1))[0].item() for _ in range(2)}
     assert len(losses) == 2
 
 

@@ -13,8 +13,9 @@ from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 
 from pretrain.contracts.packing import Packing, block_diagonal_mask, find_documents
-from pretrain.model.distillation import Distillation, micro_batch
+from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM, encode, family_of
+from pretrain.tasks.mlm.examples import masked_batch
 
 CLS, PAD = 2, 0
 Row = list[list[int]]
@@ -27,7 +28,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def packed(ids: Tensor) -> Packing:
     nothing = torch.zeros(len(ids), 0, dtype=torch.int64)
-    batch = micro_batch(ids, nothing, nothing, cls_id=CLS, pad_id=PAD)
+    batch = masked_batch(ids, nothing, nothing, cls_id=CLS, pad_id=PAD)
     return find_documents(ids, batch.cu_seqlens, batch.max_length, pad_id=PAD)
 
 
@@ -89,10 +90,10 @@ def test_the_number_of_documents_is_padded_to_a_power_of_two_only_when_compiled(
     ids = torch.full((1, 16), 8)
     ids[0, :num] = CLS
     nothing = torch.zeros(1, 0, dtype=torch.int64)
-    batch = micro_batch(ids, nothing, nothing, cls_id=CLS, pad_id=PAD)
+    batch = masked_batch(ids, nothing, nothing, cls_id=CLS, pad_id=PAD)
     module = Distillation(tiny_bert(), None, (), pad_id=PAD)
     module.compiled = compiled  # the documents alone: nothing is compiled here
-    found = module.encode(ids, batch.cu_seqlens, batch.max_length)[0]
+    found = module.encode(batch)[0]
     assert len(batch.cu_seqlens) == num + 1  # what the host sends
     more = padded - num if compiled else 0
     assert found.cu_seqlens.tolist() == [*range(num), *[16] * (1 + more)]

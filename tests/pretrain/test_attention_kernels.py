@@ -13,7 +13,7 @@ from pretrain.kernels import attention
 from pretrain.kernels.attention import cpu, efficient
 from pretrain.kernels.attention.dispatch import by_document, flash, masked, memory_efficient, usable
 from pretrain.kernels.cpu_layers import draw, drop_levels
-from pretrain.model.distillation import micro_batch
+from pretrain.tasks.mlm.examples import masked_batch
 
 BOUNDS = [0, 7, 8, 13, 24, 24, 48, 48, 48]  # in two rows of 24; some of no length
 LONGEST = 24
@@ -369,7 +369,7 @@ def test_memory_is_taken_for_the_real_documents() -> None:
     ids.view(-1)[[0, 20, 30, 48, 64, 80, 100, 119]] = 2
     ids[1, 60:] = 0  # padding, which counts as a document
     nothing = torch.zeros(2, 0, dtype=torch.int64)
-    batch = micro_batch(ids, nothing, nothing, cls_id=2, pad_id=0)
+    batch = masked_batch(ids, nothing, nothing, cls_id=2, pad_id=0)
     packing = attention.find_documents(ids, batch.cu_seqlens, batch.max_length, pad_id=0)
     *tensors, longest = packing
     packing = attention.Packing(*(t.to("meta") for t in tensors), longest)

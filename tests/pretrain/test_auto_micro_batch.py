@@ -23,12 +23,12 @@ from launch.config import ConfigError, load_config
 from pretrain import RunError
 from pretrain.config import RunConfig, with_defaults
 from pretrain.data.order import Order
-from pretrain.data.rows import StepDataset, masking_over
+from pretrain.data.rows import StepDataset
 from pretrain.device.fitting import Found, largest, sizes
 from pretrain.device.memory import out_of_memory
 from pretrain.device.micro_batch import fullest, recorded_rows
-from pretrain.model.distillation import micro_batch
 from pretrain.replay import replay
+from pretrain.tasks.mlm.examples import MaskedRows, masking_over
 from pretrain.train import train
 
 Settings = Callable[..., dict[str, Any]]
@@ -204,14 +204,12 @@ def test_a_trial_needs_what_the_fullest_micro_batch_of_the_corpus_needs(
     """Compare with every micro-batch of two epochs; the sample has all rows of a small corpus."""
     shards = open_shards(corpus)
     dataset = StepDataset(
-        shards, Order(len(shards), rows, 0), masking_over(shards.manifest, 0.15, 0)
+        shards,
+        Order(len(shards), rows, 0),
+        MaskedRows(shards, masking_over(shards.manifest, 0.15, 0)),
     )
-    special = shards.manifest.tokenizer.special_ids
     found = fullest(dataset, rows)
-    real = [
-        micro_batch(*dataset[step], cls_id=special.cls, pad_id=special.pad)
-        for step in range(2 * len(shards) // rows)
-    ]
+    real = [dataset.examples.batch(dataset[step]) for step in range(2 * len(shards) // rows)]
     documents = [len(batch.cu_seqlens) - 1 for batch in real]
     assert len(found.cu_seqlens) - 1 >= max(documents) > rows
     if rows == 1:  # two epochs have every row alone
@@ -224,7 +222,7 @@ def test_a_trial_needs_what_the_fullest_micro_batch_of_the_corpus_needs(
     )
     assert (
         found.counts["masked"]
-        == found.positions.numel()
+        == found.labels["positions"].numel()
         >= max(batch.counts["masked"] for batch in real)
     )
     # More rows than there are in the sample: they are taken again.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from allocator import allocated_peak
-from batches import masked_batch
+from batches import drawn_batch
 from test_families import build
 from tiny import tiny_bert, tiny_distilbert
 
@@ -17,8 +17,8 @@ from pretrain.bench import baseline, measure
 from pretrain.bench.baseline import BaselineStep, Padded, baseline_step, padded, twin
 from pretrain.bench.models import LAYOUTS, drawn, packed, typical
 from pretrain.bench.models import SpecialIds as Special
+from pretrain.contracts.batch import Batch
 from pretrain.device.precision import PRECISIONS
-from pretrain.model.distillation import MicroBatch, micro_batch
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.embedding import Embedding
 from pretrain.objectives.known import OBJECTIVES
@@ -26,21 +26,22 @@ from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective
 from pretrain.objectives.tinybert import TinyBert
+from pretrain.tasks.mlm.examples import masked_batch
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def batch() -> MicroBatch:
+def batch() -> Batch:
     """Return three rows of one document each, of 32, 20 and 9 tokens; a fifth is predicted."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(5, 200, (3, 32), generator=generator)
     ids[:, 0] = 2
     for row, length in enumerate((32, 20, 9)):
         ids[row, length - 1], ids[row, length:] = 3, 0
-    found = masked_batch(ids)
+    found = drawn_batch(ids)
     assert (found.counts["tokens"], found.counts["masked"]) == (61, 11)
-    assert (found.labels == -100).any()
+    assert (found.labels["masked"] == -100).any()
     return found
 
 
@@ -72,9 +73,7 @@ def formulas(student: Any, teacher: Any, batch: Padded, masked: bool) -> dict[st
 
 
 @pytest.mark.parametrize("positions", ["all", "masked"])
-def test_the_baseline_equals_the_formulas(
-    pair: measure.Pair, batch: MicroBatch, positions: str
-) -> None:
+def test_the_baseline_equals_the_formulas(pair: measure.Pair, batch: Batch, positions: str) -> None:
     student, teacher = twin(pair.student).double().eval(), twin(pair.usual_teacher).double()
     sequences = padded(batch, pad_id=0)
     objective = DistilBert.model_validate({"kl_positions": positions})
@@ -98,7 +97,7 @@ def test_the_baseline_equals_the_formulas(
     assert made == pytest.approx((losses[0] - losses[1]) / (2 * step_size), rel=1e-5)
 
 
-def test_a_term_without_weight_is_not_computed(pair: measure.Pair, batch: MicroBatch) -> None:
+def test_a_term_without_weight_is_not_computed(pair: measure.Pair, batch: Batch) -> None:
     step = pair.usual(DistilBert(kl=0, cosine=0), batch, "fp32")
     step()
     assert list(step.terms) == ["mlm"]
@@ -118,7 +117,7 @@ def test_a_twin_shares_weights_and_nothing_else(pair: measure.Pair) -> None:
 @pytest.mark.parametrize("positions", ["all", "masked"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_both_steps_are_the_same_function(
-    pair: measure.Pair, batch: MicroBatch, precision: str, positions: str
+    pair: measure.Pair, batch: Batch, precision: str, positions: str
 ) -> None:
     objective = DistilBert.model_validate({"kl_positions": positions})
     ours, usual = pair.ours(objective, batch, precision), pair.usual(objective, batch, precision)
@@ -145,7 +144,7 @@ def test_both_steps_are_the_same_function(
     ],
 )
 def test_every_objective_equals_its_plain_formulation(
-    objective: Objective, precision: str, pair: measure.Pair, batch: MicroBatch
+    objective: Objective, precision: str, pair: measure.Pair, batch: Batch
 ) -> None:
     adapters = objective.adapters(*pair.shapes)
     pair = replace(pair, adapters=adapters)
@@ -167,15 +166,17 @@ def test_queries_of_other_families_are_refused() -> None:
         pass
 
 
-def shifted(batch: MicroBatch) -> MicroBatch:
-    return batch._replace(labels=torch.where(batch.labels >= 5, batch.labels - 1, batch.labels))
+def shifted(batch: Batch) -> Batch:
+    masked = batch.labels["masked"]
+    masked = torch.where(masked >= 5, masked - 1, masked)
+    return batch._replace(labels={**batch.labels, "masked": masked})
 
 
-def packed_rows(batch: MicroBatch) -> MicroBatch:
+def packed_rows(batch: Batch) -> Batch:
     """Split the last row into two documents."""
     ids = batch.input_ids.clone()
     ids[2, 5] = 2
-    return micro_batch(ids, batch.positions, batch.labels, cls_id=2, pad_id=0)
+    return masked_batch(ids, *batch.labels.values(), cls_id=2, pad_id=0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -192,10 +193,10 @@ def packed_rows(batch: MicroBatch) -> MicroBatch:
 )
 def test_a_step_with_other_values_is_refused(
     pair: measure.Pair,
-    batch: MicroBatch,
+    batch: Batch,
     precision: str,
     objective: DistilBert,
-    change: Callable[[MicroBatch], MicroBatch] | None,
+    change: Callable[[Batch], Batch] | None,
 ) -> None:
     ours = pair.ours(objective, change(batch) if change else batch, precision)
     usual = pair.usual(DistilBert(), batch, precision)
@@ -203,7 +204,7 @@ def test_a_step_with_other_values_is_refused(
         measure.check(ours, usual, precision)
 
 
-def test_peak_memory_equals_the_allocators(pair: measure.Pair, batch: MicroBatch) -> None:
+def test_peak_memory_equals_the_allocators(pair: measure.Pair, batch: Batch) -> None:
     objective = DistilBert()
     models = (pair.student, pair.usual_teacher)
     weights = sum(p.numel() * 4 for model in models for p in model.parameters())
@@ -251,7 +252,7 @@ class Starving(measure.Pair):
         return Starved(step.student, step.teacher, step.batch, step.formulation, step.weights)
 
 
-def test_a_step_that_does_not_fit_is_reported(pair: measure.Pair, batch: MicroBatch) -> None:
+def test_a_step_that_does_not_fit_is_reported(pair: measure.Pair, batch: Batch) -> None:
     starving = Starving(**vars(pair))
     objective = DistilBert()
     found = measure.rows(starving, objective, batch, "fp32", 1)

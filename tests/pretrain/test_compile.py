@@ -20,9 +20,10 @@ from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.kernels.compilation import check_compiler
 from pretrain.kernels.head import compiled, vocabulary, vocabulary_losses
-from pretrain.model.distillation import Distillation, micro_batch
+from pretrain.model.distillation import Distillation
 from pretrain.monitor import metrics
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.tasks.mlm.examples import masked_batch
 from pretrain.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -174,12 +175,12 @@ def test_compiled_gradients_have_the_same_bits_every_time_with_several_threads()
     ids = torch.randint(5, 9, (64, 24), generator=torch.Generator().manual_seed(0))
     ids[:, 0] = 2
     nothing = torch.zeros(64, 0, dtype=torch.int64)
-    batch = micro_batch(ids, nothing, nothing, cls_id=2, pad_id=0)
+    batch = masked_batch(ids, nothing, nothing, cls_id=2, pad_id=0)
     torch.set_num_threads(2)
     found = set()
     for _ in range(30):
         student.zero_grad()
-        loss, _ = module(*batch, torch.ones(len(terms)))
+        loss, _ = module(batch, torch.ones(len(terms)))
         loss.backward()
         embeddings = student.distilbert.embeddings
         weights = embeddings.word_embeddings.weight, embeddings.position_embeddings.weight

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from batches import masked_batch, mean_coefficients, terms_of
+from batches import drawn_batch, mean_coefficients, terms_of
 from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 
+from pretrain.contracts.batch import Batch
 from pretrain.kernels.head import vocabulary
-from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
+from pretrain.model.distillation import Distillation
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.tasks.mlm.examples import masked_batch
 
 CLS, PAD = 2, 0
 Row = list[list[int]]
@@ -32,11 +34,11 @@ class Expected(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def batch(packed_ids: Tensor) -> MicroBatch:
-    found = masked_batch(packed_ids)
-    assert (found.labels == -100).any() and (found.input_ids != packed_ids).any()
+def batch(packed_ids: Tensor) -> Batch:
+    found = drawn_batch(packed_ids)
+    assert (found.labels["masked"] == -100).any() and (found.input_ids != packed_ids).any()
     assert found.counts["tokens"] == int((packed_ids != PAD).sum())
-    assert found.counts["masked"] == int((found.labels >= 0).sum())
+    assert found.counts["masked"] == int((found.labels["masked"] >= 0).sum())
     lengths = [
         len(text.split())
         for row in packed_ids.tolist()
@@ -61,18 +63,18 @@ def module(models: Sequence[Any], objective: DistilBert) -> Distillation:
     return Distillation(student, teacher, terms_of(objective), pad_id=PAD)
 
 
-def step(distillation: Distillation, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+def step(distillation: Distillation, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of means and the terms' sums."""
-    return distillation(*batch, mean_coefficients(distillation.terms, batch, dtype=torch.float64))
+    return distillation(batch, mean_coefficients(distillation.terms, batch, dtype=torch.float64))
 
 
 def expected(
-    models: Sequence[Any], batch: MicroBatch, documents: Sequence[Row], objective: DistilBert
+    models: Sequence[Any], batch: Batch, documents: Sequence[Row], objective: DistilBert
 ) -> Expected:
     """Compute means over all tokens or masked ones, document by document."""
     student, teacher = models
     t = objective.temperature
-    labels = torch.full_like(batch.input_ids, -100).scatter(1, batch.positions, batch.labels)
+    labels = torch.full_like(batch.input_ids, -100).scatter(1, *batch.labels.values())
     kl_all, kl_masked, mlm, cosine = [], [], [], []
     mse_all, mse_masked, hidden = [], [], []
     for row, row_documents in enumerate(documents):
@@ -167,7 +169,7 @@ OBJECTIVES = {
 def test_loss_terms_and_gradients(
     changes: dict[str, Any],
     models: Models,
-    batch: MicroBatch,
+    batch: Batch,
     documents: list[Row],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,7 +197,7 @@ def test_the_weights_of_the_paper() -> None:
 
 
 def test_the_tied_embedding_gets_both_gradients(
-    models: Models, batch: MicroBatch, documents: list[Row]
+    models: Models, batch: Batch, documents: list[Row]
 ) -> None:
     """Check words absent from the input, which the head alone reaches, and words in it."""
     student, _ = models
@@ -212,21 +214,21 @@ def test_the_tied_embedding_gets_both_gradients(
         torch.testing.assert_close(gradient[word], exact[word], rtol=1e-9, atol=1e-12)
 
 
-def test_fp32_and_autocast_are_close_to_fp64(batch: MicroBatch, documents: list[Row]) -> None:
+def test_fp32_and_autocast_are_close_to_fp64(batch: Batch, documents: list[Row]) -> None:
     """Compare fp32 to 1e-4 of a gradient; bf16 autocast to 2e-2 of the loss, 10 % of the norm."""
     exact = (tiny_distilbert().double(), tiny_bert().requires_grad_(False).double())
     reference = expected(exact, batch, documents, DistilBert())
     models = (tiny_distilbert(), tiny_bert().requires_grad_(False))
     distillation = module(models, DistilBert())
     factors = mean_coefficients(distillation.terms, batch)
-    loss, _ = distillation(*batch, factors)
+    loss, _ = distillation(batch, factors)
     loss.backward()
     assert loss.item() == pytest.approx(reference.loss.item(), rel=1e-5)
     check_gradients(models[0], reference.gradients, 1e-4)
 
     models[0].zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = distillation(*batch, factors)
+        loss, _ = distillation(batch, factors)
     loss.backward()
     assert loss.item() == pytest.approx(reference.loss.item(), rel=2e-2)
     found = torch.cat([p.grad.flatten() for p in models[0].parameters() if p.grad is not None])
@@ -234,7 +236,7 @@ def test_fp32_and_autocast_are_close_to_fp64(batch: MicroBatch, documents: list[
     assert (found - true).norm() < 0.1 * true.norm()
 
 
-def test_no_gradient_under_no_grad(models: Models, batch: MicroBatch) -> None:
+def test_no_gradient_under_no_grad(models: Models, batch: Batch) -> None:
     distillation = module(models, DistilBert())
     with torch.no_grad():
         silent, sums = step(distillation, batch)
@@ -244,25 +246,23 @@ def test_no_gradient_under_no_grad(models: Models, batch: MicroBatch) -> None:
     np.testing.assert_allclose(sums, same, rtol=1e-12)
 
 
-def test_micro_batches_sum_to_the_batch(
-    models: Models, batch: MicroBatch, documents: list[Row]
-) -> None:
+def test_micro_batches_sum_to_the_batch(models: Models, batch: Batch, documents: list[Row]) -> None:
     """Run rows one by one with the whole step's counts: every token has the same weight."""
     reference = expected(models, batch, documents, DistilBert())
     distillation = module(models, DistilBert())
     factors = mean_coefficients(distillation.terms, batch, dtype=torch.float64)
     total = 0.0
     for row in range(3):
-        tensors = (tensor[row : row + 1] for tensor in batch[:3])
-        one = micro_batch(*tensors, cls_id=CLS, pad_id=PAD)
-        loss, _ = distillation(*one, factors)
+        tensors = (t[row : row + 1] for t in (batch.input_ids, *batch.labels.values()))
+        one = masked_batch(*tensors, cls_id=CLS, pad_id=PAD)
+        loss, _ = distillation(one, factors)
         loss.backward()
         total += loss.item()
     assert total == pytest.approx(reference.loss.item(), rel=1e-6)
     check_gradients(models[0], reference.gradients, 1e-6)
 
 
-def test_the_teacher_is_no_part_of_the_module(models: Models, batch: MicroBatch) -> None:
+def test_the_teacher_is_no_part_of_the_module(models: Models, batch: Batch) -> None:
     student, teacher = models
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
     distillation = module(models, DistilBert())
@@ -281,7 +281,7 @@ def test_the_teacher_is_no_part_of_the_module(models: Models, batch: MicroBatch)
     ids=["mlm", "mlm+cosine", "kl+mlm"],
 )
 def test_the_teacher_runs_only_where_a_term_needs_it(
-    weights: dict[str, float], runs: bool, models: Sequence[Any], batch: MicroBatch
+    weights: dict[str, float], runs: bool, models: Sequence[Any], batch: Batch
 ) -> None:
     calls = []
     for part in models[1].modules():

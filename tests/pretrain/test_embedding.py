@@ -38,7 +38,7 @@ from data_prep.shards import Segments, load_manifest, open_shards
 from pretrain.config import RunConfig, Student
 from pretrain.contracts.packing import find_documents
 from pretrain.export.export import export
-from pretrain.model.distillation import Distillation, micro_batch
+from pretrain.model.distillation import Distillation
 from pretrain.model.families import FAMILIES, encode, shape_of
 from pretrain.model.loading import assemble, load_model
 from pretrain.model.model_files import read_config, read_tensors
@@ -47,6 +47,7 @@ from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.student import build_student
 from pretrain.objectives.embedding import Embedding
 from pretrain.tasks.embedding.documents import Documents
+from pretrain.tasks.embedding.examples import vectors_by, with_documents
 from pretrain.tasks.embedding.modules import write_modules
 from pretrain.tasks.embedding.vectors import (
     CODE,
@@ -141,15 +142,18 @@ def test_the_loss_and_its_gradient_are_the_formulas(texts: Path, first: bool) ->
     shapes = shape_of(student), shape_of(teacher)._replace(vector_size=head.width)
     adapters = objective.adapters(*shapes)
     module = Distillation(
-        student, teacher, objective.terms(*shapes), pad_id=0, adapters=adapters, head=head
+        student,
+        teacher,
+        objective.terms(*shapes),
+        pad_id=0,
+        adapters=adapters,
+        teacher_labels=vectors_by(head),
     )
     shards = open_shards(texts)
     rows = np.linspace(0, len(shards) - 1, 7).astype(np.int64)[[3, 0, 6, 4, 1, 5]]
     ids = torch.from_numpy(shards.rows(rows).astype(np.int64))
-    slots = torch.zeros(len(rows), 1, dtype=torch.int64), torch.full((len(rows), 1), -100)
-    sequences = Documents(shards)(ids.numpy(), rows)
-    batch = micro_batch(ids, *slots, cls_id=2, pad_id=0, sequences=sequences)
-    loss, sums = module(*batch, torch.tensor([1.0, 2.0, 3.0]))
+    batch = with_documents(ids, Documents(shards)(ids.numpy(), rows), cls_id=2, pad_id=0)
+    loss, sums = module(batch, torch.tensor([1.0, 2.0, 3.0]))
     loss.backward()
 
     # The same in fp64, a document at a time, with the models of transformers.
@@ -234,21 +238,21 @@ def exported_vectors(values: dict[str, Any], texts: Path, step: int) -> tuple[li
     rows = np.arange(len(segments.shards))
     of_rows = segments.of_rows(rows)
     found = segments.texts(0, len(segments))
-    sequences = Documents(segments.shards)(segments.shards.rows(rows), rows)
+    labels = Documents(segments.shards)(segments.shards.rows(rows), rows)
     ids = torch.from_numpy(segments.shards.rows(rows).astype(np.int64))
     folder = step_folder(values["output"], step)
     student = load_model(folder / "student", needs_head=False)
-    slots = torch.zeros(len(rows), 1, dtype=torch.int64), torch.full((len(rows), 1), -100)
-    batch = micro_batch(ids, *slots, cls_id=2, pad_id=0, sequences=sequences)
+    batch = with_documents(ids, labels, cls_id=2, pad_id=0)
     with torch.no_grad():
         packing = find_documents(ids, batch.cu_seqlens, batch.max_length, pad_id=0)
-        vectors = pooled(encode(student.eval(), ids, packing).last_hidden_state, sequences)
+        hidden = encode(student.eval(), ids, packing).last_hidden_state
+        vectors = pooled(hidden, labels["documents"], labels["lengths"])
         if (folder / "adapters.safetensors").exists():
             dense = load_file(folder / "adapters.safetensors")
             vectors = F.linear(vectors, dense["dense.weight"], dense["dense.bias"])
     kept = [text for text, whole in zip(found, of_rows.whole, strict=True) if whole]
     assert all(text is not None for text in kept)
-    return [text or "" for text in kept], vectors[sequences.lengths > 0]
+    return [text or "" for text in kept], vectors[labels["lengths"] > 0]
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,24 @@ from traps import edit
 
 from data_prep.shards import open_shards
 from pretrain.contracts.packing import block_diagonal_mask, find_documents
-from pretrain.evaluate import evaluate, evaluate_folder, evaluation_masking, weak_teacher
+from pretrain.evaluate import evaluate, evaluate_folder
 from pretrain.export.export import export
-from pretrain.model.distillation import micro_batch
-from pretrain.tasks.mlm.masking import MaskedRows
+from pretrain.tasks.mlm.examples import evaluation_masking, masked_batch
+from pretrain.tasks.mlm.head_figures import measure_head, weak_teacher
+from pretrain.tasks.mlm.masking import Masked
 
 
 def test_the_figures_equal_those_of_a_plain_loop(corpus: Path) -> None:
     student, teacher, shards = tiny_distilbert(), tiny_bert(), open_shards(corpus, "validation")
     rows = min(6, len(shards))
-    ours = evaluate(student, teacher, shards, rows=rows, batch_size=4, accelerator=Accelerator())
+    ours = evaluate(
+        student,
+        teacher,
+        measure_head(shards, teacher=True),
+        rows=rows,
+        batch_size=4,
+        accelerator=Accelerator(),
+    )
 
     counts = json.loads((corpus / "token_counts.json").read_text(encoding="utf-8"))["counts"]
     known = sum(counts[5:]) + len(counts) - 5  # one more for each word but the special ones
@@ -37,10 +45,10 @@ def test_the_figures_equal_those_of_a_plain_loop(corpus: Path) -> None:
     answers: Counter[int] = Counter()
     for row in range(rows):
         ids = shards.rows([row]).astype("int64")
-        masked = MaskedRows(*map(torch.from_numpy, masking(ids, np.array([0]), np.array([row]))))
+        masked = Masked(*map(torch.from_numpy, masking(ids, np.array([0]), np.array([row]))))
         ids = torch.from_numpy(ids)
         assert ((masked.input_ids == 4) | (masked.input_ids == ids)).all()
-        batch = micro_batch(*masked, cls_id=2, pad_id=0)
+        batch = masked_batch(*masked, cls_id=2, pad_id=0)
         with torch.no_grad():
             packed = find_documents(batch.input_ids, batch.cu_seqlens, batch.max_length, pad_id=0)
             arguments = {"attention_mask": block_diagonal_mask(batch.cu_seqlens, *ids.shape)}
@@ -85,9 +93,16 @@ def test_a_teacher_that_does_not_beat_the_frequencies_gives_a_warning(
 
 def test_the_student_is_left_in_training_mode(corpus: Path) -> None:
     student, shards = tiny_distilbert().train(), open_shards(corpus, "validation")
-    first = evaluate(student, None, shards, rows=4, accelerator=Accelerator())
+    first = evaluate(
+        student, None, measure_head(shards, teacher=False), rows=4, accelerator=Accelerator()
+    )
     assert student.training
-    assert evaluate(student, None, shards, rows=4, accelerator=Accelerator()) == first
+    assert (
+        evaluate(
+            student, None, measure_head(shards, teacher=False), rows=4, accelerator=Accelerator()
+        )
+        == first
+    )
 
 
 def test_a_teacher_that_keeps_case_needs_the_users_word(

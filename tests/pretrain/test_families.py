@@ -33,11 +33,11 @@ from pretrain.contracts.terms import Signal
 from pretrain.export.export import export
 from pretrain.kernels import attention
 from pretrain.kernels.attention.dispatch import by_document, masked, usable
-from pretrain.model.distillation import micro_batch
 from pretrain.model.families import FAMILIES, MaskedLM, encode, family_of, shape_of, walk
 from pretrain.model.loading import load_model
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher, parameters_sha256
+from pretrain.tasks.mlm.examples import masked_batch
 
 LENGTHS = [[9, 14, 6], [31], [3, 20, 1]]  # of documents in rows of 32; the rest is padding
 L, CLS = 32, 7
@@ -159,7 +159,7 @@ def pack(model: MaskedLM) -> Packed:
             begin += length
         documents.append(in_row)
     nothing = torch.zeros(len(ids), 0, dtype=torch.int64)
-    batch = micro_batch(ids, nothing, nothing, cls_id=CLS, pad_id=pad)
+    batch = masked_batch(ids, nothing, nothing, cls_id=CLS, pad_id=pad)
     packing = find_documents(ids, batch.cu_seqlens, batch.max_length, pad_id=pad)
     return Packed(documents, ids, packing)
 

@@ -22,13 +22,13 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 
 from pretrain.bench import baseline
 from pretrain.bench.baseline import TRIPLE_LOSS, BaselineStep, Padded, triple_loss, twin
+from pretrain.contracts.batch import Batch
 from pretrain.contracts.packing import find_documents
-from pretrain.contracts.terms import Count
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels import attention, cpu_layers, relations
 from pretrain.kernels.attention.dispatch import flash
 from pretrain.kernels.head import closed_form, vocabulary
-from pretrain.model.distillation import Distillation, MicroBatch
+from pretrain.model.distillation import Distillation
 from pretrain.model.families import encode, shape_of
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.minilm import MiniLM
@@ -212,10 +212,11 @@ def really(module: Distillation, dtype: torch.dtype | None) -> None:
     """Make the micro-step of 4 rows of two documents with 5 predicted tokens each, with values."""
     ids = torch.ones(4, 32, dtype=torch.int64)
     slots = torch.arange(5).repeat(4, 1)
-    counts: dict[Count, int] = {"tokens": 128, "masked": 20, "sequences": 8, "pairs": 8 * 256}
-    batch = MicroBatch(ids, slots, slots + 5, torch.arange(0, 129, 16).int(), 16, counts)
+    counts: dict[str, int] = {"tokens": 128, "masked": 20, "sequences": 8, "pairs": 8 * 256}
+    labels = {"positions": slots, "masked": slots + 5}
+    batch = Batch(ids, torch.arange(0, 129, 16).int(), 16, labels, counts)
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
-        loss, _ = module(*batch, torch.ones(3))
+        loss, _ = module(batch, torch.ones(3))
     (loss / 128).backward()
 
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from launch.self_check import checks
 from pretrain.checkpoint.snapshot import Snapshot
 from pretrain.config import RunConfig
+from pretrain.contracts.batch import send
 from pretrain.device.gpu import check_kernels
 from pretrain.device.precision import allow_tf32, choose
 from pretrain.distributed.parallel import DDP
 from pretrain.distributed.processes import build_accelerator, start_ranks
-from pretrain.model.distillation import send
 from pretrain.train import train
 
 pytestmark = pytest.mark.gpu

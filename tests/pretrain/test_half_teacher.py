@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import masked_batch, mean_coefficients, terms_of
+from batches import drawn_batch, mean_coefficients, terms_of
 from operators import Operators
 from results import state
 from tiny import tiny_bert, tiny_distilbert
@@ -16,7 +16,8 @@ from transformers import BertForMaskedLM, DistilBertForMaskedLM
 import pretrain.evaluate
 import pretrain.train
 from pretrain.config import RunConfig
-from pretrain.model.distillation import Distillation, MicroBatch
+from pretrain.contracts.batch import Batch
+from pretrain.model.distillation import Distillation
 from pretrain.model.teacher import parameters_sha256
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.run import Run, build
@@ -38,8 +39,8 @@ def settings(teacher_folder: Path, make_settings: Make) -> dict[str, Any]:
 
 
 @pytest.fixture
-def batch(packed_ids: Tensor) -> MicroBatch:
-    return masked_batch(packed_ids)
+def batch(packed_ids: Tensor) -> Batch:
+    return drawn_batch(packed_ids)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_the_teacher_has_the_runs_dtype_and_the_digest_of_its_folder(
         assert run.state.evaluation["kl"] > 0
 
 
-def test_a_step_with_a_half_teacher_is_close_to_fp64(batch: MicroBatch) -> None:
+def test_a_step_with_a_half_teacher_is_close_to_fp64(batch: Batch) -> None:
     """Compare with fp64 to 2e-2; most of the error is the student's autocast."""
     objective = DistilBert()
 
@@ -88,7 +89,7 @@ def test_a_step_with_a_half_teacher_is_close_to_fp64(batch: MicroBatch) -> None:
     ) -> tuple[Tensor, Tensor]:
         module = Distillation(student, teacher.requires_grad_(False), terms_of(objective), pad_id=0)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss, sums = module(*batch, mean_coefficients(module.terms, batch))
+            loss, sums = module(batch, mean_coefficients(module.terms, batch))
         loss.backward()
         gradients = [p.grad.double().flatten() for p in student.parameters() if p.grad is not None]
         return torch.cat([loss.detach()[None], sums]).double(), torch.cat(gradients)
@@ -101,11 +102,11 @@ def test_a_step_with_a_half_teacher_is_close_to_fp64(batch: MicroBatch) -> None:
         assert 0 < (gradient - true).norm() <= tolerance * true.norm()
 
 
-def test_the_teacher_is_not_cast_during_a_step(batch: MicroBatch) -> None:
+def test_the_teacher_is_not_cast_during_a_step(batch: Batch) -> None:
     def casts(teacher: BertForMaskedLM | None) -> int:
         module = Distillation(tiny_distilbert(), teacher, terms_of(DistilBert()), pad_id=0)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Operators() as called:
-            module.encode(batch.input_ids, batch.cu_seqlens, batch.max_length)
+            module.encode(batch)
         pairs = [(c.args[0], c.result) for c in called.calls if c.name in CASTS]
         floating = [pair for pair in pairs if all(x.is_floating_point() for x in pair)]
         return sum(given.dtype != result.dtype for given, result in floating)

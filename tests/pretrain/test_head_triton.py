@@ -19,7 +19,6 @@ from head_inputs import draw, projections
 from torch import Tensor
 
 from pretrain import RunError
-from pretrain.contracts.terms import Count
 from pretrain.kernels.head import Backend, triton_support, vocabulary_losses
 from pretrain.kernels.head.closed_form import Weights
 from pretrain.objectives.vocabulary_terms import kl_term, mlm_term
@@ -186,9 +185,7 @@ def test_similar_logits(call: Call) -> None:
     assert kl < 1e-12 and absolute < 1e-12 and gradient < 2e-7
 
 
-def head(
-    kl_over: Count, dtype: torch.dtype, backend: Backend, num_labels: int
-) -> tuple[Tensor, ...]:
+def head(kl_over: str, dtype: torch.dtype, backend: Backend, num_labels: int) -> tuple[Tensor, ...]:
     """Return (loss, sums, gradients of hidden states, weight, bias) for 13 positions."""
     student, teacher = projections(13, 8, 150, dtype, DEVICE)
     labels = torch.arange(num_labels, device=DEVICE) * 29
@@ -201,7 +198,7 @@ def head(
     return tuple(x.detach().double().cpu() for x in (loss, sums, *gradients))
 
 
-def head_errors(kl_over: Count, dtype: torch.dtype, num_labels: int, chunk: int) -> list[float]:
+def head_errors(kl_over: str, dtype: torch.dtype, num_labels: int, chunk: int) -> list[float]:
     """Return the errors of the head with the kernel, compared with plain torch in fp64."""
     from pretrain.kernels.head import vocabulary
 

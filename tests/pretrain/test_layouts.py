@@ -16,8 +16,9 @@ from data_prep.shards import open_shards
 from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.data.order import Order
-from pretrain.data.rows import StepDataset, masking_over
+from pretrain.data.rows import StepDataset
 from pretrain.monitor.heartbeat import Heartbeat
+from pretrain.tasks.mlm.examples import MaskedRows, masking_over
 from pretrain.train import train
 
 Settings = Callable[..., dict[str, Any]]
@@ -56,12 +57,12 @@ def wanted(settings: dict[str, Any]) -> list[Any]:
     shards = open_shards(config.shards)
     masking = masking_over(shards.manifest, config.masking.probability, config.train.seed)
     order = Order(len(shards), config.train.global_batch_size, config.train.seed)
-    dataset = StepDataset(shards, order, masking)
+    dataset = StepDataset(shards, order, MaskedRows(shards, masking))
     return [
         [step, row, ids.tolist(), labels.tolist()]
         for step in range(20)
         for item, rows in [(dataset[step], order.at(step)[1].tolist())]
-        for row, ids, labels in zip(rows, item.input_ids, item.labels, strict=True)
+        for row, ids, labels in zip(rows, item["input_ids"], item["masked"], strict=True)
     ]
 
 

@@ -29,12 +29,13 @@ from pretrain.contracts.packing import find_documents
 from pretrain.evaluate import evaluate_folder
 from pretrain.export.export import export
 from pretrain.inputs import load_inputs
-from pretrain.model.distillation import Distillation, micro_batch
+from pretrain.model.distillation import Distillation
 from pretrain.model.families import encode, family_of, shape_of
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher
 from pretrain.monitor.metrics import Silent
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.tasks.mlm.examples import masked_batch
 
 Settings = Callable[..., dict[str, Any]]
 PADDED = VOCAB_SIZE + 5
@@ -57,11 +58,11 @@ def test_embeddings_beyond_the_tokenizer_take_no_part_in_the_loss() -> None:
     ids[:, 0] = 2
     positions = torch.tensor([[3, 7], [1, 9]])
     labels = ids.gather(1, positions)
-    batch = micro_batch(ids, positions, labels, cls_id=2, pad_id=0)
+    batch = masked_batch(ids, positions, labels, cls_id=2, pad_id=0)
     module = Distillation(
         student, teacher.double(), objective.terms(*shapes), pad_id=0, num_tokens=VOCAB_SIZE
     )
-    _, sums = module(*batch, torch.ones(len(module.terms)))
+    _, sums = module(batch, torch.ones(len(module.terms)))
     found = dict(zip((term.name for term in module.terms), sums.tolist(), strict=True))
 
     packing = find_documents(ids, batch.cu_seqlens, batch.max_length, pad_id=0)

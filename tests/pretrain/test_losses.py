@@ -9,7 +9,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pretrain.evaluate import is_correct
 from pretrain.objectives.distilbert import cosine_distance
 from pretrain.objectives.vocabulary_terms import (
     cross_entropy,
@@ -17,6 +16,7 @@ from pretrain.objectives.vocabulary_terms import (
     kl_divergence,
     reverse_kl_divergence,
 )
+from pretrain.tasks.mlm.head_figures import is_correct
 
 Array = NDArray[np.float64]
 N, V, D = 13, 41, 17

@@ -11,16 +11,10 @@ from numpy.typing import NDArray
 
 from data_prep.shards import Manifest, open_shards
 from pretrain.config import MaskingConfig
+from pretrain.contracts.batch import IGNORE
 from pretrain.data.hashing import derive, root
-from pretrain.data.rows import build_masking
-from pretrain.tasks.mlm.masking import (
-    _EXPONENTIAL,
-    IGNORE,
-    MaskedRows,
-    Masking,
-    first_slots,
-    quick_slots,
-)
+from pretrain.tasks.mlm.examples import build_masking
+from pretrain.tasks.mlm.masking import _EXPONENTIAL, Masked, Masking, first_slots, quick_slots
 
 Ids = NDArray[np.int64]
 
@@ -56,12 +50,12 @@ def ids() -> Ids:
     return rows
 
 
-def mask(ids: Ids, masking: Masking = UNIFORM, epoch: int = 0) -> MaskedRows:
+def mask(ids: Ids, masking: Masking = UNIFORM, epoch: int = 0) -> Masked:
     return masking(ids, np.full(len(ids), epoch), np.arange(len(ids)))
 
 
 @pytest.fixture(scope="module")
-def masked(ids: Ids) -> MaskedRows:
+def masked(ids: Ids) -> Masked:
     return mask(ids)
 
 
@@ -74,14 +68,14 @@ def ordinary(ids: Ids) -> NDArray[np.bool_]:
     return ids >= len(SPECIAL)
 
 
-def selected(result: MaskedRows, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+def selected(result: Masked, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     """Return a mask [B, L] of the predicted positions."""
     flags = np.zeros(shape, bool)
     np.put_along_axis(flags, result.positions, result.labels != IGNORE, axis=1)
     return flags
 
 
-def test_fifteen_percent_of_every_rows_ordinary_tokens(ids: Ids, masked: MaskedRows) -> None:
+def test_fifteen_percent_of_every_rows_ordinary_tokens(ids: Ids, masked: Masked) -> None:
     assert masked.positions.shape == masked.labels.shape == (512, 77)  # round(0.15 * 512)
     wanted = 0.15 * ordinary(ids).sum(1)
     found = (masked.labels != IGNORE).sum(1)
@@ -90,7 +84,7 @@ def test_fifteen_percent_of_every_rows_ordinary_tokens(ids: Ids, masked: MaskedR
     assert found.sum() / ordinary(ids).sum() == pytest.approx(0.15, abs=5e-4)
 
 
-def test_eighty_ten_ten(ids: Ids, masked: MaskedRows) -> None:
+def test_eighty_ten_ten(ids: Ids, masked: Masked) -> None:
     flags = selected(masked, ids.shape)
     put, original = masked.input_ids[flags], ids[flags]
     num = len(put)
@@ -127,7 +121,7 @@ def test_selected_positions_are_uniform() -> None:
 
 
 def check_with_plain_python(
-    masking: Masking, result: MaskedRows, ids: Ids, epochs: Ids, rows: Ids, checked: Iterable[int]
+    masking: Masking, result: Masked, ids: Ids, epochs: Ids, rows: Ids, checked: Iterable[int]
 ) -> None:
     """Compute rows `checked` one position at a time with Python's integers and `sorted`."""
     share = round(masking.probability * 65536)

@@ -10,7 +10,7 @@ import pytest
 import rank_work
 import ranks
 import torch
-from batches import masked_batch
+from batches import drawn_batch
 from results import difference, weights
 from runs import RECIPE, history, refused, start
 from safetensors.torch import load_file
@@ -76,7 +76,7 @@ def test_the_loss_and_its_gradient_are_the_formula(
     terms = objective.terms(shape_of(student), shape_of(teacher))
     alone = copy.deepcopy(student).double(), copy.deepcopy(teacher).double()
 
-    batch = masked_batch(packed_ids)
+    batch = drawn_batch(packed_ids)
     # The rows as the module sees them: cut as `documents`, with masks.
     rows, exact = batch.input_ids, {name: torch.zeros(()) for name in ("query", "key", "value")}
     for row, row_documents in enumerate(documents):
@@ -90,7 +90,7 @@ def test_the_loss_and_its_gradient_are_the_formula(
                 kl = (theirs[kind] * (theirs[kind].log() - ours[kind].log())).sum()
                 exact[kind] = exact[kind] + kl / 8
     module = Distillation(student, teacher, terms, pad_id=0)
-    loss, sums = module(*batch, torch.tensor([1.0, 2.0, 3.0]))
+    loss, sums = module(batch, torch.tensor([1.0, 2.0, 3.0]))
     expected = torch.stack([*exact.values()])
     assert [term.name for term in module.terms] == ["queries", "keys", "values"]
     assert expected.min() > 0.1
@@ -123,8 +123,8 @@ def test_version_1_compares_attention_and_value_relations(
     module = Distillation(
         student, teacher, objective.terms(shape_of(student), shape_of(teacher)), pad_id=0
     )
-    batch = masked_batch(packed_ids)
-    _, sums = module(*batch, torch.ones(2))
+    batch = drawn_batch(packed_ids)
+    _, sums = module(batch, torch.ones(2))
     alone = copy.deepcopy(student).double(), copy.deepcopy(teacher).double()
     for model in alone:
         model.set_attn_implementation("eager")

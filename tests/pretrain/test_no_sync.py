@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from batches import masked_batch, terms_of
+from batches import drawn_batch, terms_of
 from tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pretrain.contracts.batch import Batch, send
 from pretrain.contracts.terms import SignalTerm, Term, VocabularyTerm, constant
-from pretrain.model.distillation import Distillation, MicroBatch, micro_batch, send
+from pretrain.model.distillation import Distillation
 from pretrain.objectives.distilbert import DistilBert
+from pretrain.tasks.mlm.examples import masked_batch
 
 PAD, CLS = 0, 2
 CPU = torch.device("cpu")
@@ -84,11 +86,12 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 @pytest.fixture
-def batch(packed_ids: Tensor) -> MicroBatch:
+def batch(packed_ids: Tensor) -> Batch:
     """Return packed rows on the host, in a loader's types."""
-    ids, slots, labels, *_ = masked_batch(packed_ids)
-    tensors = ids.to(torch.uint16), slots.short(), labels.int()
-    return micro_batch(*tensors, cls_id=CLS, pad_id=PAD)
+    drawn = drawn_batch(packed_ids)
+    slots, labels = drawn.labels.values()
+    tensors = drawn.input_ids.to(torch.uint16), slots.short(), labels.int()
+    return masked_batch(*tensors, cls_id=CLS, pad_id=PAD)
 
 
 @pytest.fixture
@@ -107,16 +110,16 @@ def make() -> Make:
     return module
 
 
-def micro_step(module: Distillation, inputs: MicroBatch) -> None:
+def micro_step(module: Distillation, inputs: Batch) -> None:
     """Run forward and backward as `DDP.forward_backward` does."""
     coefficients_T = inputs.input_ids.new_ones(len(module.terms), dtype=torch.float32)
-    loss, _ = module(*inputs, coefficients_T)
+    loss, _ = module(inputs, coefficients_T)
     (loss * 0.25).backward()
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_a_micro_step_has_no_sync(
-    objective: DistilBert, make: Make, batch: MicroBatch, meta: torch.device
+    objective: DistilBert, make: Make, batch: Batch, meta: torch.device
 ) -> None:
     module = make(meta, objective)
     inputs = batch.to(meta)
@@ -190,7 +193,7 @@ def with_term(
 @pytest.mark.parametrize("where", ["logits", "last_hidden_state"])
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_term_that_waits_is_found(
-    what: str, where: str, make: Make, batch: MicroBatch, meta: torch.device
+    what: str, where: str, make: Make, batch: Batch, meta: torch.device
 ) -> None:
     micro_step(with_term(PLANTED[what], where, make, CPU), batch.to(CPU))  # nothing else is wrong
     module, inputs = with_term(PLANTED[what], where, make, meta), batch.to(meta)
@@ -202,20 +205,21 @@ def test_a_term_that_waits_is_found(
 @pytest.mark.parametrize("where", ["logits", "last_hidden_state"])
 @pytest.mark.parametrize("what", HARMLESS)
 def test_a_term_without_a_sync_is_accepted(
-    what: str, where: str, make: Make, batch: MicroBatch, meta: torch.device
+    what: str, where: str, make: Make, batch: Batch, meta: torch.device
 ) -> None:
     module, inputs = with_term(HARMLESS[what], where, make, meta), batch.to(meta)
     with FromNumbers(), Waiting():
         micro_step(module, inputs)
 
 
-def test_to_converts_a_batch_for_the_model(batch: MicroBatch) -> None:
-    assert [tensor.dtype for tensor in batch[:3]] == [torch.uint16, torch.int16, torch.int32]
+def test_to_converts_a_batch_for_the_model(batch: Batch) -> None:
+    assert batch.input_ids.dtype == torch.uint16
     for device in (CPU, torch.device("meta")):
         inputs = batch.to(device)
-        assert [tensor.dtype for tensor in inputs[:4]] == [*3 * [torch.int64], torch.int32]
-        assert all(tensor.device == device for tensor in inputs[:4])
-        assert inputs[4:] == batch[4:]
+        assert (inputs.input_ids.dtype, inputs.cu_seqlens.dtype) == (torch.int64, torch.int32)
+        tensors = (inputs.input_ids, inputs.cu_seqlens, *inputs.labels.values())
+        assert len(tensors) == 4 and all(tensor.device == device for tensor in tensors)
+        assert (inputs.max_length, inputs.counts) == (batch.max_length, batch.counts)
     wide = torch.tensor([[65_535, 32_768, 1]])
     narrow = torch.from_numpy(wide.numpy().astype("uint16"))
     assert torch.equal(batch._replace(input_ids=narrow).to(CPU).input_ids, wide)
@@ -225,7 +229,7 @@ def test_to_converts_a_batch_for_the_model(batch: MicroBatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_the_host_never_waits_for_a_gpu(
-    objective: DistilBert, dtype: torch.dtype, make: Make, batch: MicroBatch
+    objective: DistilBert, dtype: torch.dtype, make: Make, batch: Batch
 ) -> None:
     """Let torch report syncs; it does not report copies of unpinned memory."""
     device = torch.device("cuda")

@@ -18,12 +18,13 @@ from data_prep import CorpusError
 from data_prep.shards import open_shards
 from pretrain import RunError
 from pretrain.config import RunConfig
+from pretrain.contracts.batch import IGNORE, Batch
 from pretrain.data.hashing import root
 from pretrain.data.order import permutation
-from pretrain.data.rows import Skip, StepDataset, build_masking
+from pretrain.data.rows import Skip, StepDataset
 from pretrain.model.distillation import Distillation
 from pretrain.replay import ReplayedRow, replay
-from pretrain.tasks.mlm.masking import IGNORE
+from pretrain.tasks.mlm.examples import MaskedRows, build_masking
 
 MakeRun = Callable[..., Path]
 ROWS, SEED, STEPS = 48, 7, 12  # more than two epochs of the tiny corpus
@@ -132,13 +133,14 @@ def same(one: ReplayedRow, other: ReplayedRow) -> bool:
 def test_replay_equals_the_input_of_a_real_run(
     tmp_path: Path, teacher_folder: Path, run_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fed: list[tuple[Tensor, Tensor, Tensor]] = []
+    fed: list[tuple[Tensor, ...]] = []
     forward = Distillation.forward
 
-    def watched(self: Distillation, ids: Tensor, positions: Tensor, labels: Tensor, *rest: Any):
+    def watched(self: Distillation, batch: Batch, factors: Tensor) -> Any:
         if torch.is_grad_enabled():  # not an evaluation
-            fed.append((ids.clone(), positions.clone(), labels.clone()))
-        return forward(self, ids, positions, labels, *rest)
+            labels = (batch.labels[name].clone() for name in ("positions", "masked"))
+            fed.append((batch.input_ids.clone(), *labels))
+        return forward(self, batch, factors)
 
     monkeypatch.setattr(Distillation, "forward", watched)
     values = run_config(
@@ -300,11 +302,13 @@ def test_rows_left_out_are_shown_as_training_fed_them(make_run: MakeRun, world: 
         opened, seed = found.shards, found.config.train.seed
         masking = build_masking(found.config.masking, opened.folder, opened.manifest, seed)
         datasets = [
-            StepDataset(opened, found.order, masking, rank=r, world=world, skips=skips)
+            StepDataset(
+                opened, found.order, MaskedRows(opened, masking), rank=r, world=world, skips=skips
+            )
             for r in range(world)
         ]
-        fed = torch.cat([dataset[step - 1].input_ids for dataset in datasets])
-        num_masked = sum(int((data[step - 1].labels != IGNORE).sum()) for data in datasets)
+        fed = torch.cat([dataset[step - 1]["input_ids"] for dataset in datasets])
+        num_masked = sum(int((data[step - 1]["masked"] != IGNORE).sum()) for data in datasets)
         rows = list(found.rows())
         assert np.array_equal(np.stack([row.input_ids for row in rows]), fed.numpy())
         assert sum(len(row.positions) for row in rows) == num_masked

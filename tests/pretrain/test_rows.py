@@ -11,9 +11,10 @@ from data_prep import CorpusError
 from data_prep.shards import open_shards
 from pretrain.config import MaskingConfig
 from pretrain.data.order import Order
-from pretrain.data.rows import StepDataset, build_masking, explained_workers, loader
+from pretrain.data.rows import StepDataset, explained_workers, loader
 from pretrain.exit_codes import ExitCode
 from pretrain.monitor.status import verdict
+from pretrain.tasks.mlm.examples import MaskedRows, build_masking
 
 STEPS = 400
 
@@ -23,7 +24,7 @@ def dataset(tmp_path: Path, corpus: Path) -> StepDataset:
     shutil.copytree(corpus, tmp_path / "shards")
     shards = open_shards(tmp_path / "shards")
     masking = build_masking(MaskingConfig(), tmp_path / "shards", shards.manifest, 0)
-    return StepDataset(shards, Order(len(shards), 8, 0), masking)
+    return StepDataset(shards, Order(len(shards), 8, 0), MaskedRows(shards, masking))
 
 
 def test_a_shard_that_is_cut_off_while_it_is_read_is_named(

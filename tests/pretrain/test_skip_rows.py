@@ -15,20 +15,13 @@ from torch import Tensor
 from data_prep.shards import ShardSet, open_shards
 from data_prep.shards.manifest import SpecialIds
 from pretrain import RunError
+from pretrain.contracts.batch import IGNORE, Batch, Rows
 from pretrain.data.order import Order
-from pretrain.data.rows import (
-    Skip,
-    StepDataset,
-    StepRows,
-    corrupt,
-    loader,
-    masking_over,
-    skipped,
-    with_skip,
-)
-from pretrain.model.distillation import Distillation, MicroBatch, micro_batch
+from pretrain.data.rows import Skip, StepDataset, loader, skipped, with_skip
+from pretrain.model.distillation import Distillation
 from pretrain.objectives.distilbert import DistilBert
-from pretrain.tasks.mlm.masking import IGNORE, MaskedRows, Masking
+from pretrain.tasks.mlm.examples import MaskedRows, masked_batch, masking_over
+from pretrain.tasks.mlm.masking import Masked
 
 SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
 PAD, CLS = SPECIAL.pad, SPECIAL.cls
@@ -42,8 +35,8 @@ def shards(corpus: Path) -> ShardSet:
 
 
 @pytest.fixture(scope="module")
-def masking(shards: ShardSet) -> Masking:
-    return masking_over(shards.manifest, 0.15, 3)
+def examples(shards: ShardSet) -> MaskedRows:
+    return MaskedRows(shards, masking_over(shards.manifest, 0.15, 3))
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +45,9 @@ def order(shards: ShardSet) -> Order:
 
 
 @pytest.fixture
-def dataset(shards: ShardSet, order: Order, masking: Masking) -> StepDataset:
+def dataset(shards: ShardSet, order: Order, examples: MaskedRows) -> StepDataset:
     """Return all rows of each step, without those of `SKIPS`."""
-    return StepDataset(shards, order, masking, skips=SKIPS)
+    return StepDataset(shards, order, examples, skips=SKIPS)
 
 
 def is_left_out(row: int, step: int) -> bool:
@@ -69,21 +62,22 @@ def test_a_range_ends_before_its_last_and_begins_at_its_step() -> None:
     assert not skipped(rows, 4, ()).any()
 
 
-def test_other_rows_do_not_change(shards: ShardSet, order: Order, masking: Masking) -> None:
+def test_other_rows_do_not_change(shards: ShardSet, order: Order, examples: MaskedRows) -> None:
     """Compare two epochs of three ranks with and without `SKIPS`."""
     steps = 2 * len(shards) // G + 1
     num_left_out = 0
     for rank in range(3):
-        plain = StepDataset(shards, order, masking, rank=rank, world=3)
-        ours = StepDataset(shards, order, masking, rank=rank, world=3, skips=SKIPS)
+        plain = StepDataset(shards, order, examples, rank=rank, world=3)
+        ours = StepDataset(shards, order, examples, rank=rank, world=3, skips=SKIPS)
         for step in range(steps):
             before, after = plain[step], ours[step]
             for i, row in enumerate(order.at(step)[1][ours.mine].tolist()):
                 if is_left_out(row, step):
                     num_left_out += 1
-                    assert (after.input_ids[i] == PAD).all() and (after.labels[i] == IGNORE).all()
+                    assert (after["input_ids"][i] == PAD).all()
+                    assert (after["masked"][i] == IGNORE).all()
                 else:
-                    for ours_now, ours_before in zip(after[:3], before[:3], strict=True):
+                    for ours_now, ours_before in zip(after.values(), before.values(), strict=True):
                         assert torch.equal(ours_now[i], ours_before[i])
     assert num_left_out > 60
 
@@ -95,19 +89,17 @@ def test_masking_does_not_change_the_number_of_tokens(dataset: StepDataset) -> N
     ids = dataset.shards.rows(dataset.order.at(7)[1])[~left_out]
     expected = int((ids != PAD).sum()), int((others.labels != IGNORE).sum())
     assert counts(fed(step)) == expected
-    assert int((step.labels != IGNORE).sum()) == expected[1]
+    assert int((step["masked"] != IGNORE).sum()) == expected[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loader_workers_leave_out_the_same(dataset: StepDataset, num_workers: int) -> None:
     with loader(dataset, 2, 8, num_workers) as batches:
         for step, loaded in enumerate(batches, start=2):
-            assert all(map(torch.equal, loaded.masked, dataset[step].masked))
+            assert all(map(torch.equal, loaded.values(), dataset[step].values()))
 
 
-def by_hand(
-    dataset: StepDataset, step: int, *, padded: bool
-) -> tuple[MaskedRows, NDArray[np.bool_]]:
+def by_hand(dataset: StepDataset, step: int, *, padded: bool) -> tuple[Masked, NDArray[np.bool_]]:
     """Return the step's rows, those of `SKIPS` padded or removed, and a mask of those."""
     epochs, rows = dataset.order.at(step)
     left_out = np.array([is_left_out(row, step) for row in rows.tolist()])
@@ -117,7 +109,8 @@ def by_hand(
             ids[i] = [PAD] * ids.shape[1]
     else:
         ids, epochs, rows = ids[~left_out], epochs[~left_out], rows[~left_out]
-    return dataset.masking(ids, epochs, rows), left_out
+    assert isinstance(dataset.examples, MaskedRows)
+    return dataset.examples.masking(ids, epochs, rows), left_out
 
 
 @pytest.fixture
@@ -127,7 +120,7 @@ def module() -> Distillation:
 
 
 def accumulate(
-    module: Distillation, batches: list[MicroBatch], tokens: int, masked: int
+    module: Distillation, batches: list[Batch], tokens: int, masked: int
 ) -> tuple[Tensor, list[Tensor]]:
     """Return (losses and sums of each micro-batch, gradients) of a step, as in training."""
     module.zero_grad()
@@ -138,7 +131,7 @@ def accumulate(
     )
     outputs = []
     for batch in batches:
-        loss, sums = module(*batch, coefficients)
+        loss, sums = module(batch, coefficients)
         (loss / max(tokens, 1)).backward()
         outputs.append(torch.cat([loss.detach()[None], sums]))
     gradients = [p.grad for p in module.student.parameters()]
@@ -146,13 +139,14 @@ def accumulate(
     return torch.stack(outputs), [gradient for gradient in gradients if gradient is not None]
 
 
-def fed(rows: MaskedRows | StepRows) -> list[MicroBatch]:
-    parts = zip(*(torch.as_tensor(array).split(MICRO) for array in rows[:3]), strict=True)
-    batches = [micro_batch(*part, cls_id=CLS, pad_id=PAD) for part in parts]
+def fed(rows: Masked | Rows) -> list[Batch]:
+    arrays = rows.values() if isinstance(rows, dict) else rows
+    parts = zip(*(torch.as_tensor(array).split(MICRO) for array in arrays), strict=True)
+    batches = [masked_batch(*part, cls_id=CLS, pad_id=PAD) for part in parts]
     return [batch.to(torch.device("cpu")) for batch in batches]
 
 
-def counts(batches: list[MicroBatch]) -> tuple[int, int]:
+def counts(batches: list[Batch]) -> tuple[int, int]:
     """Return (tokens, masked tokens) of micro-batches."""
     return sum(b.counts["tokens"] for b in batches), sum(b.counts["masked"] for b in batches)
 
@@ -174,7 +168,7 @@ def test_a_step_is_bitwise_the_step_over_rows_padded_by_hand(
     wanted, wanted_gradients = accumulate(module, fed(expected), tokens, masked)
     assert torch.equal(outputs, wanted)
     assert all(map(torch.equal, gradients, wanted_gradients))
-    everything = fed(StepDataset(dataset.shards, dataset.order, dataset.masking)[STEP])
+    everything = fed(StepDataset(dataset.shards, dataset.order, dataset.examples)[STEP])
     other, _ = accumulate(module, everything, *counts(everything))
     assert not torch.equal(other, outputs)
 
@@ -202,7 +196,7 @@ def test_a_micro_batch_of_padding_alone_gives_zero(
     module = Distillation(module.student.train(), module.teacher, terms, pad_id=PAD)
     rows = np.arange(MICRO)
     skipped = np.ones(MICRO, dtype=bool)
-    nothing = fed(corrupt(dataset.shards, dataset.masking, 0 * rows, rows, skipped))
+    nothing = fed(dataset.examples.rows(dataset.shards.rows(rows), 0 * rows, rows, 0, skipped))
     assert counts(nothing) == (0, 0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         outputs, gradients = accumulate(module, nothing, 100, 10)
@@ -211,10 +205,10 @@ def test_a_micro_batch_of_padding_alone_gives_zero(
 
 
 def test_a_whole_step_of_padding_counts_nothing_and_stays_finite(
-    shards: ShardSet, order: Order, masking: Masking, module: Distillation
+    shards: ShardSet, order: Order, examples: MaskedRows, module: Distillation
 ) -> None:
     everything = Skip(0, len(shards), 0)
-    step = fed(StepDataset(shards, order, masking, skips=[everything])[0])
+    step = fed(StepDataset(shards, order, examples, skips=[everything])[0])
     assert counts(step) == (0, 0)
     outputs, gradients = accumulate(module, step, 0, 0)
     assert not outputs.any() and not any(gradient.any() for gradient in gradients)
@@ -223,21 +217,22 @@ def test_a_whole_step_of_padding_counts_nothing_and_stays_finite(
 def test_frequency_weighted_masking_leaves_rows_out_too(shards: ShardSet, order: Order) -> None:
     weights = np.arange(1, 201, dtype=np.int64)
     smoothed = replace(masking_over(shards.manifest, 0.15, 3), smoothing=weights)
-    plain, ours = (StepDataset(shards, order, smoothed, skips=skips)[STEP] for skips in ((), SKIPS))
+    examples = MaskedRows(shards, smoothed)
+    plain, ours = (StepDataset(shards, order, examples, skips=skips)[STEP] for skips in ((), SKIPS))
     left_out = torch.tensor([is_left_out(row, STEP) for row in order.at(STEP)[1].tolist()])
-    assert (ours.labels[left_out] == IGNORE).all()
-    assert torch.equal(ours.labels[~left_out], plain.labels[~left_out])
+    assert (ours["masked"][left_out] == IGNORE).all()
+    assert torch.equal(ours["masked"][~left_out], plain["masked"][~left_out])
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 10**6), (-1, 3), (5, 5), (9, 3)])
 def test_rows_that_are_not_there_are_refused(
-    shards: ShardSet, order: Order, masking: Masking, first: int, last: int
+    shards: ShardSet, order: Order, examples: MaskedRows, first: int, last: int
 ) -> None:
     with pytest.raises(RunError, match=f"--skip-rows {first}:{last}: .* has {len(shards)} rows"):
-        StepDataset(shards, order, masking, skips=[Skip(first, last, 0)])
+        StepDataset(shards, order, examples, skips=[Skip(first, last, 0)])
     with pytest.raises(RunError, match=f"has {len(shards)} rows, 0 to {len(shards) - 1}"):
-        StepDataset(shards, order, masking, skips=[*SKIPS, Skip(0, len(shards) + 1, 0)])
-    StepDataset(shards, order, masking, skips=[Skip(0, len(shards), 0)])
+        StepDataset(shards, order, examples, skips=[*SKIPS, Skip(0, len(shards) + 1, 0)])
+    StepDataset(shards, order, examples, skips=[Skip(0, len(shards), 0)])
 
 
 def test_a_checkpoint_keeps_them_as_json() -> None:

@@ -10,7 +10,7 @@ import pytest
 import rank_work
 import ranks
 import torch
-from batches import masked_batch, mean_coefficients
+from batches import drawn_batch, mean_coefficients
 from results import difference, weights
 from runs import RECIPE, history, refused, start, step_folder
 from safetensors.torch import load_file
@@ -81,7 +81,7 @@ def test_the_loss_and_its_gradient_are_the_formula(
     exact_adapters: Any = copy.deepcopy(adapters).double()
     fit = exact_adapters["hidden"]
 
-    batch = masked_batch(packed_ids)
+    batch = drawn_batch(packed_ids)
     sums, num_pairs, num_tokens = [torch.zeros(()).double() for _ in range(3)], 0, 0
     for row, row_documents in enumerate(documents):
         begin = 0
@@ -99,7 +99,7 @@ def test_the_loss_and_its_gradient_are_the_formula(
 
     module = Distillation(student, teacher, objective.terms(*shapes), pad_id=0, adapters=adapters)
     assert [term.name for term in module.terms] == ["attention", "hidden", "embedding"]
-    loss, found = module(*batch, mean_coefficients(module.terms, batch))
+    loss, found = module(batch, mean_coefficients(module.terms, batch))
     counts = [batch.counts[term.over] for term in module.terms]
     assert counts == [num_pairs, num_tokens, num_tokens]
     assert means.min() > 0.1

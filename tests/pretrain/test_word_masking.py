@@ -20,10 +20,11 @@ from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest
 from pretrain.config import MaskingConfig, RunConfig
+from pretrain.contracts.batch import IGNORE
 from pretrain.data.hashing import derive, root
-from pretrain.data.rows import build_masking
 from pretrain.export.export import export
-from pretrain.tasks.mlm.masking import IGNORE, MaskedRows, Masking
+from pretrain.tasks.mlm.examples import build_masking
+from pretrain.tasks.mlm.masking import Masked, Masking
 from pretrain.tasks.mlm.words import LONGEST, Borders, borders, byte_alphabet, draw_words
 
 GOES_ON = np.arange(V) % 3 == 0  # a third of the tokens continue a word
@@ -108,7 +109,7 @@ def test_masks_do_not_depend_on_the_batch(ids: Any, masking: Masking) -> None:
 def test_a_span_is_replaced_as_a_whole(ids: Any) -> None:
     """Check that [MASK] and the original token meet far less often than by single draws."""
 
-    def mixed(result: MaskedRows) -> float:
+    def mixed(result: Masked) -> float:
         flags = selected(result, ids.shape)
         masked = result.input_ids == MASK
         pairs = flags[:, 1:] & flags[:, :-1]

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from pretrain.bench.measure import Alive, storage_key, tensors_in
-from pretrain.contracts.terms import Count
+from pretrain.contracts.batch import Batch
 from pretrain.kernels.head import vocabulary_losses
-from pretrain.model.distillation import Distillation, MicroBatch
+from pretrain.model.distillation import Distillation
 from pretrain.model.families import family_of
 
 aten = torch.ops.aten
@@ -183,14 +183,15 @@ def of_micro_step(
     cu_seqlens = torch.tensor([*begins, B * L], dtype=torch.int32)
     longest = int(cu_seqlens.diff().max())
     pairs = B * L * L // segments
-    counts: dict[Count, int] = {"tokens": B * L, "masked": B * K}
+    counts: dict[str, int] = {"tokens": B * L, "masked": B * K}
     counts |= {"sequences": B * segments, "pairs": pairs}
     with shapes_only(module, device) as shapes, Counter() as counter:
         ids = torch.zeros(B, L, dtype=torch.int64, device=device)
         slots = torch.zeros(B, K, dtype=torch.int64, device=device)
-        batch = MicroBatch(ids, slots, slots.clone(), cu_seqlens, longest, counts)
+        labels = {"positions": slots, "masked": slots.clone()}
+        batch = Batch(ids, cu_seqlens, longest, labels, counts)
         with torch.autocast(device, autocast, enabled=autocast is not None):
-            loss, _ = shapes(*batch, torch.ones(len(shapes.terms), device=device))
+            loss, _ = shapes(batch, torch.ones(len(shapes.terms), device=device))
         (loss * (1 / batch.counts["tokens"])).backward()
     return counter.footprint
 

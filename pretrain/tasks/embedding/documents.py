@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep.shards import Segments, ShardSet
-from pretrain.contracts.batch import Sequences
+from pretrain.contracts.batch import Rows
 from pretrain.tasks.embedding.vectors import map_vectors
 
 
@@ -41,8 +41,12 @@ class Documents:
 
     def __call__(
         self, ids: NDArray[Any], rows: NDArray[np.int64], skipped: NDArray[np.bool_] | None = None
-    ) -> Sequences:
+    ) -> Rows:
         """Return the documents of rows with the uncorrupted ids [R, L] and the numbers [R].
+
+        "documents" [R, L] has the place of each token's whole document in its row, -1 in none;
+        "lengths" [R, K] the tokens of each, [CLS] and [SEP] included, 0 at an unused place; with a
+        file "vectors" [R, K, W] the teacher's.
 
         Args:
             ids: as in the shards.
@@ -71,17 +75,16 @@ class Documents:
         at = (np.arange(num_rows)[:, None] * num_places + documents)[documents >= 0]
         lengths = np.bincount(at, minlength=num_rows * num_places).reshape(num_rows, num_places)
 
+        # In narrow types, as the ids: a worker sends them to the main process.
+        result = {
+            "documents": torch.from_numpy(documents.astype(np.int16)),
+            "lengths": torch.from_numpy(lengths.astype(np.int16)),
+        }
         # Read in the worker, so that training does not wait for the disk.
-        vectors = None
         if self.path is not None:
             if self._vectors is None:
                 self._vectors = map_vectors(self.path, self.shards.split)
             values = np.zeros((num_rows, num_places, self._vectors.shape[1]), dtype=np.float16)
             values[row_of_S[whole_S], place_S[whole_S]] = self._vectors[found.numbers[whole_S]]
-            vectors = torch.from_numpy(values)
-        # In narrow types, as the ids: a worker sends them to the main process.
-        return Sequences(
-            torch.from_numpy(documents.astype(np.int16)),
-            torch.from_numpy(lengths.astype(np.int16)),
-            vectors,
-        )
+            result["vectors"] = torch.from_numpy(values)
+        return result

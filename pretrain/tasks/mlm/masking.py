@@ -16,10 +16,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pretrain.contracts.batch import IGNORE
 from pretrain.data.hashing import MASK32, derive, root
 from pretrain.tasks.mlm.words import Borders, choose_words, draw_words
-
-IGNORE = -100  # label of a slot without a prediction: the default of torch's cross-entropy
 
 _MASKING = 2  # this use of the seed; order and dropout have other numbers
 _SELECT, _ACTION, _REPLACE, _LENGTH = range(4)
@@ -31,7 +30,7 @@ _AFTER_WORDS = 1 << 33  # above every draw of a word
 _BLOCK_TOKENS = 1 << 15  # so that numpy's temporaries stay in the processor's cache
 
 
-class MaskedRows(NamedTuple):
+class Masked(NamedTuple):
     """Hold corrupted rows and their labels: numpy arrays, or tensors once they are a batch."""
 
     input_ids: Any  # [B, L] corrupted ids
@@ -77,7 +76,7 @@ class Masking:
 
     def __call__(
         self, input_ids: NDArray[Any], epochs: NDArray[Any], rows: NDArray[Any], step: int = 0
-    ) -> MaskedRows:
+    ) -> Masked:
         """Corrupt rows `input_ids` [B, L], given each row's epoch [B] and number [B], and the step.
 
         The result is int64, except for its `input_ids`: they keep their type, which in the shards
@@ -95,7 +94,7 @@ class Masking:
 
         slots = (num_rows, self.num_slots(length))
         # The result is allocated once, and each block of rows writes into its part.
-        result = MaskedRows(
+        result = Masked(
             np.empty(input_ids.shape, dtype=input_ids.dtype),
             *(np.empty(slots, dtype=np.int64) for _ in range(2)),
         )
@@ -104,12 +103,12 @@ class Masking:
             block = slice(start, start + size)
             result.input_ids[block] = input_ids[block]
             ids = np.asarray(input_ids[block], dtype=np.int64)  # the fastest index into tables
-            parts = MaskedRows(*(values[block] for values in result))
+            parts = Masked(*(values[block] for values in result))
             self._corrupt(ids, parts, keys[:, block], self._share(step))
         return result
 
     def _corrupt(
-        self, ids: NDArray[np.int64], rows: MaskedRows, keys: NDArray[Any], share: int
+        self, ids: NDArray[np.int64], rows: Masked, keys: NDArray[Any], share: int
     ) -> None:
         """Select tokens and replace them, 80/10/10; fill in positions and labels.
 

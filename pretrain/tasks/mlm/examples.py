@@ -1,0 +1,163 @@
+"""Mask the rows of a step, and build the micro-batches of masked rows.
+
+Shapes: R rows, L row length, K mask slots a row.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_prep.shards import Manifest, ShardSet, read_listed
+from data_prep.shards.manifest import TOKEN_COUNTS
+from pretrain import RunError
+from pretrain.config import MaskingConfig
+from pretrain.contracts.batch import IGNORE, Batch, Rows, packed_batch
+from pretrain.tasks.mlm.masking import Masking
+from pretrain.tasks.mlm.words import Borders, borders
+from pretrain.tasks.task import Examples
+
+_KEY = 0x4556414C  # "EVAL"
+_FEW_UNSPACED = 0.01  # share of the tokens that a note is not worth
+
+
+class MaskedRows(Examples):
+    """Mask rows of a split.
+
+    The labels are "positions" [R, K], where the mask slots point, and "masked" [R, K], the original
+    ids there, or IGNORE in an unused slot.
+    """
+
+    def __init__(self, shards: ShardSet, masking: Masking) -> None:
+        super().__init__(shards)
+        self.masking = masking
+
+    def rows(self, ids: Any, epochs: Any, numbers: Any, step: int = 0, skipped: Any = None) -> Rows:
+        """Mask rows by their epochs, their numbers and the step.
+
+        The host makes the masks, not the GPU: one core masks tens of millions of tokens a second,
+        ahead of the step that needs them, and no GPU trains on two million a second.
+        """
+        if skipped is not None:
+            ids[skipped] = self.special.pad  # which is special, so masking selects nothing there
+        found = self.masking(ids, epochs, numbers, step)
+        return {
+            "input_ids": torch.from_numpy(found.input_ids),
+            "positions": torch.from_numpy(found.positions.astype(np.int16)),
+            "masked": torch.from_numpy(found.labels.astype(np.int32)),
+        }
+
+    def batch(self, rows: Rows) -> Batch:
+        """Return a micro-batch with the count "masked"."""
+        return masked_batch(
+            *(rows[name] for name in ("input_ids", "positions", "masked")),
+            cls_id=self.special.cls,
+            pad_id=self.special.pad,
+        )
+
+    def fullest(self, ids: Any, numbers: Any, token: int) -> Batch:
+        """Return a micro-batch with every mask slot used."""
+        slots = self.masking.num_slots(ids.shape[1])
+        positions = torch.arange(slots).expand(len(ids), slots)
+        labels = torch.full_like(positions, token)
+        rows = {"input_ids": torch.from_numpy(ids), "positions": positions, "masked": labels}
+        return self.batch(rows)
+
+
+def masked_batch(
+    input_ids: Tensor, positions: Tensor, labels: Tensor, *, cls_id: int, pad_id: int
+) -> Batch:
+    """Return a micro-batch of masked rows; see `MaskedRows` and `packed_batch`."""
+    counts = {"masked": int(np.count_nonzero(labels.numpy() != IGNORE))}
+    both = {"positions": positions, "masked": labels}
+    return packed_batch(input_ids, both, counts, cls_id=cls_id, pad_id=pad_id)
+
+
+def build_masking(
+    config: MaskingConfig, folder: Path, manifest: Manifest, seed: int, num_steps: int = 1
+) -> Masking:
+    """Return the masking of a training run of `num_steps`, over the shards' vocabulary.
+
+    Raises:
+        CorpusError: a file of the shards is damaged.
+        RunError: mode whole_word or span, and the tokenizer does not mark where words begin.
+    """
+    smoothing, words = None, None
+    if config.mode == "smoothed":
+        table = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))
+        smoothing = np.asarray(table["smoothing"], dtype=np.int64)
+    if config.mode in ("whole_word", "span"):
+        try:
+            words = borders_of(folder, manifest)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"masking.mode {config.mode}: {folder} holds no words: {error}; take mode uniform"
+            ) from None
+    first, final = config.ends
+    return replace(
+        masking_over(manifest, first, seed),
+        smoothing=smoothing,
+        final=final,
+        num_steps=num_steps,
+        words=words,
+        spans=config.mode == "span",
+    )
+
+
+def borders_of(folder: Path, manifest: Manifest) -> Borders:
+    """Return the borders of words in the shards' rows.
+
+    Raises:
+        CorpusError: the tokenizer of the shards is damaged.
+        ValueError: it does not mark where words begin.
+    """
+    found = borders(read_listed(folder, manifest, "tokenizer/tokenizer.json"))
+    # Tokens that were added to the vocabulary later are words.
+    later = max(0, manifest.tokenizer.vocab_size - len(found.goes_on))
+    return Borders(*(np.pad(marks, (0, later)) for marks in found))
+
+
+def unspaced_note(config: MaskingConfig, folder: Path, manifest: Manifest) -> str:
+    """Return what screen and card should say about words in scripts without spaces, or ""."""
+    if config.mode not in ("whole_word", "span"):
+        return ""
+    try:
+        marks = borders_of(folder, manifest).unspaced
+    except (ValueError, KeyError, TypeError):
+        return ""  # refused where the masks are built
+    counts = np.array(json.loads(read_listed(folder, manifest, TOKEN_COUNTS))["counts"])
+    share = counts[marks[: len(counts)]].sum() / max(1, counts.sum())
+    if share < _FEW_UNSPACED:
+        return ""
+    return (
+        f"{share:.0%} of the tokens are in a script without spaces between words: there "
+        f"masking.mode {config.mode} masks the pieces of the tokenizer, not words"
+    )
+
+
+def masking_over(manifest: Manifest, probability: float, seed: int) -> Masking:
+    """Return uniform masking over the shards' vocabulary."""
+    return Masking(
+        probability=probability,
+        special_ids=special_ids(manifest),
+        mask_id=manifest.tokenizer.special_ids.mask,
+        vocab_size=manifest.tokenizer.vocab_size,
+        seed=seed,
+    )
+
+
+def special_ids(manifest: Manifest) -> tuple[int, ...]:
+    """Return the ids that masking never selects or inserts: [PAD], [UNK], [CLS], [SEP], [MASK]."""
+    special = manifest.tokenizer.special_ids
+    return special.pad, special.unk, special.cls, special.sep, special.mask
+
+
+def evaluation_masking(manifest: Manifest, probability: float) -> Masking:
+    """Return the fixed masks of evaluation: uniform, all [MASK], the same for every run."""
+    return replace(masking_over(manifest, probability, _KEY), replace="mask")

@@ -1,0 +1,78 @@
+"""Configure the task of masked rows: an example is a row of the corpus, some tokens masked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pretrain.contracts.terms import Term, VocabularyTerm
+from pretrain.objectives.objective import Objective
+from pretrain.tasks.task import Examples, Measure, Task, Use, own_terms
+
+if TYPE_CHECKING:
+    from data_prep.shards import Manifest, ShardSet
+    from pretrain.config import RunConfig
+    from pretrain.model.teacher import Teacher
+
+
+class MaskedLanguageModelling(Task):
+    """Mask tokens of rows as the section `masking` says."""
+
+    counts: ClassVar = ("tokens", "masked", "sequences", "pairs")
+
+    name: Literal["mlm"] = "mlm"
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse a term on masked tokens where none are masked, too."""
+        masked = [part.key for part in config.objective.parts if part.over == "masked"]
+        if masked and not any(config.masking.ends):
+            term = masked[0]
+            raise ValueError(
+                f"masking.probability is 0, and the term {term} of objective "
+                f"{config.objective.name} is computed on masked tokens: set another probability, "
+                f"or objective.{term}: 0"
+            )
+        super().check(config)
+
+    def examples(
+        self,
+        config: RunConfig,
+        manifest: Manifest,
+        teacher: Teacher | None,
+        notes: list[str],
+        *,
+        whole: bool,
+        num_steps: int,
+    ) -> Examples:
+        """Return the masked rows of the training split."""
+        from data_prep.shards import open_shards
+        from pretrain.tasks.mlm.examples import MaskedRows, build_masking, unspaced_note
+
+        masking = build_masking(
+            config.masking, config.shards, manifest, config.train.seed, num_steps
+        )
+        if note := unspaced_note(config.masking, config.shards, manifest):
+            notes.append(note)
+        return MaskedRows(open_shards(config.shards), masking)
+
+    def measure(
+        self, examples: Examples, validation: ShardSet, terms: Sequence[Term], *, teacher: bool
+    ) -> Measure:
+        """Measure the LM head at masked positions; without one the terms, on rows without masks."""
+        from pretrain.tasks.mlm.examples import MaskedRows, evaluation_masking
+        from pretrain.tasks.mlm.head_figures import measure_head
+
+        if any(isinstance(term, VocabularyTerm) for term in terms):
+            return measure_head(validation, teacher=teacher)
+        unmasked = MaskedRows(validation, evaluation_masking(validation.manifest, 0.0))
+        return own_terms(unmasked, terms, self.counts)
+
+    def use(self, objective: Objective) -> Use:
+        """Return the use of a masked language model, or of an encoder."""
+        if not objective.needs_logits:
+            return super().use(objective)
+        code = 'from transformers import pipeline\n\nfill = pipeline("fill-mask", '
+        return Use("transformers", "fill-mask", f'{code}model="PATH_OR_NAME")')
+
+
+TASK = MaskedLanguageModelling

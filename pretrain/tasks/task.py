@@ -1,0 +1,267 @@
+"""Define what a task, the kind of example of a run, offers. A config loads without torch.
+
+    rows of the order -> Examples.rows (in a loader's worker) -> Examples.batch -> Batch -> terms
+
+Shapes: R rows, L row length, T terms.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from data_prep.keys import Keys
+from pretrain.contracts.terms import Encoded, Shape, Term
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from data_prep.shards import Manifest, ShardSet
+    from pretrain.config import RunConfig
+    from pretrain.contracts.batch import Batch, Rows
+    from pretrain.model.teacher import Teacher
+    from pretrain.objectives.objective import Objective
+
+
+# Labels that the teacher gives in the step, from its output on a batch.
+TeacherLabels = Callable[[Encoded, "Batch"], Mapping[str, "Tensor"]]
+
+
+class Use(NamedTuple):
+    """Hold what a model card says about using a model of this task."""
+
+    library: str
+    pipeline: str  # the hub's name of the task
+    code: str
+    note: str = ""
+
+
+class Task(Keys):
+    """Say what an example is: a subclass in a folder of this one, whose fields are YAML keys.
+
+    `counts` are the names of what terms may be means over; a step sums them over all ranks.
+    `objectives` are those that only this task has.
+    """
+
+    # Is the teacher a sentence encoder, with modules behind its encoder and perhaps other tokens?
+    sentence_encoder: ClassVar[bool] = False
+
+    name: str
+    counts: ClassVar[tuple[str, ...]] = ("tokens", "sequences", "pairs")
+    objectives: ClassVar[tuple[type[Objective], ...]] = ()
+
+    @classmethod
+    def unread(cls, objective: type[Objective] | Objective) -> dict[str, str]:
+        """Return the keys of a run that an objective does not read, each with what it lacks."""
+        keys = {"vectors": "compares no sentence vectors"}
+        if objective.needs_teacher:
+            return {**keys, "model": "takes the teacher's widths"}
+        no_teacher = ("teacher", "teacher_vocabulary", "student")
+        return {**dict.fromkeys(no_teacher, "has no teacher"), **keys}
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse a config whose sections do not fit the task and its objective; no torch.
+
+        Raises:
+            ValueError: names the key and the fix.
+        """
+        objective, name = config.objective, config.objective.name
+        if config.vectors is not None:
+            raise ValueError(f"objective {name} compares no sentence vectors: remove vectors")
+        if objective.needs_teacher:
+            if config.teacher is None:
+                raise ValueError(f"objective {name} needs `teacher:`, a folder or a hub name")
+            if config.model is not None:
+                raise ValueError(
+                    f"`model:` is for objective mlm; objective {name} takes the teacher's widths"
+                )
+            return
+        if config.teacher is not None or config.student != type(config.student)():
+            raise ValueError(
+                f"objective {name} has no teacher and no student: remove them; it takes `model:`"
+            )
+        if config.teacher_vocabulary is not None:
+            raise ValueError(f"objective {name} has no teacher: remove teacher_vocabulary")
+        if config.model is None:
+            raise ValueError(
+                f"objective {name} needs `model:`, the sizes of a BERT or {{init: FOLDER}}"
+            )
+
+    @abstractmethod
+    def examples(
+        self,
+        config: RunConfig,
+        manifest: Manifest,
+        teacher: Teacher | None,
+        notes: list[str],
+        *,
+        whole: bool,
+        num_steps: int,
+    ) -> Examples:
+        """Return what turns the rows of a run into examples.
+
+        Args:
+            config: of the run.
+            manifest: of its shards.
+            teacher: of the run, if it has one.
+            notes: receives what screen and card should say.
+            whole: read files of the task completely, to compare them with their checksums.
+            num_steps: of the run.
+
+        Raises:
+            RunError, CorpusError: a file of the task is missing, or of another corpus.
+        """
+
+    def attach(self, student: Shape) -> nn.ModuleDict:
+        """Return the modules behind the encoder that are trained and exported with the student."""
+        from torch import nn
+
+        return nn.ModuleDict()
+
+    @abstractmethod
+    def measure(
+        self, examples: Examples, validation: ShardSet, terms: Sequence[Term], *, teacher: bool
+    ) -> Measure:
+        """Return what is measured on validation rows.
+
+        Args:
+            examples: of the run.
+            validation: the split.
+            terms: of the run's objective.
+            teacher: whether the run has one that computes.
+        """
+
+    def use(self, objective: Objective) -> Use:
+        """Return what the card says about using the model."""
+        code = 'from transformers import pipeline\n\nvectors = pipeline("feature-extraction", '
+        return Use(
+            "transformers",
+            "feature-extraction",
+            f'{code}model="PATH_OR_NAME")',
+            "It has no language-model head: fine-tune it on a task.",
+        )
+
+    def export(
+        self,
+        folder: Path,
+        width: int,
+        state: Mapping[str, Any],
+        modules: Mapping[str, Tensor],
+    ) -> None:
+        """Write what belongs to a model of this task beside its encoder; by default nothing.
+
+        Args:
+            folder: of the export, in which the encoder lies.
+            width: of the encoder.
+            state: of the checkpoint.
+            modules: the trained tensors of the objective's adapters and of `attach`.
+        """
+        return
+
+    def drawn(self, batch: Batch, width: int, *, pad_id: int) -> tuple[Batch, TeacherLabels | None]:
+        """Return a batch of drawn rows as one of this task, for `distil bench`.
+
+        Args:
+            batch: of masked rows, on the host.
+            width: of the teacher's tokens.
+            pad_id: id of padding.
+
+        Returns:
+            the batch, and what gives labels of the teacher's output.
+        """
+        return batch, None
+
+
+class Examples(ABC):
+    """Turn the rows of a split into examples; a loader's worker gets a copy."""
+
+    missing: bool = False  # files of the task are not written, or not all of them; see `write`
+    runs_teacher: bool = True  # in each step, if a term compares with it
+    teacher_labels: TeacherLabels | None = None
+
+    def __init__(self, shards: ShardSet) -> None:
+        self.shards = shards
+        self.special = shards.manifest.tokenizer.special_ids
+
+    @abstractmethod
+    def rows(self, ids: Any, epochs: Any, numbers: Any, step: int = 0, skipped: Any = None) -> Rows:
+        """Return rows as tensors of narrow types, from arrays; a pure function of its arguments.
+
+        Args:
+            ids: uncorrupted [R, L].
+            epochs, numbers: of each row [R].
+            step: optimizer step, from 0.
+            skipped: which rows are left out [R]; their tokens must count nothing.
+        """
+
+    @abstractmethod
+    def batch(self, rows: Rows) -> Batch:
+        """Return a micro-batch of rows, on the host."""
+
+    @abstractmethod
+    def fullest(self, ids: Any, numbers: Any, token: int) -> Batch:
+        """Return a micro-batch that takes the most memory, for the trial of its size.
+
+        Args:
+            ids: rows without padding [R, L].
+            numbers: of these rows in the split [R].
+            token: id of an ordinary token.
+        """
+
+    def shape(self, teacher: Shape | None) -> Shape | None:
+        """Return the teacher's sizes as the objective should see them."""
+        return teacher
+
+    def identity(self) -> dict[str, str]:
+        """Return digests of the task's files, which all ranks must have."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {}
+
+    def changes(self, state: Mapping[str, Any]) -> list[str]:
+        """Return what differs from the state of a checkpoint that is continued."""
+        return []
+
+    def to(self, device: torch.device) -> None:
+        """Move the modules that `teacher_labels` needs."""
+        return
+
+    def write(self, device: torch.device, precision: str, say: Callable[[str], None]) -> None:
+        """Write the files that are missing, or the rest of them."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Hold what is measured on validation rows: the terms to sum, and the figures they make."""
+
+    examples: Examples  # of the validation split
+    terms: Sequence[Term]
+    # (sums of the terms by name, counts, sums of `tally`, the optimizer step) -> figures
+    figures: Callable[[Mapping[str, float], Mapping[str, float], Any, int], dict[str, float]]
+    counts: Sequence[str]
+    spread: bool = False  # take rows evenly from the split, not the first ones
+    # `tallies` numbers that are counted on the host besides; summed over batches and ranks.
+    tally: Callable[[Batch], Tensor] | None = None
+    tallies: int = 0
+
+
+def own_terms(
+    examples: Examples, terms: Sequence[Term], counts: Sequence[str], *, spread: bool = False
+) -> Measure:
+    """Measure the means of an objective's own terms, and their weighted sum as loss."""
+
+    def figures(
+        totals: Mapping[str, float], counts: Mapping[str, float], tally: Any, step: int
+    ) -> dict[str, float]:
+        own = {term.name: totals[term.name] / max(counts[term.over], 1.0) for term in terms}
+        loss = sum(term.weight(step) * own[term.name] for term in terms)
+        return {**own, "loss": loss, "tokens": counts["tokens"]}
+
+    return Measure(examples, terms, figures, counts, spread)
