@@ -22,7 +22,7 @@ from data_prep.sources import Document, Piece, Source
 from data_prep.sources.compressed import decompressed, is_compressed
 from data_prep.sources.files import opened
 from data_prep.tokens import load
-from data_prep.tokens.training import train
+from data_prep.tokens.training import train_tokenizer
 
 SAMPLE_BYTES = 2**22  # as stored, of each source
 PIECE_BYTES = 2**19
@@ -76,7 +76,7 @@ def estimate(config: CorpusConfig) -> Estimate:
         numbers = range(len(config.sources))
         samples = [_extracted(config, plan, number, folder) for number in numbers]
         if isinstance(named, TrainTokenizer):
-            tokens = train(
+            tokens = train_tokenizer(
                 lambda: (doc.text for sample in samples for doc in _documents(sample)), named.train
             )
         assert tokens is not None

@@ -32,7 +32,7 @@ from pretrain import RunError
 from pretrain.bench import table
 from pretrain.config import RunConfig
 from pretrain.data.hashing import derive, root
-from pretrain.files import write_json
+from pretrain.files import replace_json
 from pretrain.kernels.compilation import check_compiler
 from pretrain.model.families import FAMILIES
 from pretrain.monitor.metrics import read_metrics
@@ -122,7 +122,7 @@ def killed_curve(values: dict[str, Any]) -> list[float]:
         RuntimeError: it ended before.
     """
     config, output = Path(values["output"] + ".json"), Path(values["output"])
-    write_json(config, values)
+    replace_json(config, values)
     with open(os.devnull, "wb") as nothing:
         process = subprocess.Popen(
             [sys.executable, "-m", "launch", "pretrain", str(config)],

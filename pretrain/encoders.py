@@ -19,14 +19,14 @@ from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.checkpoint import Saved
 from pretrain.evaluate import students_at_start
-from pretrain.files import write_json
+from pretrain.files import replace_json
 from pretrain.model.loading import assemble, known_family
 from pretrain.model.model_files import fetch, read_config, read_model, read_tensors, read_tokenizer
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.figures import Figure
-from pretrain.output import sealed_state
+from pretrain.run_folder import sealed_state
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
 MEASURED = "evaluation.json"  # in a run's folder
@@ -312,4 +312,4 @@ def keep_figures(
     names = {teacher: "teacher", str(run): "student"}
     rows = [[names.get(n, n), {k: str(v) for k, v in row.items()}] for n, row in found.items()]
     tables[f"pairs of {data.name}" if data.is_file() else "validation documents"] = rows
-    write_json(file, {"step": step, "tables": tables})
+    replace_json(file, {"step": step, "tables": tables})

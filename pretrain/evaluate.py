@@ -29,7 +29,7 @@ from pretrain.model.teacher import (
     load_teacher,
     parameters_sha256,
 )
-from pretrain.output import noted_layers, recorded, sealed_state
+from pretrain.run_folder import noted_layers, recorded, sealed_state
 from pretrain.tasks.mlm.head_figures import measure_head
 from pretrain.tasks.task import Measure
 

@@ -38,7 +38,7 @@ def replace_text(path: Path, text: str) -> None:
         write_file(path, lambda file: file.write(text.encode()))
 
 
-def write_json(path: Path, value: object) -> None:
+def replace_json(path: Path, value: object) -> None:
     """Replace a small JSON file atomically."""
     with writing_to(path):
         json_files.write_json(path, value)

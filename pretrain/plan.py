@@ -17,7 +17,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig, Student
 from pretrain.contracts.terms import DISTILBERT_NAMES, Shape
 from pretrain.data.order import Order
-from pretrain.output import sealed_state
+from pretrain.run_folder import sealed_state
 
 FEWEST_STEPS = 200  # a student has hardly left its warm-up before
 _DISTILBERT = "distilbert"

@@ -24,7 +24,7 @@ from data_prep.shards import ShardSet, open_shards, read_listed
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.data.order import Order
-from pretrain.output import check_run, no_checkpoint, sealed_state
+from pretrain.run_folder import check_run, no_checkpoint, sealed_state
 
 if TYPE_CHECKING:  # these import torch, which takes seconds: arguments are checked before
     from pretrain.checkpoint import Saved

@@ -19,17 +19,17 @@ from pretrain.data.rows import StepDataset, split
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.parallel import DDP, Parallel, ZeRO, uses_deepspeed
 from pretrain.distributed.processes import jointly
-from pretrain.inputs import Inputs
 from pretrain.kernels.compilation import check_compiler
 from pretrain.kernels.head.triton_support import use_triton
+from pretrain.load import Inputs
 from pretrain.model.distillation import Distillation, parameters_by_name
 from pretrain.model.families import MaskedLM
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress
 from pretrain.monitor.spikes import SpikeDetector
-from pretrain.output import CORRECTIONS
 from pretrain.plan import num_steps
+from pretrain.run_folder import CORRECTIONS
 from pretrain.state import TrainState
 from pretrain.tasks.task import Measure
 

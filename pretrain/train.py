@@ -30,14 +30,14 @@ from pretrain.distributed.processes import (
 from pretrain.environment import GRACE
 from pretrain.evaluate import evaluate
 from pretrain.exit_codes import ExitCode
-from pretrain.files import write_json
-from pretrain.inputs import load_inputs
+from pretrain.files import replace_json
+from pretrain.load import load_inputs
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Clock, Progress, Silent
 from pretrain.monitor.progress import describe, report
 from pretrain.monitor.status import STATUS, read_status, verdict, write_status
-from pretrain.output import check_output
 from pretrain.run import Ended, Run, build, write_checkpoint
+from pretrain.run_folder import check_output
 from pretrain.signals import Signals, stop_on_signal
 from pretrain.step import micro_batches, train_step
 from pretrain.tasks.mlm.head_figures import weak_teacher
@@ -244,7 +244,7 @@ def save_checkpoint(run: Run, *, wait: bool) -> None:
 def open_output(run: Run) -> None:
     """Start the run's files: write the config, drop the old exit status and later metrics."""
     output = run.config.output
-    write_json(output / "config.json", run.config.model_dump(mode="json"))
+    replace_json(output / "config.json", run.config.model_dump(mode="json"))
     (output / STATUS).unlink(missing_ok=True)
     run.metrics.open(run.state.step)
 

@@ -12,7 +12,7 @@ from data_prep.disk.json_files import canonical_sha256
 from data_prep.pipeline.code import BEHAVIOUR, Code, code_of
 from data_prep.pipeline.stage import Stage
 from data_prep.pipeline.stages import deduplicate, examples, extract, match, pack, vocabulary
-from data_prep.pipeline.units import NamedPiece, Record, Unit
+from data_prep.pipeline.units import NamedPiece, Unit, UnitRecord
 from data_prep.shards.manifest import TokenizerRecord
 from data_prep.tokens import load
 
@@ -52,7 +52,7 @@ class Plan:
         # Now, not stage by stage: files may be edited while this process goes on with what it read.
         self.code: dict[str, Code] = {stage: code_of(stage) for stage in BEHAVIOUR}
         self._units: dict[str, list[Unit]] = {}
-        self._records: dict[str, list[Record]] = {}
+        self._records: dict[str, list[UnitRecord]] = {}
 
     def units(self, stage: str) -> list[Unit]:
         """Return the stage's units; CorpusError while an earlier stage is not complete."""
@@ -65,14 +65,14 @@ class Plan:
                 units.append(Unit(stage, number, task, identity, code, upstream, folder, pieces))
         return self._units[stage]
 
-    def finished(self, stage: str, records: Sequence[Record]) -> None:
+    def finished(self, stage: str, records: Sequence[UnitRecord]) -> None:
         """Take the records of a stage that was just run, instead of reading them.
 
         A shared file system may not show yet what another machine has written.
         """
         self._records[stage] = list(records)
 
-    def records(self, stage: str) -> list[Record]:
+    def records(self, stage: str) -> list[UnitRecord]:
         """Return what the stage's units wrote; CorpusError if one is missing."""
         if stage not in self._records:
             found = [unit.record() for unit in self.units(stage)]

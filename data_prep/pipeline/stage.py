@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 # Not at run time: the source of a stage would then count as changed with that of the plan.
 if TYPE_CHECKING:
     from data_prep.pipeline.plan import Plan
-    from data_prep.pipeline.units import NamedPiece, Record
+    from data_prep.pipeline.units import NamedPiece, UnitRecord
 
 Reads = Mapping[str, tuple[str, ...]]  # earlier stage -> patterns of its outputs
 
@@ -47,7 +47,7 @@ class Stage:
     run: Callable[[Any, Path], dict[str, Any]]
     reads: Reads
     files_read: Callable[[Any], Iterable[Path]] = lambda task: ()
-    leaves_rows: Callable[[Sequence[Record]], bool] = lambda records: True
+    leaves_rows: Callable[[Sequence[UnitRecord]], bool] = lambda records: True
     warnings: Callable[[dict[str, Any]], Iterable[str]] = lambda result: ()
     result_is_provenance: bool = True
 

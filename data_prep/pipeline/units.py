@@ -42,7 +42,7 @@ class InputRecord(BaseModel):
     sha256: str | None
 
 
-class Record(BaseModel):
+class UnitRecord(BaseModel):
     """Hold what a finished unit read and wrote; later stages read its `result`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -82,10 +82,10 @@ class Unit:
     folder: Path  # written under a temporary name next to it, then renamed
     pieces: tuple[NamedPiece, ...]  # of the input; later stages read what earlier ones wrote
 
-    def record(self, any_code: bool = False) -> Record | None:
+    def record(self, any_code: bool = False) -> UnitRecord | None:
         """Return the valid record that this (or any) code left of this very unit, else None."""
         try:
-            record = Record.model_validate_json(read_regular(self.folder.with_suffix(".json")))
+            record = UnitRecord.model_validate_json(read_regular(self.folder.with_suffix(".json")))
         except (OSError, ValidationError):
             return None
         whole = record.self_sha256 == self_sha256(record.model_dump(mode="json"))
@@ -104,7 +104,7 @@ class Unit:
         return "of a release that did not record it" if old else ""
 
 
-def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Record:
+def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> UnitRecord:
     """Run a unit unless it is finished, with `function(task, folder)`; return its record.
 
     CorpusError if this worker would make it with other code than it was planned with.
@@ -138,7 +138,7 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Re
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     sync(home)
-    record = Record(
+    record = UnitRecord(
         stage=unit.stage,
         unit=unit.number,
         identity=unit.identity,
@@ -168,7 +168,7 @@ def read_record(source: int, name: str, piece: Piece) -> InputRecord:
     )
 
 
-def inputs_are_same(unit: Unit, record: Record) -> bool:
+def inputs_are_same(unit: Unit, record: UnitRecord) -> bool:
     """Return whether the unit's pieces still hold what the record says was read."""
     pieces = [piece for _, _, piece in unit.pieces]
     return len(pieces) == len(record.inputs) and all(
@@ -194,7 +194,7 @@ def is_output_whole(unit: Unit, output: FileRecord) -> bool:
         return False
 
 
-def _finished(unit: Unit) -> Record | None:
+def _finished(unit: Unit) -> UnitRecord | None:
     """Return the unit's record if neither its inputs nor its outputs have changed."""
     record = unit.record()
     if record is None or not inputs_are_same(unit, record):

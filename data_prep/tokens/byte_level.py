@@ -17,7 +17,7 @@ from data_prep.tokens.wordpiece import LONG_WORD
 NAMES = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 
 
-def train(texts: Callable[[], Iterator[str]], settings: TrainByteLevelBPE) -> Tokens:
+def train_byte_level(texts: Callable[[], Iterator[str]], settings: TrainByteLevelBPE) -> Tokens:
     """Train on the texts that `texts()` yields; special tokens have ids 0 to 4, bytes 5 to 260.
 
     Raises:

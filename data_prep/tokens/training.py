@@ -6,7 +6,7 @@ from data_prep.config import TrainByteLevelBPE, TrainWordPiece
 from data_prep.tokens import Tokens, byte_level, wordpiece
 
 
-def train(
+def train_tokenizer(
     texts: Callable[[], Iterator[str]], settings: TrainWordPiece | TrainByteLevelBPE
 ) -> Tokens:
     """Train on the texts that `texts()` yields, the same at every run.
@@ -15,5 +15,5 @@ def train(
         CorpusError: there is no text.
     """
     if isinstance(settings, TrainByteLevelBPE):
-        return byte_level.train(texts, settings)
-    return wordpiece.train(texts, settings)
+        return byte_level.train_byte_level(texts, settings)
+    return wordpiece.train_wordpiece(texts, settings)

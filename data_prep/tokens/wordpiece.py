@@ -19,7 +19,7 @@ MAX_ALPHABET = 1000
 LONG_WORD = re.compile(r"(\S{100})(?=\S)")
 
 
-def train(texts: Callable[[], Iterator[str]], settings: TrainWordPiece) -> Tokens:
+def train_wordpiece(texts: Callable[[], Iterator[str]], settings: TrainWordPiece) -> Tokens:
     """Train on the texts that `texts()` yields, called twice; special tokens have ids 0 to 4."""
     backend = Tokenizer(models.WordPiece(unk_token=NAMES["unk"]))
     rules = {"lowercase": settings.lowercase, "strip_accents": settings.strip_accents}

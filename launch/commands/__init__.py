@@ -23,7 +23,7 @@ Run = Annotated[Path, typer.Argument(help="The output folder of a run.")]
 StopAfter = Annotated[
     int | None, typer.Option(help="Stop after this step; the schedule stays.", min=1)
 ]
-Record = Annotated[
+RecordFile = Annotated[
     Path | None,
     typer.Option(help="Also append the figures to this JSON file.", metavar="FILE"),
 ]

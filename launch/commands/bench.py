@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from launch.commands import Overrides, Record, quiet
+from launch.commands import Overrides, RecordFile, quiet
 from launch.console import print_table, show
 from pretrain.exit_codes import ExitCode
 from pretrain.monitor.records import append_record, check_record, row
@@ -73,7 +73,7 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures there.", metavar="FILE")
     ] = None,
-    record: Record = None,
+    record: RecordFile = None,
 ) -> None:
     """Time a step next to its objective in plain transformers, after comparing their results.
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from launch.commands import Record, quiet
+from launch.commands import RecordFile, quiet
 from launch.console import Training, keep_going, print_table, show
 from pretrain.monitor.records import append_record, check_record, row
 
@@ -40,7 +40,7 @@ def demo(
         bool, typer.Option("--sentences", help="Make a sentence encoder smaller instead.")
     ] = False,
     quick: Annotated[bool, typer.Option(help="A shortened run, to see that it works.")] = False,
-    record: Record = None,
+    record: RecordFile = None,
 ) -> None:
     """Run every stage on documentation that is installed here, in a few minutes.
 
@@ -82,7 +82,7 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     from launch.commands.prepare import prepare_and_show
     from launch.config import config_line, load_config
     from pretrain import RunError
-    from pretrain.files import write_json
+    from pretrain.files import replace_json
 
     taken = output.exists() and not (output.is_dir() and (output / _MARKER).exists())
     if taken and (not output.is_dir() or any(output.iterdir())):
@@ -117,7 +117,7 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
         figures = json.loads(results.read_bytes())
     else:
         figures = (measure_encoders if sentences else measure)(output, quick=quick)
-        write_json(results, figures)
+        replace_json(results, figures)
     print_table(figures["columns"], figures["rows"])
     show(*figures["meaning"], "", "next:", *figures["next"])
     return dict(figures.get("figures", {}))
@@ -276,7 +276,7 @@ def measure_encoders(output: Path, *, quick: bool) -> dict[str, Any]:
     """Return the table of sentence encoders."""
     from pretrain.encoders import evaluate_encoders, load_encoder, validation_texts
     from pretrain.evaluate import UNTRAINED
-    from pretrain.output import recorded
+    from pretrain.run_folder import recorded
 
     config = recorded(output / "student")
     assert config is not None and config.teacher is not None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.commands import Record, quiet
+from launch.commands import RecordFile, quiet
 from pretrain.monitor.records import append_record, check_record, of_run, row
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def evaluate(
             help="Accept tokenizers that are missing, or that treat case and accents differently.",
         ),
     ] = False,
-    record: Record = None,
+    record: RecordFile = None,
 ) -> None:
     """Measure models on validation rows or sentence pairs, next to their teacher.
 
@@ -62,7 +62,7 @@ def evaluate(
     from launch.config import find_shipped
     from launch.console import show
     from pretrain import RunError
-    from pretrain.output import check_model, check_source, teacher_of_runs
+    from pretrain.run_folder import check_model, check_source, teacher_of_runs
 
     if data is None:
         *models, last = models
@@ -112,7 +112,7 @@ def measure(
     from launch.console import show
     from pretrain import encoders
     from pretrain.evaluate import evaluate_folders
-    from pretrain.output import is_run
+    from pretrain.run_folder import is_run
 
     quiet()
     if data.is_file() or any(encoders.is_encoder(model) for model in models):
@@ -138,7 +138,7 @@ def row_names(models: Iterable[str]) -> dict[str, str]:
 
     The student in a checkpoint is named by its run and step.
     """
-    from pretrain.output import checkpoint_of
+    from pretrain.run_folder import checkpoint_of
 
     names = {model: Path(model).name for model in models}
     for model in names:

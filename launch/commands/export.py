@@ -30,7 +30,7 @@ def export(
     from data_prep.messages import warn
     from launch.console import show
     from pretrain.export.arguments import check_repository, check_target, hub_token
-    from pretrain.output import check_run
+    from pretrain.run_folder import check_run
 
     token = ""
     if push is not None:

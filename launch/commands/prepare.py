@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from launch.commands import Config, Overrides, Record
+from launch.commands import Config, Overrides, RecordFile
 from launch.console import counts, keep_going, show, stages
 from pretrain.monitor.records import append_record, check_record, row
 
@@ -50,7 +50,7 @@ def prepare(
     upload: Annotated[
         str | None, typer.Option(help="Also copy the shards to s3://, gs://, hf:// ...")
     ] = None,
-    record: Record = None,
+    record: RecordFile = None,
 ) -> None:
     """Turn a corpus into packed shards.
 

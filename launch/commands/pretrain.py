@@ -30,8 +30,8 @@ def pretrain(
     with end_on_signal():
         from launch.config import config_line, load_config
         from pretrain.config import RunConfig, accumulation_steps
-        from pretrain.output import check_inputs, check_output
         from pretrain.plan import plan
+        from pretrain.run_folder import check_inputs, check_output
 
         settings = load_config(RunConfig, config, overrides or [])
         skipped = [parse_rows(text) for text in skip_rows or []]

@@ -38,9 +38,9 @@ def recipe(
         from launch.config import config_line, load_config
         from launch.recipe_config import Recipe, check_order
         from pretrain.config import accumulation_steps
-        from pretrain.files import write_json
-        from pretrain.output import check_inputs, check_output
+        from pretrain.files import replace_json
         from pretrain.plan import Sizes, plan
+        from pretrain.run_folder import check_inputs, check_output
 
         runs = load_config(Recipe, config, overrides or []).runs
         # A mistake in the last run is answered before the first one trains for days. Its inputs may
@@ -70,7 +70,7 @@ def recipe(
             # is not locked yet and where the user's recipe may lie.
             with TemporaryDirectory(prefix="distil-recipe-") as folder:
                 path = Path(folder) / f"{run.output.name}.json"
-                write_json(path, run.model_dump(mode="json"))
+                replace_json(path, run.model_dump(mode="json"))
                 code = start(Launch(config=path, overrides=[], gpus=gpus, hardware=hardware))
             if code != ExitCode.DONE:
                 raise typer.Exit(code)

@@ -31,7 +31,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.device.precision import check_precision
 from pretrain.exit_codes import ExitCode
-from pretrain.output import check_inputs, check_output
+from pretrain.run_folder import check_inputs, check_output
 
 
 @dataclass(frozen=True)

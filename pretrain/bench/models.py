@@ -98,7 +98,7 @@ def masking(sizes: Sizes) -> Masking:
 Document = NDArray[np.int64]
 
 
-class Layout(NamedTuple):
+class Lengths(NamedTuple):
     """Describe the lengths of documents in tokens, [CLS] and [SEP] included."""
 
     what: str
@@ -117,8 +117,8 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "article": Layout("an article a sequence, cut into pieces", 1900, 1.0),
-    "paragraph": Layout("a paragraph a sequence", 60, 0.7),
+    "article": Lengths("an article a sequence, cut into pieces", 1900, 1.0),
+    "paragraph": Lengths("a paragraph a sequence", 60, 0.7),
 }
 
 

@@ -27,7 +27,7 @@ from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.loading import load_model, reinitialise
 from pretrain.model.model_files import first_line, read_tensors
 from pretrain.objectives.known import objective_of, task_of
-from pretrain.output import no_checkpoint
+from pretrain.run_folder import no_checkpoint
 
 _TOLERANCE = 1e-5
 Tensors = dict[str, Tensor]

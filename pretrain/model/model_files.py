@@ -30,7 +30,7 @@ from data_prep.messages import warn
 from data_prep.tokens.failures import as_value_errors
 from pretrain import RunError
 from pretrain.checkpoint import Saved, read_newest
-from pretrain.output import is_run, no_checkpoint
+from pretrain.run_folder import is_run, no_checkpoint
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")

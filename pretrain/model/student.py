@@ -25,8 +25,8 @@ from pretrain.model.loading import (
 )
 from pretrain.model.model_files import fetch, first_line, read_config, read_model, read_tensors
 from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
-from pretrain.output import check_source
 from pretrain.plan import Sizes, default_layers, student_sizes
+from pretrain.run_folder import check_source
 
 _SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")
 NEW_HEAD = "it had no trained masked-language-model head: it got a new one, tied to its embeddings"

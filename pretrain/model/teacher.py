@@ -25,7 +25,7 @@ from pretrain.model.model_files import (
 )
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import read_head
-from pretrain.output import check_source
+from pretrain.run_folder import check_source
 
 MOST_PADDING = 128  # embeddings beyond the tokenizer's, where no tokenizer can be compared
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.files import write_json
+from pretrain.files import replace_json
 from pretrain.run import Run
 
 _SHOWN = 16  # rows named in a message
@@ -42,7 +42,7 @@ def write_post_mortem(
     names = [term.name for term in run.module.terms]
     report, line = post_mortem(facts, rows.tolist(), values.tolist(), names)
     if run.accelerator.is_main_process:
-        write_json(file, report)
+        replace_json(file, report)
     return line
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from data_prep.disk import hash_file
 from pretrain import RunError, __version__
-from pretrain.files import write_json
+from pretrain.files import replace_json
 from pretrain.monitor.figures import Figure
 
 
@@ -83,7 +83,7 @@ def append_record(file: Path | None, data: Path | None, rows: Iterable[Mapping[s
         "rows": list(rows),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, [*_read(file), made])
+    replace_json(file, [*_read(file), made])
 
 
 def _read(file: Path) -> list[Any]:
@@ -117,7 +117,7 @@ def of_run(folder: Path) -> dict[str, Any]:
     A run may also be named by the student in one of its checkpoints.
     """
     from pretrain.monitor.metrics import read_metrics
-    from pretrain.output import checkpoint_of, recorded, sealed_state
+    from pretrain.run_folder import checkpoint_of, recorded, sealed_state
 
     place = {}
     if (checkpoint := checkpoint_of(folder)) is not None:

@@ -19,7 +19,7 @@ from pretrain import NumericalError, RunError
 from pretrain.device.memory import out_of_memory
 from pretrain.environment import LAUNCH
 from pretrain.exit_codes import ExitCode
-from pretrain.files import write_json
+from pretrain.files import replace_json
 
 STATUS = "exit_status.json"
 _FULL = "; free some space, then run the same command again; what is finished stays"
@@ -80,7 +80,7 @@ def write_status(
         "error": masked(error),
         "time": time.time(),
     }
-    write_json(output / STATUS, values)
+    replace_json(output / STATUS, values)
 
 
 def read_status(output: Path) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from data_prep.inspect import summary
 from data_prep.prepare import prepare
 from data_prep.shards import load_manifest, verify
 from data_prep.tokens import load
-from data_prep.tokens.wordpiece import train
+from data_prep.tokens.wordpiece import train_wordpiece
 from launch.commands.prepare import corpus_lines
 
 TEXT = "Einf\u00fcgen \u00dcBER caf\u00e9"
@@ -51,7 +51,7 @@ def make_corpus(make_config: Any, tmp_path: Path) -> Callable[..., CorpusConfig]
     ids=["default", "cased", "stripped", "cased and stripped"],
 )
 def test_case_and_accents_are_two_keys(settings: dict[str, Any], expected: str) -> None:
-    trained = train(lambda: iter([TEXT] * 5), TrainWordPiece(vocab_size=200, **settings))
+    trained = train_wordpiece(lambda: iter([TEXT] * 5), TrainWordPiece(vocab_size=200, **settings))
     assert trained.decode(trained.encode(TEXT)) == expected
 
 

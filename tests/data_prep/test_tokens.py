@@ -23,7 +23,7 @@ from data_prep.config import JsonTokenizer, TrainTokenizer, VocabularyTokenizer
 from data_prep.messages import extra
 from data_prep.tokens import Tokens, load, word_piece
 from data_prep.tokens.long_texts import calls, split_text
-from data_prep.tokens.training import train
+from data_prep.tokens.training import train_tokenizer
 
 WORDS = [*SPECIAL, "[", "]", "mask", "sep", "pad", "hello", "world", "##s", ",", "e"]
 SMILES = r"\[[^\]]+\]|Br|Cl|[BCNOFSPI]|[cnos]|[()=#.>+-]|\d"
@@ -404,13 +404,13 @@ def test_accelerate_returns_why_it_is_not_used(
 TRAIN = """
 import random, sys
 from data_prep.config import TrainTokenizer
-from data_prep.tokens.training import train
+from data_prep.tokens.training import train_tokenizer
 draw = random.Random(0)
 letters = "abcdefghij\\u00e9\\u4e2d"
 words = ["".join(draw.choices(letters, k=draw.randint(1, 9))) for _ in range(400)]
 texts = [" ".join(draw.choices(words, k=50)) for _ in range(100)]
 settings = TrainTokenizer(train={"kind": sys.argv[1], "vocab_size": 320}).train
-print("\\n".join(train(lambda: iter(texts), settings).vocabulary))
+print("\\n".join(train_tokenizer(lambda: iter(texts), settings).vocabulary))
 """
 
 
@@ -447,7 +447,9 @@ GERMAN = [
 def trained(**keys: Any) -> Tokens:
     """Train a byte-level BPE on German."""
     keys = {"kind": "byte-level-bpe", "vocab_size": 400, **keys}
-    return train(lambda: iter(GERMAN * 20), TrainTokenizer.model_validate({"train": keys}).train)
+    return train_tokenizer(
+        lambda: iter(GERMAN * 20), TrainTokenizer.model_validate({"train": keys}).train
+    )
 
 
 def test_a_trained_byte_level_bpe_writes_any_text(tmp_path: Path) -> None:
@@ -489,7 +491,7 @@ def test_the_normalisation_of_a_byte_level_bpe(
 def test_nothing_to_train_a_byte_level_bpe_on_is_refused() -> None:
     settings = TrainTokenizer.model_validate({"train": {"kind": "byte-level-bpe"}}).train
     with pytest.raises(CorpusError, match="no text to train on"):
-        train(lambda: iter([]), settings)
+        train_tokenizer(lambda: iter([]), settings)
 
 
 def test_new_keys_do_not_change_the_recorded_config_of_old_corpora() -> None:

@@ -9,7 +9,8 @@ from operators import Operators
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.kernels import attention
+from pretrain.contracts.packing import Packing, find_documents
+from pretrain.kernels.attention import attend as attend_packed
 from pretrain.kernels.attention import cpu, efficient
 from pretrain.kernels.attention.dispatch import by_document, flash, masked, memory_efficient, usable
 from pretrain.kernels.cpu_layers import draw, drop_levels
@@ -200,12 +201,12 @@ def test_autocast_computes_in_half_precision_as_sdpa_does() -> None:
     tensors = inputs(dtype=torch.float32)
 
     nothing = torch.empty(0)
-    packing = attention.Packing(nothing, nothing, bounds(), LONGEST)
+    packing = Packing(nothing, nothing, bounds(), LONGEST)
 
     def attend(dropout: float) -> Tensor:
         query, key, value = (t.transpose(1, 2).flatten(2) for t in tensors[:3])
         query = query * (SCALE * 8**0.5)  # ours divides by the root of the head width
-        return attention.attend(query, key, value, packing, 3, dropout).unflatten(2, (3, 8))
+        return attend_packed(query, key, value, packing, 3, dropout).unflatten(2, (3, 8))
 
     with torch.autocast("cpu", torch.bfloat16):
         half, dropped = attend(0.0), attend(0.5)
@@ -370,13 +371,13 @@ def test_memory_is_taken_for_the_real_documents() -> None:
     ids[1, 60:] = 0  # padding, which counts as a document
     nothing = torch.zeros(2, 0, dtype=torch.int64)
     batch = masked_batch(ids, nothing, nothing, cls_id=2, pad_id=0)
-    packing = attention.find_documents(ids, batch.cu_seqlens, batch.max_length, pad_id=0)
+    packing = find_documents(ids, batch.cu_seqlens, batch.max_length, pad_id=0)
     *tensors, longest = packing
-    packing = attention.Packing(*(t.to("meta") for t in tensors), longest)
+    packing = Packing(*(t.to("meta") for t in tensors), longest)
     for dtype, name in ((torch.bfloat16, "flash"), (torch.float32, "efficient")):
         q = torch.zeros(2, 64, 24, dtype=dtype, device="meta")
         with Operators() as called:
-            attention.attend(q, q, q, packing, 3, 0.1)
+            attend_packed(q, q, q, packing, 3, 0.1)
         (call,) = (call for call in called.calls if f"aten._{name}_attention_f" in call.name)
         first = call.name.startswith("aten._efficient")  # it has an argument more, a bias
         bounds, *lengths = (call.args[i + first] for i in (3, 5, 6))

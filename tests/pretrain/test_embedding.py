@@ -51,7 +51,7 @@ from pretrain.tasks.embedding.examples import vectors_by, with_documents
 from pretrain.tasks.embedding.modules import write_modules
 from pretrain.tasks.embedding.vectors import (
     CODE,
-    Record,
+    Metadata,
     check_vectors,
     map_vectors,
     read_record,
@@ -396,7 +396,7 @@ def write(path: Path, texts: Path, encode: Any, **changes: str) -> None:
     """Write a file of vectors, 16 segments at a time."""
     manifest = load_manifest(texts)
     splits = {name: Segments(open_shards(texts, name)) for name in manifest.splits}
-    record = Record(**{"shards": manifest.digest, "teacher": "one", "code": CODE} | changes)
+    record = Metadata(**{"shards": manifest.digest, "teacher": "one", "code": CODE} | changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pretrain.tasks.embedding.vectors.SEGMENTS", 16)
         write_vectors(path, record, splits, encode, 8, lambda line: None)

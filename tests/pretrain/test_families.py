@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,13 +32,14 @@ from pretrain.config import Student
 from pretrain.contracts.packing import Packing, find_documents
 from pretrain.contracts.terms import Signal
 from pretrain.export.export import export
-from pretrain.kernels import attention
 from pretrain.kernels.attention.dispatch import by_document, masked, usable
 from pretrain.model.families import FAMILIES, MaskedLM, encode, family_of, shape_of, walk
 from pretrain.model.loading import load_model
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher, parameters_sha256
 from pretrain.tasks.mlm.examples import masked_batch
+
+attention = import_module("pretrain.kernels.attention.attend")  # its function has this name, too
 
 LENGTHS = [[9, 14, 6], [31], [3, 20, 1]]  # of documents in rows of 32; the rest is padding
 L, CLS = 32, 7

@@ -28,7 +28,7 @@ from pretrain.config import RunConfig, Student
 from pretrain.contracts.packing import find_documents
 from pretrain.evaluate import evaluate_folder
 from pretrain.export.export import export
-from pretrain.inputs import load_inputs
+from pretrain.load import load_inputs
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import encode, family_of, shape_of
 from pretrain.model.student import build_student

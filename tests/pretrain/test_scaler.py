@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.files import write_json
+from pretrain.files import replace_json
 
 STEPS = 24
 OVERFLOWS = (5, 6, 17)  # steps whose gradient is infinite
@@ -50,7 +50,7 @@ def new_scaler(**arguments: Any) -> torch.amp.GradScaler:
 
 def through_json(path: Path, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
     """Return a scaler loaded from JSON, as from state.json, over default arguments."""
-    write_json(path, {"scaler": scaler.state_dict()})
+    replace_json(path, {"scaler": scaler.state_dict()})
     again = new_scaler()
     again.load_state_dict(json.loads(path.read_text(encoding="utf-8"))["scaler"])
     return again

@@ -21,7 +21,7 @@ from data_prep.pipeline.stage import Planned, Stage
 from data_prep.pipeline.stages.deduplicate import TRAIN, fates_file
 from data_prep.pipeline.stages.documents import read_index, read_part
 from data_prep.tokens import load
-from data_prep.tokens.training import train
+from data_prep.tokens.training import train_tokenizer
 from data_prep.tokens.wordpiece import stripped_words
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def vocabulary(task: VocabularyTask, folder: Path) -> dict[str, Any]:
     """Write the tokenizer's files."""
     accents = {}
     if isinstance(task.tokenizer, TrainWordPiece | TrainByteLevelBPE):
-        tokens = train(lambda: _texts(task), task.tokenizer)
+        tokens = train_tokenizer(lambda: _texts(task), task.tokenizer)
         if task.tokenizer.strip_accents:
             accents = {"accents": stripped_words(_texts(task))}
     else:

@@ -22,11 +22,11 @@ from pretrain.device.precision import PRECISIONS
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder
 from pretrain.model.teacher import Teacher
-from pretrain.output import VECTORS
+from pretrain.run_folder import VECTORS
 from pretrain.tasks.embedding.documents import Documents
 from pretrain.tasks.embedding.vectors import (
     CODE,
-    Record,
+    Metadata,
     check_vectors,
     data_sha256,
     read_record,
@@ -186,7 +186,7 @@ class VectorsOfDocuments(WholeDocuments):
         head, who = teacher.head.to(device), f"teacher {teacher.name}"
         autocast = PRECISIONS[precision].autocast(device)
         encoder = TextEncoder(model, head, who, teacher.tokenizer_json, autocast)
-        record = Record(
+        record = Metadata(
             shards=self.manifest.digest,
             teacher=self.digest,
             name=self.made_by,

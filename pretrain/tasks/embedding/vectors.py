@@ -30,7 +30,7 @@ from data_prep.disk import lock, sync
 from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards import Manifest, Segments
 from pretrain import RunError
-from pretrain.files import write_json, writing_to
+from pretrain.files import replace_json, writing_to
 
 # Raised when the same teacher and texts would give other vectors. 2: word embeddings of an
 # XLM-RoBERTa or CamemBERT without an LM head, which were random.
@@ -40,7 +40,7 @@ _AGAIN = "name another file in `vectors:`, which is then written"
 _SECONDS = 30  # between two lines on the screen
 
 
-class Record(NamedTuple):
+class Metadata(NamedTuple):
     """Hold the metadata of a file of vectors."""
 
     shards: str  # digest of their manifest
@@ -52,7 +52,7 @@ class Record(NamedTuple):
     precision: str = ""  # of the teacher, for people: a finished file is used in any
 
 
-def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Record, int]:
+def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Metadata, int]:
     """Return a finished file's metadata and the width of its vectors.
 
     Args:
@@ -65,7 +65,9 @@ def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Re
     """
     try:
         with safe_open(path, framework="numpy") as file:
-            known = {key: v for key, v in (file.metadata() or {}).items() if key in Record._fields}
+            known = {
+                key: v for key, v in (file.metadata() or {}).items() if key in Metadata._fields
+            }
             shapes = {}
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
@@ -78,7 +80,7 @@ def read_record(path: Path, manifest: Manifest, teacher: str | None) -> tuple[Re
     if known.get("shards") != manifest.digest:
         raise RunError(f"{path}: holds vectors of other shards; {_AGAIN}")
     # Another program may name no teacher; then nothing can be compared.
-    record = Record(**known)
+    record = Metadata(**known)
     if teacher is not None and record.teacher not in ("", teacher):
         raise RunError(f"{path}: holds vectors of another teacher; {_AGAIN}")
     if record.teacher and record.code != CODE:
@@ -111,7 +113,7 @@ def map_vectors(path: Path, split: str) -> NDArray[np.float16]:
     return np.memmap(path, dtype=np.float16, mode="r", offset=begin, shape=shape)
 
 
-def check_vectors(path: Path, record: Record, splits: Mapping[str, Segments]) -> None:
+def check_vectors(path: Path, record: Metadata, splits: Mapping[str, Segments]) -> None:
     """Compare a file with its checksum, if it has one, and look at every vector that is read.
 
     Raises:
@@ -147,7 +149,7 @@ def _fault(values: NDArray[np.float16]) -> tuple[int, str] | None:
 
 def write_vectors(
     path: Path,
-    record: Record,
+    record: Metadata,
     splits: Mapping[str, Segments],
     encode: Callable[[Sequence[str]], NDArray[np.floating[Any]]],
     width: int,
@@ -216,7 +218,7 @@ def write_vectors(
                     done = before + end
                     units.append((end - begin, hashlib.sha256(data).hexdigest()))
                     # After the data: what is noted is on disk.
-                    write_json(progress, {**described, "units": units})
+                    replace_json(progress, {**described, "units": units})
                     seconds = time.monotonic() - start
                     if seconds - said > _SECONDS:
                         said = seconds
@@ -293,7 +295,7 @@ def _check_partial(path: Path, begin: int, row: int, units: Sequence[tuple[int, 
                 )
 
 
-def _header(record: Record, splits: Mapping[str, int], width: int) -> bytes:
+def _header(record: Metadata, splits: Mapping[str, int], width: int) -> bytes:
     """Return the beginning of a safetensors file; its length does not depend on the checksum."""
     begin, values = 0, {"__metadata__": record._asdict()}
     for split, rows in splits.items():

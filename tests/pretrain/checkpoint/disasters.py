@@ -33,7 +33,7 @@ import pretrain.files
 from pretrain.checkpoint import newest
 
 PACKAGE = Path(pretrain.checkpoint.__file__).parent
-WRITES = {str(PACKAGE / "writing.py"), data_prep.disk.atomic.__file__, pretrain.files.__file__}
+WRITES = {str(PACKAGE / "commit.py"), data_prep.disk.atomic.__file__, pretrain.files.__file__}
 READS = {str(PACKAGE / "reading.py"), str(PACKAGE / "layout.py")}
 
 Told = dict[str, Any]

@@ -28,7 +28,8 @@ from pretrain.model.loading import check_row_length, load_model, reinitialise
 from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress
-from pretrain.output import (
+from pretrain.plan import num_steps
+from pretrain.run_folder import (
     CORRECTIONS,
     DRAWN,
     another_run,
@@ -37,7 +38,6 @@ from pretrain.output import (
     refuse_outdated,
     shortened,
 )
-from pretrain.plan import num_steps
 from pretrain.state import FIELDS, TrainState
 from pretrain.tasks.task import Examples
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_prep.disk.json_files import indented_json
+from pretrain.checkpoint.commit import Contents, commit, tidy
 from pretrain.checkpoint.layout import folder_name
 from pretrain.checkpoint.snapshot import Snapshot, complete, without_weights
-from pretrain.checkpoint.writing import Contents, commit, tidy
 
 
 class Writer:

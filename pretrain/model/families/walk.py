@@ -1,0 +1,93 @@
+"""Walk over the layers of an encoder, in the same way for all families of models.
+
+In training and evaluation the walk replaces the forward pass of transformers: documents of a packed
+row stay apart, and no vocabulary logits are computed. It returns the last hidden state, and the
+signals that were asked for, as values: forward hooks and `output_hidden_states` return nothing
+under `torch.compile` wherever the graph breaks.
+
+Shapes: B rows, L row length, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pretrain.contracts.packing import Packing
+from pretrain.contracts.terms import Encoded, Kind, Shape, Signal
+from pretrain.model.families.bert import Bert
+from pretrain.model.families.distil_bert import DistilBert
+from pretrain.model.families.family import Family, MaskedLM
+from pretrain.model.families.modern_bert import ModernBert
+from pretrain.model.families.roberta import Camembert, Roberta, XLMRoberta
+
+# A new family is a file with a subclass of `Family`, and a line here.
+_FAMILIES = (Bert, DistilBert, Roberta, XLMRoberta, Camembert, ModernBert)
+FAMILIES: dict[str, Family] = {family.model_type: family() for family in _FAMILIES}
+
+
+def family_of(model: MaskedLM) -> Family:
+    """Return the family of a model of transformers."""
+    return FAMILIES[model.config.model_type]
+
+
+def encode(
+    model: MaskedLM,
+    input_ids: Tensor,
+    packing: Packing,
+    needs: frozenset[Signal] = frozenset(),
+    *,
+    recompute: bool = False,
+) -> Encoded:
+    """Run a model's encoder on packed rows [B, L].
+
+    Args:
+        model: with a masked-language-model head, which is not computed.
+        input_ids: int64.
+        packing: where documents begin.
+        needs: the signals to return.
+        recompute: keep only each layer's input for the backward pass, which computes the rest
+            again with the same random numbers.
+    """
+    hidden_BLD = family_of(model).embed(model, input_ids, packing)
+    return walk(model, hidden_BLD, packing, needs, recompute=recompute)
+
+
+def walk(
+    model: MaskedLM,
+    hidden_BLD: Tensor,
+    packing: Packing,
+    needs: frozenset[Signal] = frozenset(),
+    *,
+    recompute: bool = False,
+) -> Encoded:
+    """Run the layers on the output of the embeddings; see `encode`."""
+    family = family_of(model)
+    # What depends only on the rows is computed once, not in each layer.
+    prepared = family.prepare(model, hidden_BLD, packing)
+    embedded = Signal("hidden", -1)
+    found = {embedded: hidden_BLD} if embedded in needs else {}
+    for i in range(len(family.layers(model))):
+        # A layer returns what is asked for, and no more: the rest of a teacher's is free at once.
+        kinds = frozenset(signal.kind for signal in needs if signal.layer == i)
+        # Evaluation keeps nothing for a backward pass anyway.
+        if recompute and torch.is_grad_enabled():
+            outputs: dict[Kind, Tensor] = checkpoint(
+                family.layer, model, i, hidden_BLD, prepared, kinds, use_reentrant=False
+            )
+        else:
+            outputs = family.layer(model, i, hidden_BLD, prepared, kinds)
+        hidden_BLD = outputs["hidden"]
+        for kind in kinds:
+            found[Signal(kind, i)] = outputs[kind]
+    assert len(found) == len(needs), "a signal of a layer that the model does not have"
+    return Encoded(family.finish(model, hidden_BLD), found)
+
+
+def shape_of(model: MaskedLM) -> Shape:
+    """Return the sizes of a model's encoder."""
+    config: Any = model.config
+    return Shape(config.num_hidden_layers, config.hidden_size, config.num_attention_heads)
