@@ -45,9 +45,15 @@ def unread(config: BaseModel, values: dict[str, Any]) -> str | None:
     """
     if isinstance(config, Recipe):
         shared = values.get("defaults") or {}
-        runs = [(f"runs.{i}.", run, values["runs"][i]) for i, run in enumerate(config.runs)]
-        unused = [set(run.unread()) for run in config.runs]
-        everywhere = {key: config.runs[0].unread()[key] for key in set.intersection(*unused)}
+        runs = [
+            (f"runs.{i}.", run, values["runs"][i])
+            for i, run in enumerate(config.runs)
+            if isinstance(run, RunConfig)
+        ]
+        everywhere: dict[str, str] = {}
+        if runs:
+            unused = [set(run.unread()) for _, run, _ in runs]
+            everywhere = {key: runs[0][1].unread()[key] for key in set.intersection(*unused)}
         found = [("defaults.", everywhere, shared), *((p, r.unread(), own) for p, r, own in runs)]
     elif isinstance(config, RunConfig) and not values.keys() >= _SECTIONS:
         found = [("", config.unread(), values)]
@@ -78,10 +84,15 @@ def explain(model: type[BaseModel], values: dict[str, Any], error: ValidationErr
     if model is RunConfig:
         values = with_objective(values)
 
+    def place(entry: Any) -> tuple[Any, ...]:
+        """Return the location without the stage of a recipe's entry, a name of sections, too."""
+        loc: tuple[Any, ...] = entry["loc"]
+        return loc[:2] + loc[3:] if model is Recipe and loc[:1] == ("runs",) else loc
+
     def written(entry: Any) -> list[Any]:
         """Return the location of a mistake in the file."""
         here: Any = values
-        found, location = [], entry["loc"]
+        found, location = [], place(entry)
         for number, part in enumerate(location):
             inside = isinstance(here, list) and isinstance(part, int) and part < len(here)
             if inside or (isinstance(here, dict) and part in here):
@@ -135,7 +146,7 @@ def explain(model: type[BaseModel], values: dict[str, Any], error: ValidationErr
         shown = f" (given: {one_line(repr(given), _SHOWN)})" if plain else ""
         text = f"{key}: {message[0].lower()}{message[1:]}{shown}" if key else message
     # The written part of the location up to a union, whose members all report this mistake.
-    union = tuple(one for one, own in zip(first["loc"], location, strict=False) if one == own)
+    union = tuple(one for one, own in zip(place(first), location, strict=False) if one == own)
     places = {tuple(written(entry)) for entry in errors} - {()}
     if first["type"] != "extra_forbidden":
         places = {place for place in places if place[: len(union)] != union}
@@ -171,8 +182,10 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], location: Sequence[
         return f"unknown key {key}; did you mean {'.'.join(map(str, [*parent, close[0]]))}?"
     if (tag := union.get("propertyName")) is not None and tag in section:
         others = f" ({' and '.join(having)} ha{'s' if len(having) == 1 else 've'})" * bool(having)
+        names = [part for part in parent if isinstance(part, str)]
+        what = tag if tag == "stage" else names[-1]
         return (
-            f"unknown key {key}: {parent[0]} {one_line(str(section[tag]), _SHOWN)} has no {name}"
+            f"unknown key {key}: {what} {one_line(str(section[tag]), _SHOWN)} has no {name}"
             f"{others}; its keys are "
             + ", ".join(sibling for sibling in siblings if sibling != tag)
         )

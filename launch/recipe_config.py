@@ -1,30 +1,63 @@
-"""Define a recipe: runs that are trained one after the other and name each other's output."""
+"""Define a recipe: stages that are made one after the other and name each other's output."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from data_prep.config import CorpusConfig
 from data_prep.keys import Keys
-from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.objectives.known import objective_kind, unread_keys, with_objective
 
 
-class Recipe(Keys):
-    """Hold the runs of a recipe in their order.
+class TrainKeys(RunConfig):
+    """Hold the keys of a run, and the recipe's own."""
 
-    `defaults` are the keys that all runs share; a run's own keys come on top. A run whose objective
-    does not read one of them is without it. `teacher`, `student.init` and `resume_from` of a later
-    run may name the output of an earlier one.
+    stage: Literal["train"] = "train"
+
+
+class PrepareKeys(CorpusConfig):
+    """Hold the keys of a corpus, and the recipe's own."""
+
+    stage: Literal["prepare"] = "prepare"
+
+
+class EvaluateKeys(Keys):
+    """Configure a measurement of a recipe, as `distil evaluate MODELS --data DATA` makes it."""
+
+    stage: Literal["evaluate"] = "evaluate"
+    output: Path
+    models: tuple[str, ...] = Field(min_length=1)
+    data: Path  # shards, or a table of pairs
+    teacher: str | None = None
+    rows: int | None = Field(None, ge=1)
+    same_vocabulary: bool = False
+
+
+class ExportKeys(Keys):
+    """Configure an export of a recipe: `run` is written to `output`."""
+
+    stage: Literal["export"] = "export"
+    output: Path
+    run: Path
+
+
+Entry = Annotated[TrainKeys | PrepareKeys | EvaluateKeys | ExportKeys, Field(discriminator="stage")]
+
+
+class Recipe(Keys):
+    """Hold the stages of a recipe in their order; an entry without `stage:` is a training run.
+
+    `defaults` are the keys that all training runs share; a run's own keys come on top. A run whose
+    objective does not read one of them is without it. A later stage may name the output of an
+    earlier one.
     """
 
     defaults: dict[str, Any] = Field({}, exclude=True)
-    runs: tuple[RunConfig, ...] = Field(min_length=1)
+    runs: tuple[Entry, ...] = Field(min_length=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -48,6 +81,9 @@ def filled(values: Any) -> Any:
     shared = values.get("defaults") or {}
     found = []
     for own in runs:
+        if isinstance(own, dict) and own.setdefault("stage", "train") != "train":
+            found.append(own)
+            continue
         run = merged(shared, own)
         kind = objective_kind(run) if isinstance(own, dict) and isinstance(run, dict) else None
         if kind is not None:
@@ -69,24 +105,3 @@ def merged(shared: Any, own: Any) -> Any:
     # Lists and single values are replaced: to join two lists would be a guess.
     keys = {**shared, **own}
     return {key: merged(shared.get(key), own[key]) if key in own else keys[key] for key in keys}
-
-
-def check_order(runs: Sequence[RunConfig]) -> None:
-    """Refuse a model that a later run makes, or that is not there and that no run makes.
-
-    Raises:
-        RunError: names both runs, or the path.
-    """
-    outputs = [os.path.realpath(run.output) for run in runs]
-    folders = {run.output.parent for run in runs} - {Path()}
-    for number, run in enumerate(runs):
-        for key, name in run.sources().items():
-            if Path(name).exists() or os.path.realpath(name) in outputs[:number]:
-                continue
-            what = f"run {number + 1} needs {key} {name}, which"
-            if os.path.realpath(name) in outputs:
-                maker = outputs.index(os.path.realpath(name)) + 1
-                raise RunError(f"{what} run {maker} makes: put that one first")
-            # Beside the runs' outputs; another name may be a hub's.
-            if Path(name).parent in folders:
-                raise RunError(f"{what} is not there and which no run makes; correct the path")

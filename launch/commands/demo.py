@@ -79,8 +79,8 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
         RunError: the folder holds what no demo has written, or the sentence encoder is not here.
     """
     from data_prep.config import CorpusConfig
-    from launch.commands.prepare import prepare_and_show
     from launch.config import config_line, load_config
+    from launch.stages.prepare import prepare_and_show
     from pretrain import RunError
     from pretrain.files import replace_json
 

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.commands import RecordFile, quiet
+from launch.commands import RecordFile
+from launch.stages.evaluate import measure, row_names, show_figures
 from pretrain.monitor.records import append_record, check_record, of_run, row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from pretrain.monitor.figures import Figure
-
-OF_HEADS = {
-    "accuracy": "share of the masked tokens that a model guesses; guessing: the most frequent one",
-    "agreement": "share of them where a model and the teacher guess the same",
-    "loss": "masked cross-entropy in nats; guessing: from the tokens' frequencies",
-    "kl": "divergence of a model from the teacher at masked tokens, in nats",
-}
+    pass
 
 
 def evaluate(
@@ -99,91 +91,3 @@ def evaluate(
     names = row_names(found)
     show_figures({names[model]: figures for model, figures in found.items()}, meanings)
     append_record(record, data, (row(names[m], found[m], **of_run(Path(m))) for m in found))
-
-
-def measure(
-    models: Sequence[str], data: Path, teacher: str | None, same_vocabulary: bool, rows: int | None
-) -> tuple[Mapping[str, Mapping[str, Figure]], Mapping[str, str]]:
-    """Return the figures of each model, and what each figure means.
-
-    Vectors are what models with and without an LM head have in common.
-    """
-    from data_prep.messages import warn
-    from launch.console import show
-    from pretrain import encoders
-    from pretrain.evaluate import evaluate_folders
-    from pretrain.run_folder import is_run
-
-    quiet()
-    if data.is_file() or any(encoders.is_encoder(model) for model in models):
-        found = encoders.evaluate_encoders(
-            models,
-            data,
-            teacher,
-            show,
-            same_vocabulary=same_vocabulary,
-            documents=rows or encoders.DOCUMENTS,
-        )
-        if len(models) == 1 and is_run(Path(models[0])):
-            encoders.keep_figures(Path(models[0]), data, teacher, found)
-        return found, encoders.MEANINGS
-    options: dict[str, Any] = {"teacher": teacher, "same_vocabulary": same_vocabulary}
-    measured = evaluate_folders(models, data, rows=rows or 1024, warn=warn, **options)
-    show(f"{measured[models[0]]['masked_tokens']:,.0f} masked tokens of {data}")
-    return of_heads(measured, teacher), OF_HEADS
-
-
-def row_names(models: Iterable[str]) -> dict[str, str]:
-    """Return the last part of each path, whole paths if two share it.
-
-    The student in a checkpoint is named by its run and step.
-    """
-    from pretrain.run_folder import checkpoint_of
-
-    names = {model: Path(model).name for model in models}
-    for model in names:
-        if (checkpoint := checkpoint_of(Path(model))) is not None:
-            names[model] = f"{checkpoint.parents[1].name}, {checkpoint.name}"
-    return names if len(set(names.values())) == len(names) else {model: model for model in names}
-
-
-def of_heads(
-    found: Mapping[str, Mapping[str, float]], teacher: str | None
-) -> dict[str, dict[str, Figure]]:
-    """Return the figures of language-model heads, with rows for the teacher and for guessing."""
-    from pretrain.monitor.figures import Figure, share
-
-    first = next(iter(found.values()))
-    count = first["masked_tokens"]
-
-    def figures(values: Mapping[str, float]) -> dict[str, Figure]:
-        shares = {"accuracy", "agreement"} & set(values)
-        return {
-            name: share(values[name], count) if name in shares else Figure(values[name])
-            for name in OF_HEADS
-            if name in values
-        }
-
-    rows: dict[str, dict[str, Figure]] = {}
-    if teacher is not None:
-        known = {"accuracy": first["teacher_accuracy"], "loss": first["teacher_loss"]}
-        rows[teacher] = figures(known)
-    rows |= {name: figures(values) for name, values in found.items()}
-    guess = {"accuracy": first["constant_accuracy"], "loss": first["unigram_loss"]}
-    return rows | {"guessing": figures(guess)}
-
-
-def show_figures(found: Mapping[str, Mapping[str, Figure]], meanings: Mapping[str, str]) -> None:
-    """Print a table of figures with their intervals, a model in each row, and what they mean."""
-    from launch.console import print_table, show
-    from pretrain.evaluate import UNTRAINED
-
-    columns = dict.fromkeys(name for figures in found.values() for name in figures)
-    cells = [
-        [model, *(str(figures.get(name, "")) for name in columns)]
-        for model, figures in found.items()
-    ]
-    print_table(["", *columns], cells)
-    show(*(f"{name}: {meanings[name]}" for name in columns))
-    if UNTRAINED in found:
-        show(f"{UNTRAINED}: the student before its first step, with the teacher's weights")

@@ -10,13 +10,13 @@ import typer
 
 from launch.commands import Config, Overrides, RecordFile
 from launch.console import counts, keep_going, show, stages
+from launch.stages.prepare import prepare_and_show, show_shards
 from pretrain.monitor.records import append_record, check_record, row
 
 if TYPE_CHECKING:
     from data_prep.config import CorpusConfig
     from data_prep.estimate import Estimate
     from data_prep.pipeline.engines import Engine
-    from data_prep.shards import Manifest
 
 
 def prepare(
@@ -118,32 +118,6 @@ def prepare(
             append_record(record, folder, [row(folder.name, counts_of(folder))])
 
 
-def prepare_and_show(
-    config: CorpusConfig, engine: Engine = "processes", accept_code: bool = False
-) -> None:
-    """Run all stages, or find the corpus up to date, and print what it holds."""
-    from data_prep.messages import warn
-    from data_prep.pipeline.engines import keep_large_blocks, return_large_blocks
-    from data_prep.prepare import prepare as run_all_stages
-
-    keep_going()
-    return_large_blocks()
-    folders = [config.folder(row_length) for row_length in config.row_lengths]
-    # To tell "up to date" from "done" at the end.
-    before = all((folder / "manifest.json").exists() for folder in folders)
-    remade: list[str] = []
-    with stages() as progress:
-
-        def remember(text: str) -> None:
-            remade.append(text)
-            warn(text)
-
-        run_all_stages(config, progress, remember, engine=engine, accept_code=accept_code)
-    keep_large_blocks()  # this process may train next
-    kept = "kept, this code is accepted" if accept_code else "up to date"
-    show_shards(config, kept if before and not remade else "done")
-
-
 def prepare_one_stage(config: CorpusConfig, stage: str, task: str | None, engine: Engine) -> None:
     """Run the part `task` (i/N) of one stage."""
     from data_prep import CorpusError
@@ -197,44 +171,6 @@ def counts_of(folder: Path) -> dict[str, float]:
         "row length": manifest.row_length,
         "full": tokens / max(1, rows * manifest.row_length),
     }
-
-
-def show_shards(config: CorpusConfig, state: str) -> None:
-    """Print what the finished shards of each row length hold."""
-    from data_prep.shards import load_manifest
-
-    for row_length in config.row_lengths:
-        folder = config.folder(row_length)
-        show(*corpus_lines(folder, load_manifest(folder), state))
-
-
-def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
-    """Return a line for each split and each source of a prepared corpus."""
-    from data_prep.shards.manifest import too_short
-
-    lines = []
-    for name, split in manifest.splits.items():
-        full = split.tokens / max(1, split.rows * manifest.row_length)
-        lines.append(
-            f"{name}: {split.rows:,} rows x {manifest.row_length}, {split.tokens:,} tokens, "
-            f"{full:.1%} full, {len(split.shards)} shard(s)"
-        )
-    for source in manifest.sources:
-        lines.append(
-            f"{source.name}: {source.documents_in:,} documents, {source.documents_kept:,} kept"
-            + counts("dropped", source.dropped)
-            + counts("noted", source.noted)
-            + counts("markup left", source.leftovers)
-            + counts("share text with", source.contaminated)
-        )
-    for file, record in manifest.evaluation.items():
-        lines.append(
-            f"{file}: {record.texts:,} evaluation texts, {too_short(record)} too short to be found"
-        )
-    if manifest.normaliser:
-        size = manifest.tokenizer.vocab_size
-        lines.append(f"tokenizer: {size:,} entries, {manifest.normaliser}")
-    return [*lines, f"{folder}: {state}, digest {manifest.digest[:16]}"]
 
 
 def show_estimate(estimate: Estimate, workers: int) -> None:

@@ -21,7 +21,7 @@ from data_prep.prepare import prepare
 from data_prep.shards import load_manifest, verify
 from data_prep.tokens import load
 from data_prep.tokens.wordpiece import train_wordpiece
-from launch.commands.prepare import corpus_lines
+from launch.stages.prepare import corpus_lines
 
 TEXT = "Einf\u00fcgen \u00dcBER caf\u00e9"
 

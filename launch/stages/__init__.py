@@ -1,0 +1,1 @@
+"""Define the stages of a recipe: each turns folders into one folder, and is thin."""

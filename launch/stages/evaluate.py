@@ -1,0 +1,216 @@
+"""Evaluate: measure models, and keep the figures with what they were measured on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_prep import CorpusError
+from data_prep.disk import hash_file
+from data_prep.disk.json_files import canonical_sha256
+from data_prep.shards import load_manifest
+from launch.commands import quiet
+from launch.console import show
+from launch.recipe_config import EvaluateKeys
+from launch.stages.stage import How, Made, Stage, State, real
+from pretrain.exit_codes import ExitCode
+from pretrain.files import replace_json
+from pretrain.plan import Sizes
+from pretrain.run_folder import check_model, check_source, sealed_state, teacher_of_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pretrain.monitor.figures import Figure
+
+FIGURES = "figures.json"  # in the output
+CODE = 1  # raised when the same inputs would give other figures
+
+
+OF_HEADS = {
+    "accuracy": "share of the masked tokens that a model guesses; guessing: the most frequent one",
+    "agreement": "share of them where a model and the teacher guess the same",
+    "loss": "masked cross-entropy in nats; guessing: from the tokens' frequencies",
+    "kl": "divergence of a model from the teacher at masked tokens, in nats",
+}
+
+
+class Evaluate(Stage):
+    """Measure models, unless the same were measured on the same data before."""
+
+    keys = EvaluateKeys
+
+    @property
+    def title(self) -> str:
+        """Return the number of models."""
+        return f"figures of {len(self.config.models)} model(s)"
+
+    def reads(self) -> dict[str, str]:
+        """Return data and models."""
+        config = self.config
+        models = {f"models.{i}": name for i, name in enumerate(config.models)}
+        teacher = {"teacher": config.teacher} if config.teacher is not None else {}
+        return {**models, **teacher, "data": str(config.data)}
+
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
+        """Check that data and models are there or will be."""
+        for name in self.config.models:
+            if real(name) not in made and not dry_run:
+                check_model(Path(name))
+        if self.config.teacher is not None and real(self.config.teacher) not in made:
+            check_source("teacher", self.config.teacher)
+        if not dry_run and real(self.config.data) not in made and not self.config.data.is_file():
+            load_manifest(self.config.data)
+        return None, [f"models: {', '.join(self.config.models)}", f"data: {self.config.data}"]
+
+    def state(self) -> State:
+        """Return whether figures of these very inputs are there."""
+        return "new" if self._kept() is None else "done"
+
+    def run(self, how: How) -> int:
+        """Measure, print the table and keep it."""
+        config, identity = self.config, self._identity()
+        if self._kept() is not None:
+            show(f"{config.output / FIGURES}: up to date")
+            return ExitCode.DONE
+        teacher, same = config.teacher, config.same_vocabulary
+        if teacher is None:
+            teacher, known = teacher_of_runs(config.models)
+            same |= known
+        found, meanings = measure(config.models, config.data, teacher, same, config.rows)
+        names = row_names(found)
+        named = {names[model]: figures for model, figures in found.items()}
+        show_figures(named, meanings)
+        values = {
+            model: {name: figure._asdict() for name, figure in figures.items()}
+            for model, figures in named.items()
+        }
+        config.output.mkdir(parents=True, exist_ok=True)
+        replace_json(config.output / FIGURES, {"inputs": identity, "figures": values})
+        return ExitCode.DONE
+
+    def _kept(self) -> dict[str, Any] | None:
+        """Return what an earlier call has kept, if its inputs were these."""
+        try:
+            kept: dict[str, Any] = json.loads((self.config.output / FIGURES).read_bytes())
+            same = kept["inputs"] == self._identity()
+        except (OSError, ValueError, KeyError, TypeError, CorpusError):
+            return None
+        return kept if same and None not in kept["inputs"].values() else None
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what shapes the figures; None for what cannot be compared, such as a hub's name.
+
+        Raises:
+            OSError, CorpusError: an input is not there.
+        """
+        config, data = self.config, self.config.data
+        teacher = config.teacher
+        models = [_digest(name) for name in config.models]
+        return {
+            "data": hash_file(data)[0] if data.is_file() else load_manifest(data).digest,
+            "models": None if None in models else models,
+            "teacher": "" if teacher is None else _digest(teacher),
+            "rows": config.rows or 0,
+            "same_vocabulary": config.same_vocabulary,
+            "code": CODE,
+        }
+
+
+def _digest(name: str) -> str | None:
+    """Return a hash of a model's files; None for a hub's name."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return None
+    if (sealed := sealed_state(folder)) is not None:
+        return hash_file(sealed[0] / "manifest.json")[0]
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return canonical_sha256({str(p.relative_to(folder)): hash_file(p)[0] for p in files})
+
+
+def measure(
+    models: Sequence[str], data: Path, teacher: str | None, same_vocabulary: bool, rows: int | None
+) -> tuple[Mapping[str, Mapping[str, Figure]], Mapping[str, str]]:
+    """Return the figures of each model, and what each figure means.
+
+    Vectors are what models with and without an LM head have in common.
+    """
+    from data_prep.messages import warn
+    from pretrain import encoders
+    from pretrain.evaluate import evaluate_folders
+    from pretrain.run_folder import is_run
+
+    quiet()
+    if data.is_file() or any(encoders.is_encoder(model) for model in models):
+        found = encoders.evaluate_encoders(
+            models,
+            data,
+            teacher,
+            show,
+            same_vocabulary=same_vocabulary,
+            documents=rows or encoders.DOCUMENTS,
+        )
+        if len(models) == 1 and is_run(Path(models[0])):
+            encoders.keep_figures(Path(models[0]), data, teacher, found)
+        return found, encoders.MEANINGS
+    options: dict[str, Any] = {"teacher": teacher, "same_vocabulary": same_vocabulary}
+    measured = evaluate_folders(models, data, rows=rows or 1024, warn=warn, **options)
+    show(f"{measured[models[0]]['masked_tokens']:,.0f} masked tokens of {data}")
+    return of_heads(measured, teacher), OF_HEADS
+
+
+def row_names(models: Iterable[str]) -> dict[str, str]:
+    """Return the last part of each path, whole paths if two share it.
+
+    The student in a checkpoint is named by its run and step.
+    """
+    from pretrain.run_folder import checkpoint_of
+
+    names = {model: Path(model).name for model in models}
+    for model in names:
+        if (checkpoint := checkpoint_of(Path(model))) is not None:
+            names[model] = f"{checkpoint.parents[1].name}, {checkpoint.name}"
+    return names if len(set(names.values())) == len(names) else {model: model for model in names}
+
+
+def of_heads(
+    found: Mapping[str, Mapping[str, float]], teacher: str | None
+) -> dict[str, dict[str, Figure]]:
+    """Return the figures of language-model heads, with rows for the teacher and for guessing."""
+    from pretrain.monitor.figures import Figure, share
+
+    first = next(iter(found.values()))
+    count = first["masked_tokens"]
+
+    def figures(values: Mapping[str, float]) -> dict[str, Figure]:
+        shares = {"accuracy", "agreement"} & set(values)
+        return {
+            name: share(values[name], count) if name in shares else Figure(values[name])
+            for name in OF_HEADS
+            if name in values
+        }
+
+    rows: dict[str, dict[str, Figure]] = {}
+    if teacher is not None:
+        known = {"accuracy": first["teacher_accuracy"], "loss": first["teacher_loss"]}
+        rows[teacher] = figures(known)
+    rows |= {name: figures(values) for name, values in found.items()}
+    guess = {"accuracy": first["constant_accuracy"], "loss": first["unigram_loss"]}
+    return rows | {"guessing": figures(guess)}
+
+
+def show_figures(found: Mapping[str, Mapping[str, Figure]], meanings: Mapping[str, str]) -> None:
+    """Print a table of figures with their intervals, a model in each row, and what they mean."""
+    from launch.console import print_table, show
+    from pretrain.evaluate import UNTRAINED
+
+    columns = dict.fromkeys(name for figures in found.values() for name in figures)
+    cells = [
+        [model, *(str(figures.get(name, "")) for name in columns)]
+        for model, figures in found.items()
+    ]
+    print_table(["", *columns], cells)
+    show(*(f"{name}: {meanings[name]}" for name in columns))
+    if UNTRAINED in found:
+        show(f"{UNTRAINED}: the student before its first step, with the teacher's weights")

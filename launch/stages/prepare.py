@@ -1,0 +1,121 @@
+"""Prepare: make packed shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_prep.config import CorpusConfig
+from launch.console import counts, keep_going, show, stages
+from launch.recipe_config import PrepareKeys
+from launch.stages.stage import How, Made, Stage, State
+from pretrain.exit_codes import ExitCode
+from pretrain.plan import Sizes
+
+if TYPE_CHECKING:
+    from data_prep.pipeline.engines import Engine
+    from data_prep.shards import Manifest
+
+
+class Prepare(Stage):
+    """Make shards of a corpus, or find them up to date."""
+
+    keys, of = PrepareKeys, CorpusConfig
+
+    @property
+    def title(self) -> str:
+        """Return the number of sources."""
+        return f"shards of {len(self.config.sources)} source(s)"
+
+    def outputs(self) -> list[Path]:
+        """Return a folder for each row length."""
+        return [self.config.folder(length) for length in self.config.row_lengths]
+
+    def reads(self) -> dict[str, str]:
+        """Return the tokenizer's model, if it is one."""
+        tokenizer = self.config.tokenizer
+        return {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
+
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
+        """Find the inputs of each source; they may be made by no stage."""
+        lines = []
+        for source in self.config.sources:
+            inputs = source.inputs(1 << 30)
+            lines.append(f"{source.label}: {len(inputs):,} input(s)")
+        return None, lines
+
+    def state(self) -> State:
+        """Return whether all folders have a manifest."""
+        folders = self.outputs()
+        if all((folder / "manifest.json").exists() for folder in folders):
+            return "done"
+        return "begun" if any(folder.exists() for folder in folders) else "new"
+
+    def run(self, how: How) -> int:
+        """Run the stages of the corpus that are not up to date."""
+        prepare_and_show(self.config)
+        return ExitCode.DONE
+
+
+def prepare_and_show(
+    config: CorpusConfig, engine: Engine = "processes", accept_code: bool = False
+) -> None:
+    """Run all stages, or find the corpus up to date, and print what it holds."""
+    from data_prep.messages import warn
+    from data_prep.pipeline.engines import keep_large_blocks, return_large_blocks
+    from data_prep.prepare import prepare as run_all_stages
+
+    keep_going()
+    return_large_blocks()
+    folders = [config.folder(row_length) for row_length in config.row_lengths]
+    # To tell "up to date" from "done" at the end.
+    before = all((folder / "manifest.json").exists() for folder in folders)
+    remade: list[str] = []
+    with stages() as progress:
+
+        def remember(text: str) -> None:
+            remade.append(text)
+            warn(text)
+
+        run_all_stages(config, progress, remember, engine=engine, accept_code=accept_code)
+    keep_large_blocks()  # this process may train next
+    kept = "kept, this code is accepted" if accept_code else "up to date"
+    show_shards(config, kept if before and not remade else "done")
+
+
+def show_shards(config: CorpusConfig, state: str) -> None:
+    """Print what the finished shards of each row length hold."""
+    from data_prep.shards import load_manifest
+
+    for row_length in config.row_lengths:
+        folder = config.folder(row_length)
+        show(*corpus_lines(folder, load_manifest(folder), state))
+
+
+def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
+    """Return a line for each split and each source of a prepared corpus."""
+    from data_prep.shards.manifest import too_short
+
+    lines = []
+    for name, split in manifest.splits.items():
+        full = split.tokens / max(1, split.rows * manifest.row_length)
+        lines.append(
+            f"{name}: {split.rows:,} rows x {manifest.row_length}, {split.tokens:,} tokens, "
+            f"{full:.1%} full, {len(split.shards)} shard(s)"
+        )
+    for source in manifest.sources:
+        lines.append(
+            f"{source.name}: {source.documents_in:,} documents, {source.documents_kept:,} kept"
+            + counts("dropped", source.dropped)
+            + counts("noted", source.noted)
+            + counts("markup left", source.leftovers)
+            + counts("share text with", source.contaminated)
+        )
+    for file, record in manifest.evaluation.items():
+        lines.append(
+            f"{file}: {record.texts:,} evaluation texts, {too_short(record)} too short to be found"
+        )
+    if manifest.normaliser:
+        size = manifest.tokenizer.vocab_size
+        lines.append(f"tokenizer: {size:,} entries, {manifest.normaliser}")
+    return [*lines, f"{folder}: {state}, digest {manifest.digest[:16]}"]

@@ -1,0 +1,76 @@
+"""Define what a stage offers to a recipe. It imports no torch before `run`."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from data_prep.keys import Keys
+from pretrain.plan import Sizes
+
+State = Literal["new", "begun", "done"]  # as the folder looks; what is done is compared in its turn
+# Real paths of what earlier stages make; with the sizes of a model, where they are known.
+Made = Mapping[Path, Sizes | None]
+
+
+@dataclass(frozen=True)
+class How:
+    """Hold the options of `distil recipe` for stages that start processes."""
+
+    gpus: int | None = None
+    hardware: str | None = None
+
+
+class Stage(ABC):
+    """Turn folders into a folder: an entry of a recipe's `runs:`.
+
+    `keys` are those of an entry. With `of` they are another config's, to which the recipe adds
+    `stage`.
+    """
+
+    keys: ClassVar[type[Keys]]
+    of: ClassVar[type[Keys] | None] = None
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """Return what the stage does, in a few words."""
+
+    def outputs(self) -> list[Path]:
+        """Return the folders that it makes."""
+        return [self.config.output]
+
+    @abstractmethod
+    def reads(self) -> dict[str, str]:
+        """Return the folders or hub names that it reads, by key."""
+
+    @abstractmethod
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
+        """Refuse what cannot be done, before the first stage starts.
+
+        Returns:
+            the sizes of the model that it makes, if it makes one, and the lines of `--dry-run`.
+
+        Raises:
+            RunError, CorpusError: names the key and the fix.
+        """
+
+    @abstractmethod
+    def state(self) -> State:
+        """Return what is there."""
+
+    @abstractmethod
+    def run(self, how: How) -> int:
+        """Make the output, or what is left of it; return an exit code."""
+
+
+def real(path: Path | str) -> Path:
+    """Return a path with its links resolved."""
+    return Path(os.path.realpath(path))

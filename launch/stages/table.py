@@ -1,0 +1,53 @@
+"""List the stages that a recipe may name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.stages.evaluate import Evaluate
+from launch.stages.export import Export
+from launch.stages.prepare import Prepare
+from launch.stages.stage import Stage, real
+from launch.stages.train import Train
+from pretrain import RunError
+
+# A new stage is a file with a subclass of `Stage`, and a line here. The first is the default.
+STAGES: dict[str, type[Stage]] = {
+    "train": Train,
+    "prepare": Prepare,
+    "evaluate": Evaluate,
+    "export": Export,
+}
+
+
+def stage_of(entry: Any) -> Stage:
+    """Return the stage of a recipe's entry, with the keys that are its own."""
+    kind = STAGES[entry.stage]
+    if kind.of is not None:
+        values = {name: getattr(entry, name) for name in kind.of.model_fields}
+        entry = kind.of.model_construct(entry.model_fields_set - {"stage"}, **values)
+    return kind(entry)
+
+
+def check_order(stages: Sequence[Stage]) -> None:
+    """Refuse a folder that a later stage makes, or that is not there and that no stage makes.
+
+    Raises:
+        RunError: names both stages, or the path.
+    """
+    outputs = [{real(output) for output in stage.outputs()} for stage in stages]
+    folders = {output.parent for stage in stages for output in stage.outputs()} - {Path()}
+    for number, stage in enumerate(stages):
+        for key, name in stage.reads().items():
+            place = real(name)
+            if Path(name).exists() or any(place in made for made in outputs[:number]):
+                continue
+            what = f"run {number + 1} needs {key} {name}, which"
+            makers = [i for i, made in enumerate(outputs) if place in made]
+            if makers:
+                raise RunError(f"{what} run {makers[0] + 1} makes: put that one first")
+            # Beside the stages' outputs; another name may be a hub's.
+            if Path(name).parent in folders and key != "shards":
+                raise RunError(f"{what} is not there and which no run makes; correct the path")

@@ -1,0 +1,78 @@
+"""Train: the stage that an entry without `stage:` is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from launch.commands import quiet
+from launch.console import Training, show
+from launch.recipe_config import TrainKeys
+from launch.stages.stage import How, Made, Stage, State, real
+from pretrain.config import RunConfig, accumulation_steps
+from pretrain.exit_codes import ExitCode
+from pretrain.files import replace_json
+from pretrain.plan import Sizes, plan
+from pretrain.run_folder import check_inputs, check_output, is_run, sealed_state
+
+
+class Train(Stage):
+    """Make or continue a run."""
+
+    keys, of = TrainKeys, RunConfig
+
+    @property
+    def title(self) -> str:
+        """Return the objective."""
+        return f"objective {self.config.objective.name}"
+
+    def reads(self) -> dict[str, str]:
+        """Return shards and models."""
+        resumed = self.config.resume_from
+        more = {"resume_from": str(resumed)} if resumed is not None else {}
+        return {**self.config.sources(), **more, "shards": str(self.config.shards)}
+
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
+        """Check folders, and the sizes of models by their config.json."""
+        config = self.config
+        check_output(config)
+        needs_shards = not dry_run and real(config.shards) not in made
+        check_inputs(config, list(made), needs_shards=needs_shards)
+        if not dry_run and how.hardware is None:
+            accumulation_steps(config, how.gpus or 1)
+        found = plan(config, made, needs_shards=needs_shards)
+        return found.student, list(found.lines)
+
+    def state(self) -> State:
+        """Return whether the run has a checkpoint, and of its last step."""
+        sealed = sealed_state(self.config.output)
+        if sealed is None:
+            begun = self.config.output.is_dir() and is_run(self.config.output)
+            return "begun" if begun else "new"
+        return "done" if sealed[1]["step"] == sealed[1]["num_steps"] else "begun"
+
+    def run(self, how: How) -> int:
+        """Train in this process, or as `distil launch` does."""
+        config = self.config
+        if how.gpus is not None or how.hardware is not None:
+            from launch.torchrun.start import Launch, start
+
+            # JSON is YAML: the ranks read the run's config from there. Not from its output, which
+            # is not locked yet and where the user's recipe may lie.
+            with TemporaryDirectory(prefix="distil-recipe-") as folder:
+                path = Path(folder) / f"{config.output.name}.json"
+                replace_json(path, config.model_dump(mode="json"))
+                return start(
+                    Launch(config=path, overrides=[], gpus=how.gpus, hardware=how.hardware)
+                )
+        # In this process: a second run needs no second import of torch.
+        from pretrain.train import train
+
+        quiet()
+        with Training() as progress:
+            outcome = train(config, progress=progress)
+        show(f"{config.output}: {outcome.ended}, step {outcome.step:,} of {outcome.num_steps:,}")
+        if outcome.ended == "interrupted":
+            show("the same command continues")
+            return ExitCode.REQUEUE
+        return ExitCode.DONE

@@ -1,0 +1,104 @@
+"""Test a recipe's stages: text to an exported student in one file, continued, and mistakes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+Distil = Callable[..., Any]
+SHIPPED = Path(__file__).parents[2] / "configs" / "own-encoder.yaml"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the shipped recipe at tiny size; the working directory is empty."""
+    monkeypatch.chdir(tmp_path)
+    values: dict[str, Any] = yaml.safe_load(SHIPPED.read_text(encoding="utf-8"))
+    prepare, teacher, *_ = values["runs"]
+    prepare["sources"][0] |= {"packages": ["python"], "max_megabytes": 0.05}
+    prepare |= {"tokenizer": {"train": {"kind": "wordpiece", "vocab_size": 400}}, "workers": 1}
+    teacher["model"] |= {"hidden_size": 16, "intermediate_size": 32}
+    values["defaults"]["train"] = {"max_steps": 2, "global_batch_size": 4, "precision": "fp32"}
+    return values
+
+
+def write(values: dict[str, Any]) -> str:
+    """Write a recipe; return its name."""
+    Path("recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return "recipe.yaml"
+
+
+def test_text_becomes_an_exported_student_in_one_command(
+    distil: Distil, recipe: dict[str, Any]
+) -> None:
+    out = distil("recipe", write(recipe), "--dry-run").out
+    assert out.count("(new)") == 5 and "steps: known once" in out
+    assert [path.name for path in Path().iterdir()] == ["recipe.yaml"]
+    code, out, err = distil("recipe", "recipe.yaml")
+    assert code == 0, out + err
+    folder = Path("runs/own-encoder")
+    model = AutoModelForMaskedLM.from_pretrained(folder / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "exported")
+    assert model.config.num_hidden_layers == 2
+    assert model(**tokenizer("a text", return_tensors="pt")).logits.shape[-1] == 400
+    figures = json.loads((folder / "figures" / "figures.json").read_bytes())["figures"]
+    assert {"student", "teacher", "guessing"} <= figures.keys()
+
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+    code, out, _ = distil("recipe", "recipe.yaml")
+    assert code == 0 and out.count("(done)") == 5 and out.count("up to date") == 5
+    assert files == {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_what_changed_is_measured_and_compared_again(
+    distil: Distil, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    assert distil("recipe", write(recipe)).code == 0
+    kept = Path("runs/own-encoder/figures/figures.json")
+    before = json.loads(kept.read_bytes())
+    recipe["runs"][3]["rows"] = 3
+    code, out, _ = distil("recipe", write(recipe))
+    assert code == 0 and "figures of 1 model(s) (new)" in out
+    assert json.loads(kept.read_bytes())["inputs"] != before["inputs"]
+    # An export that somebody has edited is not taken for this run's, and is left alone.
+    edited = Path("runs/own-encoder/exported/config.json")
+    edited.write_text(edited.read_text() + " ")
+    code, _, err = distil("recipe", "recipe.yaml")
+    assert code == 2 and "already there" in err and edited.read_text().endswith(" ")
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "message"),
+    [
+        (0, {"stage": "prepar"}, "runs.0: stage 'prepar' is not known; did you mean prepare?"),
+        (0, {"row_lenght": 3}, "unknown key runs.0.row_lenght; did you mean runs.0.row_length?"),
+        (3, {"modles": ["x"]}, "unknown key runs.3.modles; did you mean runs.3.models?"),
+        (4, {"run": "runs/own-encoder/nowhere"}, "run 5 needs run runs/own-encoder/nowhere, which"),
+        (3, {"models": ["runs/own-encoder/exported"]}, "run 5 makes: put that one first"),
+        (2, {"student": {"num_layers": 9}}, "num_layers 9 is more than the teacher's 4"),
+        (
+            1,
+            {"sources": []},
+            "unknown key runs.1.sources: stage train has no sources (prepare has)",
+        ),
+    ],
+)
+def test_a_mistake_in_any_stage_is_answered_before_the_first(
+    distil: Distil, recipe: dict[str, Any], place: int, change: dict[str, Any], message: str
+) -> None:
+    recipe["runs"][place] |= change
+    code, _, err = distil("recipe", write(recipe))
+    assert code == 2 and message in err and len(err.splitlines()) == 1
+    assert not Path("runs").exists()
+
+
+def test_a_missing_text_is_named_before_the_first_stage(
+    distil: Distil, recipe: dict[str, Any]
+) -> None:
+    recipe["runs"][0]["sources"] = [{"kind": "text", "path": "nowhere.txt"}]
+    code, _, err = distil("recipe", write(recipe))
+    assert code == 2 and "nowhere.txt" in err and not Path("runs").exists()
