@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from processes import ROOT, python
+from support.processes import ROOT, python
 
 from data_prep.pipeline.plan import STAGES
 from data_prep.sources import Source
@@ -165,6 +165,40 @@ def test_no_import_goes_round_in_a_circle() -> None:
         modules_found = {n if n in files else n.rpartition(".")[0] for n in found}
         graph[name] = modules_found & files.keys()
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
+
+
+# The folders of `pretrain` from low to high; the files beside them are a run, top to bottom.
+FOLDERS = (
+    *("contracts", "kernels", "checkpoint", "data", "device", "model", "objectives", "tasks"),
+    *("distributed", "bench", "monitor", "export"),
+)
+
+
+def test_the_folders_of_pretrain_import_lower_ones() -> None:
+    graph: dict[str, set[str]] = {name: set() for name in FOLDERS}
+    for file in modules("pretrain"):
+        folder = file.relative_to(ROOT / "pretrain").parts[0]
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = [ast.Pass()]
+        for name in (name for node in ast.walk(tree) for name in imported(node)):
+            package, _, rest = name.partition(".")
+            other = rest.partition(".")[0]
+            if package == "pretrain" and folder in graph and other in graph and other != folder:
+                graph[folder].add(other)
+    assert {path.name for path in (ROOT / "pretrain").iterdir() if path.is_dir()} <= {
+        *FOLDERS,
+        "__pycache__",
+    }
+    upwards = [
+        f"{low} -> {high}"
+        for i, low in enumerate(FOLDERS)
+        for high in FOLDERS[i + 1 :]
+        if high in graph[low]
+    ]
+    # data and objectives know what a task is, and a device's trial agrees among ranks.
+    assert upwards == ["data -> tasks", "device -> distributed", "objectives -> tasks"]
 
 
 def test_only_launch_config_imports_yaml() -> None:

@@ -1,7 +1,7 @@
 """Collect the tests twice, as two workers do: at other times and with other hash seeds."""
 
 import pytest
-from processes import ROOT, python
+from support.processes import ROOT, python
 
 
 def collected(hash_seed: str) -> list[str]:

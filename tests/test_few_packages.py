@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import ROOT, finished, python
+from support.processes import ROOT, finished, python
 
 # Of an image with torch, transformers, accelerate, pyarrow, typer, rich, xxhash and psutil.
 MISSING = ("datasets", "deepspeed", "mwparserfromhell", "py3langid", "rensa", "zstandard", "ray")

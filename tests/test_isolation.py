@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from processes import ROOT, finished
+from support.processes import ROOT, finished
 
 
 def test_a_test_starts_in_an_empty_folder_with_its_own_home() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import ROOT, finished
+from support.processes import ROOT, finished
 
 USER = 65534  # nobody: the kernel's id for unknown users
 SELECTED = (

@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from processes import ROOT, python
+from support.processes import ROOT, python
 
 pytestmark = pytest.mark.slow
 PAPER = "launch shipped:distilbert-base-uncased.yaml"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shard_folders import SPECIAL
+from support.shard_folders import SPECIAL
 
 from data_prep.config import CorpusConfig
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preparing import lines_source
-from reading import real_files
-from shard_folders import SPECIAL, reseal
+from support.preparing import lines_source
+from support.reading import real_files
+from support.shard_folders import SPECIAL, reseal
 from transformers import AutoTokenizer, BertTokenizer
 
 from data_prep.config import CorpusConfig, TrainWordPiece

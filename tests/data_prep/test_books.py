@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from reading import documents, read_all, real_files
+from support.reading import documents, read_all, real_files
 
 from data_prep.sources import Books, Document, Piece, Rejected
 from data_prep.text import language

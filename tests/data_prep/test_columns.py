@@ -4,7 +4,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from processes import python
+from support.processes import python
 
 from data_prep.pipeline.stages.columns import batch, fixed_width
 

@@ -19,8 +19,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from processes import ROOT, python
-from reading import COMPRESS, LIMITS, Quiet, documents, lines_of, read_all, served, wiki_page
+from support.processes import ROOT, python
+from support.reading import (
+    COMPRESS,
+    LIMITS,
+    Quiet,
+    documents,
+    lines_of,
+    read_all,
+    served,
+    wiki_page,
+)
 
 from data_prep import CorpusError
 from data_prep.sources import Jsonl, Mediawiki, Parquet, Piece, Sentences, Text, files

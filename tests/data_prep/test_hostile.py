@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import CASES, Hostile
+from support.hostile import CASES, Hostile
 
 from data_prep.shards import load_manifest, verify
 

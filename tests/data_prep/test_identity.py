@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from preparing import SMALL, contents, records_source, unit_times
-from processes import ROOT, python
-from reading import Quiet, served
-from shard_folders import reseal
+from support.preparing import SMALL, contents, records_source, unit_times
+from support.processes import ROOT, python
+from support.reading import Quiet, served
+from support.shard_folders import reseal
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading import documents, read_all, reasons
+from support.reading import documents, read_all, reasons
 
 from data_prep import CorpusError
 from data_prep.sources import Document, Parquet, WikiExtractor

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import python
+from support.processes import python
 
 from data_prep import CorpusError
 from data_prep.disk.locks import (

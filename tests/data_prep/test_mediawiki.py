@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from reading import LIMITS, documents, read_all, wiki_page
+from support.reading import LIMITS, documents, read_all, wiki_page
 
 from data_prep import CorpusError
 from data_prep.sources import Document, Mediawiki

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shard_folders import make_folder
+from support.shard_folders import make_folder
 
 from data_prep import CorpusError
 from data_prep.shards import Segments, check, open_shards, verify

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from preparing import contents, lines_source, records_source
-from reading import documents, read_all
+from support.preparing import contents, lines_source, records_source
+from support.reading import documents, read_all
 
 from data_prep import CorpusError
 from data_prep.inspect import summary

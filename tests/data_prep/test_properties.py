@@ -11,7 +11,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from shard_folders import make_folder, reseal
+from support.shard_folders import make_folder, reseal
 
 from data_prep.pipeline.packing import fill_rows, pack, split_at_lines, split_tokens
 from data_prep.shards import open_shards, write_shard

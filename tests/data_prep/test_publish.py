@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
 from huggingface_hub import DatasetCard, HfApi, HfFileSystem
 from markdown_it import MarkdownIt
-from preparing import contents, flip_bit
+from support.preparing import contents, flip_bit
 from transformers import AutoTokenizer
 
 from data_prep import CorpusError

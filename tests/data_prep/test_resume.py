@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preparing import SMALL, contents, flip_bit, unit_times
+from support.preparing import SMALL, contents, flip_bit, unit_times
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig

@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from preparing import contents, flip_bit, records_source
-from processes import python
-from shard_folders import make_folder, reseal
+from support.preparing import contents, flip_bit, records_source
+from support.processes import python
+from support.shard_folders import make_folder, reseal
 
 from data_prep import CorpusError
 from data_prep.audit import documents_of_row

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 import xxhash
-from preparing import flip_bit
-from shard_folders import make_folder, reseal
+from support.preparing import flip_bit
+from support.shard_folders import make_folder, reseal
 
 from data_prep import CorpusError
 from data_prep.disk import write_file

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
-from reading import documents
+from support.reading import documents
 
 from data_prep import CorpusError
 from data_prep.sources import PythonDocs, Source

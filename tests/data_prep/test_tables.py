@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from reading import LIMITS, documents, lines_of, read_all, reasons
+from support.reading import LIMITS, documents, lines_of, read_all, reasons
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from reading import COMPRESS, LIMITS, documents, lines_of, read_all, real_files, reasons
+from support.reading import COMPRESS, LIMITS, documents, lines_of, read_all, real_files, reasons
 
 from data_prep.sources import Document, Sentences, Text, WikiExtractor
 from data_prep.sources import text as text_reader

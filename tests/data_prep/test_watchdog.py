@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import ROOT, python
+from support.processes import ROOT, python
 
 from data_prep.pipeline.engines import WorkerDiedError, started
 from data_prep.pipeline.watchdog import FILE, last_seen, watchdog

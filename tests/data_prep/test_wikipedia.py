@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reading import documents, read_all, real_files, wiki_page
+from support.reading import documents, read_all, real_files, wiki_page
 
 from data_prep import CorpusError
 from data_prep.sources import Document, Mediawiki, Rejected

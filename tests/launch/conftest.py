@@ -7,7 +7,7 @@ from string import ascii_lowercase
 from typing import Any
 
 import pytest
-from small_corpora import LETTERS, corpus_values, write
+from support.small_corpora import LETTERS, corpus_values, write
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT, finished
+from support.processes import ROOT, finished
 
 CPU = ROOT / "launch" / "accelerate" / "cpu.yaml"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import assert_refused
-from small_corpora import PAIRS, SPECIAL, three_texts
+from support.processes import assert_refused
+from support.small_corpora import PAIRS, SPECIAL, three_texts
 
 from data_prep.config import CorpusConfig
 from data_prep.messages import one_line

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import assert_refused, file_size_limit, in_a_process
-from small_corpora import LETTERS, corpus_values, write
+from support.processes import assert_refused, file_size_limit, in_a_process
+from support.small_corpora import LETTERS, corpus_values, write
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
-from processes import ROOT, assert_refused, finished, outside_slurm, programs
+from support.processes import ROOT, assert_refused, finished, outside_slurm, programs
 
 from data_prep.disk import lock
 from launch.config import load_config

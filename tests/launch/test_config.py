@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_corpora import write
+from support.small_corpora import write
 
 from data_prep.config import CorpusConfig
 from launch.config import ConfigError, load_config

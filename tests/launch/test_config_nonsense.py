@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from pydantic import BaseModel
-from small_corpora import write
+from support.small_corpora import write
 
 from data_prep.config import CorpusConfig
 from launch.config import ConfigError, load_config

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import assert_refused
-from small_corpora import write
+from support.processes import assert_refused
+from support.small_corpora import write
 
 from data_prep.disk.credentials import masked
 from launch.cli import main

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from processes import file_size_limit, wait_until
 from safetensors.torch import load_file
+from support.processes import file_size_limit, wait_until
 
 from launch.console import keep_going
 from pretrain.monitor.status import read_status

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, finished, in_a_process
+from support.processes import ROOT, finished, in_a_process
 
 from data_prep.shards import load_manifest
 

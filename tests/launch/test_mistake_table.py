@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_corpora import LETTERS, write
+from support.small_corpora import LETTERS, write
 
 # Of each: the file, what the user typed after it, and parts of the answer.
 SAME = "student.architecture=same"

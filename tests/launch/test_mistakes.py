@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import python
+from support.processes import python
 
 from data_prep.shards import load_manifest
 from pretrain.config import RunConfig

@@ -22,8 +22,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from processes import ROOT, in_a_process, wait_until
-from small_corpora import write
+from support.processes import ROOT, in_a_process, wait_until
+from support.small_corpora import write
 
 TIMEOUT = 10  # seconds, of collective operations
 LIMIT = TIMEOUT + 60  # seconds, from the end of a connection to the end of both sides

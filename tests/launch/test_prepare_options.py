@@ -10,8 +10,8 @@ from typing import Any
 
 import datasets
 import pytest
-from processes import ROOT, assert_refused, in_a_process
-from small_corpora import corpus_values, write
+from support.processes import ROOT, assert_refused, in_a_process
+from support.small_corpora import corpus_values, write
 
 from data_prep.shards import load_manifest, open_shards
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from processes import assert_refused, wait_until
+from support.processes import assert_refused, wait_until
 
 Distil = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import wait_until
+from support.processes import wait_until
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 NOBODY = 65534

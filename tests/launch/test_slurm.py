@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import DISTIL, ROOT, finished, in_a_process, outside_slurm, programs
+from support.processes import DISTIL, ROOT, finished, in_a_process, outside_slurm, programs
 
 from data_prep.shards import load_manifest
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import DISTIL, ROOT, outside_slurm, programs, wait_until
+from support.processes import DISTIL, ROOT, outside_slurm, programs, wait_until
 
 from pretrain.monitor.status import read_status
 

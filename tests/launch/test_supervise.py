@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import ROOT, python, wait_until
+from support.processes import ROOT, python, wait_until
 
 from data_prep.disk.locks import this_process
 from launch.torchrun.attempt import Ended, Tail
@@ -32,7 +32,7 @@ from pretrain.monitor.status import read_status, write_status
 
 LIMIT = 60  # seconds for what is promised
 START = 240  # seconds for processes to start on a busy machine
-ENDLESS = (ENTRY, "worker", "1000000")
+ENDLESS = (ENTRY, "support.worker", "1000000")
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 UNDER_WAY = "rank 0 is under way"
 CANARY = "canary-b1946ac92492d234"
@@ -50,7 +50,7 @@ def under_supervision(output: Path, ranks: int, command: list[str], options: Any
     os.environ["WORKER_OUTPUT"] = str(output)
     if temporary := options.pop("temporary", None):
         os.environ["TMPDIR"] = tempfile.tempdir = temporary
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parents[1])])
     os.environ["HF_TOKEN"] = os.environ["AWS_SECRET_ACCESS_KEY"] = CANARY
     argv = [sys.executable, ENTRY, "torch.distributed.run", f"--nproc-per-node={ranks}", SIGNALS]
     values = {"timeout": LIMIT, "grace": LIMIT, "max_restarts": 0, **options}
@@ -286,7 +286,7 @@ def test_a_stopped_loader_worker_ends_the_run_and_is_named(
 
 @pytest.mark.slow
 def test_a_long_evaluation_is_not_taken_for_a_hang(start: Start) -> None:
-    run = start(1, ENTRY, "worker", "30", "evaluate", "0", "20", timeout=4)
+    run = start(1, ENTRY, "support.worker", "30", "evaluate", "0", "20", timeout=4)
     assert run.code(START) == 0
 
 
@@ -308,7 +308,7 @@ def test_an_unreadable_log_is_not_shown_further(tmp_path: Path) -> None:
 
 
 def test_a_crash_is_shown_once_and_the_next_attempt_finishes(start: Start) -> None:
-    run = start(3, ENTRY, "worker", "40", "crash-once", "1", "20", max_restarts=2)
+    run = start(3, ENTRY, "support.worker", "40", "crash-once", "1", "20", max_restarts=2)
     assert run.code(START) == 0
     screen = run.screen
     assert screen.count("Traceback") == 1
@@ -328,7 +328,7 @@ def test_a_crash_is_shown_once_and_the_next_attempt_finishes(start: Start) -> No
 
 @pytest.mark.slow
 def test_three_failures_at_one_step_stop_the_run(start: Start) -> None:
-    run = start(1, ENTRY, "worker", "40", "crash", "0", "5", max_restarts=10)
+    run = start(1, ENTRY, "support.worker", "40", "crash", "0", "5", max_restarts=10)
     assert run.code(START) == 1
     assert "the last 3 attempts all ended at step 5: it would happen again" in run.screen
     logs = sorted(path.name for path in (run.output / "logs/it").iterdir())
@@ -339,7 +339,7 @@ def test_three_failures_at_one_step_stop_the_run(start: Start) -> None:
 def test_a_launch_leaves_nothing_among_temporary_files(start: Start) -> None:
     # A short name, because sockets have their names there.
     with TemporaryDirectory(prefix="t") as folder:
-        run = start(2, ENTRY, "worker", "40", "litter", "0", "5", temporary=folder)
+        run = start(2, ENTRY, "support.worker", "40", "litter", "0", "5", temporary=folder)
         assert run.code(START) == 0
         assert "litter in distil-" in run.screen
         assert os.listdir(folder) == []

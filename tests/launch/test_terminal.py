@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_corpora import three_texts, write
+from support.small_corpora import three_texts, write
 
 from data_prep.publish.card import dataset_card
 from data_prep.shards import load_manifest

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT, python
+from support.processes import ROOT, python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch has libgomp only on Linux")
 

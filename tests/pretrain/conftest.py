@@ -11,9 +11,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no tes
 
 import huggingface_hub
 import pytest
-import runs
 import torch
-from tiny import ROW_LENGTH, SPECIAL, VOCAB_SIZE, VOCABULARY, save_teacher
+from support import runs
+from support.tiny import ROW_LENGTH, SPECIAL, VOCAB_SIZE, VOCABULARY, save_teacher
 from torch import Tensor
 
 from data_prep.config import CorpusConfig

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
 import torch
-from batches import drawn_batch, terms_of
-from results import history, weights
-from tiny import tiny_bert, tiny_distilbert
+from support import rank_work, ranks
+from support.batches import drawn_batch, terms_of
+from support.results import history, weights
+from support.tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 
 from pretrain.config import RunConfig

@@ -12,10 +12,10 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from processes import python
-from runs import RECIPE, refused, start
-from test_precision import Said
-from tiny import VOCABULARY, tiny_bert
+from support.processes import python
+from support.runs import RECIPE, refused, start
+from support.said import Said
+from support.tiny import VOCABULARY, tiny_bert
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 import pretrain

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from operators import Operators
-from tiny import tiny_bert, tiny_distilbert
+from support.operators import Operators
+from support.tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 
 from pretrain.contracts.packing import Packing, block_diagonal_mask, find_documents

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from operators import Operators
+from support.operators import Operators
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

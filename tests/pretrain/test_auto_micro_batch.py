@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from results import recorded
+from support import rank_work, ranks
+from support.results import recorded
 
 from data_prep.shards import open_shards
 from launch.config import ConfigError, load_config

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocated_peak
-from batches import drawn_batch
+from support.allocator import allocated_peak
+from support.batches import drawn_batch
+from support.tiny import tiny_bert, tiny_distilbert
 from test_families import build
-from tiny import tiny_bert, tiny_distilbert
 
 from pretrain import NumericalError, RunError
 from pretrain.bench import baseline, measure

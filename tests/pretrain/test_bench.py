@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tiny import save_teacher
+from support.tiny import save_teacher
 
 from pretrain.model.families import FAMILIES
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import RECIPE, history, start
-from test_precision import Said
-from tiny import save_teacher, tiny_bert
+from support.runs import RECIPE, history, start
+from support.said import Said
+from support.tiny import save_teacher, tiny_bert
 
 from pretrain.export.export import export
 

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
 import torch
-from batches import terms_of
-from head_inputs import projections
-from naive_head import logit_terms, naive_sums
-from results import difference, history, weights
-from tiny import save_teacher, tiny_bert, tiny_distilbert
+from support import rank_work, ranks
+from support.batches import terms_of
+from support.head_inputs import projections
+from support.naive_head import logit_terms, naive_sums
+from support.results import difference, history, weights
+from support.tiny import save_teacher, tiny_bert, tiny_distilbert
 from torch._dynamo.utils import counters
 
 from pretrain import RunError

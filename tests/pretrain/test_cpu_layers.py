@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from batches import terms_of
-from operators import Operators
-from tiny import tiny_bert, tiny_distilbert
+from support.batches import terms_of
+from support.operators import Operators
+from support.tiny import tiny_bert, tiny_distilbert
 from torch import Tensor, nn
 
 from pretrain.bench.baseline import twin

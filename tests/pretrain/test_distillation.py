@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from batches import drawn_batch, mean_coefficients, terms_of
-from tiny import tiny_bert, tiny_distilbert
+from support.batches import drawn_batch, mean_coefficients, terms_of
+from support.tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 

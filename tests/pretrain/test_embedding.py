@@ -18,18 +18,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rank_work
-import ranks
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from results import difference, state, weights
-from runs import RECIPE, case_name, history, refused, start, step_folder
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import load_file, save_file
-from test_precision import Said
-from tiny import ROW_LENGTH, VOCABULARY, as_teacher, save_teacher, tiny_bert
+from support import rank_work, ranks
+from support.results import difference, state, weights
+from support.runs import RECIPE, case_name, history, refused, start, step_folder
+from support.said import Said
+from support.tiny import ROW_LENGTH, VOCABULARY, as_teacher, save_teacher, tiny_bert
 from torch import Tensor
 
 from data_prep.config import CorpusConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import RECIPE, refused, start
+from support.runs import RECIPE, refused, start
 from transformers import AutoModel, AutoTokenizer
 
 from pretrain.encoders import (

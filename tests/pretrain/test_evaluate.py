@@ -12,10 +12,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from runs import history, start
-from test_precision import Said
-from tiny import save_teacher, tiny_bert, tiny_distilbert
-from traps import edit
+from support.runs import history, start
+from support.said import Said
+from support.tiny import save_teacher, tiny_bert, tiny_distilbert
+from support.traps import edit
 
 from data_prep.shards import open_shards
 from pretrain.contracts.packing import block_diagonal_mask, find_documents

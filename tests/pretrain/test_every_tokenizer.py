@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import history, refused, start
+from support.runs import history, refused, start
 from tokenizers import (
     AddedToken,
     Tokenizer,

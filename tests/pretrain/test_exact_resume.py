@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
-from runs import history
+from support import rank_work, ranks
+from support.runs import history
 
 FEW = [1, 10, 11]  # the first epoch ends in step 11
 ALL = list(range(1, 21))

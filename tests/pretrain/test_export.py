@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from runs import history, refused, start, step_folder
-from tiny import save_teacher
+from support.runs import history, refused, start, step_folder
+from support.tiny import save_teacher
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,

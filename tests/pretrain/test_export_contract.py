@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
-from tiny import as_teacher
+from support.tiny import as_teacher
 from transformers import BertConfig, BertForMaskedLM, DistilBertForMaskedLM
 
 from pretrain.config import Student

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from operators import Operators
-from runs import history, refused, start
-from test_precision import Said
-from tiny import VOCAB_SIZE, as_teacher, save_teacher, tiny_bert
+from support.operators import Operators
+from support.runs import history, refused, start
+from support.said import Said
+from support.tiny import VOCAB_SIZE, as_teacher, save_teacher, tiny_bert
 from torch import Tensor
 from transformers import (
     AttentionInterface,

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from allocator import allocated_peak
-from batches import terms_of
+from support.allocator import allocated_peak
+from support.batches import terms_of
 from support.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
-from tiny import tiny_bert, tiny_distilbert
+from support.tiny import tiny_bert, tiny_distilbert
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 

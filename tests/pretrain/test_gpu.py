@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
 import torch
 from accelerate.state import AcceleratorState
-from results import losses, recorded, state
-from tiny import save_teacher, tiny_bert
+from support import rank_work, ranks
+from support.results import losses, recorded, state
+from support.tiny import save_teacher, tiny_bert
 from torch import Tensor, nn
 
 from launch.self_check import checks

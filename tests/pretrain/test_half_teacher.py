@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from batches import drawn_batch, mean_coefficients, terms_of
-from operators import Operators
-from results import state
-from tiny import tiny_bert, tiny_distilbert
+from support.batches import drawn_batch, mean_coefficients, terms_of
+from support.operators import Operators
+from support.results import state
+from support.tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from transformers import BertForMaskedLM, DistilBertForMaskedLM
 

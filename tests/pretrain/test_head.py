@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from batches import terms_of
-from head_inputs import draw, projections
-from naive_head import logit_terms, naive_sums
+from support.batches import terms_of
+from support.head_inputs import draw, projections
+from support.naive_head import logit_terms, naive_sums
 from torch import Tensor
 
 from pretrain.contracts.terms import VocabularyTerm

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_inputs import draw, projections
+from support.head_inputs import draw, projections
 from torch import Tensor
 
 from pretrain import RunError

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
-from runs import history
+from support import rank_work, ranks
+from support.runs import history
 
 from pretrain import checkpoint
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
-from results import difference, history, losses
+from support import rank_work, ranks
+from support.results import difference, history, losses
 
 from data_prep.shards import open_shards
 from pretrain import RunError

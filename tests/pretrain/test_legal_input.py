@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
-from processes import wait_until
-from runs import RECIPE, history, refused, start, step_folder, write_yaml
 from safetensors.torch import load_file
-from tiny import VOCAB_SIZE, as_teacher, save_teacher, tiny_bert
+from support.processes import wait_until
+from support.runs import RECIPE, history, refused, start, step_folder, write_yaml
+from support.tiny import VOCAB_SIZE, as_teacher, save_teacher, tiny_bert
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from data_prep.config import CorpusConfig

@@ -21,11 +21,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from runs import refused
 from safetensors.torch import load_file
-from tiny import tiny_distilbert
-from transformers import AutoConfig
-from traps import (
+from support.runs import refused
+from support.tiny import tiny_distilbert
+from support.traps import (
     array_of_objects,
     code,
     edit,
@@ -34,6 +33,7 @@ from traps import (
     torch_saved,
     yaml_that_applies,
 )
+from transformers import AutoConfig
 
 from data_prep import CorpusError
 from data_prep.shards import Manifest

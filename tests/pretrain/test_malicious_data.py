@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from runs import RECIPE, refused, reseal_checkpoint, start, step_folder, write_yaml
-from traps import (
+from support.runs import RECIPE, refused, reseal_checkpoint, start, step_folder, write_yaml
+from support.traps import (
     Trap,
     array_of_objects,
     code,

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from runs import refused
 from safetensors.torch import load_file
-from tiny import tiny_distilbert
-from traps import edit
+from support.runs import refused
+from support.tiny import tiny_distilbert
+from support.traps import edit
 
 from data_prep import CorpusError
 from data_prep.shards import Manifest, load_manifest

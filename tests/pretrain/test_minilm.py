@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
 import torch
-from batches import drawn_batch
-from results import difference, weights
-from runs import RECIPE, history, refused, start
 from safetensors.torch import load_file
-from test_precision import Said
-from tiny import as_teacher, tiny_bert
+from support import rank_work, ranks
+from support.batches import drawn_batch
+from support.results import difference, weights
+from support.runs import RECIPE, history, refused, start
+from support.said import Said
+from support.tiny import as_teacher, tiny_bert
 from torch import Tensor
 from transformers import AutoModel
 

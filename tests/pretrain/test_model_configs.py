@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import refused
+from support.runs import refused
+from support.tiny import as_teacher, save_teacher
+from support.traps import edit
 from test_families import CLS, build
-from tiny import as_teacher, save_teacher
 from transformers import ModernBertConfig
-from traps import edit
 
 from data_prep.shards import Manifest
 from pretrain.config import Model, Student

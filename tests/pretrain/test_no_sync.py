@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import drawn_batch, terms_of
-from tiny import tiny_bert, tiny_distilbert
+from support.batches import drawn_batch, terms_of
+from support.tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

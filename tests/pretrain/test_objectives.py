@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from runs import RECIPE, history, refused, start
+from support.runs import RECIPE, history, refused, start
 
 from pretrain.contracts.terms import Shape, VocabularyTerm
 from pretrain.objectives.distilbert import DistilBert

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
 import torch
-from results import recorded
+from support import rank_work, ranks
+from support.results import recorded
+from support.said import Said
 
 from pretrain import RunError
 from pretrain.config import RunConfig, with_defaults
 from pretrain.device.precision import choose
-from pretrain.monitor.metrics import Silent
 from pretrain.train import train
 
 Settings = Callable[..., dict[str, Any]]
@@ -31,20 +30,6 @@ CPUS = {
     "ARM": ("processor : 0\nFeatures : fp asimd bf16 sve\n", "fp32"),
     "unreadable": (None, "fp32"),
 }
-
-
-class Said(Silent):
-    """Record the lines of a run."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    @property
-    def precision(self) -> list[str]:
-        return [line for line in self.lines if line.startswith("precision auto: ")]
 
 
 @pytest.fixture

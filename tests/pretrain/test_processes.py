@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
-from tiny import save_teacher, tiny_bert
+from support import rank_work, ranks
+from support.tiny import save_teacher, tiny_bert
 
 from pretrain import RunError, checkpoint
 from pretrain.config import RunConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from sentence_transformers import SentenceTransformer
-from tiny import VOCABULARY
+from support.tiny import VOCABULARY
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).parents[2]

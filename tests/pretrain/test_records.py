@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import RECIPE, start
+from support.runs import RECIPE, start
 
 from pretrain.evaluate import evaluate_folder
 from pretrain.monitor.figures import Figure, share

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import RECIPE, case_name, refused, reseal_checkpoint, start, step_folder
 from safetensors.torch import load_file, save_file
-from tiny import save_teacher, tiny_bert, tiny_distilbert
+from support.runs import RECIPE, case_name, refused, reseal_checkpoint, start, step_folder
+from support.tiny import save_teacher, tiny_bert, tiny_distilbert
+from support.traps import edit
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
@@ -29,7 +30,6 @@ from transformers import (
     BertForMaskedLM,
     DistilBertForMaskedLM,
 )
-from traps import edit
 
 import pretrain.train
 from data_prep import CorpusError

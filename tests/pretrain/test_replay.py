@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import history, refused, start, step_folder
+from support.runs import history, refused, start, step_folder
+from support.traps import edit
 from torch import Tensor
-from traps import edit
 
 from data_prep import CorpusError
 from data_prep.shards import open_shards

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from results import state
-from runs import history, refused, reseal_checkpoint, start, step_folder
 from safetensors.torch import load_file
+from support.results import state
+from support.runs import history, refused, reseal_checkpoint, start, step_folder
 
 from pretrain.config import Optimizer
 from pretrain.export.card import model_card

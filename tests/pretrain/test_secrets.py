@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from runs import write_yaml
-from tiny import save_teacher, tiny_distilbert
+from support.runs import write_yaml
+from support.tiny import save_teacher, tiny_distilbert
 
 from pretrain.export.export import export
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from runs import history
+from support.runs import history
+from support.tiny import save_teacher
 from test_families import build
-from tiny import save_teacher
 from transformers import AutoModel
 
 from launch.config import load_config

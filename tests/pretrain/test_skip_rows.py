@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import terms_of
 from numpy.typing import NDArray
-from tiny import tiny_bert, tiny_distilbert
+from support.batches import terms_of
+from support.tiny import tiny_bert, tiny_distilbert
 from torch import Tensor
 
 from data_prep.shards import ShardSet, open_shards

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import RECIPE, write_yaml
+from support.runs import RECIPE, write_yaml
 
 import pretrain.train
 from data_prep import CorpusError

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from runs import history, refused, start
 from safetensors.torch import load_file
-from test_precision import Said
-from tiny import as_teacher, save_teacher, tiny_bert
+from support.runs import history, refused, start
+from support.said import Said
+from support.tiny import as_teacher, save_teacher, tiny_bert
+from support.traps import edit
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -25,7 +26,6 @@ from transformers import (
     BertModel,
     DistilBertForMaskedLM,
 )
-from traps import edit
 
 from data_prep.shards import Manifest
 from data_prep.shards.manifest import SpecialIds, TokenizerRecord, vocabulary_sha256

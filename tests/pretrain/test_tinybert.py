@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
 import torch
-from batches import drawn_batch, mean_coefficients
-from results import difference, weights
-from runs import RECIPE, history, refused, start, step_folder
 from safetensors.torch import load_file
+from support import rank_work, ranks
+from support.batches import drawn_batch, mean_coefficients
+from support.results import difference, weights
+from support.runs import RECIPE, history, refused, start, step_folder
+from support.tiny import as_teacher, save_teacher, tiny_bert
 from test_families import build
 from test_shipped_runs import CONFIGS, SPECIAL
-from tiny import as_teacher, save_teacher, tiny_bert
 from torch import Tensor, nn
 from transformers import AutoModel, BertConfig
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from runs import refused, reseal_checkpoint, start, step_folder
-from tiny import tiny_distilbert
+from support.runs import refused, reseal_checkpoint, start, step_folder
+from support.tiny import tiny_distilbert
+from support.traps import edit
 from transformers import AutoTokenizer, DistilBertForMaskedLM
-from traps import edit
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import ROOT
 from safetensors.torch import load_file
+from support.processes import ROOT
 
 STEPS = 20
 

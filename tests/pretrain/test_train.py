@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_work
-import ranks
 import torch
-from results import difference, history, weights
-from runs import start as run
-from runs import step_folder, write_yaml
-from tiny import tiny_distilbert
+from support import rank_work, ranks
+from support.results import difference, history, weights
+from support.runs import start as run
+from support.runs import step_folder, write_yaml
+from support.tiny import tiny_distilbert
 from transformers import BertForMaskedLM
 
 from launch.console import Training

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import use_export
 from safetensors.torch import load_file
+from support import use_export
+from support.tiny import as_teacher
 from test_families import CONFIGS, SPREAD, build
-from tiny import as_teacher
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import RobertaProcessing
 from tokenizers.trainers import BpeTrainer

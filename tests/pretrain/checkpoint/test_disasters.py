@@ -43,10 +43,10 @@ def disasters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disasters]:
             shared = every == SOME and kind in TOGETHER
             kinds = TOGETHER if shared else (kind,)
             prefix = ("unshare", "--mount") if kind == "full disks" else ()
-            program = Path(__file__).with_name("disasters.py")
+            program = ROOT / "tests" / "support" / "disasters.py"
             result = subprocess.run(
                 [*prefix, sys.executable, program, folder, str(every), *kinds],
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))},
                 capture_output=True,
                 text=True,
                 timeout=300,

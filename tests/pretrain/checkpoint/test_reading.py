@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_run
 import torch
-from runs import reseal_checkpoint
+from support import tiny_run
+from support.runs import reseal_checkpoint
 from torch import Tensor
 
 from pretrain import RunError, checkpoint

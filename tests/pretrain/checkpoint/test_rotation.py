@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_run
+from support import tiny_run
 
 from pretrain import checkpoint
 

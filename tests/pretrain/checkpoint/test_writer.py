@@ -7,12 +7,12 @@ import threading
 from pathlib import Path
 
 import pytest
-import tiny_run
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import tiny_bert
-from tiny_run import same
+from support import tiny_run
+from support.tiny import tiny_bert
+from support.tiny_run import same
 from transformers import (
     AutoModelForMaskedLM,
     DistilBertConfig,

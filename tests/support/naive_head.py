@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from batches import terms_of
+from support.batches import terms_of
 from torch import Tensor
 
 from pretrain.contracts.terms import VocabularyTerm

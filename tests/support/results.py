@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import runs
-from runs import step_folder
 from safetensors.torch import load_file
+from support import runs
+from support.runs import step_folder
 from torch import Tensor
 
 

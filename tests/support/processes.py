@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DISTIL = f'#!/bin/bash\nexec {sys.executable} -m launch "$@"\n'  # a script for `programs`
 
 

@@ -24,7 +24,9 @@ LIMIT = 600.0  # seconds: only a deadlock reaches it
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before the server starts, which may import deepspeed
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["pretrain.train", "pretrain.config", "ranks", "rank_work"])
+_FORKS.set_forkserver_preload(
+    ["pretrain.train", "pretrain.config", "support.ranks", "support.rank_work"]
+)
 
 
 def start(

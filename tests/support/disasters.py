@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import tiny_run
+from support import tiny_run
 
 import data_prep.disk.atomic
 import pretrain.checkpoint
