@@ -17,8 +17,9 @@ from torch import nn
 
 from data_prep.shards import check, open_shards
 from pretrain.checkpoint import Saved
+from pretrain.contracts.terms import TeacherLabels
 from pretrain.device.gpu import check_kernels
-from pretrain.model.distillation import Distillation, TeacherLabels
+from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM
 from pretrain.model.loading import check_row_length, load_model
 from pretrain.model.model_files import read_model

@@ -174,6 +174,14 @@ FOLDERS = (
 )
 
 
+def test_no_test_imports_another_one() -> None:
+    tests = {file.stem for file in modules("tests") if file.stem.startswith(("test_", "conftest"))}
+    for file, name in imports("tests"):
+        assert name.partition(".")[0] not in tests, f"{file}: {name}"
+    helpers = [f for f in modules("tests") if not f.stem.startswith(("test_", "conftest"))]
+    assert {file.parent.name for file in helpers} == {"support", "toy"}
+
+
 def test_the_folders_of_pretrain_import_lower_ones() -> None:
     graph: dict[str, set[str]] = {name: set() for name in FOLDERS}
     for file in modules("pretrain"):

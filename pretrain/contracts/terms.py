@@ -103,3 +103,5 @@ class SignalTerm(NamedTuple):
 
 
 Term = VocabularyTerm | SignalTerm
+# Makes labels of the teacher's output on a batch, by name: its sentence vectors, for instance.
+TeacherLabels = Callable[[Encoded, "Batch"], Mapping[str, "Tensor"]]

@@ -6,7 +6,7 @@ D width, T terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,7 @@ from pretrain.contracts.terms import (
     Encoded,
     Signal,
     SignalTerm,
+    TeacherLabels,
     Term,
     VocabularyTerm,
 )
@@ -25,8 +26,6 @@ from pretrain.kernels.compilation import compile_static
 from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, vocabulary_losses
 from pretrain.model.families import MaskedLM, encode, family_of, walk
-
-TeacherLabels = Callable[[Encoded, Batch], Mapping[str, Tensor]]  # see `pretrain.tasks.task`
 
 
 class Distillation(nn.Module):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from data_prep.keys import Keys
-from pretrain.contracts.terms import Encoded, Shape, Term
+from pretrain.contracts.terms import Shape, TeacherLabels, Term
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from pretrain.contracts.batch import Batch, Rows
     from pretrain.model.teacher import Teacher
     from pretrain.objectives.objective import Objective
-
-
-# Labels that the teacher gives in the step, from its output on a batch.
-TeacherLabels = Callable[[Encoded, "Batch"], Mapping[str, "Tensor"]]
 
 
 class Use(NamedTuple):

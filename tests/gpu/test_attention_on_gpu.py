@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention_kernels import attended, compare, inputs, relative
+from support.attention import attended, compare, inputs, relative
 
 from pretrain.kernels.attention.dispatch import flash, masked, memory_efficient, usable
 

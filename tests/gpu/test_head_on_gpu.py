@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_head_triton import (
+from support.head_kernels import (
     DTYPES,
     ON_GPU,
     SIZES,

@@ -5,6 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.attention import (
+    BOUNDS,
+    LONGEST,
+    SCALE,
+    attended,
+    bounds,
+    compare,
+    inputs,
+    naive,
+    relative,
+    with_gradients,
+)
 from support.operators import Operators
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,73 +27,6 @@ from pretrain.kernels.attention import cpu, efficient
 from pretrain.kernels.attention.dispatch import by_document, flash, masked, memory_efficient, usable
 from pretrain.kernels.cpu_layers import draw, drop_levels
 from pretrain.tasks.mlm.examples import masked_batch
-
-BOUNDS = [0, 7, 8, 13, 24, 24, 48, 48, 48]  # in two rows of 24; some of no length
-LONGEST = 24
-SCALE = 0.4
-
-
-def inputs(*, heads: int = 3, width: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Draw query, key, value and the output's gradient: [B, H, L, D] views of [B, L, H, D]."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(2, 24, heads, width, generator=generator) for _ in range(4)]
-    q, k, v, grad = (t.to(dtype) for t in drawn)
-    return [*(t.transpose(1, 2).requires_grad_() for t in (q, k, v)), grad]
-
-
-def bounds(device: torch.device | str = "cpu") -> Tensor:
-    return torch.tensor(BOUNDS, dtype=torch.int32, device=device)
-
-
-def attended(
-    tensors: list[Tensor], dropout: float = 0.0, attend: Any = by_document, window: Any = None
-) -> list[Tensor]:
-    """Return the output of a kernel and its gradients."""
-    output = attend(*tensors[:3], bounds(tensors[0].device), LONGEST, dropout, SCALE, window)
-    return with_gradients(output, tensors)
-
-
-def with_gradients(output: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return the output [B, L, H, D] and the gradients of query, key and value."""
-    *leaves, grad = tensors
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
-
-
-def naive(
-    tensors: list[Tensor],
-    kept: list[Tensor] | None = None,
-    keep: float = 1.0,
-    window: int | None = None,
-) -> Tensor:
-    """Compute each document by the formula; `kept` [H, n, n] of each."""
-    q, k, v = (t.transpose(1, 2).flatten(0, 1).transpose(0, 1) for t in tensors[:3])  # [H, N, D]
-    outputs = []
-    spans = [(a, b) for a, b in pairwise(BOUNDS) if b > a]
-    for number, (a, b) in enumerate(spans):
-        scores = q[:, a:b] @ k[:, a:b].transpose(1, 2) * SCALE
-        if window is not None:
-            far = [[abs(i - j) > window for j in range(b - a)] for i in range(b - a)]
-            scores = scores.masked_fill(torch.tensor(far), -torch.inf)
-        weights = scores.softmax(-1)
-        if kept is not None:
-            weights = weights * kept[number] / keep
-        outputs.append(weights @ v[:, a:b])
-    return torch.cat(outputs, dim=1).transpose(0, 1).unflatten(0, (2, 24))
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
-
-
-def compare(
-    found: list[Tensor], tensors: list[Tensor], bound: float, *dropped: Any, window: Any = None
-) -> None:
-    """Compare an output and its gradients with `naive` in fp64."""
-    exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
-    expected = with_gradients(naive(exact, *dropped, window=window), exact)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert relative(ours.cpu(), theirs) < bound
-
 
 PRECISIONS = pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]

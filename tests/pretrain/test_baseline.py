@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.allocator import allocated_peak
 from support.batches import drawn_batch
+from support.families import build
 from support.tiny import tiny_bert, tiny_distilbert
-from test_families import build
 
 from pretrain import NumericalError, RunError
 from pretrain.bench import baseline, measure

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.families import CONFIGS, build, every_family
 from support.runs import RECIPE, edit_state, history, refused, start, step_folder
 from support.said import Said
 from support.tiny import save_teacher
-from test_families import CONFIGS, build, every_family
 from torch import Tensor
 
 from data_prep.shards import Manifest

@@ -7,7 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from support.masks import (
+    CLS,
+    MASK,
+    PAD,
+    SEP,
+    SPECIAL,
+    UNIFORM,
+    UNK,
+    Ids,
+    V,
+    mask,
+    ordinary,
+    selected,
+)
 
 from data_prep.shards import Manifest, open_shards
 from pretrain.config import MaskingConfig
@@ -16,12 +29,6 @@ from pretrain.data.hashing import derive, root
 from pretrain.tasks.mlm.examples import build_masking
 from pretrain.tasks.mlm.masking import _EXPONENTIAL, Masked, Masking, first_slots, quick_slots
 
-Ids = NDArray[np.int64]
-
-PAD, UNK, CLS, SEP, MASK = range(5)
-SPECIAL = (PAD, UNK, CLS, SEP, MASK)
-V = 200
-UNIFORM = Masking(probability=0.15, special_ids=SPECIAL, mask_id=MASK, vocab_size=V, seed=17)
 # count**0.7 for words that occur `100 * id` times.
 SMOOTHED = replace(UNIFORM, smoothing=(10 * (100.0 * np.arange(V)) ** 0.7 + 1).astype(np.int64))
 # As `prepare` scales it: up to 2**25 - 1, so that draws take 51 bits.
@@ -34,27 +41,6 @@ NAMES = ["uniform", "smoothed", "smoothed as prepared", "evaluation"]
 
 
 @pytest.fixture(scope="module")
-def ids() -> Ids:
-    """Return 512 rows of 512: documents of 3 to 200 tokens, some [UNK] and [MASK], padding."""
-    draw = np.random.default_rng(0)
-    rows = draw.integers(len(SPECIAL), V, (512, 512))
-    for row in rows:
-        end = int(draw.integers(300, 513))
-        start = 0
-        while start < end:
-            stop = min(end, start + int(draw.integers(3, 200)))
-            row[start], row[stop - 1] = CLS, SEP
-            start = stop
-        row[end:] = PAD
-        row[draw.integers(0, end, 3)] = (UNK, UNK, MASK)
-    return rows
-
-
-def mask(ids: Ids, masking: Masking = UNIFORM, epoch: int = 0) -> Masked:
-    return masking(ids, np.full(len(ids), epoch), np.arange(len(ids)))
-
-
-@pytest.fixture(scope="module")
 def masked(ids: Ids) -> Masked:
     return mask(ids)
 
@@ -62,17 +48,6 @@ def masked(ids: Ids) -> Masked:
 def deviations(count: int, trials: int, probability: float) -> float:
     """Return the distance of a count from its expectation in binomial standard deviations."""
     return (count - trials * probability) / np.sqrt(trials * probability * (1 - probability))
-
-
-def ordinary(ids: Ids) -> NDArray[np.bool_]:
-    return ids >= len(SPECIAL)
-
-
-def selected(result: Masked, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Return a mask [B, L] of the predicted positions."""
-    flags = np.zeros(shape, bool)
-    np.put_along_axis(flags, result.positions, result.labels != IGNORE, axis=1)
-    return flags
 
 
 def test_fifteen_percent_of_every_rows_ordinary_tokens(ids: Ids, masked: Masked) -> None:

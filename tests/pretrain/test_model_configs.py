@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.families import CLS, build
 from support.runs import refused
 from support.tiny import as_teacher, save_teacher
 from support.traps import edit
-from test_families import CLS, build
 from transformers import ModernBertConfig
 
 from data_prep.shards import Manifest

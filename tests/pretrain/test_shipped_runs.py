@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from support.families import build
 from support.runs import history
+from support.shipped import CONFIGS, SPECIAL
 from support.tiny import save_teacher
-from test_families import build
 from transformers import AutoModel
 
 from launch.config import load_config
@@ -16,8 +17,6 @@ from pretrain.model.loading import load_model
 from pretrain.model.model_files import student_of
 from pretrain.train import train
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 NARROW = "{architecture: same, init: random, num_layers: 2, hidden_size: 16, "
 NARROW += "num_attention_heads: 2, intermediate_size: 32}"
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from support import rank_work, ranks
 from support.batches import drawn_batch, mean_coefficients
+from support.families import build
 from support.results import difference, weights
 from support.runs import RECIPE, history, refused, start, step_folder
+from support.shipped import CONFIGS, SPECIAL
 from support.tiny import as_teacher, save_teacher, tiny_bert
-from test_families import build
-from test_shipped_runs import CONFIGS, SPECIAL
 from torch import Tensor, nn
 from transformers import AutoModel, BertConfig
 

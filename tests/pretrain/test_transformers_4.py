@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import use_export
+from support.families import CONFIGS, SPREAD, build
 from support.tiny import as_teacher
-from test_families import CONFIGS, SPREAD, build
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import RobertaProcessing
 from tokenizers.trainers import BpeTrainer

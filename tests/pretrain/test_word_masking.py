@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from support.masks import CLS, MASK, PAD, SEP, SPECIAL, UNIFORM, V, mask, ordinary, selected
 from support.runs import RECIPE, edit_state, history, refused, start, step_folder
 from support.said import Said
-from test_masking import CLS, MASK, PAD, SEP, SPECIAL, UNIFORM, V, mask, ordinary, selected
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
 

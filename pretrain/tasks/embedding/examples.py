@@ -17,7 +17,7 @@ from data_prep.shards import Manifest, Segments, ShardSet, open_shards
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import Batch, Rows, packed_batch
-from pretrain.contracts.terms import Encoded, Shape
+from pretrain.contracts.terms import Encoded, Shape, TeacherLabels
 from pretrain.device.precision import PRECISIONS
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder
@@ -33,7 +33,7 @@ from pretrain.tasks.embedding.vectors import (
     write_vectors,
 )
 from pretrain.tasks.mlm.masking import Masking
-from pretrain.tasks.task import Examples, TeacherLabels
+from pretrain.tasks.task import Examples
 
 
 class WholeDocuments(Examples):

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pretrain.contracts.terms import Term
+from pretrain.contracts.terms import TeacherLabels, Term
 from pretrain.objectives.objective import Objective
-from pretrain.tasks.task import Examples, Measure, Task, TeacherLabels, Use, own_terms
+from pretrain.tasks.task import Examples, Measure, Task, Use, own_terms
 
 if TYPE_CHECKING:
     from torch import Tensor
