@@ -26,6 +26,22 @@ SILENT = {
     tokenize.ENDMARKER,
 }
 
+# The files that a person opens to follow one thing, in the order of docs/ARCHITECTURE.md.
+WALKS = {
+    "a row": (
+        *("pretrain/train.py", "pretrain/data/rows.py", "pretrain/tasks/mlm/examples.py"),
+        *("pretrain/step.py", "pretrain/distributed/parallel.py", "pretrain/contracts/batch.py"),
+        *("pretrain/model/distillation.py", "pretrain/model/families/walk.py"),
+        *("pretrain/objectives/distilbert.py", "pretrain/objectives/vocabulary_terms.py"),
+    ),
+    "a key": ("pretrain/config.py", "launch/config.py"),
+    "MiniLM": ("pretrain/objectives/minilm.py", "pretrain/contracts/terms.py"),
+    "an export": (
+        *("launch/commands/export.py", "pretrain/export/export.py", "pretrain/export/card.py"),
+        "pretrain/tasks/task.py",
+    ),
+}
+
 
 def code_lines(text: str) -> int:
     """Return the number of lines that hold code."""
@@ -65,6 +81,9 @@ def main() -> None:
     commands = [f for f in (ROOT / "launch" / "commands").glob("*.py") if f.stem != "__init__"]
     print(f"{'commands':12}{len(commands):8}")
     print(f"{'config keys':12}{num_keys(RunConfig) + num_keys(CorpusConfig):8}")
+    for walk, names in WALKS.items():
+        assert all((ROOT / name).is_file() for name in names), walk
+        print(f"{walk:12}{len(names):8} files")
 
 
 if __name__ == "__main__":
