@@ -18,7 +18,13 @@ from pretrain.objectives.known import with_objective
 
 _SHOWN, _LONGEST = 60, 300  # characters of what was given, and of a sentence
 # What a section most often means where a single value was given for it.
-_SHORT = {"objective": "name", "model": "init", "student": "init", "masking": "mode"}
+_SHORT = {
+    "objective": "name",
+    "model": "init",
+    "student": "init",
+    "masking": "mode",
+    "task": "name",
+}
 # A config that a run has saved has all of them, with all keys, of which nobody wrote most.
 _SECTIONS = {"student", "objective", "masking", "optimizer", "train", "evaluation", "checkpoint"}
 _COMMANDS: dict[type[BaseModel], str] = {

@@ -152,7 +152,7 @@ def plan(config: RunConfig, made: Mapping[Path, Sizes | None], *, needs_shards: 
     lines = [f"{name}: {sizes}" for name, sizes in both.items() if sizes]
     if config.teacher is not None and teacher is None:
         lines.insert(0, f"teacher: {config.teacher}, whose sizes are read when it is loaded")
-    if not needs_shards and not config.shards.exists():
+    if not needs_shards and not (config.shards / "manifest.json").exists():
         lines.append(f"steps: known once {config.shards} exists")
         return Plan(student, tuple(lines))
     manifest = load_manifest(config.shards)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.exit_codes import ExitCode
 
-_EARLY = b"stopped before training had begun; the same command starts it\n"
+_EARLY = "stopped before training had begun; the same command starts it"
 
 
 class Interrupted(BaseException):
@@ -52,14 +52,14 @@ class Signals(list[int]):
 
 
 @contextmanager
-def end_on_signal() -> Iterator[None]:
-    """End this process with 75 when a signal arrives while libraries and configs are read.
+def end_on_signal(text: str = _EARLY) -> Iterator[None]:
+    """End this process with 75 when a signal arrives, for instance while configs are read.
 
     It raises no exception, because an import in progress may swallow one.
     """
 
     def end(number: int, frame: object) -> None:
-        _say_early()
+        _say(text)
         os._exit(ExitCode.REQUEUE)
 
     with _handled_by(end):
@@ -78,7 +78,7 @@ def stop_on_signal() -> Iterator[Signals]:
     def note(number: int, frame: object) -> None:
         received.append(number)
         if not received.saves:
-            _say_early()
+            _say(_EARLY)
             # The thread of `patiently`, which may wait for a slow disk.
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 os._exit(ExitCode.REQUEUE)
@@ -111,6 +111,6 @@ def _handled_by(handler: Callable[[int, object], None]) -> Iterator[None]:
             signal.signal(number, previous)
 
 
-def _say_early() -> None:
+def _say(text: str) -> None:
     with suppress(OSError):
-        os.write(2, _EARLY)
+        os.write(2, text.encode() + b"\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from data_prep import CorpusError
-from data_prep.config import TrainTokenizer, VocabularyTokenizer
+from data_prep.config import CorpusConfig, TrainTokenizer, VocabularyTokenizer
 from data_prep.disk.json_files import read_regular, write_json
 from data_prep.messages import one_line
 from data_prep.pipeline.code import Code, installed
@@ -125,6 +125,27 @@ def _compare_code(here: Code, folder: Path, manifest: Manifest, accept: bool) ->
     )
 
 
+def check_folders(config: CorpusConfig) -> None:
+    """Refuse outputs that hold what is not ours; CorpusError names it."""
+    output = config.output
+    folders = [output, *(config.folder(length) for length in config.row_lengths)]
+    lengths = {folder.name for folder in folders if folder != output}
+    if lengths and (output / MANIFEST).exists():
+        raise CorpusError(f"{output}: holds shards of one row length: use another `output`")
+    # Shards without a manifest are an interrupted run's if its work folder is there, too.
+    begun = (output / ".work").exists() or any((folder / MANIFEST).exists() for folder in folders)
+    for folder in dict.fromkeys(folders):
+        for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+            ours = OURS.fullmatch(name) or (folder == output and name in lengths)
+            # Hidden files, and the YAML that names the output, may stand in it.
+            of_the_user = name.startswith(".") or name.endswith((".yaml", ".yml"))
+            if not (begun and ours) and not of_the_user:
+                raise CorpusError(
+                    f"{folder}: holds {name}, no part of an unfinished corpus: use an empty or a "
+                    "new folder"
+                )
+
+
 def open_work(plan: Plan) -> None:
     """Make the work folder; CorpusError if the output holds what is read, or what is not ours."""
     config, output = plan.config, plan.config.output
@@ -138,20 +159,5 @@ def open_work(plan: Plan) -> None:
     for file in sorted(read):
         if os.path.exists(file) and Path(os.path.realpath(file)).is_relative_to(inside):
             raise CorpusError(f"{output}: holds {file}, which is read: use another `output`")
-    folders = [output, *(config.folder(length) for length in config.row_lengths)]
-    lengths = {folder.name for folder in folders if folder != output}
-    if lengths and (output / MANIFEST).exists():
-        raise CorpusError(f"{output}: holds shards of one row length: use another `output`")
-    # Shards without a manifest are an interrupted run's if its work folder is there, too.
-    begun = plan.work.exists() or any((folder / MANIFEST).exists() for folder in folders)
-    for folder in dict.fromkeys(folders):
-        for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
-            ours = OURS.fullmatch(name) or (folder == output and name in lengths)
-            # Hidden files, and the YAML that names the output, may stand in it.
-            of_the_user = name.startswith(".") or name.endswith((".yaml", ".yml"))
-            if not (begun and ours) and not of_the_user:
-                raise CorpusError(
-                    f"{folder}: holds {name}, no part of an unfinished corpus: use an empty or a "
-                    "new folder"
-                )
+    check_folders(config)
     plan.work.mkdir(parents=True, exist_ok=True)

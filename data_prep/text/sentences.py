@@ -9,7 +9,8 @@ from data_prep.text.cleaning import clean
 
 SHORTEST, LONGEST = 20, 300  # characters of a sentence; shorter and longer pieces are left out
 _ENDS = (".", "!", "?", "。", "！", "？", "।", "؟")  # noqa: RUF001
-# A sentence ends before a space and a capital letter, and where Chinese, Japanese and Hindi end it.
+# A sentence ends before a space and a capital letter A-Z or of Russian's alphabet, and where
+# Chinese, Japanese and Hindi end it. Other capitals, opening quotes and marks do not begin one.
 _BORDER = re.compile(r"(?<=[.!?]) +(?=[A-Z\u0410-\u042f])|(?<=[。！？।؟]) *")  # noqa: RUF001
 
 

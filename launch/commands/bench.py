@@ -59,8 +59,9 @@ def bench(
         ),
     ] = False,
     minutes: Annotated[
-        float, typer.Option(help="After these --self-check starts nothing more.", min=0)
-    ] = 8.0,
+        float | None,
+        typer.Option(help="After these --self-check times no further config; by default 8.", min=0),
+    ] = None,
     documents: Annotated[
         bool, typer.Option("--documents", help="Also compare packed rows with padded documents.")
     ] = False,
@@ -87,9 +88,14 @@ def bench(
     from pretrain import RunError
     from pretrain.config import RunConfig
 
+    given = (config, *(overrides or ()), synthetic, micro_batch, precision, kl, json_file)
     if self_check:
-        check_itself(minutes, record)
+        if any((*given, documents, compiled)) or (layers, width, row_length) != (12, 768, 512):
+            raise RunError("--self-check: takes --minutes and --record alone; leave out the others")
+        check_itself(8.0 if minutes is None else minutes, record)
         return
+    if minutes is not None:
+        raise RunError("--minutes: is for --self-check")
     sizes = layers, width, row_length
     if config is not None and not synthetic and sizes != (12, 768, 512):
         raise RunError(
@@ -109,8 +115,8 @@ def bench(
     check_kernels(device)
     if config is not None:
         show(config_line(config))
-    given = (precision, kl, micro_batch)
-    asked = table.choose(settings, device, *given, repeats, documents, compiled)
+    asked_for = (precision, kl, micro_batch)
+    asked = table.choose(settings, device, *asked_for, repeats, documents, compiled)
     if settings is None or synthetic:
         subject = table.synthetic(settings, *sizes, device, asked)
     else:

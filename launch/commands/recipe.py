@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,13 @@ def recipe(
     hardware: Annotated[
         str | None, typer.Option(help=f"One of {PRESET_NAMES}.", metavar="NAME")
     ] = None,
+    accept_code: Annotated[
+        bool,
+        typer.Option(
+            "--accept-code",
+            help="Keep finished shards that other code of the same behaviour made, and record it.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs, start none.")] = False,
 ) -> None:
     """Make the stages of a recipe in their order; the same command continues where it was.
@@ -40,7 +48,10 @@ def recipe(
         from launch.stages.table import check_order, stage_of
         from pretrain.plan import Sizes
 
-        entries, how = load_config(Recipe, config, overrides or []).runs, How(gpus, hardware)
+        entries, how = (
+            load_config(Recipe, config, overrides or []).runs,
+            How(gpus, hardware, accept_code),
+        )
         stages = [stage_of(entry) for entry in entries]
         # A mistake in the last stage is answered before the first one works for days. Its inputs
         # may be outputs of earlier stages.
@@ -60,5 +71,8 @@ def recipe(
         if dry_run:
             show(*lines[number - 1])
             continue
-        if (code := stage.run(how)) != ExitCode.DONE:
+        # Training saves at a signal; other stages continue after the last file that they wrote.
+        with nullcontext() if stage.saves else end_on_signal("stopped; the same command continues"):
+            code = stage.run(how)
+        if code != ExitCode.DONE:
             raise typer.Exit(code)

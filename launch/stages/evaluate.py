@@ -14,6 +14,7 @@ from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import EvaluateKeys
 from launch.stages.stage import How, Made, Stage, State, real
+from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.plan import Sizes
@@ -54,10 +55,13 @@ class Evaluate(Stage):
         return {**models, **teacher, "data": str(config.data)}
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
-        """Check that data and models are there or will be."""
-        for name in self.config.models:
-            if real(name) not in made and not dry_run:
-                check_model(Path(name))
+        """Check that data and models are there or will be, and where the figures go."""
+        self._check_output()
+        there = [name for name in self.config.models if real(name) not in made]
+        if self.config.teacher is None:
+            teacher_of_runs([name for name in there if Path(name).is_dir()])
+        for name in there:
+            check_model(Path(name))
         if self.config.teacher is not None and real(self.config.teacher) not in made:
             check_source("teacher", self.config.teacher)
         if not dry_run and real(self.config.data) not in made and not self.config.data.is_file():
@@ -90,6 +94,28 @@ class Evaluate(Stage):
         replace_json(config.output / FIGURES, {"inputs": identity, "figures": values})
         return ExitCode.DONE
 
+    def _check_output(self) -> None:
+        """Refuse a place that holds something else, or that is read."""
+        output = self.config.output
+        if output.exists() and not output.is_dir():
+            raise RunError(f"output {output} is not a folder; set another `output:`")
+        for key, name in self.reads().items():
+            if real(output).is_relative_to(real(name)) and real(name) != real("."):
+                raise RunError(f"output {output} lies in {key} {name}; set another `output:`")
+        held = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+        foreign = [name for name in held if name != FIGURES]
+        if FIGURES in held:
+            try:
+                ours = {"inputs", "figures"} <= json.loads((output / FIGURES).read_bytes()).keys()
+            except (ValueError, AttributeError):
+                ours = False
+            foreign += [FIGURES] * (not ours)
+        if foreign:
+            raise RunError(
+                f"output {output} holds {foreign[0]}, which no evaluation has written; set "
+                "another `output:`, a new or an empty folder"
+            )
+
     def _kept(self) -> dict[str, Any] | None:
         """Return what an earlier call has kept, if its inputs were these."""
         try:
@@ -106,11 +132,11 @@ class Evaluate(Stage):
             OSError, CorpusError: an input is not there.
         """
         config, data = self.config, self.config.data
-        teacher = config.teacher
+        teacher = config.teacher or teacher_of_runs(config.models)[0]
         models = [_digest(name) for name in config.models]
         return {
             "data": hash_file(data)[0] if data.is_file() else load_manifest(data).digest,
-            "models": None if None in models else models,
+            "models": None if None in models else dict(zip(config.models, models, strict=True)),
             "teacher": "" if teacher is None else _digest(teacher),
             "rows": config.rows or 0,
             "same_vocabulary": config.same_vocabulary,

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from data_prep.disk import hash_file
+from data_prep.disk.json_files import canonical_sha256
 from data_prep.messages import warn
 from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import ExportKeys
 from launch.stages.stage import How, Made, Stage, State, real
+from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.export.arguments import check_target
 from pretrain.plan import Sizes
@@ -28,27 +35,63 @@ class Export(Stage):
         return {"run": str(self.config.run)}
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
-        """Check the run and the target."""
-        run = real(self.config.run)
-        if run not in made and not dry_run:
+        """Check the run, and that the target holds nothing but an export."""
+        run, output = real(self.config.run), self.config.output
+        if run not in made:
             check_run(self.config.run)
-        check_target(self.config.run, self.config.output, again=True)
+        check_target(self.config.run, output, again=True)
+        held = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+        if output.exists() and not output.is_dir():
+            raise RunError(f"output {output} is not a folder; set another `output:`")
+        if held and not {"config.json", "model.safetensors", "README.md"} <= set(held):
+            raise RunError(
+                f"output {output} holds {held[0]}, which no export has written; set another "
+                "`output:`, a new or an empty folder"
+            )
         return made.get(run), [f"from: {self.config.run}"]
 
     def state(self) -> State:
-        """Return whether something is there: an export is complete or absent."""
-        output = self.config.output
-        return "done" if output.is_dir() and any(output.iterdir()) else "new"
+        """Return whether an export is there: it is complete or absent."""
+        return "done" if (self.config.output / "model.safetensors").exists() else "new"
 
     def run(self, how: How) -> int:
-        """Export, and compare with what is there."""
+        """Export; with an export there, compare it with a new one."""
         from pretrain.export.export import export
 
         quiet()
-        before = self.state()
-        exported = export(self.config.run, self.config.output, warn, again=True)
+        output, text = self.config.output, ""
+        if self.state() == "new":
+            exported = export(self.config.run, output, warn)
+        else:
+            with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
+                exported = export(self.config.run, Path(folder) / "export", warn)
+                new, old = contents(Path(folder) / "export"), contents(output)
+            if differing := sorted(n for n in new.keys() | old.keys() if new.get(n) != old.get(n)):
+                raise RunError(
+                    f"output {output}: its {differing[0]} is not that of {self.config.run} at step "
+                    f"{exported.step:,}: remove the folder, or set another `output:`"
+                )
+            text = ", up to date"
         show(
-            f"{self.config.output}: {exported.architecture}, {exported.num_parameters:,} "
-            f"parameters, from step {exported.step:,}" + ", up to date" * (before == "done")
+            f"{output}: {exported.architecture}, {exported.num_parameters:,} parameters, from "
+            f"step {exported.step:,}{text}"
         )
         return ExitCode.DONE
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Return a digest of each file of an export that a user of the model reads.
+
+    The card is none of them: it tells what was measured later, too. Nor is the version of the
+    library that wrote a config.
+    """
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name == "config.json":
+            values = json.loads(path.read_bytes())
+            values.pop("transformers_version", None)
+            found[name] = canonical_sha256(values)
+        elif name != "README.md":
+            found[name] = hash_file(path)[0]
+    return found

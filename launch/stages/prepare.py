@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_prep import CorpusError
 from data_prep.config import CorpusConfig
+from data_prep.pipeline.finished import check_folders
 from launch.console import counts, keep_going, show, stages
 from launch.recipe_config import PrepareKeys
-from launch.stages.stage import How, Made, Stage, State
+from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.exit_codes import ExitCode
 from pretrain.plan import Sizes
 
 if TYPE_CHECKING:
     from data_prep.pipeline.engines import Engine
     from data_prep.shards import Manifest
+
+SUFFIXES = (".json", ".txt")  # of a tokenizer's file
 
 
 class Prepare(Stage):
@@ -38,10 +42,21 @@ class Prepare(Stage):
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
         """Find the inputs of each source; they may be made by no stage."""
+        config = self.config
+        tokenizer = config.tokenizer
+        if isinstance(tokenizer, str | Path) and real(tokenizer) not in made:
+            file = str(tokenizer).startswith((".", "/", "~")) or Path(tokenizer).suffix in SUFFIXES
+            if file and not Path(tokenizer).exists():
+                raise CorpusError(
+                    f"{tokenizer}: no such tokenizer file or folder: check `tokenizer`"
+                )
         lines = []
-        for source in self.config.sources:
+        for source in config.sources:
             inputs = source.inputs(1 << 30)
             lines.append(f"{source.label}: {len(inputs):,} input(s)")
+        # A finished corpus is compared in its turn.
+        if self.state() != "done":
+            check_folders(config)
         return None, lines
 
     def state(self) -> State:
@@ -53,7 +68,12 @@ class Prepare(Stage):
 
     def run(self, how: How) -> int:
         """Run the stages of the corpus that are not up to date."""
-        prepare_and_show(self.config)
+        try:
+            prepare_and_show(self.config, accept_code=how.accept_code)
+        except CorpusError as error:
+            # `distil prepare` takes no recipe.
+            text = str(error).replace("distil prepare CONFIG", "distil recipe RECIPE")
+            raise CorpusError(text) from error
         return ExitCode.DONE
 
 

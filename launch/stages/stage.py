@@ -23,6 +23,7 @@ class How:
 
     gpus: int | None = None
     hardware: str | None = None
+    accept_code: bool = False  # of finished shards, as in `distil prepare`
 
 
 class Stage(ABC):
@@ -34,6 +35,7 @@ class Stage(ABC):
 
     keys: ClassVar[type[Keys]]
     of: ClassVar[type[Keys] | None] = None
+    saves: ClassVar[bool] = False  # does it handle signals, and save?
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -38,6 +38,13 @@ def check_order(stages: Sequence[Stage]) -> None:
         RunError: names both stages, or the path.
     """
     outputs = [{real(output) for output in stage.outputs()} for stage in stages]
+    for number, made in enumerate(outputs):
+        for other in range(number):
+            if both := made & outputs[other]:
+                raise RunError(
+                    f"runs {other + 1} and {number + 1} have the output {both.pop()}: each needs "
+                    "its own"
+                )
     folders = {output.parent for stage in stages for output in stage.outputs()} - {Path()}
     for number, stage in enumerate(stages):
         for key, name in stage.reads().items():

@@ -19,7 +19,7 @@ from pretrain.run_folder import check_inputs, check_output, is_run, sealed_state
 class Train(Stage):
     """Make or continue a run."""
 
-    keys, of = TrainKeys, RunConfig
+    keys, of, saves = TrainKeys, RunConfig, True
 
     @property
     def title(self) -> str:

@@ -56,3 +56,11 @@ def test_another_curve_and_a_run_that_fails_are_reported(
 def test_every_objective_is_checked() -> None:
     known = {kind.model_fields["name"].default for kind in OBJECTIVES}
     assert {objective["name"] for objective in self_check.OBJECTIVES.values()} == known
+
+
+@pytest.mark.parametrize("more", [["x.yaml"], ["--layers", "4"], ["--documents"]])
+def test_other_options_are_refused(distil: Distil, more: list[str]) -> None:
+    code, _, err = distil("bench", "--self-check", *more)
+    assert code == 2 and "--self-check: takes --minutes and --record alone" in err
+    code, _, err = distil("bench", "--minutes", "3")
+    assert code == 2 and "--minutes: is for --self-check" in err

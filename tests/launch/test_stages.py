@@ -1,6 +1,9 @@
 """Test a recipe's stages: text to an exported student in one file, continued, and mistakes."""
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,8 +70,10 @@ def test_what_changed_is_measured_and_compared_again(
     # An export that somebody has edited is not taken for this run's, and is left alone.
     edited = Path("runs/own-encoder/exported/config.json")
     edited.write_text(edited.read_text() + " ")
+    edited.write_text(edited.read_text().replace('"dim": 16', '"dim": 17'))
     code, _, err = distil("recipe", "recipe.yaml")
-    assert code == 2 and "already there" in err and edited.read_text().endswith(" ")
+    assert code == 2 and "its config.json is not that of" in err
+    assert '"dim": 17' in edited.read_text()
 
 
 @pytest.mark.parametrize(
@@ -102,3 +107,79 @@ def test_a_missing_text_is_named_before_the_first_stage(
     recipe["runs"][0]["sources"] = [{"kind": "text", "path": "nowhere.txt"}]
     code, _, err = distil("recipe", write(recipe))
     assert code == 2 and "nowhere.txt" in err and not Path("runs").exists()
+
+
+def test_a_recipe_continues_when_its_corpus_is_unfinished(
+    distil: Distil, recipe: dict[str, Any]
+) -> None:
+    Path("runs/own-encoder/shards/.work").mkdir(parents=True)  # what a kill leaves
+    assert distil("recipe", write(recipe), "--dry-run").out.count("steps: known once") == 2
+    assert distil("recipe", "recipe.yaml").code == 0
+
+
+def test_a_signal_in_the_corpus_ends_with_75_and_the_same_command_continues(
+    recipe: dict[str, Any],
+) -> None:
+    recipe["runs"][0]["sources"][0] |= {"packages": ["python", "pandas"], "max_megabytes": 4}
+    command = [sys.executable, "-m", "launch", "recipe", write(recipe)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    shown = ""
+    while "extract 0/" not in shown:
+        shown += process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    rest = process.stdout.read()
+    assert process.wait(60) == 75 and "stopped; the same command continues" in rest
+
+
+def test_figures_of_another_model_or_name_are_measured_again(
+    distil: Distil, recipe: dict[str, Any]
+) -> None:
+    recipe["runs"].append(recipe["runs"].pop(3))  # the export comes before the figures
+    recipe["runs"][4]["models"] = ["runs/own-encoder/student", "runs/own-encoder/exported"]
+    assert distil("recipe", write(recipe)).code == 0
+    # A card that was written after figures were kept, or by another release, is the same export.
+    config = Path("runs/own-encoder/exported/config.json")
+    values = json.loads(config.read_bytes())
+    config.write_text(json.dumps({**values, "transformers_version": "4.0"}))
+    card = config.with_name("README.md")
+    card.write_text(card.read_text() + "more")
+    code, out, err = distil("recipe", "recipe.yaml")
+    assert code == 0 and "from step 2, up to date" in out, err
+    Path("runs/own-encoder/exported").rename("runs/own-encoder/renamed")
+    recipe["runs"][3]["output"] = recipe["runs"][4]["models"][1] = "runs/own-encoder/renamed"
+    assert distil("recipe", write(recipe)).code == 0
+    figures = json.loads(Path("runs/own-encoder/figures/figures.json").read_bytes())["figures"]
+    assert "renamed" in figures and "exported" not in figures
+
+
+@pytest.mark.parametrize(
+    ("place", "file", "message"),
+    [
+        (0, "runs/own-encoder/shards/mine.txt", "holds mine.txt, no part of an unfinished corpus"),
+        (3, "runs/own-encoder/figures/figures.json", "holds figures.json, which no evaluation has"),
+        (3, "runs/own-encoder/figures", "is not a folder; set another `output:`"),
+        (4, "runs/own-encoder/exported/mine.txt", "holds mine.txt, which no export has written"),
+    ],
+)
+def test_what_a_user_has_written_is_left_before_the_first_stage(
+    distil: Distil, recipe: dict[str, Any], place: int, file: str, message: str
+) -> None:
+    path = Path(file)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"mine": 1}')
+    code, _, err = distil("recipe", write(recipe))
+    assert code == 2 and message in err and len(err.splitlines()) == 1
+    assert [p for p in Path("runs").rglob("*") if p.is_file()] == [path]
+
+
+def test_two_names_of_one_folder_and_a_missing_tokenizer_are_refused(
+    distil: Distil, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe["runs"][4]["output"] = str(tmp_path / "runs/own-encoder/figures")
+    _, _, err = distil("recipe", write(recipe))
+    assert "runs 4 and 5 have the output" in err
+    recipe["runs"][4]["output"] = "runs/own-encoder/exported"
+    recipe["runs"][0]["tokenizer"] = "nowhere/tokenizer.json"
+    code, _, err = distil("recipe", write(recipe), "--dry-run")
+    assert code == 2 and "no such tokenizer file" in err and not Path("runs").exists()
