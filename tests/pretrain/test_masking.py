@@ -17,6 +17,7 @@ from support.masks import (
     UNK,
     Ids,
     V,
+    drawn_ids,
     mask,
     ordinary,
     selected,
@@ -48,6 +49,11 @@ def masked(ids: Ids) -> Masked:
 def deviations(count: int, trials: int, probability: float) -> float:
     """Return the distance of a count from its expectation in binomial standard deviations."""
     return (count - trials * probability) / np.sqrt(trials * probability * (1 - probability))
+
+
+@pytest.fixture(scope="module")
+def ids() -> Ids:
+    return drawn_ids()
 
 
 def test_fifteen_percent_of_every_rows_ordinary_tokens(ids: Ids, masked: Masked) -> None:

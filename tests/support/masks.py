@@ -1,7 +1,6 @@
 """Make and read masks."""
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from pretrain.contracts.batch import IGNORE
@@ -18,8 +17,7 @@ V = 200
 UNIFORM = Masking(probability=0.15, special_ids=SPECIAL, mask_id=MASK, vocab_size=V, seed=17)
 
 
-@pytest.fixture(scope="module")
-def ids() -> Ids:
+def drawn_ids() -> Ids:
     """Return 512 rows of 512: documents of 3 to 200 tokens, some [UNK] and [MASK], padding."""
     draw = np.random.default_rng(0)
     rows = draw.integers(len(SPECIAL), V, (512, 512))
