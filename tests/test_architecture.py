@@ -44,6 +44,15 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
+def imported_at_runtime(file: Path) -> set[str]:
+    """Return the dotted names that a file imports, without those for annotations only."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return {name for node in ast.walk(tree) for name in imported(node)}
+
+
 def imports(*folders: str) -> Iterator[tuple[Path, str]]:
     """Yield the dotted names of all modules that files import, in functions too."""
     for file, node in nodes(*folders):
@@ -157,11 +166,7 @@ def test_no_import_goes_round_in_a_circle() -> None:
     }
     graph: dict[str, set[str]] = {}
     for name, file in files.items():
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = [ast.Pass()]
-        found = {found for node in ast.walk(tree) for found in imported(node)}
+        found = imported_at_runtime(file)
         modules_found = {n if n in files else n.rpartition(".")[0] for n in found}
         graph[name] = modules_found & files.keys()
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
@@ -186,11 +191,7 @@ def test_the_folders_of_pretrain_import_lower_ones() -> None:
     graph: dict[str, set[str]] = {name: set() for name in FOLDERS}
     for file in modules("pretrain"):
         folder = file.relative_to(ROOT / "pretrain").parts[0]
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = [ast.Pass()]
-        for name in (name for node in ast.walk(tree) for name in imported(node)):
+        for name in imported_at_runtime(file):
             package, _, rest = name.partition(".")
             other = rest.partition(".")[0]
             if package == "pretrain" and folder in graph and other in graph and other != folder:

@@ -57,8 +57,7 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
         if path.suffix == ".json":
             return _from_json(path, {})
         return word_piece(read_vocabulary(path), origin=str(path))
-    if path.suffix in (".txt", ".json") or str(spec).startswith((".", "/", "~")):
-        raise CorpusError(f"{spec}: no such tokenizer file or folder: check `tokenizer`")
+    refuse_path(spec)
 
     # Seconds to import, and workers never need them.
     from huggingface_hub import snapshot_download
@@ -86,6 +85,12 @@ def load(spec: str | Path | VocabularyTokenizer | JsonTokenizer) -> Tokens:
         ) from None
     given = {key: getattr(tokenizer, f"{key}_token") for key in NAMES}
     return Tokens(backend, {key: token for key, token in given.items() if token}, name)
+
+
+def refuse_path(spec: str | Path) -> None:
+    """Raise CorpusError for a tokenizer that is written as a path; a hub's name passes."""
+    if Path(spec).suffix in (".txt", ".json") or str(spec).startswith((".", "/", "~")):
+        raise CorpusError(f"{spec}: no such tokenizer file or folder: check `tokenizer`")
 
 
 def of_shards(folder: Path, manifest: Manifest) -> Tokens:

@@ -82,12 +82,11 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     """
     from launch.config import config_line, load_config
     from launch.recipe_config import Recipe
-    from launch.stages.stage import How, real
-    from launch.stages.table import check_order, stage_of
+    from launch.stages.stage import How
+    from launch.stages.table import check_all, stage_of
     from pretrain import RunError
     from pretrain.exit_codes import ExitCode
     from pretrain.files import replace_json
-    from pretrain.plan import Sizes
 
     taken = output.exists() and not (output.is_dir() and (output / _MARKER).exists())
     if taken and (not output.is_dir() or any(output.iterdir())):
@@ -113,18 +112,15 @@ def run_demo(output: Path, *, sentences: bool = False, quick: bool = False) -> d
     what = "3 of 6 layers, cosines of vectors" if sentences else "2 of 4 layers, the triple loss"
     alone = "the same size without a teacher, as many steps of masked language modelling"
     headings = {1: f"2/4 student: {what}", 3: f"3/4 {alone}"}
-    made: dict[Path, Sizes | None] = {}
     news, how = False, How()
     stages = [stage_of(entry) for entry in load_config(Recipe, shipped, changes).runs]
-    check_order(stages)
+    check_all(stages, how, dry_run=False)
     for i, stage in enumerate(stages):
         if i in headings:
             show("", headings[i])
-        sizes, _ = stage.check(made, how, dry_run=False)
         news |= i > 0 and stage.state() != "done"
         if (code := stage.run(how)) != ExitCode.DONE:
             raise typer.Exit(code)
-        made |= {real(folder): sizes for folder in stage.outputs()}
 
     show("", "4/4 exported, loaded back and measured on validation documents that none has seen")
     results = output / "results.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,24 +43,15 @@ def recipe(
     with end_on_signal():
         from launch.config import config_line, load_config
         from launch.recipe_config import Recipe
-        from launch.stages.stage import How, real
-        from launch.stages.table import check_order, stage_of
-        from pretrain.plan import Sizes
+        from launch.stages.stage import How
+        from launch.stages.table import check_all, stage_of
 
         entries, how = (
             load_config(Recipe, config, overrides or []).runs,
             How(gpus, hardware, accept_code),
         )
         stages = [stage_of(entry) for entry in entries]
-        # A mistake in the last stage is answered before the first one works for days. Its inputs
-        # may be outputs of earlier stages.
-        made: dict[Path, Sizes | None] = {}
-        lines = []
-        check_order(stages)
-        for stage in stages:
-            sizes, about = stage.check(made, how, dry_run=dry_run)
-            lines.append(about)
-            made |= {real(output): sizes for output in stage.outputs()}
+        lines = check_all(stages, how, dry_run=dry_run)
         if not dry_run:
             keep_going()
         show(config_line(config))

@@ -13,7 +13,7 @@ from data_prep.shards import load_manifest
 from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import EvaluateKeys
-from launch.stages.stage import How, Made, Stage, State, real
+from launch.stages.stage import How, Made, Stage, State, names_in, not_ours, real
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
@@ -70,12 +70,15 @@ class Evaluate(Stage):
 
     def state(self) -> State:
         """Return whether figures of these very inputs are there."""
-        return "new" if self._kept() is None else "done"
+        try:
+            return "done" if self._is_kept(self._identity()) else "new"
+        except (OSError, RunError, CorpusError):
+            return "new"  # an input is made by an earlier stage
 
     def run(self, how: How) -> int:
         """Measure, print the table and keep it."""
         config, identity = self.config, self._identity()
-        if self._kept() is not None:
+        if self._is_kept(identity):
             show(f"{config.output / FIGURES}: up to date")
             return ExitCode.DONE
         teacher, same = config.teacher, config.same_vocabulary
@@ -97,33 +100,25 @@ class Evaluate(Stage):
     def _check_output(self) -> None:
         """Refuse a place that holds something else, or that is read."""
         output = self.config.output
-        if output.exists() and not output.is_dir():
-            raise RunError(f"output {output} is not a folder; set another `output:`")
+        held = names_in(output)
         for key, name in self.reads().items():
             if real(output).is_relative_to(real(name)) and real(name) != real("."):
                 raise RunError(f"output {output} lies in {key} {name}; set another `output:`")
-        held = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
-        foreign = [name for name in held if name != FIGURES]
-        if FIGURES in held:
-            try:
-                ours = {"inputs", "figures"} <= json.loads((output / FIGURES).read_bytes()).keys()
-            except (ValueError, AttributeError):
-                ours = False
-            foreign += [FIGURES] * (not ours)
-        if foreign:
-            raise RunError(
-                f"output {output} holds {foreign[0]}, which no evaluation has written; set "
-                "another `output:`, a new or an empty folder"
-            )
+        if foreign := [name for name in held if name != FIGURES or self._kept() is None]:
+            raise not_ours(output, foreign[0], "evaluation")
 
     def _kept(self) -> dict[str, Any] | None:
-        """Return what an earlier call has kept, if its inputs were these."""
+        """Return what an earlier call has kept; None if nothing of this form is there."""
         try:
             kept: dict[str, Any] = json.loads((self.config.output / FIGURES).read_bytes())
-            same = kept["inputs"] == self._identity()
-        except (OSError, ValueError, KeyError, TypeError, CorpusError):
+            return kept if {"inputs", "figures"} <= kept.keys() else None
+        except (OSError, ValueError, AttributeError):
             return None
-        return kept if same and None not in kept["inputs"].values() else None
+
+    def _is_kept(self, identity: Mapping[str, Any]) -> bool:
+        """Return whether the kept figures are of these inputs, and all of them can be compared."""
+        kept = self._kept()
+        return kept is not None and kept["inputs"] == identity and None not in identity.values()
 
     def _identity(self) -> dict[str, Any]:
         """Return what shapes the figures; None for what cannot be compared, such as a hub's name.

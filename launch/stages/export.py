@@ -12,7 +12,7 @@ from data_prep.messages import warn
 from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import ExportKeys
-from launch.stages.stage import How, Made, Stage, State, real
+from launch.stages.stage import How, Made, Stage, State, names_in, not_ours, real
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.export.arguments import check_target
@@ -40,14 +40,9 @@ class Export(Stage):
         if run not in made:
             check_run(self.config.run)
         check_target(self.config.run, output, again=True)
-        held = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
-        if output.exists() and not output.is_dir():
-            raise RunError(f"output {output} is not a folder; set another `output:`")
+        held = names_in(output)
         if held and not {"config.json", "model.safetensors", "README.md"} <= set(held):
-            raise RunError(
-                f"output {output} holds {held[0]}, which no export has written; set another "
-                "`output:`, a new or an empty folder"
-            )
+            raise not_ours(output, held[0], "export")
         return made.get(run), [f"from: {self.config.run}"]
 
     def state(self) -> State:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.pipeline.finished import check_folders
+from data_prep.tokens.loading import refuse_path
 from launch.console import counts, keep_going, show, stages
 from launch.recipe_config import PrepareKeys
 from launch.stages.stage import How, Made, Stage, State, real
@@ -17,8 +18,6 @@ from pretrain.plan import Sizes
 if TYPE_CHECKING:
     from data_prep.pipeline.engines import Engine
     from data_prep.shards import Manifest
-
-SUFFIXES = (".json", ".txt")  # of a tokenizer's file
 
 
 class Prepare(Stage):
@@ -44,12 +43,9 @@ class Prepare(Stage):
         """Find the inputs of each source; they may be made by no stage."""
         config = self.config
         tokenizer = config.tokenizer
-        if isinstance(tokenizer, str | Path) and real(tokenizer) not in made:
-            file = str(tokenizer).startswith((".", "/", "~")) or Path(tokenizer).suffix in SUFFIXES
-            if file and not Path(tokenizer).exists():
-                raise CorpusError(
-                    f"{tokenizer}: no such tokenizer file or folder: check `tokenizer`"
-                )
+        named = isinstance(tokenizer, str | Path) and real(tokenizer) not in made
+        if named and not Path(tokenizer).exists():
+            refuse_path(tokenizer)
         lines = []
         for source in config.sources:
             inputs = source.inputs(1 << 30)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from data_prep.keys import Keys
+from pretrain import RunError
 from pretrain.plan import Sizes
 
 State = Literal["new", "begun", "done"]  # as the folder looks; what is done is compared in its turn
@@ -76,3 +77,22 @@ class Stage(ABC):
 def real(path: Path | str) -> Path:
     """Return a path with its links resolved."""
     return Path(os.path.realpath(path))
+
+
+def names_in(output: Path) -> list[str]:
+    """Return the names in an output folder, in order; none if it does not exist.
+
+    Raises:
+        RunError: it is no folder.
+    """
+    if output.exists() and not output.is_dir():
+        raise RunError(f"output {output} is not a folder; set another `output:`")
+    return sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+
+
+def not_ours(output: Path, name: str, writer: str) -> RunError:
+    """Return the error of an output that holds what no such stage has written."""
+    return RunError(
+        f"output {output} holds {name}, which no {writer} has written; set another `output:`, a "
+        "new or an empty folder"
+    )

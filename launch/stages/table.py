@@ -9,9 +9,10 @@ from typing import Any
 from launch.stages.evaluate import Evaluate
 from launch.stages.export import Export
 from launch.stages.prepare import Prepare
-from launch.stages.stage import Stage, real
+from launch.stages.stage import How, Stage, real
 from launch.stages.train import Train
 from pretrain import RunError
+from pretrain.plan import Sizes
 
 # A new stage is a file with a subclass of `Stage`, and a line here. The first is the default.
 STAGES: dict[str, type[Stage]] = {
@@ -29,6 +30,22 @@ def stage_of(entry: Any) -> Stage:
         values = {name: getattr(entry, name) for name in kind.of.model_fields}
         entry = kind.of.model_construct(entry.model_fields_set - {"stage"}, **values)
     return kind(entry)
+
+
+def check_all(stages: Sequence[Stage], how: How, *, dry_run: bool) -> list[list[str]]:
+    """Check all stages before the first one works for days; return their lines of `--dry-run`.
+
+    Raises:
+        RunError, CorpusError: of the first that cannot be made; names the key and the fix.
+    """
+    check_order(stages)
+    made: dict[Path, Sizes | None] = {}  # inputs may be outputs of earlier stages
+    lines = []
+    for stage in stages:
+        sizes, about = stage.check(made, how, dry_run=dry_run)
+        lines.append(about)
+        made |= {real(output): sizes for output in stage.outputs()}
+    return lines
 
 
 def check_order(stages: Sequence[Stage]) -> None:
