@@ -39,7 +39,7 @@ from pretrain.run_folder import (
     shortened,
 )
 from pretrain.state import FIELDS, TrainState
-from pretrain.tasks.task import Examples
+from pretrain.tasks.task import Examples, Start
 
 _ADAPTERS = 5  # this use of the seed; order, masking, dropout and checksums have others
 # What a run that continues another one may change.
@@ -119,9 +119,8 @@ def load_inputs(
         notes.append(teacher.note)
     # One rank of each node reads all of an existing file. A checkpoint has the notes already.
     about: list[str] = []
-    examples = config.task.examples(
-        config, manifest, teacher, about, whole=ranks.is_local_main_process, num_steps=steps
-    )
+    whole = ranks.is_local_main_process
+    examples = config.task.examples(Start(config, manifest, teacher, about, whole, steps))
     if saved is None:
         notes += about
     else:

@@ -27,6 +27,17 @@ if TYPE_CHECKING:
     from pretrain.objectives.objective import Objective
 
 
+class Start(NamedTuple):
+    """Hold what a task knows of a run when it looks for its files."""
+
+    config: RunConfig
+    manifest: Manifest  # of the shards
+    teacher: Teacher | None
+    notes: list[str]  # receives what screen and card should say
+    whole: bool  # read files of the task completely, to compare them with their checksums?
+    num_steps: int
+
+
 class Use(NamedTuple):
     """Hold what a model card says about using a model of this task."""
 
@@ -88,25 +99,8 @@ class Task(Keys):
             )
 
     @abstractmethod
-    def examples(
-        self,
-        config: RunConfig,
-        manifest: Manifest,
-        teacher: Teacher | None,
-        notes: list[str],
-        *,
-        whole: bool,
-        num_steps: int,
-    ) -> Examples:
+    def examples(self, start: Start) -> Examples:
         """Return what turns the rows of a run into examples.
-
-        Args:
-            config: of the run.
-            manifest: of its shards.
-            teacher: of the run, if it has one.
-            notes: receives what screen and card should say.
-            whole: read files of the task completely, to compare them with their checksums.
-            num_steps: of the run.
 
         Raises:
             RunError, CorpusError: a file of the task is missing, or of another corpus.

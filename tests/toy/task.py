@@ -10,15 +10,13 @@ import numpy as np
 
 from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant
 from pretrain.objectives.objective import Objective, Part
-from pretrain.tasks.task import Examples, Measure, Task, own_terms
+from pretrain.tasks.task import Examples, Measure, Start, Task, own_terms
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from data_prep.shards import Manifest, ShardSet
-    from pretrain.config import RunConfig
+    from data_prep.shards import ShardSet
     from pretrain.contracts.batch import Batch, Rows
-    from pretrain.model.teacher import Teacher
 
 LONG = 12  # tokens
 
@@ -60,20 +58,11 @@ class Toy(Task):
 
         return nn.ModuleDict({"classifier": nn.Linear(student.hidden_size, 2)})
 
-    def examples(
-        self,
-        config: RunConfig,
-        manifest: Manifest,
-        teacher: Teacher | None,
-        notes: list[str],
-        *,
-        whole: bool,
-        num_steps: int,
-    ) -> Examples:
+    def examples(self, start: Start) -> Examples:
         """Return the documents of the training split."""
         from data_prep.shards import open_shards
 
-        return Documents(open_shards(config.shards))
+        return Documents(open_shards(start.config.shards))
 
     def measure(
         self, examples: Examples, validation: ShardSet, terms: Sequence[Term], *, teacher: bool

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pretrain.contracts.terms import TeacherLabels, Term
 from pretrain.objectives.objective import Objective
-from pretrain.tasks.task import Examples, Measure, Task, Use, own_terms
+from pretrain.tasks.task import Examples, Measure, Start, Task, Use, own_terms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from data_prep.shards import Manifest, ShardSet
+    from data_prep.shards import ShardSet
     from pretrain.config import RunConfig
     from pretrain.contracts.batch import Batch
-    from pretrain.model.teacher import Teacher
 
 
 class SentenceVectors(Task):
@@ -45,23 +44,18 @@ class SentenceVectors(Task):
         if config.teacher is None and config.model is None:
             raise ValueError("without `teacher:` the student is that of `model:`: add it")
 
-    def examples(
-        self,
-        config: RunConfig,
-        manifest: Manifest,
-        teacher: Teacher | None,
-        notes: list[str],
-        *,
-        whole: bool,
-        num_steps: int,
-    ) -> Examples:
+    def examples(self, start: Start) -> Examples:
         """Return the documents of the training split."""
         from pretrain.tasks.embedding.examples import find_vectors
         from pretrain.tasks.mlm.examples import build_masking
 
-        seed = config.train.seed
-        masking = build_masking(config.masking, config.shards, manifest, seed, num_steps)
-        return find_vectors(config, manifest, teacher, masking, notes, whole=whole)
+        config, manifest = start.config, start.manifest
+        masking = build_masking(
+            config.masking, config.shards, manifest, config.train.seed, start.num_steps
+        )
+        return find_vectors(
+            config, manifest, start.teacher, masking, start.notes, whole=start.whole
+        )
 
     def measure(
         self, examples: Examples, validation: ShardSet, terms: Sequence[Term], *, teacher: bool

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pretrain.contracts.terms import Term, VocabularyTerm
 from pretrain.objectives.objective import Objective
-from pretrain.tasks.task import Examples, Measure, Task, Use, own_terms
+from pretrain.tasks.task import Examples, Measure, Start, Task, Use, own_terms
 
 if TYPE_CHECKING:
-    from data_prep.shards import Manifest, ShardSet
+    from data_prep.shards import ShardSet
     from pretrain.config import RunConfig
-    from pretrain.model.teacher import Teacher
 
 
 class MaskedLanguageModelling(Task):
@@ -34,25 +33,17 @@ class MaskedLanguageModelling(Task):
             )
         super().check(config)
 
-    def examples(
-        self,
-        config: RunConfig,
-        manifest: Manifest,
-        teacher: Teacher | None,
-        notes: list[str],
-        *,
-        whole: bool,
-        num_steps: int,
-    ) -> Examples:
+    def examples(self, start: Start) -> Examples:
         """Return the masked rows of the training split."""
         from data_prep.shards import open_shards
         from pretrain.tasks.mlm.examples import MaskedRows, build_masking, unspaced_note
 
+        config, manifest = start.config, start.manifest
         masking = build_masking(
-            config.masking, config.shards, manifest, config.train.seed, num_steps
+            config.masking, config.shards, manifest, config.train.seed, start.num_steps
         )
         if note := unspaced_note(config.masking, config.shards, manifest):
-            notes.append(note)
+            start.notes.append(note)
         return MaskedRows(open_shards(config.shards), masking)
 
     def measure(
