@@ -17,11 +17,10 @@ from data_prep.messages import warn
 from data_prep.shards import Segments, open_shards
 from data_prep.tokens import of_shards
 from pretrain import RunError
-from pretrain.checkpoint import Saved
 from pretrain.evaluate import students_at_start
 from pretrain.files import replace_json
-from pretrain.model.loading import assemble, known_family
-from pretrain.model.model_files import fetch, read_config, read_model, read_tensors, read_tokenizer
+from pretrain.model.folder import Loaded, model_config, read_model
+from pretrain.model.model_files import read_tokenizer
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.teacher import Teacher
@@ -66,8 +65,7 @@ def encode(model: Path | str, texts: Sequence[str], *, normalize: bool = False) 
 
 def is_encoder(name: str) -> bool:
     """Return whether a model has no trained LM head, as its config.json says."""
-    place, _ = fetch(name, name)
-    names = read_model(place, lambda folder, _: read_config(name, folder)).get("architectures")
+    names = model_config(name, name).get("architectures")
     return not (isinstance(names, list) and names and str(names[0]).endswith("ForMaskedLM"))
 
 
@@ -76,12 +74,9 @@ def load_encoder(name: str, tokenizer: str = "") -> TextEncoder:
 
     `tokenizer` is the content of a tokenizer.json, for a folder that has none.
     """
-    place, _ = fetch(name, name)
 
-    def read(folder: Path, saved: Saved | None) -> TextEncoder:
-        raw = read_config(name, folder)
-        family, tensors = known_family(name, raw), read_tensors(name, folder, pickled=True)
-        model, _ = assemble(name, family, raw, tensors, needs_head=False)
+    def read(loaded: Loaded) -> TextEncoder:
+        model, folder, saved = loaded.model, loaded.folder, loaded.saved
         head = read_head(name, folder, model.config.hidden_size)
         # In a checkpoint the dense layer is not yet a module of the folder.
         if saved is not None and (vectors := saved.state.get("vectors")):
@@ -101,7 +96,7 @@ def load_encoder(name: str, tokenizer: str = "") -> TextEncoder:
             )
         return TextEncoder(model.eval(), head, name, text)
 
-    return read_model(place, read)
+    return read_model(name, read, needs_head=False)
 
 
 def untrained(models: Sequence[str], teacher: TextEncoder) -> dict[str, TextEncoder]:

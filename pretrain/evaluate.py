@@ -16,13 +16,12 @@ from accelerate import Accelerator
 from torch import nn
 
 from data_prep.shards import check, open_shards
-from pretrain.checkpoint import Saved
 from pretrain.contracts.terms import TeacherLabels
 from pretrain.device.gpu import check_kernels
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM
-from pretrain.model.loading import check_row_length, load_model
-from pretrain.model.model_files import read_model
+from pretrain.model.folder import Loaded, read_model
+from pretrain.model.loading import check_row_length
 from pretrain.model.student import build_student
 from pretrain.model.teacher import (
     Teacher,
@@ -138,13 +137,12 @@ def evaluate_folders(
     manifest = check(shards)
 
     def load_student(name: str) -> MaskedLM:
-        def load(folder: Path, saved: Saved | None) -> MaskedLM:
-            student = load_model(folder)
-            required = not same_vocabulary
-            check_vocabulary(name, folder, student.config, manifest, required=required)
-            return student
+        def load(loaded: Loaded) -> MaskedLM:
+            config, required = loaded.model.config, not same_vocabulary
+            check_vocabulary(name, loaded.folder, config, manifest, required=required)
+            return loaded.model
 
-        student = read_model(Path(name), load, warn)
+        student = read_model(name, load, warn=warn)
         check_row_length(name, student.config, manifest)
         return student
 

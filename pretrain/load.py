@@ -24,7 +24,8 @@ from pretrain.device.precision import PRECISIONS, choose
 from pretrain.model import tokenizer_files
 from pretrain.model.distillation import parameters_by_name
 from pretrain.model.families import MaskedLM, family_of, shape_of
-from pretrain.model.loading import check_row_length, load_model, reinitialise
+from pretrain.model.folder import load_model
+from pretrain.model.loading import check_row_length, reinitialise
 from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import Teacher, load_teacher
 from pretrain.monitor.metrics import Progress

@@ -145,6 +145,11 @@ def no_checkpoint(run: Path) -> RunError:
     return RunError(f"{run}: no checkpoint; give the output folder of a run that has written one")
 
 
+def taken(folder: Path, other: str = "") -> RunError:
+    """Return the error of an export's target that holds something; `other` says what."""
+    return RunError(f"{folder}: already there{other}; export to another folder, or remove it first")
+
+
 def check_run(run: Path) -> None:
     """Refuse a folder without a checkpoint. The checkpoint itself is not read.
 

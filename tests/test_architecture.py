@@ -280,3 +280,20 @@ def test_the_files_and_names_of_the_architecture_page_exist() -> None:
     assert len(pairs) > 6
     for name, file in pairs:
         assert f"def {name.rpartition('.')[2]}(" in (ROOT / file).read_text(encoding="utf-8"), name
+
+
+def test_one_file_reads_and_writes_the_folder_of_a_model() -> None:
+    """A checkpoint's writer, and the self-check's model of random weights, are the others."""
+    calls: dict[str, set[str]] = {
+        "save_pretrained": set(),
+        "snapshot_download": set(),
+        "assemble": set(),
+    }
+    for file, node in nodes("pretrain", "launch"):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            calls.get(name, set()).add(str(file.relative_to(ROOT)))
+    own = "pretrain/model/folder.py"
+    assert calls["snapshot_download"] == calls["assemble"] == {own}
+    written = {own, "pretrain/checkpoint/commit.py", "launch/self_check.py"}
+    assert calls["save_pretrained"] == written

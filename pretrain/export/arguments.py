@@ -9,6 +9,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from pretrain import RunError
+from pretrain.run_folder import taken
 
 
 def check_target(run: Path, folder: Path, *, again: bool) -> None:
@@ -21,14 +22,9 @@ def check_target(run: Path, folder: Path, *, again: bool) -> None:
     """
     target = folder.resolve()
     if not again and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise target_taken(folder)
+        raise taken(folder)
     if target.is_relative_to((run / "checkpoints").resolve()):
         raise RunError(f"{folder}: lies among the run's checkpoints; export to another folder")
-
-
-def target_taken(folder: Path, hint: str = "") -> RunError:
-    """Return the error of a target that holds something."""
-    return RunError(f"{folder}: already there; export to another folder, or remove it first{hint}")
 
 
 def check_repository(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Load a masked language model of a known family from a folder that is not trusted."""
+"""Build a masked language model of a known family from files that are not trusted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from transformers.utils import logging
 from data_prep.messages import one_line, warn
 from data_prep.shards import Manifest
 from pretrain import RunError
-from pretrain.model.families import FAMILIES, Family, MaskedLM
-from pretrain.model.model_files import first_line, read_config, read_tensors
+from pretrain.model.families import FAMILIES, Family
+from pretrain.model.model_files import first_line
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LABELS = ("id2label", "label2id", "num_labels", "_num_labels")
@@ -42,32 +41,6 @@ _EPSILONS = ("layer_norm_eps", "norm_eps")
 _UNUSED = re.compile(r"(.*\.)?(pooler\..*|seq_relationship\..*|position_ids|token_type_ids)")
 _ACTIVATIONS = ("hidden_act", "activation", "hidden_activation", "classifier_activation")
 _UNTRAINED = 2**20  # parameters that tiny weights may lack: an error below names the missing ones
-
-
-def load_model(
-    folder: Path,
-    changes: Mapping[str, float] | None = None,
-    *,
-    needs_head: bool = True,
-    who: str = "",
-) -> MaskedLM:
-    """Return a model with its MLM head, as a run saved it, in fp32.
-
-    Args:
-        folder: of the model.
-        changes: other values for keys of its config.json.
-        needs_head: refuse a model without a trained head; otherwise it gets a random one.
-        who: the beginning of an error's message; the folder by default.
-
-    Raises:
-        RunError: it cannot be read, could run code, is of no known family, or has no such head.
-    """
-    who = who or str(folder)
-    raw = read_config(who, folder)
-    family = known_family(who, raw)
-    tensors = read_tensors(who, folder)
-    raw |= changes or {}
-    return assemble(who, family, raw, tensors, needs_head=needs_head)[0]
 
 
 def known_family(who: str, raw: Mapping[str, Any]) -> Family:

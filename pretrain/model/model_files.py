@@ -1,4 +1,4 @@
-"""Read a model's folder without running any code: config.json, tensors, vocabulary.
+"""Read the files of a model without running any code: config.json, tensors, vocabulary.
 
 `transformers` gets a config and tensors from here and never a folder: files in a folder can make it
 load code (auto_map, attention kernels), pickles, adapters and other repositories. In every function
@@ -8,13 +8,12 @@ the message of a RunError begins with `who`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import psutil
 import torch
-from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -26,23 +25,11 @@ from data_prep.disk.json_files import (
     parse_object,
     read_regular_text,
 )
-from data_prep.messages import warn
 from data_prep.tokens.failures import as_value_errors
 from pretrain import RunError
-from pretrain.checkpoint import Saved, read_newest
-from pretrain.run_folder import is_run, no_checkpoint
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
-_SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
-_TEXTS = ["config.json", "vocab.txt", "tokenizer.json", *_SETTINGS]
-# Of a folder of sentence-transformers; a pattern fits a whole path.
-_TEXTS += [
-    "modules.json",
-    "sentence_*_config.json",
-    "config_sentence_transformers.json",
-    "[1-9]_*/config.json",
-    "[1-9]_*/model.safetensors",
-]
+SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 # Keys that make transformers import, fetch or replace code; a leading underscore hides none.
 _CODE = (
     *("auto_map", "attn_implementation", "experts_implementation", "custom_generate"),
@@ -55,66 +42,11 @@ _SAFE_UNPICKLER = (2, 10)  # torch 2.10: before, weights_only was not safe (CVE-
 _ROLES = ("pad", "unk", "cls", "sep", "mask")
 
 
-Result = TypeVar("Result")
-
-
 class Words(NamedTuple):
     """Hold a tokenizer's tokens in id order, and the ids of the special tokens that it names."""
 
     vocabulary: list[str]
     special_ids: dict[str, int | None]  # keys as in the shards' manifest; None: no such token
-
-
-def fetch(who: str, name: str, revision: str | None = None) -> tuple[Path, str | None]:
-    """Return (folder, None) of a local model, or (cached folder, commit) of a hub's.
-
-    No code is downloaded, and pickled weights only if there are no others.
-    """
-    if Path(name).is_dir():
-        return Path(name), None
-    try:
-        for weights in ("model*.safetensors*", "pytorch_model*.bin*"):
-            folder = Path(
-                snapshot_download(name, revision=revision, allow_patterns=[*_TEXTS, weights])
-            )
-            if any(folder.glob(weights)):
-                break
-    except Exception as error:  # hub, proxy and network raise unrelated classes
-        why = f"the hub does not give it ({first_line(error)})"
-        if "Connect" in f"{type(error)} {error}" or "offline" in str(error).lower():
-            why = "the hub cannot be reached from this machine"
-        raise RunError(
-            f"{who}: no such folder here, and {why}; check the name, or give the path of a folder"
-        ) from error
-    return folder, folder.name
-
-
-def read_model(
-    folder: Path,
-    read: Callable[[Path, Saved | None], Result],
-    warn: Callable[[str], None] = warn,
-) -> Result:
-    """Return the result of `read` on a model's folder and its checkpoint, None if it has none.
-
-    Of a run's output it is the student in its newest checkpoint. If the run removes that
-    meanwhile, the newest one is read again.
-
-    Raises:
-        RunError: no checkpoint verifies, or the run has none.
-    """
-    found = read_newest(
-        folder / "checkpoints", lambda saved: read(saved.folder / "student", saved), warn
-    )
-    if found is not None:
-        return found[1]
-    if is_run(folder):
-        raise no_checkpoint(folder)
-    return read(folder, None)
-
-
-def student_of(folder: Path) -> Path:
-    """Return the folder that `read_model` reads; its run may remove it at any time."""
-    return read_model(folder, lambda found, _: found)
 
 
 def read_text(who: str, path: Path, limit: int) -> str:
@@ -225,7 +157,7 @@ def read_words(who: str, folder: Path) -> Words | None:
     except ValueError as error:
         raise RunError(f"{who}: its tokenizer cannot be read ({first_line(error)})") from error
     special: dict[str, int | None] = {}
-    for name in _SETTINGS:
+    for name in SETTINGS:
         settings = _read_json(who, folder / name) if os.path.lexists(folder / name) else {}
         for role in _ROLES:
             token = settings.get(f"{role}_token")

@@ -11,19 +11,13 @@ from transformers import DistilBertForMaskedLM
 
 from data_prep.shards import Manifest
 from pretrain import RunError
-from pretrain.checkpoint import Saved
 from pretrain.config import Model, Student
 from pretrain.model.families import FAMILIES, Family, MaskedLM, family_of
 from pretrain.model.families.bert import Bert
 from pretrain.model.families.distil_bert import DistilBert
-from pretrain.model.loading import (
-    assemble,
-    check_row_length,
-    known_family,
-    load_model,
-    reinitialise,
-)
-from pretrain.model.model_files import fetch, first_line, read_config, read_model, read_tensors
+from pretrain.model.folder import Loaded, read_model
+from pretrain.model.loading import check_row_length, reinitialise
+from pretrain.model.model_files import first_line
 from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
 from pretrain.plan import Sizes, default_layers, student_sizes
 from pretrain.run_folder import check_source
@@ -58,19 +52,25 @@ def build_student(
     architecture, num_layers = planned.family, planned.num_hidden_layers
     family = FAMILIES[architecture]
     sizes = {name: getattr(config, name) for name in _SIZES if getattr(config, name) is not None}
-    dropouts = {key: getattr(config, which) for key, which in family.dropouts.items()}
     if continues:
         if config.num_layers is not None:
             sizes["num_hidden_layers"] = config.num_layers
         init = str(config.init)
         check_source("student.init", init)
 
-        def continued(folder: Path, saved: Saved | None) -> MaskedLM:
-            model = _continue_from(folder, teacher, family, sizes, dropouts, needs_head)
-            notes.append(f"the student began from {described(init, saved, None, model)}")
+        def continued(loaded: Loaded) -> MaskedLM:
+            model = _continued(init, loaded, teacher, family, sizes)
+            notes.append(f"the student began from {described(init, loaded)}")
             return model
 
-        return read_model(Path(init), continued)
+        # A folder's own dropout is replaced by this config's, in its layers and its config.json.
+        return read_model(
+            init,
+            continued,
+            who=f"student.init {init}",
+            needs_head=needs_head,
+            changes=lambda theirs: theirs.rates(config.dropout, config.attention_dropout),
+        )
 
     layers: tuple[int, ...] = ()  # of the teacher, that it starts from
     if config.init == "teacher":
@@ -80,7 +80,8 @@ def build_student(
         layers = config.init
 
     # Build it, and fill it.
-    changes = {"num_hidden_layers": num_layers, **sizes, **dropouts}
+    rates = family.rates(config.dropout, config.attention_dropout)
+    changes = {"num_hidden_layers": num_layers, **sizes, **rates}
     try:
         student = family.architecture(family.student_config(theirs, changes, layers))
     except ValueError as error:  # the width is not a multiple of the number of heads
@@ -166,17 +167,14 @@ def build_model(
     Raises:
         RunError: the model to continue cannot be read, or does not fit the shards.
     """
-    # Families name their dropouts differently, so each key asks for one of two rates.
-    rates = {"dropout": config.hidden_dropout_prob}
-    rates["attention_dropout"] = config.attention_probs_dropout_prob
+    dropouts = config.hidden_dropout_prob, config.attention_probs_dropout_prob
     if config.init is None:
         family = FAMILIES[config.architecture]
-        dropouts = {key: rates[which] for key, which in family.dropouts.items()}
         sizes = {name: getattr(config, name) for name in (*_SIZES, "num_hidden_layers")}
         sizes["max_position_embeddings"] = config.max_position_embeddings
         tokenizer = manifest.tokenizer
         settings = family.new_config(
-            {**sizes, **dropouts, "vocab_size": tokenizer.vocab_size},
+            {**sizes, **family.rates(*dropouts), "vocab_size": tokenizer.vocab_size},
             tokenizer.special_ids.model_dump(),
         )
         check_row_length("model", settings, manifest)
@@ -185,50 +183,39 @@ def build_model(
         return model.train()
     # To continue: its folder is read as carefully as a teacher's.
     init, who = config.init, f"model.init {config.init}"
-    place, commit = fetch(who, init)
 
-    def read(folder: Path, saved: Saved | None) -> MaskedLM:
-        raw = read_config(who, folder)
-        family = known_family(who, raw)
-        raw |= {key: rates[which] for key, which in family.dropouts.items()}
-        tensors = read_tensors(who, folder, pickled=True)
-        model, has_head = assemble(who, family, raw, tensors, needs_head=False)
-        check_tokenizer(who, folder, model, manifest, shards)
-        notes.append(f"the model began from {described(init, saved, commit, model)}")
-        if needs_head and not has_head:
+    def read(loaded: Loaded) -> MaskedLM:
+        check_tokenizer(who, loaded.folder, loaded.model, manifest, shards)
+        notes.append(f"the model began from {described(init, loaded)}")
+        if needs_head and not loaded.has_head:
             notes.append(NEW_HEAD)
-        trained: MaskedLM = model.train()
+        trained: MaskedLM = loaded.model.train()
         return trained
 
-    return read_model(place, read)
+    return read_model(
+        init, read, who=who, needs_head=False, changes=lambda theirs: theirs.rates(*dropouts)
+    )
 
 
-def described(name: str, saved: Saved | None, commit: str | None, model: MaskedLM) -> str:
+def described(name: str, loaded: Loaded) -> str:
     """Say where the weights of a model come from, without a path of this machine."""
-    if commit is not None:
-        return f"{name.partition('@')[0]} at revision {commit}"
+    if loaded.commit is not None:
+        return f"{name.partition('@')[0]} at revision {loaded.commit}"
     # A published card names no folder, so that a checksum says which weights they were.
+    saved = loaded.saved
     origin = f"step {saved.step} of another run" if saved is not None else "a local model"
-    return f"{origin} (weights sha256 {parameters_sha256(model)[:16]})"
+    return f"{origin} (weights sha256 {parameters_sha256(loaded.model)[:16]})"
 
 
-def _continue_from(
-    folder: Path,
-    teacher: Teacher,
-    family: Family,
-    sizes: dict[str, int],
-    dropouts: dict[str, float],
-    needs_head: bool,
+def _continued(
+    init: str, loaded: Loaded, teacher: Teacher, family: Family, sizes: dict[str, int]
 ) -> MaskedLM:
-    # A folder's own dropout is replaced by this config's, in the layers and in its config.json.
-    who = f"student.init {folder}"
-    model = load_model(folder, dropouts, needs_head=needs_head, who=who)
+    model = loaded.model
     if model.config.model_type != family.model_type:
         same = model.config.model_type == teacher.model.config.model_type
         fix = "set student.architecture: same" if same else f"take a {family.model_type}"
         raise RunError(
-            f"student.init: {folder} holds a {model.config.model_type}, no {family.model_type}; "
-            f"{fix}"
+            f"student.init: {init} holds a {model.config.model_type}, no {family.model_type}; {fix}"
         )
     # Its width is its own: a term that needs the teacher's refuses a different one. So is the
     # padding of its vocabulary, whose tokens are compared below.
@@ -236,9 +223,10 @@ def _continue_from(
         own_name = family.own_names.get(name, name)
         if getattr(model.config, own_name) != size:
             raise RunError(
-                f"student.init: {folder} has {own_name} {getattr(model.config, own_name)}, but "
+                f"student.init: {init} has {own_name} {getattr(model.config, own_name)}, but "
                 f"this run needs {size}, as its teacher or `student:` has"
             )
     if teacher.manifest is not None:
-        check_tokenizer(who, folder, model, teacher.manifest, teacher.shards)
+        who = f"student.init {init}"
+        check_tokenizer(who, loaded.folder, model, teacher.manifest, teacher.shards)
     return model.train()

@@ -12,17 +12,10 @@ from torch import nn
 from data_prep.shards import CorpusError, Manifest, vocabulary_sha256
 from data_prep.tokens.comparison import difference
 from pretrain import RunError
-from pretrain.checkpoint import Saved
 from pretrain.model.families import MaskedLM
-from pretrain.model.loading import TooFewPositions, assemble, check_row_length, known_family
-from pretrain.model.model_files import (
-    fetch,
-    read_config,
-    read_model,
-    read_tensors,
-    read_tokenizer,
-    read_words,
-)
+from pretrain.model.folder import Loaded, read_model
+from pretrain.model.loading import TooFewPositions, check_row_length
+from pretrain.model.model_files import read_tokenizer, read_words
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import read_head
 from pretrain.run_folder import check_source
@@ -90,16 +83,9 @@ def load_teacher(
     """
     check_source("teacher", name)
     who = f"teacher {name}"
-    # A path may contain an @, so an existing path is never split.
-    source, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
-    place, commit = fetch(who, source, revision or None)
 
-    def read(folder: Path, saved: Saved | None) -> Teacher:
-        raw = read_config(who, folder)
-        family = known_family(who, raw)
-        tensors = read_tensors(who, folder, pickled=True)
-        model, _ = assemble(who, family, raw, tensors, needs_head=needs_head)
-        mismatch = ""
+    def read(loaded: Loaded) -> Teacher:
+        model, folder, saved, mismatch = loaded.model, loaded.folder, loaded.saved, ""
         try:
             required = shards is not None and not same_vocabulary
             check_tokenizer(who, folder, model, manifest, shards, required=required)
@@ -118,8 +104,8 @@ def load_teacher(
         return Teacher(
             model,
             name,
-            commit is None,
-            commit,
+            loaded.commit is None,
+            loaded.commit,
             parameters_sha256(model),
             manifest,
             read_tokenizer(who, folder),
@@ -132,7 +118,7 @@ def load_teacher(
             mismatch,
         )
 
-    return read_model(place, read)
+    return read_model(name, read, who=who, needs_head=needs_head)
 
 
 def check_tokenizer(

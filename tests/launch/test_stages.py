@@ -72,7 +72,7 @@ def test_what_changed_is_measured_and_compared_again(
     edited.write_text(edited.read_text() + " ")
     edited.write_text(edited.read_text().replace('"dim": 16', '"dim": 17'))
     code, _, err = distil("recipe", "recipe.yaml")
-    assert code == 2 and "its config.json is not that of" in err
+    assert code == 2 and "already there with another config.json" in err
     assert '"dim": 17' in edited.read_text()
 
 

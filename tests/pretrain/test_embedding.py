@@ -39,7 +39,8 @@ from pretrain.contracts.packing import find_documents
 from pretrain.export.export import export
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import FAMILIES, encode, shape_of
-from pretrain.model.loading import assemble, load_model
+from pretrain.model.folder import load_model
+from pretrain.model.loading import assemble
 from pretrain.model.model_files import read_config, read_tensors
 from pretrain.model.pooling import SentenceHead, pooled
 from pretrain.model.sentences import TextEncoder, read_head

@@ -17,14 +17,16 @@ from transformers import (
     pipeline,
 )
 
-import pretrain.export.export as export_module
+import pretrain.model.folder as folder_module
 from pretrain import RunError, checkpoint
 from pretrain.evaluate import evaluate_folder
 from pretrain.export.arguments import check_repository, hub_token
 from pretrain.export.card import model_card
 from pretrain.export.export import export
 from pretrain.model.families import MaskedLM
-from pretrain.model.loading import load_model
+from pretrain.model.folder import load_model
+from pretrain.model.loading import assemble
+from pretrain.model.model_files import read_tensors
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +65,11 @@ def test_a_model_that_was_loaded_wrongly_is_not_exported(
     """Draw a weight anew after loading: written and read back it agrees with itself."""
 
     def wrong(*arguments: Any, **options: Any) -> Any:
-        model: Any = load_model(*arguments, **options)
+        model, has_head = assemble(*arguments, **options)
         torch.nn.init.normal_(model.distilbert.embeddings.word_embeddings.weight)
-        return model
+        return model, has_head
 
-    monkeypatch.setattr(export_module, "load_model", wrong)
+    monkeypatch.setattr(folder_module, "assemble", wrong)
     with refused("word_embeddings.weight is not as in the checkpoint"):
         export(finished, tmp_path / "exported", pytest.fail)
     assert list(tmp_path.iterdir()) == []
@@ -156,14 +158,13 @@ def rotating(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     checkpoints = run / "checkpoints"
     newest = (checkpoints / "step-00000003").rename(run / "later")
 
-    def load(folder: Path, **options: Any) -> MaskedLM:
+    def read(*arguments: Any, **options: Any) -> Any:
         if newest.exists():
             newest.rename(checkpoints / "step-00000003")
             shutil.rmtree(checkpoints / "step-00000002")
-        return load_model(folder, **options)
+        return read_tensors(*arguments, **options)
 
-    monkeypatch.setattr("pretrain.export.export.load_model", load)
-    monkeypatch.setattr("pretrain.evaluate.load_model", load)
+    monkeypatch.setattr(folder_module, "read_tensors", read)
     return run
 
 
@@ -192,14 +193,14 @@ def test_of_two_exports_to_one_folder_the_first_to_finish_stays(
     mine = tmp_path / ".tmp-exported" / "mine.txt"  # a user's
     mine.parent.mkdir()
     mine.write_text("mine", encoding="utf-8")
-    compare = export_module.read_back
+    compare = folder_module.read_back
 
     def read_back(student: MaskedLM, folder: Path) -> float:
-        monkeypatch.setattr(export_module, "read_back", compare)
+        monkeypatch.setattr(folder_module, "read_back", compare)
         assert export(finished, target, pytest.fail).step == 3  # another process's, meanwhile
         return compare(student, folder)
 
-    monkeypatch.setattr(export_module, "read_back", read_back)
+    monkeypatch.setattr(folder_module, "read_back", read_back)
     with pytest.raises(RunError, match="already there"):
         export(finished, target, pytest.fail)
     assert type(AutoModelForMaskedLM.from_pretrained(target)) is DistilBertForMaskedLM

@@ -29,7 +29,7 @@ from pretrain.contracts.terms import Signal
 from pretrain.export.export import export
 from pretrain.kernels.attention.dispatch import by_document, masked, usable
 from pretrain.model.families import FAMILIES, MaskedLM, encode, family_of, shape_of, walk
-from pretrain.model.loading import load_model
+from pretrain.model.folder import load_model
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher, parameters_sha256
 from pretrain.tasks.mlm.examples import masked_batch

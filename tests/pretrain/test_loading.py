@@ -20,7 +20,7 @@ from torch import Tensor
 from data_prep.shards import Manifest
 from pretrain.export.export import export
 from pretrain.model.families import FAMILIES, family_of
-from pretrain.model.loading import load_model
+from pretrain.model.folder import load_model
 from pretrain.model.teacher import load_teacher
 
 Settings = Callable[..., dict[str, Any]]

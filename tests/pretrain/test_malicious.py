@@ -39,7 +39,7 @@ from data_prep import CorpusError
 from data_prep.shards import Manifest
 from data_prep.tokens import load as load_tokenizer
 from pretrain import RunError
-from pretrain.model.loading import load_model
+from pretrain.model.folder import load_model
 from pretrain.model.teacher import load_teacher
 
 # --- careless readers, to show that the fixtures are live -----------------------------------------

@@ -23,7 +23,7 @@ from data_prep import CorpusError
 from data_prep.shards import Manifest, load_manifest
 from data_prep.tokens import load as load_tokenizer
 from pretrain import RunError, checkpoint
-from pretrain.model.loading import load_model
+from pretrain.model.folder import load_model
 from pretrain.model.teacher import load_teacher
 
 pytestmark = pytest.mark.usefixtures("limits")

@@ -15,7 +15,7 @@ from transformers import ModernBertConfig
 
 from data_prep.shards import Manifest
 from pretrain.config import Model, Student
-from pretrain.model.loading import load_model
+from pretrain.model.folder import load_model
 from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import load_teacher
 

@@ -38,7 +38,7 @@ from data_prep.shards import load_manifest, open_shards, write_shard
 from data_prep.shards import manifest as shards_manifest
 from data_prep.shards.manifest import manifest_bytes, seal
 from pretrain import RunError
-from pretrain.model.loading import load_model
+from pretrain.model.folder import load_model
 
 Values = dict[str, Any]
 LOCKS = (".lock", "lock")  # who is at work: of the start, not of the run

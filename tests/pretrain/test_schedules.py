@@ -14,7 +14,7 @@ from support.runs import history, refused, reseal_checkpoint, start, step_folder
 
 from pretrain.config import Optimizer
 from pretrain.export.card import model_card
-from pretrain.model.loading import load_model
+from pretrain.model.folder import load_model
 from pretrain.step import learning_rate
 
 Settings = Callable[..., dict[str, Any]]

@@ -27,7 +27,7 @@ from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from pretrain.config import RunConfig, Student
 from pretrain.export.export import body, export
-from pretrain.model.loading import load_model
+from pretrain.model.folder import load_model
 from pretrain.model.student import build_student
 from pretrain.train import train
 

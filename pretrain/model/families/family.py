@@ -117,6 +117,11 @@ class Family(ABC):
             raise ValueError("pad_token_id is null, but positions begin after it")
         return int(config.pad_token_id) + 1
 
+    def rates(self, dropout: float, attention: float) -> dict[str, float]:
+        """Return the dropouts by their keys of config.json, of hidden states and of attention."""
+        values = {"dropout": dropout, "attention_dropout": attention}
+        return {key: values[which] for key, which in self.dropouts.items()}
+
     def row_length(self, config: Any) -> int:
         """Return the length of the longest row that the model has positions for."""
         return int(config.max_position_embeddings) - self.first_position(config)
