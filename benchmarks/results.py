@@ -12,7 +12,6 @@ differs is an error.
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 import textwrap
@@ -24,6 +23,7 @@ from typing import Any
 import yaml
 
 from pretrain.monitor.figures import Figure
+from pretrain.monitor.plot import line_plot
 
 ROOT = Path(__file__).resolve().parents[1]
 _REFERENCE = re.compile(r"\{([^{}/]+)/([^{}/]+)/([^{}/]+?)(%?)\}")  # file/model/figure
@@ -145,17 +145,9 @@ def page(records: Records, sections: Sequence[Mapping[str, Any]], plot: str) -> 
     return "\n".join(parts)
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Return three to eight round numbers from low to high."""
-    exponent = math.floor(math.log10(high - low)) - 1
-    step = next(s * 10**exponent for s in (2, 5, 10, 20, 50) if (high - low) / s / 10**exponent < 8)
-    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
 def svg(records: Records, plot: Mapping[str, Any]) -> str:
-    """Return the plot: curves over tokens, and horizontal lines for models with one value."""
+    """Return the plot of a file's records: curves over tokens, and a line for each other model."""
     file, figure = plot["file"], plot["figure"]
-    width, height, left, right, top, bottom = 760, 340, 56, 190, 36, 46
     found = records.models(file)
 
     def value_of(model: str) -> float:
@@ -163,52 +155,12 @@ def svg(records: Records, plot: Mapping[str, Any]) -> str:
 
     # A run begins where its layers were before training.
     start = (0.0, value_of(plot["start"]))
-    curves = {
-        text: [start, *records.curve(file, name, figure)] for name, text in plot["curves"].items()
-    }
-    lines = {text: value_of(name) for name, text in plot["lines"].items()}
-    values = [y for points in curves.values() for _, y in points] + [*lines.values()]
-    most = max(x for points in curves.values() for x, _ in points)
-    low, high = min(values) - 0.02, max(values) + 0.02
-    end = width - right
-
-    def x_of(tokens: float) -> float:
-        return left + (end - left) * tokens / most
-
-    def y_of(value: float) -> float:
-        return top + (height - top - bottom) * (high - value) / (high - low)
-
-    def text(x: float, y: float, content: str, more: str = "") -> str:
-        return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{content}</text>'
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        text(left, 20, plot["title"], 'font-weight="bold"'),
-        text((left + end) / 2, height - 6, plot["x_label"], 'text-anchor="middle"'),
-    ]
-    for value in ticks(low, high):
-        y = y_of(value)
-        parts.append(f'<path d="M{left} {y:.1f}H{end}" stroke="#dddddd"/>')
-        parts.append(text(left - 8, y + 4, f"{value:.2f}", 'text-anchor="end"'))
-    for tokens in ticks(0, most):
-        label = f"{tokens / 1000:,.0f}k"
-        parts.append(text(x_of(tokens), height - 24, label, 'text-anchor="middle"'))
-    labels = []
-    for name, value in lines.items():
-        y = y_of(value)
-        parts.append(f'<path d="M{left} {y:.1f}H{end}" stroke="#888888" stroke-dasharray="5 4"/>')
-        labels.append((y, "#555555", name))
-    for name, points in curves.items():
-        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="#0b62a4" stroke-width="3"/>')
-        labels.append((y_of(points[-1][1]), "#0b62a4", name))
-    lowest = 0.0
-    for y, colour, name in sorted(labels):
-        lowest = max(y, lowest + 16)  # labels that would overlap move down
-        parts.append(text(end + 8, lowest + 4, name, f'fill="{colour}"'))
-    return "\n".join([*parts, "</svg>", ""])
+    return line_plot(
+        plot["title"],
+        plot["x_label"],
+        {text: [start, *records.curve(file, run, figure)] for run, text in plot["curves"].items()},
+        {text: value_of(name) for name, text in plot["lines"].items()},
+    )
 
 
 def readme(records: Records, blocks: Mapping[str, str], text: str) -> str:
