@@ -27,6 +27,8 @@ from data_prep.messages import one_line, printable
 from pretrain.monitor.figures import label
 
 console = Console(highlight=False)
+if not console.is_terminal:
+    console.width = 10_000  # a log file has no width: nothing is cut off there
 
 
 def show(*lines: str) -> None:

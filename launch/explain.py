@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ def explain(model: type[BaseModel], values: dict[str, Any], error: ValidationErr
         error: of pydantic, whose locations also name union members, which no user wrote.
     """
     if model is Recipe:
-        values = filled(values)
+        with suppress(ValueError):  # the mistake is explained by itself
+            values = filled(values)
     if model is RunConfig:
         values = with_objective(values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 
 from data_prep.config import CorpusConfig
 from data_prep.keys import Keys
+from launch.sweep_config import Sweep, entries_of, merged, refuse_swept, resolve
 from pretrain.config import RunConfig
 from pretrain.objectives.known import objective_kind, unread_keys, with_objective
 
@@ -45,7 +47,19 @@ class ExportKeys(Keys):
     run: Path
 
 
-Entry = Annotated[TrainKeys | PrepareKeys | EvaluateKeys | ExportKeys, Field(discriminator="stage")]
+class SweepKeys(Keys):
+    """Hold the runs that `sweep:` of a training run stands for, by what is added to its output."""
+
+    stage: Literal["sweep"] = "sweep"
+    output: Path  # of the table
+    keep_weights: bool = False
+    at_once: int | None = Field(None, ge=1)  # by default as many as cores or GPUs allow
+    sweep: dict[str, RunConfig]
+    groups: dict[str, tuple[str, str]]  # of each run: its entry of the table, and its seed
+
+
+Stages = TrainKeys | PrepareKeys | EvaluateKeys | ExportKeys | SweepKeys
+Entry = Annotated[Stages, Field(discriminator="stage")]
 
 
 class Recipe(Keys):
@@ -53,7 +67,9 @@ class Recipe(Keys):
 
     `defaults` are the keys that all training runs share; a run's own keys come on top. A run whose
     objective does not read one of them is without it. A later stage may name the output of an
-    earlier one.
+    earlier one. `sweep:` repeats a run, once for each combination of its values; with
+    `keep_weights: true` other runs can use the results, and `at_once` limits how many train
+    together.
     """
 
     defaults: dict[str, Any] = Field({}, exclude=True)
@@ -75,33 +91,55 @@ class Recipe(Keys):
 
 
 def filled(values: Any) -> Any:
-    """Return the values of a recipe with the shared keys in each run that reads them."""
+    """Return the values of a recipe with the shared keys in each run, and sweeps as their runs.
+
+    Raises:
+        ValueError: a sweep, or a stage that names one, has a mistake.
+    """
     if not isinstance(values, dict) or not isinstance(runs := values.get("runs"), list):
         return values
     shared = values.get("defaults") or {}
-    found = []
-    for own in runs:
-        if isinstance(own, dict) and own.setdefault("stage", "train") != "train":
-            found.append(own)
-            continue
-        run = merged(shared, own)
-        kind = objective_kind(run) if isinstance(own, dict) and isinstance(run, dict) else None
-        if kind is not None:
-            unread = {*unread_keys(kind)}
-            if "model" in own:  # which is the student then
-                unread.add("student")
-            run = {key: value for key, value in run.items() if key in own or key not in unread}
-        found.append(with_objective(run))
+    found, sweeps = [], dict[str, Sweep]()
+    for number, own in enumerate(runs):
+        run = own
+        try:
+            if not isinstance(own, dict) or own.setdefault("stage", "train") != "train":
+                refuse_swept(own if isinstance(own, dict) else {}, sweeps)
+            elif "sweep" in own:
+                run = swept(shared, own, sweeps)
+            else:
+                run = completed(shared, own)
+                resolve(run, sweeps, {})
+        except ValueError as error:
+            raise ValueError(f"runs.{number}.{error}") from None
+        found.append(run)
     return {**values, "runs": found}
 
 
-def merged(shared: Any, own: Any) -> Any:
-    """Return `own` on top of `shared`; sections are merged key by key."""
-    if not isinstance(shared, dict) or not isinstance(own, dict):
-        return own
-    # A section whose `name` differs, such as another objective, has other keys.
-    if "name" in shared and "name" in own and shared["name"] != own["name"]:
-        return own
-    # Lists and single values are replaced: to join two lists would be a guess.
-    keys = {**shared, **own}
-    return {key: merged(shared.get(key), own[key]) if key in own else keys[key] for key in keys}
+def swept(shared: Any, own: dict[str, Any], sweeps: dict[str, Sweep]) -> dict[str, Any]:
+    """Return the run of each combination of a sweep; `sweeps` receives it."""
+    kept: dict[str, Any] = {k: own[k] for k in ("keep_weights", "at_once") if k in own}
+    rest = {key: value for key, value in own.items() if key not in (*kept, "sweep", "stage")}
+    entries = list(entries_of(own["sweep"]))
+    output = str(rest.get("output", ""))
+    sweep = Sweep(output, {e.label: e.axes for e in entries}, kept.get("keep_weights") is True)
+    runs = {}
+    for entry in entries:
+        run = completed(shared, merged(rest, entry.settings))
+        resolve(run, sweeps, entry.axes)
+        runs[entry.label] = {**run, "output": sweep.folder(entry.label)} if output else run
+    sweeps[os.path.normpath(output)] = sweep
+    groups = {entry.label: (entry.group, entry.seed) for entry in entries}
+    return {"stage": "sweep", "output": output or None, **kept, "sweep": runs, "groups": groups}
+
+
+def completed(shared: Any, own: dict[str, Any]) -> Any:
+    """Return a run's keys on top of the shared ones, without those that it does not read."""
+    run = merged(shared, own)
+    kind = objective_kind(run) if isinstance(run, dict) else None
+    if kind is not None:
+        unread = {*unread_keys(kind)}
+        if "model" in own:  # which is the student then
+            unread.add("student")
+        run = {key: value for key, value in run.items() if key in own or key not in unread}
+    return with_objective(run)

@@ -22,6 +22,7 @@ from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig
 
+RESULT = "result.json"  # what a run of a sweep keeps in place of its checkpoints
 VECTORS = "vectors.safetensors"  # in the output, where `vectors` names no other file
 _LONGEST_CONFIG = 2**20  # bytes
 # Defects of earlier versions that changed what a run computes. A checkpoint lists those that the

@@ -56,7 +56,8 @@ def recipe(
             keep_going()
         show(config_line(config))
     for number, stage in enumerate(stages, start=1):
-        place = ", ".join(map(str, stage.outputs()))
+        first, *more = map(str, stage.outputs())
+        place = f"{first} and {len(more)} more" if len(more) > 2 else ", ".join([first, *more])
         show("", f"run {number} of {len(stages)}: {place}, {stage.title} ({stage.state()})")
         if dry_run:
             show(*lines[number - 1])

@@ -17,7 +17,6 @@ from launch.stages.stage import How, Made, Stage, State, names_in, not_ours, rea
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
-from pretrain.plan import Sizes
 from pretrain.run_folder import check_model, check_source, sealed_state, teacher_of_runs
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Evaluate(Stage):
         teacher = {"teacher": config.teacher} if config.teacher is not None else {}
         return {**models, **teacher, "data": str(config.data)}
 
-    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Check that data and models are there or will be, and where the figures go."""
         self._check_output()
         there = [name for name in self.config.models if real(name) not in made]
@@ -66,7 +65,8 @@ class Evaluate(Stage):
             check_source("teacher", self.config.teacher)
         if not dry_run and real(self.config.data) not in made and not self.config.data.is_file():
             load_manifest(self.config.data)
-        return None, [f"models: {', '.join(self.config.models)}", f"data: {self.config.data}"]
+        lines = [f"models: {', '.join(self.config.models)}", f"data: {self.config.data}"]
+        return {real(self.config.output): None}, lines
 
     def state(self) -> State:
         """Return whether figures of these very inputs are there."""

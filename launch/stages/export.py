@@ -14,7 +14,6 @@ from launch.recipe_config import ExportKeys
 from launch.stages.stage import How, Made, Stage, State, names_in, not_ours, real
 from pretrain.exit_codes import ExitCode
 from pretrain.export.arguments import check_target
-from pretrain.plan import Sizes
 from pretrain.run_folder import check_run
 
 
@@ -32,7 +31,7 @@ class Export(Stage):
         """Return the run."""
         return {"run": str(self.config.run)}
 
-    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Check the run, and that the target holds nothing but an export."""
         run, output = real(self.config.run), self.config.output
         if run not in made:
@@ -41,7 +40,7 @@ class Export(Stage):
         held = names_in(output)
         if held and not {"config.json", "model.safetensors", "README.md"} <= set(held):
             raise not_ours(output, held[0], "export")
-        return made.get(run), [f"from: {self.config.run}"]
+        return {real(output): made.get(run)}, [f"from: {self.config.run}"]
 
     def state(self) -> State:
         """Return whether an export is there: it is complete or absent."""

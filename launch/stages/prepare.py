@@ -13,7 +13,6 @@ from launch.console import counts, keep_going, show, stages
 from launch.recipe_config import PrepareKeys
 from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.exit_codes import ExitCode
-from pretrain.plan import Sizes
 
 if TYPE_CHECKING:
     from data_prep.pipeline.engines import Engine
@@ -39,7 +38,7 @@ class Prepare(Stage):
         tokenizer = self.config.tokenizer
         return {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
 
-    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Find the inputs of each source; they may be made by no stage."""
         config = self.config
         tokenizer = config.tokenizer
@@ -53,7 +52,7 @@ class Prepare(Stage):
         # A finished corpus is compared in its turn.
         if self.state() != "done":
             check_folders(config)
-        return None, lines
+        return {real(folder): None for folder in self.outputs()}, lines
 
     def state(self) -> State:
         """Return whether all folders have a manifest."""

@@ -55,11 +55,11 @@ class Stage(ABC):
         """Return the folders or hub names that it reads, by key."""
 
     @abstractmethod
-    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Refuse what cannot be done, before the first stage starts.
 
         Returns:
-            the sizes of the model that it makes, if it makes one, and the lines of `--dry-run`.
+            its outputs, with the sizes of the models in them, and the lines of `--dry-run`.
 
         Raises:
             RunError, CorpusError: names the key and the fix.

@@ -10,6 +10,7 @@ from launch.stages.evaluate import Evaluate
 from launch.stages.export import Export
 from launch.stages.prepare import Prepare
 from launch.stages.stage import How, Stage, real
+from launch.stages.sweep import Sweep
 from launch.stages.train import Train
 from pretrain import RunError
 from pretrain.plan import Sizes
@@ -20,6 +21,7 @@ STAGES: dict[str, type[Stage]] = {
     "prepare": Prepare,
     "evaluate": Evaluate,
     "export": Export,
+    "sweep": Sweep,  # what `sweep:` of a training run becomes
 }
 
 
@@ -42,9 +44,9 @@ def check_all(stages: Sequence[Stage], how: How, *, dry_run: bool) -> list[list[
     made: dict[Path, Sizes | None] = {}  # inputs may be outputs of earlier stages
     lines = []
     for stage in stages:
-        sizes, about = stage.check(made, how, dry_run=dry_run)
+        outputs, about = stage.check(made, how, dry_run=dry_run)
         lines.append(about)
-        made |= {real(output): sizes for output in stage.outputs()}
+        made |= outputs
     return lines
 
 
@@ -73,5 +75,5 @@ def check_order(stages: Sequence[Stage]) -> None:
             if makers:
                 raise RunError(f"{what} run {makers[0] + 1} makes: put that one first")
             # Beside the stages' outputs; another name may be a hub's.
-            if Path(name).parent in folders and key != "shards":
+            if Path(name).parent in folders and not key.startswith("shards"):
                 raise RunError(f"{what} is not there and which no run makes; correct the path")

@@ -12,7 +12,7 @@ from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
-from pretrain.plan import Sizes, plan
+from pretrain.plan import plan
 from pretrain.run_folder import check_inputs, check_output, is_run, sealed_state
 
 
@@ -32,7 +32,7 @@ class Train(Stage):
         more = {"resume_from": str(resumed)} if resumed is not None else {}
         return {**self.config.sources(), **more, "shards": str(self.config.shards)}
 
-    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Sizes | None, list[str]]:
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Check folders, and the sizes of models by their config.json."""
         config = self.config
         check_output(config)
@@ -41,7 +41,7 @@ class Train(Stage):
         if not dry_run and how.hardware is None:
             accumulation_steps(config, how.gpus or 1)
         found = plan(config, made, needs_shards=needs_shards)
-        return found.student, list(found.lines)
+        return {real(config.output): found.student}, list(found.lines)
 
     def state(self) -> State:
         """Return whether the run has a checkpoint, and of its last step."""

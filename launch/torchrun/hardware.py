@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -39,6 +40,13 @@ PRESETS = (
     Hardware("h200", "cuda", processes=1, precision="bf16", micro_batch_size="auto"),
 )
 PRESET_NAMES = ", ".join(preset.name for preset in PRESETS)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux: fewer under taskset, Slurm and containers
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def hardware(name: str) -> Hardware:

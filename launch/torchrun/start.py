@@ -26,7 +26,7 @@ from data_prep.messages import extra, printable
 from launch.config import config_line, load_config
 from launch.torchrun import command
 from launch.torchrun.command import LATE, PORT, Head, Layout
-from launch.torchrun.hardware import Device, Hardware, hardware
+from launch.torchrun.hardware import Device, Hardware, cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.device.precision import check_precision
@@ -116,11 +116,8 @@ def start(asked: Launch) -> int:
         return submit(asked, layout, overrides, config)
 
     seconds = asked.timeout or timeout()
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # Linux: fewer under taskset, Slurm and containers
-        cores = len(os.sched_getaffinity(0))
     environment = command.environment(
-        layout, asked.zero, timeout=seconds, grace=asked.grace, cores=cores, given=os.environ
+        layout, asked.zero, timeout=seconds, grace=asked.grace, cores=cores(), given=os.environ
     )
     arguments = command.pretrain(asked.config, overrides, asked.stop_after, asked.skip_rows)
     rendezvous, waiting = [["--standalone"]], ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from data_prep.messages import one_line
 from pretrain.config import OF_INIT
 from pretrain.monitor.figures import label
+from pretrain.monitor.tables import escaped, markdown
 from pretrain.objectives.known import objective_of, task_of
 from pretrain.objectives.objective import Objective
 from pretrain.tasks.mlm.head_figures import weak_teacher
@@ -82,19 +83,19 @@ def model_card(
         f"{how}: {size:,} parameters, {state['step']:,} of {state['num_steps']:,} steps, "
         f"{state['tokens']:,} tokens seen.{headless}",
         # Checkpoints of older versions have no notes.
-        *(["\n".join(f"- {_escape(note)}" for note in notes)] if notes else []),
+        *(["\n".join(f"- {escaped(note)}" for note in notes)] if notes else []),
         "## Use",
         f"```python\n{use.code}\n```",
         "## Validation figures",
         *figures,
         "## Data",
-        _table(
+        markdown(
             ("source", "kind", "documents", "licence"),
             [(s["name"], s["kind"], s["documents_kept"], s["licence"]) for s in state["sources"]],
         ),
         f"Digest of the packed rows: `{state['shards']}`.",
         "## Recipe",
-        _table(("key", "value"), recipe),
+        markdown(("key", "value"), recipe),
     ]
     return ModelCard("\n\n".join(parts) + "\n")
 
@@ -108,14 +109,14 @@ def _figures(
     if evaluation and not has_head:
         rows = [(label(k), f"{value:.4f}") for k, value in evaluation.items() if k != "tokens"]
         figures = [
-            _table(("term", "value"), rows),
+            markdown(("term", "value"), rows),
             f"Measured at step {state['evaluation_step']:,}: means over "
             f"{evaluation['tokens']:,.0f} tokens of validation rows, without masks.",
         ]
     elif evaluation:
         rows = [(text, f"{evaluation[k]:.4f}") for k, text in _FIGURES.items() if k in evaluation]
         figures = [
-            _table(("figure", "value"), rows),
+            markdown(("figure", "value"), rows),
             f"Measured at step {state['evaluation_step']:,}: means over "
             f"{evaluation['masked_tokens']:,.0f} masked tokens "
             "of validation rows, every selected token replaced by [MASK].",
@@ -126,7 +127,7 @@ def _figures(
     for what, table in known["tables"].items():
         columns = dict.fromkeys(name for _, row in table for name in row)
         cells = [[name, *(row.get(c, "") for c in columns)] for name, row in table]
-        figures += [f"On {_escape(what)}, with 95 % intervals:", _table(["", *columns], cells)]
+        figures += [f"On {escaped(what)}, with 95 % intervals:", markdown(["", *columns], cells)]
     return figures
 
 
@@ -135,14 +136,14 @@ def _provenance(state: Mapping[str, Any], objective: Objective, distilled: bool)
     teacher, vectors = state["teacher"], state.get("vectors") or {}
     how = f"Trained by masked language modelling ({objective.sentence})"
     if distilled and teacher is None:
-        name = _escape(vectors["name"] or "a model")
+        name = escaped(vectors["name"] or "a model")
         how = (
             f"Distilled from a file of the vectors of {name} (digest `{vectors['digest'][:16]}`) "
             f"with {objective.sentence}"
         )
     elif distilled:
-        revision = f" at revision `{_escape(teacher['revision'])}`" if teacher["revision"] else ""
-        name = _escape(teacher["name"] or "a local model")
+        revision = f" at revision `{escaped(teacher['revision'])}`" if teacher["revision"] else ""
+        name = escaped(teacher["name"] or "a local model")
         paper = f" ({objective.published})" if objective.published else ""
         how = (
             f"Distilled from {name}{revision} (weights sha256 `{teacher['sha256'][:16]}`) with "
@@ -151,16 +152,3 @@ def _provenance(state: Mapping[str, Any], objective: Objective, distilled: bool)
     elif teacher is not None:
         how += "; no term compares it with the teacher"
     return how
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(_escape(cell) for cell in line) + " |" for line in lines)
-
-
-def _escape(value: object) -> str:
-    """Escape Markdown: a source's name is any string of a user."""
-    text = one_line(str(value))
-    for character in "\\`|<>[]*_":
-        text = text.replace(character, f"\\{character}")
-    return text

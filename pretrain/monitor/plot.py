@@ -69,11 +69,11 @@ def line_plot(
         labels.append((y_of(points[-1][1]), colour, name))
     # Labels that would overlap move down; where there is no more place, up.
     labels.sort()
-    places, lowest = [], 0.0
+    places, lowest = list[float](), 0.0
     for y, _, _ in labels:
         lowest = max(y, lowest + _ROW)
         places.append(lowest)
-    highest = height - _BOTTOM + _ROW
+    highest = float(height - _BOTTOM + _ROW)
     for number in reversed(range(len(labels))):
         places[number] = highest = min(places[number], highest - _ROW)
     for y, (_, colour, name) in zip(places, labels, strict=True):

@@ -1,0 +1,369 @@
+"""Sweep: train the runs of a sweep, several at a time, and compare their figures."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+
+from data_prep.disk.json_files import parse_object, read_regular
+from data_prep.shards import load_manifest
+from launch.commands import quiet
+from launch.console import print_table, show
+from launch.recipe_config import SweepKeys
+from launch.stages.stage import How, Made, Stage, State, names_in, not_ours, real
+from launch.stages.train import Train
+from launch.torchrun.hardware import cores, hardware
+from pretrain import RunError
+from pretrain.config import RunConfig
+from pretrain.exit_codes import ExitCode
+from pretrain.files import replace_json, replace_text
+from pretrain.plan import Sizes
+from pretrain.run_folder import RESULT, sealed_state
+from pretrain.signals import stop_on_signal
+
+_LOG = "logs/sweep.log"  # in the folder of a run
+_COLUMNS = ("figure", "entry", "runs", "mean", "deviation", "difference", "low", "high", "needed")
+_MEANING = (
+    "difference: to the first entry, of runs with the same seed, with its 95 % interval from low "
+    "to high; needed: runs of both entries that would find it at 5 % in four of five studies"
+)
+# Beginnings of validation figures that do not tell students apart.
+_SAME = ("tokens", "masked_tokens", "teacher_", "constant_", "unigram_")
+_LONGEST = 2**24  # bytes of a result
+_POLL = 0.2  # seconds
+# Bytes of a run's memory: libraries and activations, and for each parameter of the student; of a
+# checkpoint: weights and both moments.
+_PER_RUN, _PER_PARAMETER, _IN_CHECKPOINT = 2**31, 32, 12
+
+
+class Sweep(Stage):
+    """Train each run of a sweep in a process of its own, and write a table of their figures.
+
+    Without `keep_weights` a finished run keeps its figures in place of its checkpoints.
+    """
+
+    keys, saves = SweepKeys, True
+
+    def __init__(self, config: SweepKeys) -> None:
+        super().__init__(config)
+        self.runs = {label: Train(run) for label, run in config.sweep.items()}
+        self.num_parameters: dict[str, int] = {}  # where the sizes are known
+
+    @property
+    def title(self) -> str:
+        """Return the number of runs."""
+        return f"sweep of {len(self.runs)} runs"
+
+    def outputs(self) -> list[Path]:
+        """Return the folder of the table, and that of each run."""
+        return [self.config.output, *(run.config.output for run in self.runs.values())]
+
+    def reads(self) -> dict[str, str]:
+        """Return what the runs read."""
+        found: dict[str, str] = {}
+        for label, run in self.runs.items():
+            found |= {f"{key} of {label}": name for key, name in run.reads().items()}
+        return found
+
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
+        """Check each run, and that the disk can hold the checkpoints."""
+        from pretrain.monitor.tables import FORMATS
+
+        ours = {"curves.svg", *(f"table.{kind}" for kind in FORMATS)}
+        if foreign := [name for name in names_in(self.config.output) if name not in ours]:
+            raise not_ours(self.config.output, foreign[0], "sweep")
+        outputs: dict[Path, Sizes | None] = {real(self.config.output): None}
+        lines = []
+        for label, run in self.runs.items():
+            model, about = run.check(made, how, dry_run=dry_run)
+            outputs |= model
+            lines += [f"{label}: {line}" for line in about]
+            if (sizes := next(iter(model.values()))) is not None:
+                self.num_parameters[label] = num_parameters(sizes, run.config)
+        self._check_start()
+        return outputs, lines
+
+    def state(self) -> State:
+        """Return whether all runs are finished."""
+        states = {
+            "done" if self._result(run.config) is not None else run.state()
+            for run in self.runs.values()
+        }
+        return states.pop() if len(states) == 1 else "begun"
+
+    def run(self, how: How) -> int:
+        """Train the runs that are not finished, and compare all of them."""
+        config = self.config
+        self._check_start()  # shards that an earlier stage has made
+        quiet()
+        waiting = [label for label, run in self.runs.items() if not self._is_finished(run.config)]
+        places = self._places(how)
+        kept = "weights are kept" if config.keep_weights else "figures are kept, weights are not"
+        show(
+            f"{len(waiting)} of {len(self.runs)} runs to train, {len(places)} at a time; of a "
+            f"finished run {kept}; one that was interrupted continues from its last checkpoint",
+            f"logs: {config.output}-*/{_LOG}",
+        )
+        codes = self._train(waiting, places, how)
+        if failed := {label: code for label, code in codes.items() if code != ExitCode.DONE}:
+            show(f"not finished: {', '.join(failed)}; the same command continues")
+            stopped = ExitCode.REQUEUE in failed.values()
+            return ExitCode.REQUEUE if stopped else next(iter(failed.values()))
+        self._write_table()
+        return ExitCode.DONE
+
+    def _result(self, config: RunConfig) -> dict[str, Any] | None:
+        """Return the state that a finished run has kept in place of its checkpoints."""
+        try:
+            state = parse_object(read_regular(config.output / RESULT, _LONGEST))
+            finished = state["step"] == state["num_steps"]
+        except (OSError, ValueError, KeyError):
+            return None
+        return state if finished and not self.config.keep_weights else None
+
+    def _is_finished(self, config: RunConfig) -> bool:
+        """Return whether a run has kept its figures; one with weights is compared by its process.
+
+        Raises:
+            RunError: they are of another config, other data or another teacher.
+        """
+        from pretrain.load import check_result
+
+        if (state := self._result(config)) is None:
+            return False
+        check_result(config, state)
+        shutil.rmtree(config.output / "checkpoints", ignore_errors=True)  # if it was ended there
+        return True
+
+    def _check_start(self) -> None:
+        """Refuse shards without validation rows, and a disk that cannot hold the checkpoints."""
+        config, places = self.config, {run.config.shards for run in self.runs.values()}
+        if len(places) > 1:
+            raise RunError(
+                f"sweep {config.output}: its runs have different shards, so their figures cannot "
+                "be compared; make a sweep for each"
+            )
+        for shards in places:
+            if not (shards / "manifest.json").exists():
+                continue  # a stage makes them
+            split = load_manifest(shards).splits.get("validation")
+            if split is None or not split.rows:
+                raise RunError(
+                    f"sweep {config.output}: compares figures of validation rows, and {shards} has "
+                    "none; prepare the corpus with validation: 0.01 or more"
+                )
+        sizes = sorted(
+            # Those that are kept, the best one, and one that is being written.
+            _IN_CHECKPOINT * num * (self.runs[label].config.checkpoint.keep + 2)
+            for label, num in self.num_parameters.items()
+        )
+        need = sum(sizes if config.keep_weights else sizes[-(config.at_once or cores()) :])
+        place = real(config.output)
+        while not place.exists():
+            place = place.parent
+        if need > (free := shutil.disk_usage(place).free):
+            raise RunError(
+                f"sweep {config.output}: its checkpoints need {need:,} bytes, and {place} has "
+                f"{free:,} free; lower checkpoint.keep or at_once, or make room"
+            )
+
+    def _places(self, how: How) -> list[dict[str, str]]:
+        """Return the variables of each process that runs at a time: its GPUs, or its threads.
+
+        They do not depend on how many runs are left, because threads change the last bits.
+        """
+        import torch
+
+        preset = hardware(how.hardware) if how.hardware is not None else None
+        per = how.gpus or (preset.processes if preset is not None else 1)
+        if torch.cuda.device_count() and (preset is None or preset.device == "cuda"):
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            every = [str(number) for number in range(torch.cuda.device_count())]
+            gpus = visible.split(",") if visible else every
+            groups = [gpus[i : i + per] for i in range(0, len(gpus) - per + 1, per)]
+            if not groups:
+                raise RunError(f"a run takes {per} GPUs, and {len(gpus)} can be seen here")
+            return [{"CUDA_VISIBLE_DEVICES": ",".join(g)} for g in groups[: self.config.at_once]]
+        most = max(self.num_parameters.values(), default=0)
+        memory = psutil.virtual_memory().available // (per * (_PER_RUN + _PER_PARAMETER * most))
+        at_once = self.config.at_once or max(1, min(cores() // per, memory))
+        at_once = min(at_once, len(self.runs))
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // (at_once * per))))
+        return [{"OMP_NUM_THREADS": threads}] * at_once
+
+    def _train(
+        self, waiting: list[str], places: Sequence[Mapping[str, str]], how: How
+    ) -> dict[str, int]:
+        """Train runs, each in a free place; return the exit code of each.
+
+        A run that fails does not end the others. A signal is passed on, and starts no more.
+        """
+        codes: dict[str, int] = {}
+        running: dict[str, tuple[subprocess.Popen[bytes], Mapping[str, str]]] = {}
+        free, passed_on = list(places), 0
+        with TemporaryDirectory(prefix="distil-sweep-") as folder, stop_on_signal() as signals:
+            signals.saves = True
+            try:
+                while running or (waiting and not signals):
+                    for number in signals[passed_on:]:
+                        for process, _ in running.values():
+                            process.send_signal(number)
+                        passed_on += 1
+                    if free and not signals and (label := self._next(waiting, running)):
+                        waiting.remove(label)
+                        place = free.pop()
+                        running[label] = self._start(label, Path(folder), place, how), place
+                        continue
+                    time.sleep(_POLL)
+                    for label, (process, place) in list(running.items()):
+                        if process.poll() is not None:
+                            del running[label]
+                            free.append(place)
+                            codes[label] = self._ended(label, process.returncode, bool(signals))
+            finally:
+                for process, _ in running.values():
+                    process.kill()
+        return codes | dict.fromkeys(waiting, ExitCode.REQUEUE)
+
+    def _next(self, waiting: Sequence[str], running: Mapping[str, object]) -> str | None:
+        """Return a run that can start: no other one is writing its file of vectors."""
+        busy = {self.runs[label].config.vectors for label in running}
+        for label in waiting:
+            vectors = self.runs[label].config.vectors
+            if vectors is None or vectors.exists() or vectors not in busy:
+                return label
+        return None
+
+    def _start(
+        self, label: str, folder: Path, place: Mapping[str, str], how: How
+    ) -> subprocess.Popen[bytes]:
+        config = self.runs[label].config
+        # JSON is YAML.
+        file, log = folder / f"{config.output.name}.json", config.output / _LOG
+        replace_json(file, config.model_dump(mode="json"))
+        command = ["pretrain", str(file)]
+        if how.gpus is not None or how.hardware is not None:
+            options = {"--gpus": how.gpus, "--hardware": how.hardware}
+            given = [(name, str(value)) for name, value in options.items() if value is not None]
+            command = ["launch", str(file), *(text for pair in given for text in pair)]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        (config.output / RESULT).unlink(missing_ok=True)
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "launch", *command],
+                env={**os.environ, **place},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a terminal's Ctrl-C comes here, and is passed on
+            )
+
+    def _ended(self, label: str, code: int, signalled: bool) -> int:
+        """Keep a finished run's figures, and say how a run ended; return its exit code."""
+        config = self.runs[label].config
+        sealed = sealed_state(config.output)
+        if code == ExitCode.DONE and sealed is not None:
+            if not self.config.keep_weights:
+                replace_json(config.output / RESULT, sealed[1])
+                shutil.rmtree(config.output / "checkpoints")
+            show(f"{label}: finished, step {sealed[1]['step']:,}")
+            return code
+        if code == ExitCode.REQUEUE or (code < 0 and signalled):
+            show(f"{label}: interrupted")
+            return ExitCode.REQUEUE
+        log = config.output / _LOG
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        why = next((line for line in reversed(lines) if line.startswith("error:")), "no error")
+        show(f"{label}: ended with code {code}; {log} ends with {why}")
+        return code if code > 0 else ExitCode.BUG
+
+    def _write_table(self) -> None:
+        """Compare the figures of the last step, and write tables and curves."""
+        from pretrain.monitor.metrics import read_metrics
+        from pretrain.monitor.plot import line_plot
+        from pretrain.monitor.tables import FORMATS, compare
+
+        values = self._figures()
+        rows: list[tuple[object, ...]] = []
+        for figure, of_entry in values.items():
+            for entry, found in compare(of_entry).items():
+                numbers = found.difference or (None, None, None)
+                rows.append((figure, entry, *found[:3], *numbers, found.needed))
+        shown = [[f"{c:.4g}" if isinstance(c, float) else c for c in row] for row in rows]
+        texts = [["" if cell is None else str(cell) for cell in row] for row in shown]
+        folder = self.config.output
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind, write in FORMATS.items():
+            cells = rows if kind == "csv" else texts
+            replace_text(folder / f"table.{kind}", write(_COLUMNS, cells))
+
+        # Curves of the figure that most entries have: means over their runs.
+        figure = max(values, key=lambda name: (len(values[name]), name.startswith("loss")))
+        points: dict[str, dict[float, list[float]]] = {entry: {} for entry in values[figure]}
+        for label, run in self.runs.items():
+            curve = points.get(self.config.groups[label][0], {})
+            for line in read_metrics(run.config.output / "metrics.jsonl"):
+                value = line.get(figure.partition(" ")[0])
+                if line["kind"] == "evaluation" and value is not None:
+                    curve.setdefault(float(line["step"]), []).append(value)
+        curves = {
+            entry: [(step, mean(found)) for step, found in sorted(of_step.items())]
+            for entry, of_step in points.items()
+        }
+        plot = line_plot(f"{figure}, of validation rows", "optimizer steps", curves)
+        replace_text(folder / "curves.svg", plot)
+        print_table(_COLUMNS, texts)
+        if len({frozenset(of_entry) for of_entry in values.values()}) > 1:
+            show("terms of an objective are compared among its own runs only")
+        show(_MEANING, f"{folder}: table.md, table.csv, table.tex, curves.svg")
+
+    def _figures(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return the validation figures of the last step by name, entry of the table and seed.
+
+        The figures of an LM head compare all runs; those of an objective its own, and their sum
+        those with the same weights.
+
+        Raises:
+            RunError: a run was measured on another number of rows.
+        """
+        values: dict[str, dict[str, dict[str, float]]] = {}
+        names = {run.config.objective.name for run in self.runs.values()}
+        same = len({run.config.objective.model_dump_json() for run in self.runs.values()}) == 1
+        for label, run in self.runs.items():
+            state, objective = self._result(run.config), run.config.objective
+            if state is None:
+                sealed = sealed_state(run.config.output)
+                assert sealed is not None
+                state = sealed[1]
+            before, now = state["config"]["evaluation"]["rows"], run.config.evaluation.rows
+            if before != now:
+                raise RunError(
+                    f"{run.config.output}: was measured on evaluation.rows {before}, and this "
+                    f"sweep on {now}; revert the change, or set another `output:`"
+                )
+            entry, seed = self.config.groups[label]
+            own = f" of {objective.name}" if len(names) > 1 and not objective.needs_logits else ""
+            for figure, value in state["evaluation"].items():
+                sums = figure == "loss" and not (objective.needs_logits or same)
+                if not (sums or figure.startswith(_SAME)):
+                    values.setdefault(figure + own, {}).setdefault(entry, {})[seed] = value
+        return values
+
+
+def num_parameters(sizes: Sizes, config: RunConfig) -> int:
+    """Return about how many parameters a student has; without embeddings where no shards are."""
+    width, vocabulary = sizes.hidden_size, 0
+    if (config.shards / "manifest.json").exists():
+        vocabulary = load_manifest(config.shards).tokenizer.vocab_size
+    layer = 4 * width**2 + 2 * width * sizes.intermediate_size
+    return sizes.num_hidden_layers * layer + vocabulary * width
