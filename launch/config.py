@@ -134,6 +134,11 @@ def load_config(
     return config
 
 
+def is_recipe(path: Path) -> bool:
+    """Return whether a file is a recipe; ConfigError if it cannot be read."""
+    return "runs" in _read(path)
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file; ConfigError if it is none."""
     try:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from data_prep.config import CorpusConfig
 from data_prep.messages import one_line
-from launch.recipe_config import Recipe, filled
+from launch.recipe_config import Recipe, SweepKeys, filled
 from pretrain.config import RunConfig
 from pretrain.objectives.known import with_objective
 
@@ -48,20 +48,25 @@ def other_kind(model: type[BaseModel], values: dict[str, Any], path: Path) -> st
 def unread(config: BaseModel, values: dict[str, Any]) -> str | None:
     """Return a mistake that no key has by itself: one is written, and nothing reads it.
 
-    In the `defaults:` of a recipe it is one if no run reads it.
+    In the `defaults:` of a recipe, and in a sweep, it is one if no run reads it.
     """
     if isinstance(config, Recipe):
-        shared = values.get("defaults") or {}
-        runs = [
-            (f"runs.{i}.", run, values["runs"][i])
-            for i, run in enumerate(config.runs)
-            if isinstance(run, RunConfig)
+        of_stage = [
+            [*entry.sweep.values()] if isinstance(entry, SweepKeys) else [entry]
+            for entry in config.runs
         ]
-        everywhere: dict[str, str] = {}
-        if runs:
-            unused = [set(run.unread()) for _, run, _ in runs]
-            everywhere = {key: runs[0][1].unread()[key] for key in set.intersection(*unused)}
-        found = [("defaults.", everywhere, shared), *((p, r.unread(), own) for p, r, own in runs)]
+        groups = [
+            (f"runs.{i}.", [run for run in runs if isinstance(run, RunConfig)], values["runs"][i])
+            for i, runs in enumerate(of_stage)
+        ]
+        every = [run for _, runs, _ in groups for run in runs]
+        groups.insert(0, ("defaults.", every, values.get("defaults") or {}))
+        found = []
+        for prefix, runs, written in groups:
+            # Of the runs of a sweep, and of all that share a key, one must read it.
+            shared = set.intersection(*(set(run.unread()) for run in runs)) if runs else set()
+            keys = {key: runs[0].unread()[key] for key in sorted(shared)}
+            found.append((prefix, keys, written))
     elif isinstance(config, RunConfig) and not values.keys() >= _SECTIONS:
         found = [("", config.unread(), values)]
     else:

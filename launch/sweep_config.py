@@ -181,4 +181,4 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: object) -> str:
     """Return a value as a part of a folder's name."""
-    return re.sub(r"[^\w.+]+", "-", str(value)).strip("-")
+    return re.sub(r"[^\w.+]+", "-", str(value)).rstrip("-")

@@ -52,33 +52,39 @@ def launch(
 ) -> None:
     """Train with several processes, on one node or many: shows the exact command and starts it.
 
+    CONFIG may be a recipe: its runs are trained like this, and the first node makes other stages.
+
     Example: distil launch configs/distilbert-base-uncased.yaml --hardware 8xv100-16gb
     """
     for text in skip_rows or []:
         parse_rows(text)
     with end_on_signal():
+        from launch.config import is_recipe
         from launch.torchrun.start import Launch, start
 
         if not dry_run:
             keep_going()
-        code = start(
-            Launch(
-                config=config,
-                overrides=overrides or [],
-                nodes=nodes,
-                gpus=gpus,
-                hardware=hardware,
-                zero=zero,
-                slurm=slurm,
-                public=public,
-                dry_run=dry_run,
-                node_rank=node_rank,
-                head=head,
-                timeout=timeout,
-                grace=grace,
-                max_restarts=max_restarts,
-                stop_after=stop_after,
-                skip_rows=tuple(skip_rows or ()),
-            )
+        asked = Launch(
+            config=config,
+            overrides=overrides or [],
+            nodes=nodes,
+            gpus=gpus,
+            hardware=hardware,
+            zero=zero,
+            slurm=slurm,
+            public=public,
+            dry_run=dry_run,
+            node_rank=node_rank,
+            head=head,
+            timeout=timeout,
+            grace=grace,
+            max_restarts=max_restarts,
+            stop_after=stop_after,
+            skip_rows=tuple(skip_rows or ()),
         )
-    raise typer.Exit(code)
+        if not is_recipe(config):
+            raise typer.Exit(start(asked))
+        from launch.stages.launched import check, make
+
+        stages, lines = check(asked)
+    raise typer.Exit(make(asked, stages, lines))

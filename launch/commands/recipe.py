@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -10,7 +9,6 @@ import typer
 from launch.commands import Config, Overrides
 from launch.console import keep_going, show
 from launch.torchrun.hardware import PRESET_NAMES
-from pretrain.exit_codes import ExitCode
 from pretrain.signals import end_on_signal
 
 
@@ -44,26 +42,18 @@ def recipe(
         from launch.config import config_line, load_config
         from launch.recipe_config import Recipe
         from launch.stages.stage import How
-        from launch.stages.table import check_all, stage_of
+        from launch.stages.table import check_all, make_all, stage_of
+        from launch.torchrun.start import Launch
 
-        entries, how = (
-            load_config(Recipe, config, overrides or []).runs,
-            How(gpus, hardware, accept_code),
-        )
+        launched = None
+        if gpus is not None or hardware is not None:
+            launched = Launch(config, [], gpus=gpus, hardware=hardware)
+        how = How(launched, accept_code)
+        entries = load_config(Recipe, config, overrides or []).runs
         stages = [stage_of(entry) for entry in entries]
         lines = check_all(stages, how, dry_run=dry_run)
         if not dry_run:
             keep_going()
         show(config_line(config))
-    for number, stage in enumerate(stages, start=1):
-        first, *more = map(str, stage.outputs())
-        place = f"{first} and {len(more)} more" if len(more) > 2 else ", ".join([first, *more])
-        show("", f"run {number} of {len(stages)}: {place}, {stage.title} ({stage.state()})")
-        if dry_run:
-            show(*lines[number - 1])
-            continue
-        # Training saves at a signal; other stages continue after the last file that they wrote.
-        with nullcontext() if stage.saves else end_on_signal("stopped; the same command continues"):
-            code = stage.run(how)
-        if code != ExitCode.DONE:
-            raise typer.Exit(code)
+    if code := make_all(stages, how, lines, dry_run=dry_run):
+        raise typer.Exit(code)

@@ -7,11 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.plan import Sizes
+
+if TYPE_CHECKING:
+    from launch.torchrun.start import Launch
 
 State = Literal["new", "begun", "done"]  # as the folder looks; what is done is compared in its turn
 # Real paths of what earlier stages make; with the sizes of a model, where they are known.
@@ -22,8 +25,7 @@ Made = Mapping[Path, Sizes | None]
 class How:
     """Hold the options of `distil recipe` for stages that start processes."""
 
-    gpus: int | None = None
-    hardware: str | None = None
+    launch: Launch | None = None  # as `distil launch` starts a run; otherwise in this process
     accept_code: bool = False  # of finished shards, as in `distil prepare`
 
 
@@ -37,6 +39,7 @@ class Stage(ABC):
     keys: ClassVar[type[Keys]]
     of: ClassVar[type[Keys] | None] = None
     saves: ClassVar[bool] = False  # does it handle signals, and save?
+    everywhere: ClassVar[bool] = False  # do all nodes take part? Otherwise the first one does it
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -184,8 +184,10 @@ class Sweep(Stage):
         """
         import torch
 
-        preset = hardware(how.hardware) if how.hardware is not None else None
-        per = how.gpus or (preset.processes if preset is not None else 1)
+        preset, per = None, 1
+        if how.launch is not None:
+            preset = hardware(how.launch.hardware) if how.launch.hardware else None
+            per = how.launch.gpus or (preset.processes if preset is not None else 1)
         if torch.cuda.device_count() and (preset is None or preset.device == "cuda"):
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             every = [str(number) for number in range(torch.cuda.device_count())]
@@ -252,8 +254,13 @@ class Sweep(Stage):
         file, log = folder / f"{config.output.name}.json", config.output / _LOG
         replace_json(file, config.model_dump(mode="json"))
         command = ["pretrain", str(file)]
-        if how.gpus is not None or how.hardware is not None:
-            options = {"--gpus": how.gpus, "--hardware": how.hardware}
+        if how.launch is not None:
+            asked = how.launch
+            options = {
+                "--gpus": asked.gpus or 1,
+                "--hardware": asked.hardware,
+                "--zero": asked.zero,
+            }
             given = [(name, str(value)) for name, value in options.items() if value is not None]
             command = ["launch", str(file), *(text for pair in given for text in pair)]
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from launch.console import show
 from launch.stages.evaluate import Evaluate
 from launch.stages.export import Export
 from launch.stages.prepare import Prepare
 from launch.stages.stage import How, Stage, real
 from launch.stages.sweep import Sweep
 from launch.stages.train import Train
+from launch.torchrun.nodes import Nodes
 from pretrain import RunError
+from pretrain.exit_codes import ExitCode
 from pretrain.plan import Sizes
+from pretrain.signals import end_on_signal
 
 # A new stage is a file with a subclass of `Stage`, and a line here. The first is the default.
 STAGES: dict[str, type[Stage]] = {
@@ -48,6 +54,41 @@ def check_all(stages: Sequence[Stage], how: How, *, dry_run: bool) -> list[list[
         lines.append(about)
         made |= outputs
     return lines
+
+
+def make_all(
+    stages: Sequence[Stage],
+    how: How,
+    lines: Sequence[Sequence[str]],
+    *,
+    dry_run: bool,
+    nodes: Nodes | None = None,
+) -> int:
+    """Make stages one after the other; return the exit code of the first that does not end well.
+
+    Args:
+        stages: of a recipe.
+        how: the options.
+        lines: of `check_all`.
+        dry_run: show the lines, and make nothing.
+        nodes: several nodes, each of which calls this.
+    """
+    for number, stage in enumerate(stages, start=1):
+        first, *more = map(str, stage.outputs())
+        place = f"{first} and {len(more)} more" if len(more) > 2 else ", ".join([first, *more])
+        show("", f"run {number} of {len(stages)}: {place}, {stage.title} ({stage.state()})")
+        if dry_run:
+            show(*lines[number - 1])
+            continue
+        # Training saves at a signal; other stages continue after the last file that they wrote.
+        with nullcontext() if stage.saves else end_on_signal("stopped; the same command continues"):
+            if nodes is None or stage.everywhere:
+                code = stage.run(how)
+            else:
+                code = nodes.first(f"run {number}", partial(stage.run, how))
+        if code != ExitCode.DONE:
+            return code
+    return ExitCode.DONE
 
 
 def check_order(stages: Sequence[Stage]) -> None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from launch.commands import quiet
 from launch.console import Training, show
 from launch.recipe_config import TrainKeys
 from launch.stages.stage import How, Made, Stage, State, real
+from launch.torchrun.hardware import hardware
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.plan import plan
 from pretrain.run_folder import check_inputs, check_output, is_run, sealed_state
 
+if TYPE_CHECKING:
+    from launch.torchrun.start import Launch
+
 
 class Train(Stage):
     """Make or continue a run."""
 
-    keys, of, saves = TrainKeys, RunConfig, True
+    keys, of, saves, everywhere = TrainKeys, RunConfig, True, True
 
     @property
     def title(self) -> str:
@@ -38,8 +44,8 @@ class Train(Stage):
         check_output(config)
         needs_shards = not dry_run and real(config.shards) not in made
         check_inputs(config, list(made), needs_shards=needs_shards)
-        if not dry_run and how.hardware is None:
-            accumulation_steps(config, how.gpus or 1)
+        if not dry_run:
+            _check_batch(config, how.launch)
         found = plan(config, made, needs_shards=needs_shards)
         return {real(config.output): found.student}, list(found.lines)
 
@@ -54,17 +60,15 @@ class Train(Stage):
     def run(self, how: How) -> int:
         """Train in this process, or as `distil launch` does."""
         config = self.config
-        if how.gpus is not None or how.hardware is not None:
-            from launch.torchrun.start import Launch, start
+        if how.launch is not None:
+            from launch.torchrun.start import start
 
             # JSON is YAML: the ranks read the run's config from there. Not from its output, which
             # is not locked yet and where the user's recipe may lie.
             with TemporaryDirectory(prefix="distil-recipe-") as folder:
                 path = Path(folder) / f"{config.output.name}.json"
                 replace_json(path, config.model_dump(mode="json"))
-                return start(
-                    Launch(config=path, overrides=[], gpus=how.gpus, hardware=how.hardware)
-                )
+                return start(replace(how.launch, config=path, overrides=[]))
         # In this process: a second run needs no second import of torch.
         from pretrain.train import train
 
@@ -76,3 +80,16 @@ class Train(Stage):
             show("the same command continues")
             return ExitCode.REQUEUE
         return ExitCode.DONE
+
+
+def _check_batch(config: RunConfig, launch: Launch | None) -> None:
+    """Refuse a batch that the processes cannot share; RunError names the keys."""
+    world, preset = 1, None
+    if launch is not None:
+        preset = hardware(launch.hardware) if launch.hardware else None
+        world = launch.nodes * (launch.gpus or (preset.processes if preset else 1))
+    if preset is not None:
+        config = config.with_train(
+            precision=preset.precision, micro_batch_size=preset.micro_batch_size
+        )
+    accumulation_steps(config, world)

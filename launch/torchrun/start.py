@@ -62,20 +62,7 @@ def start(asked: Launch) -> int:
     Raises:
         RunError, ConfigError, CorpusError: a mistake in options or config; nothing was started.
     """
-    preset = hardware(asked.hardware) if asked.hardware else None
-    if asked.zero not in (None, 1, 2):
-        raise RunError(f"--zero {asked.zero}: there are 1 and 2; a student is too small for 3")
-    if asked.zero is not None and find_spec("deepspeed") is None:
-        raise RunError(f"--zero {asked.zero}: needs DeepSpeed: {extra('deepspeed')}")
-    if asked.slurm and preset is None and asked.gpus is None:
-        raise RunError(
-            "--slurm: say what a node has: --gpus M, or --hardware NAME (cpu where it has none)"
-        )
-    for option, value in (("--head", asked.head), ("--node-rank", asked.node_rank)):
-        if value is not None and asked.slurm:
-            raise RunError(f"{option}: Slurm knows it: leave it out")
-        if value is not None and asked.nodes == 1:
-            raise RunError(f"{option}: is for several nodes: add --nodes N")
+    preset = check_options(asked)
     added = preset.overrides(asked.overrides) if preset else []
     overrides = [*added, *asked.overrides]
     config = load_config(RunConfig, asked.config, overrides)
@@ -113,7 +100,7 @@ def start(asked: Launch) -> int:
     for line in describe(asked, preset, added, layout, config):
         print(printable(f"# {line}"))
     if asked.slurm:
-        return submit(asked, layout, overrides, config)
+        return submit(asked, layout, overrides)
 
     seconds = asked.timeout or timeout()
     environment = command.environment(
@@ -146,6 +133,25 @@ def start(asked: Launch) -> int:
         waiting=waiting,
         fewer=partial(with_fewer_nodes, asked, layout, overrides, config),
     )
+
+
+def check_options(asked: Launch) -> Hardware | None:
+    """Return the preset that was asked for; RunError for a mistake in the options."""
+    preset = hardware(asked.hardware) if asked.hardware else None
+    if asked.zero not in (None, 1, 2):
+        raise RunError(f"--zero {asked.zero}: there are 1 and 2; a student is too small for 3")
+    if asked.zero is not None and find_spec("deepspeed") is None:
+        raise RunError(f"--zero {asked.zero}: needs DeepSpeed: {extra('deepspeed')}")
+    if asked.slurm and preset is None and asked.gpus is None:
+        raise RunError(
+            "--slurm: say what a node has: --gpus M, or --hardware NAME (cpu where it has none)"
+        )
+    for option, value in (("--head", asked.head), ("--node-rank", asked.node_rank)):
+        if value is not None and asked.slurm:
+            raise RunError(f"{option}: Slurm knows it: leave it out")
+        if value is not None and asked.nodes == 1:
+            raise RunError(f"{option}: is for several nodes: add --nodes N")
+    return preset
 
 
 def layout_of(asked: Launch, preset: Hardware | None, gpus: int) -> Layout:
@@ -195,7 +201,7 @@ def describe(
     )
 
 
-def submit(asked: Launch, layout: Layout, overrides: list[str], config: RunConfig) -> int:
+def submit(asked: Launch, layout: Layout, overrides: list[str]) -> int:
     """Show and run the sbatch command."""
     argv = command.sbatch(layout, asked.config, options(asked, layout, overrides))
     print(printable(command.shell_line({}, argv)), flush=True)

@@ -1,0 +1,58 @@
+"""Make a recipe under `distil launch`: on one node, on several, or as a job of Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launch.config import config_line, load_config
+from launch.console import show
+from launch.recipe_config import Recipe
+from launch.stages.stage import How, Stage
+from launch.stages.table import check_all, make_all, stage_of
+from launch.torchrun.nodes import Nodes
+from launch.torchrun.start import (
+    Launch,
+    check_options,
+    check_private,
+    layout_of,
+    meeting_point,
+    submit,
+)
+from pretrain import RunError
+
+
+def check(asked: Launch) -> tuple[list[Stage], list[list[str]]]:
+    """Return the stages of a recipe and their lines of `--dry-run`.
+
+    Raises:
+        RunError, CorpusError: a mistake in the options, or of a stage; nothing was started.
+    """
+    check_options(asked)
+    if asked.stop_after is not None or asked.skip_rows:
+        raise RunError("--stop-after and --skip-rows are for one run, and this is a recipe")
+    stages = [stage_of(entry) for entry in load_config(Recipe, asked.config, asked.overrides).runs]
+    lines = check_all(stages, How(asked), dry_run=asked.dry_run)
+    show(config_line(asked.config))
+    return stages, lines
+
+
+def make(asked: Launch, stages: Sequence[Stage], lines: Sequence[Sequence[str]]) -> int:
+    """Make the stages, or submit the same command to Slurm; return the exit code."""
+    preset = check_options(asked)
+    how = How(asked)
+    if asked.slurm or asked.dry_run:
+        make_all(stages, how, lines, dry_run=True)
+        return submit(asked, layout_of(asked, preset, 0), asked.overrides) if asked.slurm else 0
+    if asked.nodes == 1:
+        return make_all(stages, how, lines, dry_run=False)
+    head, (rank,) = meeting_point(asked)
+    if not asked.public:
+        check_private(head, here=rank == 0)
+    from pretrain.distributed.processes import timeout
+
+    show(f"waiting for all {asked.nodes} nodes")
+    nodes = Nodes(head, rank, asked.nodes, asked.timeout or timeout())
+    try:
+        return make_all(stages, how, lines, dry_run=False, nodes=nodes)
+    finally:
+        nodes.leave()

@@ -1,0 +1,259 @@
+"""Test sweeps: runs, their table against numbers of scipy, continued, and mistakes."""
+
+import csv
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+from support.processes import wait_until
+
+Distil = Callable[..., Any]
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return a recipe of two tiny teachers, and of two students of each; one thread each."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return {
+        "defaults": {
+            "shards": str(shards),
+            "train": {"max_steps": 3, "global_batch_size": 4, "precision": "fp32"},
+            "evaluation": {"rows": 4, "every": 1},
+        },
+        "runs": [
+            {
+                "output": "teacher",
+                "objective": {"name": "mlm"},
+                "model": {**SIZES, "num_hidden_layers": 2},
+                "sweep": {"train.seed": [0, 1]},
+                "keep_weights": True,
+            },
+            {
+                "output": "student",
+                "teacher": "teacher",
+                "sweep": {
+                    "train.seed": [0, 1],
+                    "short": {"optimizer.learning_rate": 1.0e-4},
+                    "long": {"optimizer": {"learning_rate": 1.0e-2}},
+                },
+            },
+        ],
+    }
+
+
+def write(values: dict[str, Any]) -> str:
+    """Write a recipe; return its name."""
+    Path("recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return "recipe.yaml"
+
+
+def last_figures(run: str) -> dict[str, float]:
+    """Return the last evaluation in a run's metrics.jsonl."""
+    lines = Path(run, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    figures: dict[str, float] = [line for line in found if line["kind"] == "evaluation"][-1]
+    return figures
+
+
+def table(folder: str) -> dict[tuple[str, str], dict[str, str]]:
+    """Return the rows of a table.csv by figure and entry."""
+    with Path(folder, "table.csv").open(encoding="utf-8", newline="") as lines:
+        return {(row["figure"], row["entry"]): row for row in csv.DictReader(lines)}
+
+
+def test_a_swept_student_has_the_teacher_of_its_seed_and_the_table_is_right(
+    distil: Distil, recipe: dict[str, Any]
+) -> None:
+    out = distil("recipe", write(recipe), "--dry-run").out
+    assert "sweep of 4 runs (new)" in out and not Path("teacher").exists()
+    code, out, err = distil("recipe", "recipe.yaml")
+    assert code == 0, out + err
+    runs = ["seed0-short", "seed0-long", "seed1-short", "seed1-long"]
+    assert {path.name for path in Path().glob("student-*")} == {f"student-{run}" for run in runs}
+    losses = {}
+    for run in runs:
+        state = json.loads(Path(f"student-{run}", "result.json").read_bytes())
+        seed = run.partition("-")[0]
+        (checkpoint,) = Path(f"teacher-{seed}", "checkpoints").glob("step-*/state.json")
+        assert state["config"]["teacher"] == f"teacher-{seed}"
+        assert state["config"]["train"]["seed"] == int(seed[-1])
+        assert json.loads(checkpoint.read_bytes())["step"] == 3
+        losses[run] = last_figures(f"student-{run}")["loss"]
+        # Weights on request: the teachers have theirs.
+        assert not [*Path(f"student-{run}").rglob("*.safetensors")]
+    assert [*Path("teacher-seed1").rglob("model.safetensors")]
+
+    found = table("student")
+    short = np.array([losses["seed0-short"], losses["seed1-short"]])
+    long = np.array([losses["seed0-long"], losses["seed1-long"]])
+    for entry, values in (("short", short), ("long", long)):
+        row = found["loss", entry]
+        assert float(row["mean"]) == pytest.approx(values.mean(), rel=1e-12)
+        assert float(row["deviation"]) == pytest.approx(values.std(ddof=1), rel=1e-12)
+    interval = stats.ttest_rel(long, short).confidence_interval(0.95)
+    row = found["loss", "long"]
+    assert float(row["difference"]) == pytest.approx((long - short).mean(), rel=1e-12)
+    assert float(row["low"]) == pytest.approx(interval.low, rel=1e-5)
+    assert float(row["high"]) == pytest.approx(interval.high, rel=1e-5)
+    s, d = (long - short).std(ddof=1), (long - short).mean()
+    assert int(row["needed"]) == np.ceil(7.85 * (s / d) ** 2 + 2)
+    assert found["loss", "short"]["difference"] == ""
+    assert Path("student/table.md").read_text(encoding="utf-8").count("| loss |") == 2
+    assert r"\bottomrule" in Path("student/table.tex").read_text(encoding="utf-8")
+    plot = ElementTree.fromstring(Path("student/curves.svg").read_text(encoding="utf-8"))
+    assert len([e for e in plot.iter() if e.tag.endswith("polyline")]) == 2
+
+    files = {path: path.stat().st_mtime_ns for path in Path().rglob("metrics.jsonl")}
+    code, out, _ = distil("recipe", "recipe.yaml")
+    assert code == 0 and "0 of 4 runs to train" in out and out.count("(done)") == 2
+    assert files == {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_a_run_of_a_sweep_is_the_run_without_one(distil: Distil, recipe: dict[str, Any]) -> None:
+    recipe["runs"] = recipe["runs"][:1]
+    assert distil("recipe", write(recipe)).code == 0
+    plain = dict(recipe["runs"][0], output="plain", train={"seed": 1})
+    del plain["sweep"], plain["keep_weights"]
+    assert distil("recipe", write({**recipe, "runs": [plain]})).code == 0
+    weights = [
+        next(Path(run).glob("checkpoints/step-00000003/student/model.safetensors")).read_bytes()
+        for run in ("plain", "teacher-seed1", "teacher-seed0")
+    ]
+    assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.fixture
+def teachers(distil: Distil, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe with one seed only, finished."""
+    for run in recipe["runs"]:
+        run["sweep"]["train.seed"] = [0]
+    assert distil("recipe", write(recipe)).code == 0
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["runs.1.evaluation.rows=3"], "was measured on evaluation.rows 4, and this sweep on 3"),
+        (
+            ["runs.1.train.max_steps=4"],
+            "holds the config.json of another run",
+        ),
+        (
+            [
+                "runs.0.output=others",
+                "runs.0.sweep={b: {train.seed: 5}}",
+                "runs.1.teacher=others-b",
+            ],
+            "has other weights",
+        ),
+    ],
+)
+def test_what_changed_is_not_taken_as_up_to_date(
+    distil: Distil, teachers: dict[str, Any], changes: list[str], message: str
+) -> None:
+    before = {path: path.read_bytes() for path in Path().glob("student-*/*.json*")}
+    code, _, err = distil("recipe", "recipe.yaml", *changes)
+    assert code == 2 and message in err, err
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_damaged_result_is_trained_again(distil: Distil, teachers: dict[str, Any]) -> None:
+    result = Path("student-seed0-long/result.json")
+    before = json.loads(result.read_bytes())["evaluation"]
+    result.write_text('{"step": 3}')
+    code, out, _ = distil("recipe", "recipe.yaml")
+    assert code == 0 and "1 of 2 runs to train" in out
+    assert json.loads(result.read_bytes())["evaluation"] == before
+
+
+def test_a_run_that_fails_does_not_end_the_others(distil: Distil, recipe: dict[str, Any]) -> None:
+    del recipe["runs"][1]
+    recipe["runs"][0] |= {
+        "keep_weights": False,
+        "at_once": 1,
+        "sweep": {"wild": {"optimizer.weight_decay": 100.0}, "calm": {"train.seed": 1}},
+        "optimizer": {"warmup_ratio": 0.0, "learning_rate": 10.0},
+        "train": {"max_steps": 60},
+        "evaluation": {"every": 0},
+    }
+    code, out, _ = distil("recipe", write(recipe))
+    assert code == 3, out
+    assert re.search(r"wild: ended with code 3; teacher-wild/logs/sweep.log ends with error: ", out)
+    assert "calm: finished, step 60" in out and "not finished: wild" in out
+    assert not Path("teacher/table.csv").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_continues_to_the_same_figures(
+    distil: Distil, recipe: dict[str, Any]
+) -> None:
+    del recipe["runs"][1]
+    recipe["runs"][0] |= {"keep_weights": False, "at_once": 2, "train": {"max_steps": 60}}
+    assert distil("recipe", write(recipe)).code == 0
+    expected = {path.parent.name: last_figures(str(path.parent)) for path in Path().glob("*/m*l")}
+
+    recipe["runs"][0]["output"] = "again"
+    argv = [sys.executable, "-m", "launch", "recipe", write(recipe)]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as process:
+        logs = [Path(f"again-seed{seed}/metrics.jsonl") for seed in (0, 1)]
+        started = lambda: all(log.exists() and log.stat().st_size for log in logs)  # noqa: E731
+        wait_until(started, lambda: "no step was made", alive=lambda: process.poll() is None)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=240) == 75
+    assert not [*Path().glob("again-*/result.json")] and not Path("again/table.csv").exists()
+    code, out, _ = distil("recipe", "recipe.yaml")
+    assert code == 0 and "2 of 2 runs to train" in out
+    for seed in (0, 1):
+        assert last_figures(f"again-seed{seed}") == expected[f"teacher-seed{seed}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("runs.0.sweep=[]", "runs.0.sweep: give lists of values"),
+        ("runs.0.sweep={train.seed: 3}", "runs.0.sweep.train.seed: give a list of values"),
+        (
+            "runs.1.sweep={train.seed: [0], a: {train.sead: 1}}",
+            "runs.1.sweep.seed0-a.train.sead",
+        ),
+        ("runs.1.sweep={train.seed: [0], optimizer.eps: [-1]}", "seed0-eps-1.optimizer.eps"),
+        ("runs.0.sweep={train.seed: [1, 1]}", "two entries would be called seed1: give names"),
+        ("runs.0.keep_weights=false", "runs.1.teacher teacher-seed0 is an entry of a sweep"),
+        ("runs.1.keep_weights=maybe", "runs.1.keep_weights"),
+        ("runs.0.at_once=0", "runs.0.at_once"),
+        (
+            "runs.1.sweep={train.seed: [0, 2]}",
+            "teacher teacher is swept over train.seed: give this run the same sweep, or name an",
+        ),
+        (
+            "runs.1={stage: export, output: exported, run: teacher}",
+            "runs.1.run teacher is swept over train.seed: name an entry, such as teacher-seed0",
+        ),
+        (
+            "runs.1={stage: export, output: exported, run: student-seed0-short}",
+            "student-seed0-short: no checkpoint",
+        ),
+        ("runs.1.output=teacher-seed1", "have the output"),
+        ("runs.0.checkpoint.keep=1000000000000", "its checkpoints need"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_trained(
+    distil: Distil, recipe: dict[str, Any], changes: str, message: str
+) -> None:
+    code, out, err = distil("recipe", write(recipe), changes)
+    assert code == 2 and err.count("\n") == 1, out + err
+    assert message in err
+    assert [path.name for path in Path().iterdir()] == ["recipe.yaml"]
