@@ -28,6 +28,7 @@ from pretrain.monitor.plot import line_plot
 ROOT = Path(__file__).resolve().parents[1]
 _REFERENCE = re.compile(r"\{([^{}/]+)/([^{}/]+)/([^{}/]+?)(%?)\}")  # file/model/figure
 _SEED = re.compile(r"-seed[0-9]+$")
+_SELF_CHECK = "self-check"  # the file of its records
 _FIELDS = ("tokens", "cpu_seconds")  # of a row, shown like figures
 
 
@@ -126,6 +127,9 @@ def page(records: Records, sections: Sequence[Mapping[str, Any]], plot: str) -> 
             continue
         if file == plot:
             parts += [f"![The plot of the table](results/{plot}.svg)", ""]
+        if file == _SELF_CHECK:
+            parts += [*support(records, section["not run"]), "", *measured_by(records, file)]
+            continue
         found = records.models(file)
         names = dict.fromkeys([*(name for name in labels if name in found), *found])
         columns = list(dict.fromkeys(figure for name in names for figure in found[name]))
@@ -135,14 +139,42 @@ def page(records: Records, sections: Sequence[Mapping[str, Any]], plot: str) -> 
             cells = [shown(found[name][c]) if c in found[name] else "" for c in columns]
             rows.append([labels.get(name, name), *cells])
         parts += ["| " + " | ".join(cells) + " |" for cells in rows]
-        parts += ["", "Measured by:", ""]
-        for record in records.of_file[file]:
-            hardware = record["hardware"]
-            cpu = f"{hardware['processor']}, {hardware['threads']} thread(s)"
-            made = f"{record['date']}, commit {record['commit']}, {hardware.get('gpu', cpu)}"
-            parts.append(f"- {made}: `{record['command']}`")
-        parts.append("")
+        parts += ["", *measured_by(records, file)]
     return "\n".join(parts)
+
+
+def measured_by(records: Records, file: str) -> list[str]:
+    """Return the lines that name the command of each record."""
+    lines = ["Measured by:", ""]
+    for record in records.of_file[file]:
+        made = f"{record['date']}, commit {record['commit']}, {device(record)}"
+        lines.append(f"- {made}: `{record['command']}`")
+    return [*lines, ""]
+
+
+def device(record: Mapping[str, Any]) -> str:
+    """Return the GPU of a record, or the processor and its threads."""
+    hardware = record["hardware"]
+    cpu = f"{hardware['processor']}, {hardware['threads']} thread(s)"
+    return str(hardware.get("gpu", cpu))
+
+
+def support(records: Records, others: Sequence[str]) -> list[str]:
+    """Return the table of devices that were checked, the last record of each.
+
+    Args:
+        records: of `distil bench --self-check`.
+        others: devices that are named, too, if none was.
+    """
+    last = {device(record): record for record in records.of_file.get(_SELF_CHECK, [])}
+    lines = ["| device | checks passed | largest difference of a loss |", "|---|---|---|"]
+    for name, record in last.items():
+        rows = [row["figures"] for row in record["rows"] if "ok" in row["figures"]]
+        passed = sum(figures["ok"]["value"] for figures in rows)
+        most = max(figures["difference"]["value"] for figures in rows)
+        lines.append(f"| {name} | {passed:.0f} of {len(rows)} | {most:.0e} |")
+    missing = [name for name in others if not any(name in known for known in last)]
+    return lines + [f"| {', '.join(missing)} | not run | |"] * bool(missing)
 
 
 def svg(records: Records, plot: Mapping[str, Any]) -> str:
@@ -163,14 +195,17 @@ def svg(records: Records, plot: Mapping[str, Any]) -> str:
     )
 
 
-def readme(records: Records, blocks: Mapping[str, str], text: str) -> str:
+def readme(records: Records, blocks: Mapping[str, Any], text: str) -> str:
     """Return README.md with its blocks filled in."""
     for name, block in blocks.items():
         begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(begin)
         if not found or end not in rest:
             raise ValueError(f"README.md has no block {begin.strip()} ... {end}")
-        text = before + begin + records.fill(block) + end + rest.partition(end)[2]
+        filled = records.fill(block["text"] if isinstance(block, dict) else block)
+        if isinstance(block, dict):
+            filled += "\n".join([*support(records, block["not run"]), ""])
+        text = before + begin + filled + end + rest.partition(end)[2]
     return text
 
 

@@ -141,9 +141,15 @@ def killed_curve(values: dict[str, Any]) -> list[float]:
 def speed(config: RunConfig, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the measurements of `distil bench` for a config at its own sizes, random weights."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rows = [32 if device.type == "cuda" else 1]
-    asked = table.choose(config, device, None, None, rows, 3, False, False)
+    asked = settings(config, device)
     return table.compare(table.synthetic(config, 12, 768, 512, device, asked), asked, say)
+
+
+def settings(config: RunConfig, device: torch.device) -> table.Settings:
+    """Return how a config is measured: in the precision that is fast on the device."""
+    rows = [32 if device.type == "cuda" else 1]
+    config = config.with_train(precision="auto")
+    return table.choose(config, device, None, None, rows, 3, False, False)
 
 
 def write_inputs(folder: Path) -> None:
