@@ -38,7 +38,7 @@ WALKS = {
     "MiniLM": ("pretrain/objectives/minilm.py", "pretrain/contracts/terms.py"),
     "an export": (
         *("launch/commands/export.py", "pretrain/export/export.py", "pretrain/export/card.py"),
-        "pretrain/tasks/task.py",
+        *("pretrain/tasks/task.py", "pretrain/model/folder.py"),
     ),
 }
 

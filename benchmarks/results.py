@@ -166,15 +166,16 @@ def support(records: Records, others: Sequence[str]) -> list[str]:
         records: of `distil bench --self-check`.
         others: devices that are named, too, if none was.
     """
-    last = {device(record): record for record in records.of_file.get(_SELF_CHECK, [])}
-    lines = ["| device | checks passed | largest difference of a loss |", "|---|---|---|"]
+    found = records.of_file.get(_SELF_CHECK, [])
+    last = {record["hardware"].get("gpu", "CPU"): record for record in found}
+    lines = ["| device | `distil bench --self-check` |", "|---|---|"]
     for name, record in last.items():
         rows = [row["figures"] for row in record["rows"] if "ok" in row["figures"]]
         passed = sum(figures["ok"]["value"] for figures in rows)
         most = max(figures["difference"]["value"] for figures in rows)
-        lines.append(f"| {name} | {passed:.0f} of {len(rows)} | {most:.0e} |")
+        lines.append(f"| {name} | {passed:.0f} of {len(rows)} right, within {most:.0e} |")
     missing = [name for name in others if not any(name in known for known in last)]
-    return lines + [f"| {', '.join(missing)} | not run | |"] * bool(missing)
+    return lines + [f"| {', '.join(missing)} | not run |"] * bool(missing)
 
 
 def svg(records: Records, plot: Mapping[str, Any]) -> str:
@@ -202,9 +203,10 @@ def readme(records: Records, blocks: Mapping[str, Any], text: str) -> str:
         before, found, rest = text.partition(begin)
         if not found or end not in rest:
             raise ValueError(f"README.md has no block {begin.strip()} ... {end}")
-        filled = records.fill(block["text"] if isinstance(block, dict) else block)
-        if isinstance(block, dict):
-            filled += "\n".join([*support(records, block["not run"]), ""])
+        if isinstance(block, str):
+            filled = records.fill(block)
+        else:
+            filled = "\n".join([*support(records, block["not run"]), ""])
         text = before + begin + filled + end + rest.partition(end)[2]
     return text
 

@@ -121,16 +121,20 @@ def swept(shared: Any, own: dict[str, Any], sweeps: dict[str, Sweep]) -> dict[st
     kept: dict[str, Any] = {k: own[k] for k in ("keep_weights", "at_once") if k in own}
     rest = {key: value for key, value in own.items() if key not in (*kept, "sweep", "stage")}
     entries = list(entries_of(own["sweep"]))
-    output = str(rest.get("output", ""))
-    sweep = Sweep(output, {e.label: e.axes for e in entries}, kept.get("keep_weights") is True)
+    output = rest.get("output")
+    if not isinstance(output, str | os.PathLike):  # what is said about the key is enough
+        return {"stage": "sweep", "output": output, **kept, "sweep": {}, "groups": {}}
+    sweep = Sweep(
+        os.fspath(output), {e.label: e.axes for e in entries}, kept.get("keep_weights") is True
+    )
     runs = {}
     for entry in entries:
         run = completed(shared, merged(rest, entry.settings))
         resolve(run, sweeps, entry.axes)
-        runs[entry.label] = {**run, "output": sweep.folder(entry.label)} if output else run
+        runs[entry.label] = {**run, "output": sweep.folder(entry.label)}
     sweeps[os.path.normpath(output)] = sweep
     groups = {entry.label: (entry.group, entry.seed) for entry in entries}
-    return {"stage": "sweep", "output": output or None, **kept, "sweep": runs, "groups": groups}
+    return {"stage": "sweep", "output": output, **kept, "sweep": runs, "groups": groups}
 
 
 def completed(shared: Any, own: dict[str, Any]) -> Any:

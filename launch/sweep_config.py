@@ -60,6 +60,10 @@ def entries_of(sweep: Any) -> Iterator[Entry]:
                 f"sweep.{key}: give a list of values, or a name with keys, such as small: "
                 "{student.num_layers: 3}"
             )
+    if fixed := {"output", "shards"} & {key.partition(".")[0] for key in axes}:
+        raise ValueError(
+            f"sweep.{min(fixed)}: the runs have the same shards, and each an output of its name"
+        )
     seen = set()
     for chosen in itertools.product(*axes.values()):
         labels = {axis: label for axis, (label, _) in zip(axes, chosen, strict=True)}

@@ -234,6 +234,8 @@ def test_an_interrupted_sweep_continues_to_the_same_figures(
         ("runs.0.keep_weights=false", "runs.1.teacher teacher-seed0 is an entry of a sweep"),
         ("runs.1.keep_weights=maybe", "runs.1.keep_weights"),
         ("runs.0.at_once=0", "runs.0.at_once"),
+        ("runs.0.sweep={output: [a, b]}", "runs.0.sweep.output: the runs have the same"),
+        ("runs.0.output=null", "runs.0.output"),
         (
             "runs.1.sweep={train.seed: [0, 2]}",
             "teacher teacher is swept over train.seed: give this run the same sweep, or name an",
