@@ -28,7 +28,7 @@ from pretrain.monitor.plot import line_plot
 ROOT = Path(__file__).resolve().parents[1]
 _REFERENCE = re.compile(r"\{([^{}/]+)/([^{}/]+)/([^{}/]+?)(%?)\}")  # file/model/figure
 _SEED = re.compile(r"-seed[0-9]+$")
-_SELF_CHECK = "self-check"  # the file of its records
+_DEVICES, _OTHERS = "{checked devices}", ("H100", "A100", "V100")
 _FIELDS = ("tokens", "cpu_seconds")  # of a row, shown like figures
 
 
@@ -103,7 +103,20 @@ class Records:
             except KeyError:
                 raise ValueError(f"no record in docs/results has {found[0]}") from None
 
-        return _REFERENCE.sub(value, text)
+        return _REFERENCE.sub(value, text.replace(_DEVICES, self.devices()))
+
+    def devices(self) -> str:
+        """Return the table of devices that were checked, the last record of each, and of others."""
+        found = self.of_file.get("self-check", [])
+        last = {record["hardware"].get("gpu", "CPU"): record for record in found}
+        lines = ["| device | `distil bench --self-check` |", "|---|---|"]
+        for name, record in last.items():
+            right = [
+                row["figures"]["ok"]["value"] for row in record["rows"] if "ok" in row["figures"]
+            ]
+            lines.append(f"| {name} | {sum(right):.0f} of {len(right)} right |")
+        missing = [name for name in _OTHERS if not any(name in known for known in last)]
+        return "\n".join(lines + [f"| {', '.join(missing)} | not run |"] * bool(missing))
 
     def curve(self, file: str, model: str, figure: str) -> list[tuple[float, float]]:
         """Return (tokens, value) of every checkpoint of a run that was measured."""
@@ -127,8 +140,8 @@ def page(records: Records, sections: Sequence[Mapping[str, Any]], plot: str) -> 
             continue
         if file == plot:
             parts += [f"![The plot of the table](results/{plot}.svg)", ""]
-        if file == _SELF_CHECK:
-            parts += [*support(records, section["not run"]), "", *measured_by(records, file)]
+        if _DEVICES in section["text"]:
+            parts += measured_by(records, file)
             continue
         found = records.models(file)
         names = dict.fromkeys([*(name for name in labels if name in found), *found])
@@ -159,25 +172,6 @@ def device(record: Mapping[str, Any]) -> str:
     return str(hardware.get("gpu", cpu))
 
 
-def support(records: Records, others: Sequence[str]) -> list[str]:
-    """Return the table of devices that were checked, the last record of each.
-
-    Args:
-        records: of `distil bench --self-check`.
-        others: devices that are named, too, if none was.
-    """
-    found = records.of_file.get(_SELF_CHECK, [])
-    last = {record["hardware"].get("gpu", "CPU"): record for record in found}
-    lines = ["| device | `distil bench --self-check` |", "|---|---|"]
-    for name, record in last.items():
-        rows = [row["figures"] for row in record["rows"] if "ok" in row["figures"]]
-        passed = sum(figures["ok"]["value"] for figures in rows)
-        most = max(figures["difference"]["value"] for figures in rows)
-        lines.append(f"| {name} | {passed:.0f} of {len(rows)} right, within {most:.0e} |")
-    missing = [name for name in others if not any(name in known for known in last)]
-    return lines + [f"| {', '.join(missing)} | not run |"] * bool(missing)
-
-
 def svg(records: Records, plot: Mapping[str, Any]) -> str:
     """Return the plot of a file's records: curves over tokens, and a line for each other model."""
     file, figure = plot["file"], plot["figure"]
@@ -196,18 +190,14 @@ def svg(records: Records, plot: Mapping[str, Any]) -> str:
     )
 
 
-def readme(records: Records, blocks: Mapping[str, Any], text: str) -> str:
+def readme(records: Records, blocks: Mapping[str, str], text: str) -> str:
     """Return README.md with its blocks filled in."""
     for name, block in blocks.items():
         begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(begin)
         if not found or end not in rest:
             raise ValueError(f"README.md has no block {begin.strip()} ... {end}")
-        if isinstance(block, str):
-            filled = records.fill(block)
-        else:
-            filled = "\n".join([*support(records, block["not run"]), ""])
-        text = before + begin + filled + end + rest.partition(end)[2]
+        text = before + begin + records.fill(block) + end + rest.partition(end)[2]
     return text
 
 
