@@ -149,7 +149,7 @@ class Training:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print the validation figures on a line."""
-        if "accuracy" not in values:  # no LM head is trained
+        if "unigram_loss" not in values:  # no LM head is trained
             terms = "  ".join(f"{label(k)} {v:.3f}" for k, v in values.items() if k != "tokens")
             self.say(f"validation, step {step}: {terms}")
             return

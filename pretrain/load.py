@@ -132,7 +132,9 @@ def load_inputs(
     theirs = examples.shape(shape_of(teacher.model) if teacher is not None else None)
     shapes = shape_of(student), theirs
     terms, adapters = config.objective.terms(*shapes), config.objective.adapters(*shapes)
-    adapters.update(dict(config.task.attach(shapes[0])))
+    attached = dict(config.task.attach(shapes[0]))
+    assert not attached.keys() & adapters.keys(), "modules of task and objective share a name"
+    adapters.update(attached)
     reinitialise(adapters, root(config.train.seed, _ADAPTERS))
     moments: dict[str, Tensor] = {}
     if parts is not None:

@@ -324,7 +324,7 @@ def formulation(objective: Objective) -> Formulation:
     found = FORMULATIONS.get(type(objective))
     if found is None:
         raise RunError(
-            f"objective {type(objective).__name__}: distil bench has no plain formulation to "
+            f"objective {objective.name}: distil bench has no plain formulation to "
             "compare it with; add one to pretrain/bench/baseline.py"
         )
     return found

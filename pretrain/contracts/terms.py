@@ -93,8 +93,9 @@ class SignalTerm(NamedTuple):
     name: str
     weight: Schedule
     over: str
-    # (student, teacher or None, batch, the objective's adapters) -> the sum over the micro-batch
-    # [], in fp32
+    # (student, teacher or None, batch, the modules of objective and task) -> the sum over the
+    # micro-batch [], in fp32. It reaches all its parameters in every batch, also in one without
+    # examples: what the first row does not reach is frozen.
     total: Callable[[Encoded, Encoded | None, Batch, nn.ModuleDict], Tensor]
     needs_teacher: bool
     # Named in advance, so that the walk returns these and keeps nothing else.

@@ -110,8 +110,9 @@ def _figures(
         rows = [(label(k), f"{value:.4f}") for k, value in evaluation.items() if k != "tokens"]
         figures = [
             markdown(("term", "value"), rows),
-            f"Measured at step {state['evaluation_step']:,}: means over "
-            f"{evaluation['tokens']:,.0f} tokens of validation rows, without masks.",
+            f"Measured at step {state['evaluation_step']:,}: means over the validation rows"
+            + (f", {evaluation['tokens']:,.0f} tokens" if "tokens" in evaluation else "")
+            + ", without masks.",
         ]
     elif evaluation:
         rows = [(text, f"{evaluation[k]:.4f}") for k, text in _FIGURES.items() if k in evaluation]
@@ -134,7 +135,7 @@ def _figures(
 def _provenance(state: Mapping[str, Any], objective: Objective, distilled: bool) -> str:
     """Return a sentence that says how the model was trained."""
     teacher, vectors = state["teacher"], state.get("vectors") or {}
-    how = f"Trained by masked language modelling ({objective.sentence})"
+    how = task_of(state).trained(objective)
     if distilled and teacher is None:
         name = escaped(vectors["name"] or "a model")
         how = (

@@ -63,8 +63,9 @@ class Objective(Keys):
         return " + ".join(f"{part.weight:g} x {part.text}" for part in self.parts)
 
     def adapters(self, student: Shape, teacher: Shape | None) -> nn.ModuleDict:
-        """Return the modules that are trained with a student for its terms, and not exported.
+        """Return the modules that are trained with a student for its terms.
 
+        They are not exported, unless the task does (`Task.export`).
         The run initialises them. A checkpoint keeps them next to the student, and a run that
         continues loads them.
         """

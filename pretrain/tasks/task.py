@@ -107,7 +107,11 @@ class Task(Keys):
         """
 
     def attach(self, student: Shape) -> nn.ModuleDict:
-        """Return the modules behind the encoder that are trained and exported with the student."""
+        """Return the modules behind the encoder that are trained and exported with the student.
+
+        A term finds them beside the objective's adapters, by these names. The run initialises them:
+        normal 0.02, biases 0, and 1 for a vector whose name ends in `norm.weight`.
+        """
         from torch import nn
 
         return nn.ModuleDict()
@@ -124,6 +128,10 @@ class Task(Keys):
             terms: of the run's objective.
             teacher: whether the run has one that computes.
         """
+
+    def trained(self, objective: Objective) -> str:
+        """Return how a model without a teacher was trained, for the card."""
+        return f"Trained with {objective.sentence}"
 
     def use(self, objective: Objective) -> Use:
         """Return what the card says about using the model."""
@@ -154,6 +162,8 @@ class Task(Keys):
 
     def drawn(self, batch: Batch, width: int, *, pad_id: int) -> tuple[Batch, TeacherLabels | None]:
         """Return a batch of drawn rows as one of this task, for `distil bench`.
+
+        The objective needs a plain form to compare with, in pretrain/bench/baseline.py.
 
         Args:
             batch: of masked rows, on the host.
@@ -233,7 +243,8 @@ class Measure:
 
     examples: Examples  # of the validation split
     terms: Sequence[Term]
-    # (sums of the terms by name, counts, sums of `tally`, the optimizer step) -> figures
+    # (sums of the terms by name, counts, sums of `tally`, the optimizer step) -> figures, of which
+    # the lowest `loss` is of the best checkpoint
     figures: Callable[[Mapping[str, float], Mapping[str, float], Any, int], dict[str, float]]
     counts: Sequence[str]
     spread: bool = False  # take rows evenly from the split, not the first ones

@@ -15,6 +15,7 @@ from support.small_corpora import three_texts, write
 
 from data_prep.publish.card import dataset_card
 from data_prep.shards import load_manifest
+from launch.console import Training
 from launch.torchrun.attempt import say
 from pretrain.export.card import model_card
 
@@ -150,3 +151,9 @@ def test_a_real_terminal_gets_no_control_characters(tmp_path: Path) -> None:
     assert "owned" in text and "training" in text
     for part in ("\x07", "\x1b]", "\x1b[2J", "\u202e", "\x9b", "\u2028"):
         assert part not in text
+
+
+def test_figures_of_any_task_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Show a task's own `accuracy`, which no LM head has."""
+    Training().evaluation(3, {"accuracy": 0.5, "loss": 0.25})
+    assert "validation, step 3: accuracy 0.500  weighted loss 0.250" in capsys.readouterr().out

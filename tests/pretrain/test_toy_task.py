@@ -87,6 +87,8 @@ def test_a_task_is_one_folder_and_one_line(tree: Path, corpus: Path, tmp_path: P
     for name, tensor in classifier.items():
         assert torch.equal(tensor, ours[f"adapters.safetensors {name}"])
     assert (tmp_path / "exported" / "model.safetensors").is_file()
+    card = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
+    assert "Trained with 1 x " in card and "masked language" not in card
 
 
 def test_an_objective_of_another_task_is_refused(tree: Path, tmp_path: Path) -> None:

@@ -58,6 +58,10 @@ class MaskedLanguageModelling(Task):
         unmasked = MaskedRows(validation, evaluation_masking(validation.manifest, 0.0))
         return own_terms(unmasked, terms, self.counts)
 
+    def trained(self, objective: Objective) -> str:
+        """Return how a model without a teacher was trained."""
+        return f"Trained by masked language modelling ({objective.sentence})"
+
     def use(self, objective: Objective) -> Use:
         """Return the use of a masked language model, or of an encoder."""
         if not objective.needs_logits:
