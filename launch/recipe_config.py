@@ -55,7 +55,7 @@ class SweepKeys(Keys):
     keep_weights: bool = False
     at_once: int | None = Field(None, ge=1)  # by default as many as cores or GPUs allow
     sweep: dict[str, RunConfig]
-    groups: dict[str, tuple[str, str]]  # of each run: its entry of the table, and its seed
+    groups: dict[str, str]  # of each run: its entry of the table, where runs differ by their seeds
 
 
 Stages = TrainKeys | PrepareKeys | EvaluateKeys | ExportKeys | SweepKeys
@@ -124,16 +124,15 @@ def swept(shared: Any, own: dict[str, Any], sweeps: dict[str, Sweep]) -> dict[st
     output = rest.get("output")
     if not isinstance(output, str | os.PathLike):  # what is said about the key is enough
         return {"stage": "sweep", "output": output, **kept, "sweep": {}, "groups": {}}
-    sweep = Sweep(
-        os.fspath(output), {e.label: e.axes for e in entries}, kept.get("keep_weights") is True
-    )
+    output = os.path.normpath(output)  # a slash at its end is no part of a name
+    sweep = Sweep(output, {e.label: e.axes for e in entries}, kept.get("keep_weights") is True)
     runs = {}
     for entry in entries:
         run = completed(shared, merged(rest, entry.settings))
         resolve(run, sweeps, entry.axes)
         runs[entry.label] = {**run, "output": sweep.folder(entry.label)}
-    sweeps[os.path.normpath(output)] = sweep
-    groups = {entry.label: (entry.group, entry.seed) for entry in entries}
+    sweeps[os.path.realpath(output)] = sweep
+    groups = {entry.label: entry.group for entry in entries}
     return {"stage": "sweep", "output": output, **kept, "sweep": runs, "groups": groups}
 
 

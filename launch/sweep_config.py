@@ -31,7 +31,6 @@ class Entry(NamedTuple):
 
     label: str  # behind the output's name
     group: str  # without the seed: its runs are repetitions
-    seed: str
     settings: dict[str, Any]  # sections and keys, as in a config
     axes: dict[str, str]  # the label of each axis
 
@@ -48,23 +47,31 @@ def entries_of(sweep: Any) -> Iterator[Entry]:
     if not isinstance(sweep, dict) or not sweep:
         raise ValueError("sweep: give lists of values, such as sweep: {train.seed: [0, 1, 2]}")
     axes: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for key, value in _flat(sweep).items():
+    places: list[tuple[str, set[str]]] = []  # the keys that an axis, or a named entry, sets
+    for key, value in _flat(sweep):
         if isinstance(value, dict):  # a name
-            axes.setdefault("", []).append((_text(key), _nested(value)))
+            own = _nested(dict(_flat(value, section=True)))
+            axes.setdefault("", []).append((_text(key), own))
+            places.append(("", {name for name, _ in _flat(value, section=True)}))
         elif isinstance(value, list) and value:
             last = key.rpartition(".")[2]
             of_value = ((_text(v) if last == "name" else last + _text(v), v) for v in value)
             axes[key] = [(label, _nested({key: v})) for label, v in of_value]
+            places.append((key, {key}))
         else:
             raise ValueError(
                 f"sweep.{key}: give a list of values, or a name with keys, such as small: "
                 "{student.num_layers: 3}"
             )
-    if fixed := {"output", "shards"} & {key.partition(".")[0] for key in axes}:
-        raise ValueError(
-            f"sweep.{min(fixed)}: the runs have the same shards, and each an output of its name"
-        )
-    seen = set()
+    for number, (axis, keys) in enumerate(places):
+        others = [own for other, own in places[:number] if not (axis == other == "")]
+        if twice := keys & set().union(*others):
+            raise ValueError(f"sweep: {min(twice)} is set twice; name it once")
+        if fixed := keys & {"output", "shards"}:
+            raise ValueError(
+                f"sweep.{min(fixed)}: the runs have the same shards, and each an output of its name"
+            )
+    seen = {""}
     for chosen in itertools.product(*axes.values()):
         labels = {axis: label for axis, (label, _) in zip(axes, chosen, strict=True)}
         settings: dict[str, Any] = {}
@@ -73,12 +80,12 @@ def entries_of(sweep: Any) -> Iterator[Entry]:
         label = "-".join(labels.values())
         if label in seen:
             raise ValueError(
-                f"sweep: two entries would be called {label}: give names, such as sweep: {{a: "
+                f"sweep: two entries would be called {label!r}: give names, such as sweep: {{a: "
                 "{train.epochs: 1}}"
             )
         seen.add(label)
         group = "-".join(text for axis, text in labels.items() if axis != _SEED)
-        yield Entry(label, group or "all", labels.get(_SEED, ""), settings, labels)
+        yield Entry(label, group or "all", settings, labels)
 
 
 def resolve(run: dict[str, Any], sweeps: Mapping[str, Sweep], axes: Mapping[str, str]) -> None:
@@ -93,7 +100,7 @@ def resolve(run: dict[str, Any], sweeps: Mapping[str, Sweep], axes: Mapping[str,
         name = place.get(inner or section) if isinstance(place, dict) else None
         if not isinstance(name, str | os.PathLike):
             continue
-        sweep = sweeps.get(os.path.normpath(name))
+        sweep = sweeps.get(os.path.realpath(name))
         if sweep is not None:
             same = [
                 label for label, theirs in sweep.entries.items() if theirs.items() <= axes.items()
@@ -118,7 +125,7 @@ def refuse_swept(stage: Mapping[str, Any], sweeps: Mapping[str, Sweep]) -> None:
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str) or key in ("stage", "output"):
                 continue
-            if (sweep := sweeps.get(os.path.normpath(name))) is not None:
+            if (sweep := sweeps.get(os.path.realpath(name))) is not None:
                 raise ValueError(
                     f"{key} {name} is swept over {_axes(sweep)}: name an entry, such as "
                     f"{sweep.folder(next(iter(sweep.entries)))}"
@@ -132,9 +139,9 @@ def refuse_without_weights(key: str, name: str, sweeps: Mapping[str, Sweep]) -> 
     Raises:
         ValueError: names the key.
     """
-    place = os.path.normpath(name)
+    place = os.path.realpath(name)
     for sweep in sweeps.values():
-        folders = {os.path.normpath(sweep.folder(label)) for label in sweep.entries}
+        folders = {os.path.realpath(sweep.folder(label)) for label in sweep.entries}
         if place in folders and not sweep.keep_weights:
             raise ValueError(
                 f"{key} {name} is an entry of a sweep, which keeps no weights: add keep_weights: "
@@ -159,16 +166,16 @@ def _axes(sweep: Sweep) -> str:
     return " and ".join(axis or "named entries" for axis in first)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return sections as keys with dots; a name of an entry keeps its keys."""
-    found: dict[str, Any] = {}
+def _flat(
+    values: Mapping[str, Any], prefix: str = "", *, section: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Yield sections as keys with dots; a name of an entry keeps its keys."""
     for key, value in values.items():
-        is_section = prefix or (key in RunConfig.model_fields)
+        is_section = section or bool(prefix) or key in RunConfig.model_fields
         if is_section and isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            yield f"{prefix}{key}", value
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -337,24 +337,6 @@ def branch_point(run: Path, config: Optimizer, steps: int, warn: Callable[[str],
     return saved
 
 
-def check_result(config: RunConfig, state: dict[str, Any]) -> None:
-    """Refuse the state of a finished run whose recipe, data or teacher are not this config's.
-
-    Raises:
-        RunError, CorpusError: names the difference, or an input cannot be read.
-    """
-    manifest = load_manifest(config.shards)
-    if config.train.precision == "auto":
-        config = config.with_train(precision=state["shaping"]["train"]["precision"])
-    teacher, steps = (
-        load_run_teacher(config, manifest),
-        num_steps(config, manifest.splits["train"].rows),
-    )
-    examples = config.task.examples(Start(config, manifest, teacher, [], True, steps))
-    saved = Saved(state["step"], config.output, state)
-    check_same_run(config, manifest, teacher, examples, saved)
-
-
 def check_same_run(
     config: RunConfig,
     manifest: Manifest,

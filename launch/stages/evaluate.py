@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from data_prep import CorpusError
 from data_prep.disk import hash_file
-from data_prep.disk.json_files import canonical_sha256
 from data_prep.shards import load_manifest
 from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import EvaluateKeys
-from launch.stages.stage import How, Made, Stage, State, names_in, not_ours, real
+from launch.stages.stage import How, Made, Stage, State, digest, names_in, not_ours, real
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
-from pretrain.run_folder import check_model, check_source, sealed_state, teacher_of_runs
+from pretrain.run_folder import check_model, check_source, teacher_of_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -128,26 +127,15 @@ class Evaluate(Stage):
         """
         config, data = self.config, self.config.data
         teacher = config.teacher or teacher_of_runs(config.models)[0]
-        models = [_digest(name) for name in config.models]
+        models = [digest(name) for name in config.models]
         return {
             "data": hash_file(data)[0] if data.is_file() else load_manifest(data).digest,
             "models": None if None in models else dict(zip(config.models, models, strict=True)),
-            "teacher": "" if teacher is None else _digest(teacher),
+            "teacher": "" if teacher is None else digest(teacher),
             "rows": config.rows or 0,
             "same_vocabulary": config.same_vocabulary,
             "code": CODE,
         }
-
-
-def _digest(name: str) -> str | None:
-    """Return a hash of a model's files; None for a hub's name."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return None
-    if (sealed := sealed_state(folder)) is not None:
-        return hash_file(sealed[0] / "manifest.json")[0]
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return canonical_sha256({str(p.relative_to(folder)): hash_file(p)[0] for p in files})
 
 
 def measure(

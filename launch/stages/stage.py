@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from data_prep.disk import hash_file
+from data_prep.disk.json_files import canonical_sha256
 from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.plan import Sizes
+from pretrain.run_folder import sealed_state
 
 if TYPE_CHECKING:
     from launch.torchrun.start import Launch
@@ -38,7 +41,6 @@ class Stage(ABC):
 
     keys: ClassVar[type[Keys]]
     of: ClassVar[type[Keys] | None] = None
-    saves: ClassVar[bool] = False  # does it handle signals, and save?
     everywhere: ClassVar[bool] = False  # do all nodes take part? Otherwise the first one does it
 
     def __init__(self, config: Any) -> None:
@@ -99,3 +101,14 @@ def not_ours(output: Path, name: str, writer: str) -> RunError:
         f"output {output} holds {name}, which no {writer} has written; set another `output:`, a "
         "new or an empty folder"
     )
+
+
+def digest(name: str) -> str | None:
+    """Return a hash of a model's files; None for a hub's name."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return None
+    if (sealed := sealed_state(folder)) is not None:
+        return hash_file(sealed[0] / "manifest.json")[0]
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return canonical_sha256({str(p.relative_to(folder)): hash_file(p)[0] for p in files})

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -15,12 +16,13 @@ from typing import Any
 
 import psutil
 
-from data_prep.disk.json_files import parse_object, read_regular
+from data_prep.disk import hash_file, lock
+from data_prep.disk.json_files import canonical_sha256, parse_object, read_regular
 from data_prep.shards import load_manifest
 from launch.commands import quiet
 from launch.console import print_table, show
 from launch.recipe_config import SweepKeys
-from launch.stages.stage import How, Made, Stage, State, names_in, not_ours, real
+from launch.stages.stage import How, Made, Stage, State, digest, names_in, not_ours, real
 from launch.stages.train import Train
 from launch.torchrun.hardware import cores, hardware
 from pretrain import RunError
@@ -28,14 +30,15 @@ from pretrain.config import RunConfig
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json, replace_text
 from pretrain.plan import Sizes
-from pretrain.run_folder import RESULT, sealed_state
+from pretrain.run_folder import RESULT, another_run, recipe_changes, sealed_state
 from pretrain.signals import stop_on_signal
 
-_LOG = "logs/sweep.log"  # in the folder of a run
+_LOG, _LOCK = "logs/sweep.log", "sweep"  # in the folder of a run, and in that of the table
 _COLUMNS = ("figure", "entry", "runs", "mean", "deviation", "difference", "low", "high", "needed")
 _MEANING = (
-    "difference: to the first entry, of runs with the same seed, with its 95 % interval from low "
-    "to high; needed: runs of both entries that would find it at 5 % in four of five studies"
+    "difference: to the first entry that has the figure, of runs with the same train.seed, with "
+    "its 95 % interval from low to high; needed: runs of both entries that would find it at 5 % in "
+    "four of five studies"
 )
 # Beginnings of validation figures that do not tell students apart.
 _SAME = ("tokens", "masked_tokens", "teacher_", "constant_", "unigram_")
@@ -46,13 +49,24 @@ _POLL = 0.2  # seconds
 _PER_RUN, _PER_PARAMETER, _IN_CHECKPOINT = 2**31, 32, 12
 
 
+@dataclass(frozen=True)
+class Child:
+    """Hold a run that trains."""
+
+    process: subprocess.Popen[bytes]
+    place: Mapping[str, str]  # its variables
+    inputs: dict[str, str]  # what it began from
+    log: int  # bytes of earlier starts
+    had_weights: bool  # it was finished, by a run or a sweep that keeps them
+
+
 class Sweep(Stage):
     """Train each run of a sweep in a process of its own, and write a table of their figures.
 
     Without `keep_weights` a finished run keeps its figures in place of its checkpoints.
     """
 
-    keys, saves = SweepKeys, True
+    keys = SweepKeys
 
     def __init__(self, config: SweepKeys) -> None:
         super().__init__(config)
@@ -80,8 +94,11 @@ class Sweep(Stage):
         from pretrain.monitor.tables import FORMATS
 
         ours = {"curves.svg", *(f"table.{kind}" for kind in FORMATS)}
-        if foreign := [name for name in names_in(self.config.output) if name not in ours]:
-            raise not_ours(self.config.output, foreign[0], "sweep")
+        for name in names_in(self.config.output):
+            if name not in ours and not name.startswith(f"{_LOCK}."):
+                raise not_ours(self.config.output, name, "sweep")
+        if how.launch is not None:  # each run is trained on one node
+            how = replace(how, launch=replace(how.launch, nodes=1))
         outputs: dict[Path, Sizes | None] = {real(self.config.output): None}
         lines = []
         for label, run in self.runs.items():
@@ -106,43 +123,61 @@ class Sweep(Stage):
         config = self.config
         self._check_start()  # shards that an earlier stage has made
         quiet()
-        waiting = [label for label, run in self.runs.items() if not self._is_finished(run.config)]
-        places = self._places(how)
-        kept = "weights are kept" if config.keep_weights else "figures are kept, weights are not"
-        show(
-            f"{len(waiting)} of {len(self.runs)} runs to train, {len(places)} at a time; of a "
-            f"finished run {kept}; one that was interrupted continues from its last checkpoint",
-            f"logs: {config.output}-*/{_LOG}",
-        )
-        codes = self._train(waiting, places, how)
-        if failed := {label: code for label, code in codes.items() if code != ExitCode.DONE}:
-            show(f"not finished: {', '.join(failed)}; the same command continues")
-            stopped = ExitCode.REQUEUE in failed.values()
-            return ExitCode.REQUEUE if stopped else next(iter(failed.values()))
-        self._write_table()
+        config.output.mkdir(parents=True, exist_ok=True)
+        with lock(config.output, _LOCK, who="distil recipe"):
+            waiting = [label for label in self.runs if not self._is_finished(label)]
+            places = self._places(how)
+            kept = (
+                "weights are kept" if config.keep_weights else "figures are kept, weights are not"
+            )
+            show(
+                f"{len(waiting)} of {len(self.runs)} runs to train or compare, {len(places)} at a "
+                f"time; of a finished run {kept}; one that was interrupted continues from its last "
+                "checkpoint",
+                f"logs: {config.output}-*/{_LOG}",
+            )
+            codes = self._train(waiting, places, how)
+            if failed := {label: code for label, code in codes.items() if code != ExitCode.DONE}:
+                show(f"not finished: {', '.join(failed)}; the same command continues")
+                stopped = ExitCode.REQUEUE in failed.values()
+                return ExitCode.REQUEUE if stopped else next(iter(failed.values()))
+            self._write_table()
         return ExitCode.DONE
 
     def _result(self, config: RunConfig) -> dict[str, Any] | None:
-        """Return the state that a finished run has kept in place of its checkpoints."""
+        """Return the state, and what it began from, that a finished run has kept."""
         try:
-            state = parse_object(read_regular(config.output / RESULT, _LONGEST))
-            finished = state["step"] == state["num_steps"]
+            found = parse_object(read_regular(config.output / RESULT, _LONGEST))
+            whole = found.pop("sha256") == canonical_sha256(found)
         except (OSError, ValueError, KeyError):
             return None
-        return state if finished and not self.config.keep_weights else None
+        return found if whole and not self.config.keep_weights else None
 
-    def _is_finished(self, config: RunConfig) -> bool:
+    def _inputs(self, run: Train) -> dict[str, str]:
+        """Return digests of the models that a run begins from; of a hub's the commit."""
+        from pretrain.model.folder import fetch
+
+        names = {key: name for key, name in run.reads().items() if key != "shards"}
+        return {key: digest(name) or str(fetch(key, name)[1]) for key, name in names.items()}
+
+    def _is_finished(self, label: str) -> bool:
         """Return whether a run has kept its figures; one with weights is compared by its process.
 
         Raises:
-            RunError: they are of another config, other data or another teacher.
+            RunError: they are of another config, other data or other models.
         """
-        from pretrain.load import check_result
-
-        if (state := self._result(config)) is None:
+        run = self.runs[label]
+        config, result = run.config, self._result(run.config)
+        if result is None:
             return False
-        check_result(config, state)
-        shutil.rmtree(config.output / "checkpoints", ignore_errors=True)  # if it was ended there
+        auto = ["train.precision"] if config.train.precision == "auto" else []
+        changes = recipe_changes(result["state"], config, auto)
+        if result["state"]["shards"] != load_manifest(config.shards).digest:
+            changes.append(f"the shards in {config.shards} are other ones")
+        now = self._inputs(run) | _vectors(config)
+        changes += [f"{key} is another one" for key in now if now[key] != result["inputs"].get(key)]
+        if changes:
+            raise another_run(config.output, changes)
         return True
 
     def _check_start(self) -> None:
@@ -162,11 +197,15 @@ class Sweep(Stage):
                     f"sweep {config.output}: compares figures of validation rows, and {shards} has "
                     "none; prepare the corpus with validation: 0.01 or more"
                 )
-        sizes = sorted(
-            # Those that are kept, the best one, and one that is being written.
-            _IN_CHECKPOINT * num * (self.runs[label].config.checkpoint.keep + 2)
-            for label, num in self.num_parameters.items()
-        )
+        sizes = []
+        for label, num in self.num_parameters.items():
+            # Those that are kept, the best one, and one that is being written; without those there.
+            run, folder = self.runs[label].config, self.runs[label].config.output / "checkpoints"
+            if self._result(run) is None and self.runs[label].state() != "done":
+                there = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+                most = run.checkpoint.keep + 2 if run.checkpoint.every else 2
+                sizes.append(_IN_CHECKPOINT * num * most - there)
+        sizes.sort()
         need = sum(sizes if config.keep_weights else sizes[-(config.at_once or cores()) :])
         place = real(config.output)
         while not place.exists():
@@ -180,7 +219,8 @@ class Sweep(Stage):
     def _places(self, how: How) -> list[dict[str, str]]:
         """Return the variables of each process that runs at a time: its GPUs, or its threads.
 
-        They do not depend on how many runs are left, because threads change the last bits.
+        They do not depend on how many runs are left, nor on what other processes do, because the
+        number of threads may change last bits.
         """
         import torch
 
@@ -197,7 +237,7 @@ class Sweep(Stage):
                 raise RunError(f"a run takes {per} GPUs, and {len(gpus)} can be seen here")
             return [{"CUDA_VISIBLE_DEVICES": ",".join(g)} for g in groups[: self.config.at_once]]
         most = max(self.num_parameters.values(), default=0)
-        memory = psutil.virtual_memory().available // (per * (_PER_RUN + _PER_PARAMETER * most))
+        memory = psutil.virtual_memory().total // (per * (_PER_RUN + _PER_PARAMETER * most))
         at_once = self.config.at_once or max(1, min(cores() // per, memory))
         at_once = min(at_once, len(self.runs))
         threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // (at_once * per))))
@@ -211,30 +251,29 @@ class Sweep(Stage):
         A run that fails does not end the others. A signal is passed on, and starts no more.
         """
         codes: dict[str, int] = {}
-        running: dict[str, tuple[subprocess.Popen[bytes], Mapping[str, str]]] = {}
+        running: dict[str, Child] = {}
         free, passed_on = list(places), 0
         with TemporaryDirectory(prefix="distil-sweep-") as folder, stop_on_signal() as signals:
             signals.saves = True
             try:
                 while running or (waiting and not signals):
                     for number in signals[passed_on:]:
-                        for process, _ in running.values():
-                            process.send_signal(number)
+                        for child in running.values():
+                            child.process.send_signal(number)
                         passed_on += 1
                     if free and not signals and (label := self._next(waiting, running)):
                         waiting.remove(label)
-                        place = free.pop()
-                        running[label] = self._start(label, Path(folder), place, how), place
+                        running[label] = self._start(label, Path(folder), free.pop(), how)
                         continue
                     time.sleep(_POLL)
-                    for label, (process, place) in list(running.items()):
-                        if process.poll() is not None:
+                    for label, child in list(running.items()):
+                        if child.process.poll() is not None:
                             del running[label]
-                            free.append(place)
-                            codes[label] = self._ended(label, process.returncode, bool(signals))
+                            free.append(child.place)
+                            codes[label] = self._ended(label, child, bool(signals))
             finally:
-                for process, _ in running.values():
-                    process.kill()
+                for child in running.values():
+                    child.process.kill()
         return codes | dict.fromkeys(waiting, ExitCode.REQUEUE)
 
     def _next(self, waiting: Sequence[str], running: Mapping[str, object]) -> str | None:
@@ -246,27 +285,24 @@ class Sweep(Stage):
                 return label
         return None
 
-    def _start(
-        self, label: str, folder: Path, place: Mapping[str, str], how: How
-    ) -> subprocess.Popen[bytes]:
-        config = self.runs[label].config
+    def _start(self, label: str, folder: Path, place: Mapping[str, str], how: How) -> Child:
+        run = self.runs[label]
+        config = run.config
         # JSON is YAML.
         file, log = folder / f"{config.output.name}.json", config.output / _LOG
         replace_json(file, config.model_dump(mode="json"))
         command = ["pretrain", str(file)]
         if how.launch is not None:
-            asked = how.launch
-            options = {
-                "--gpus": asked.gpus or 1,
-                "--hardware": asked.hardware,
-                "--zero": asked.zero,
-            }
-            given = [(name, str(value)) for name, value in options.items() if value is not None]
-            command = ["launch", str(file), *(text for pair in given for text in pair)]
+            command = ["launch", str(file)]
+            asked = asdict(how.launch) | {"gpus": how.launch.gpus or 1}
+            for name in ("gpus", "hardware", "zero", "timeout", "grace", "max_restarts"):
+                if asked[name] is not None:
+                    command += [f"--{name.replace('_', '-')}", str(asked[name])]
         log.parent.mkdir(parents=True, exist_ok=True)
         (config.output / RESULT).unlink(missing_ok=True)
+        inputs, had_weights = self._inputs(run), run.state() == "done"
         with log.open("ab") as output:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "launch", *command],
                 env={**os.environ, **place},
                 stdin=subprocess.DEVNULL,
@@ -274,22 +310,26 @@ class Sweep(Stage):
                 stderr=output,
                 start_new_session=True,  # a terminal's Ctrl-C comes here, and is passed on
             )
+            return Child(process, place, inputs, output.tell(), had_weights)
 
-    def _ended(self, label: str, code: int, signalled: bool) -> int:
+    def _ended(self, label: str, child: Child, signalled: bool) -> int:
         """Keep a finished run's figures, and say how a run ended; return its exit code."""
-        config = self.runs[label].config
+        config, code = self.runs[label].config, child.process.returncode
         sealed = sealed_state(config.output)
         if code == ExitCode.DONE and sealed is not None:
-            if not self.config.keep_weights:
-                replace_json(config.output / RESULT, sealed[1])
+            # Only what this sweep has trained loses its weights.
+            if not (self.config.keep_weights or child.had_weights):
+                kept = {"state": sealed[1], "inputs": child.inputs | _vectors(config)}
+                replace_json(config.output / RESULT, kept | {"sha256": canonical_sha256(kept)})
                 shutil.rmtree(config.output / "checkpoints")
-            show(f"{label}: finished, step {sealed[1]['step']:,}")
+            ended = "up to date" if child.had_weights else "finished"
+            show(f"{label}: {ended}, step {sealed[1]['step']:,}")
             return code
         if code == ExitCode.REQUEUE or (code < 0 and signalled):
             show(f"{label}: interrupted")
             return ExitCode.REQUEUE
         log = config.output / _LOG
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = log.read_bytes()[child.log :].decode(errors="replace").splitlines()
         why = next((line for line in reversed(lines) if line.startswith("error:")), "no error")
         show(f"{label}: ended with code {code}; {log} ends with {why}")
         return code if code > 0 else ExitCode.BUG
@@ -318,7 +358,7 @@ class Sweep(Stage):
         figure = max(values, key=lambda name: (len(values[name]), name.startswith("loss")))
         points: dict[str, dict[float, list[float]]] = {entry: {} for entry in values[figure]}
         for label, run in self.runs.items():
-            curve = points.get(self.config.groups[label][0], {})
+            curve = points.get(self.config.groups[label], {})
             for line in read_metrics(run.config.output / "metrics.jsonl"):
                 value = line.get(figure.partition(" ")[0])
                 if line["kind"] == "evaluation" and value is not None:
@@ -327,44 +367,57 @@ class Sweep(Stage):
             entry: [(step, mean(found)) for step, found in sorted(of_step.items())]
             for entry, of_step in points.items()
         }
-        plot = line_plot(f"{figure}, of validation rows", "optimizer steps", curves)
-        replace_text(folder / "curves.svg", plot)
+        (folder / "curves.svg").unlink(missing_ok=True)
+        if any(curves.values()):  # else somebody has removed the metrics of these runs
+            plot = line_plot(f"{figure}, of validation rows", "optimizer steps", curves)
+            replace_text(folder / "curves.svg", plot)
         print_table(_COLUMNS, texts)
         if len({frozenset(of_entry) for of_entry in values.values()}) > 1:
-            show("terms of an objective are compared among its own runs only")
+            show("terms of an objective are compared where they are the same terms")
         show(_MEANING, f"{folder}: table.md, table.csv, table.tex, curves.svg")
 
     def _figures(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return the validation figures of the last step by name, entry of the table and seed.
 
-        The figures of an LM head compare all runs; those of an objective its own, and their sum
-        those with the same weights.
+        The figures of an LM head compare all runs. Those of an objective compare the runs with the
+        same terms; others have the name of their first entry.
 
         Raises:
             RunError: a run was measured on another number of rows.
         """
         values: dict[str, dict[str, dict[str, float]]] = {}
-        names = {run.config.objective.name for run in self.runs.values()}
-        same = len({run.config.objective.model_dump_json() for run in self.runs.values()}) == 1
+        first: dict[str, str] = {}  # entry with these terms
         for label, run in self.runs.items():
-            state, objective = self._result(run.config), run.config.objective
+            config, entry = run.config, self.config.groups[label]
+            state = (self._result(config) or {}).get("state")
             if state is None:
-                sealed = sealed_state(run.config.output)
+                sealed = sealed_state(config.output)
                 assert sealed is not None
                 state = sealed[1]
-            before, now = state["config"]["evaluation"]["rows"], run.config.evaluation.rows
+            before, now = state["config"]["evaluation"]["rows"], config.evaluation.rows
             if before != now:
                 raise RunError(
-                    f"{run.config.output}: was measured on evaluation.rows {before}, and this "
-                    f"sweep on {now}; revert the change, or set another `output:`"
+                    f"{config.output}: was measured on evaluation.rows {before}, and this sweep on "
+                    f"{now}; revert the change, or set another `output:`"
                 )
-            entry, seed = self.config.groups[label]
-            own = f" of {objective.name}" if len(names) > 1 and not objective.needs_logits else ""
+            terms, of_entry = "", ""
+            if not config.objective.needs_logits:
+                terms = config.objective.model_dump_json()
+                if config.objective.sums_layers:
+                    terms += f" {config.student} {config.model}"
+            if first.setdefault(terms, entry) != next(iter(first.values())) and terms:
+                of_entry = f" of {first[terms]}"
             for figure, value in state["evaluation"].items():
-                sums = figure == "loss" and not (objective.needs_logits or same)
-                if not (sums or figure.startswith(_SAME)):
-                    values.setdefault(figure + own, {}).setdefault(entry, {})[seed] = value
+                if not figure.startswith(_SAME):
+                    of_figure = values.setdefault(figure + of_entry, {})
+                    of_figure.setdefault(entry, {})[str(config.train.seed)] = value
         return values
+
+
+def _vectors(config: RunConfig) -> dict[str, str]:
+    """Return the digest of a run's file of vectors, which it may have written itself."""
+    file = config.vectors
+    return {"vectors": hash_file(file)[0]} if file is not None and file.is_file() else {}
 
 
 def num_parameters(sizes: Sizes, config: RunConfig) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,8 +79,8 @@ def make_all(
         if dry_run:
             show(*lines[number - 1])
             continue
-        # Training saves at a signal; other stages continue after the last file that they wrote.
-        with nullcontext() if stage.saves else end_on_signal("stopped; the same command continues"):
+        # A stage continues after the last file that it wrote. While it trains, a signal saves.
+        with end_on_signal("stopped; the same command continues"):
             if nodes is None or stage.everywhere:
                 code = stage.run(how)
             else:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Train(Stage):
     """Make or continue a run."""
 
-    keys, of, saves, everywhere = TrainKeys, RunConfig, True, True
+    keys, of, everywhere = TrainKeys, RunConfig, True
 
     @property
     def title(self) -> str:

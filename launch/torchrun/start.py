@@ -288,6 +288,8 @@ def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
         )
     job = environment.get("SLURM_JOB_ID")
     default = 20000 + int(job) % 10000 if job else PORT  # two jobs may share a node
+    if not 0 < int(port or default) < 2**16:
+        raise RunError(f"--head {asked.head}: there is no port {port}; give one from 1 to 65535")
     head = Head(host, int(port or default))
     given = asked.node_rank
     if given is None and "SLURM_NODEID" in environment:

@@ -25,7 +25,7 @@ def line_plot(
         curves: the points (x, y) of each, by label; x from 0.
         lines: a value of y each, by label.
     """
-    lines = lines or {}
+    curves, lines = {name: points for name, points in curves.items() if points}, lines or {}
     values = [y for points in curves.values() for _, y in points] + [*lines.values()]
     most = max((x for points in curves.values() for x, _ in points), default=0) or 1
     margin = 0.05 * (max(values) - min(values)) or 0.05 * abs(values[0]) or 1

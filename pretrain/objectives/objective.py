@@ -33,6 +33,7 @@ class Objective(Keys):
     name: str
     tasks: ClassVar[tuple[str, ...]] = ("mlm",)  # that it can serve, the default one first
     # Also where no term compares: the student may be cut from it.
+    sums_layers: ClassVar[bool] = False  # do its terms grow with the number of layers?
     needs_teacher: ClassVar[bool] = True
     # Keys of a run that have another default with this objective, by section.
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}

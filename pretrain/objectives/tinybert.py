@@ -47,6 +47,7 @@ class TinyBert(Objective):
 
     # The paper compares models on text without masks.
     defaults: ClassVar = {"masking": {"probability": 0.0}}
+    sums_layers: ClassVar[bool] = True
 
     name: Literal["tinybert"] = "tinybert"
     # The authors never tuned the weights.

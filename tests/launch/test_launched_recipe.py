@@ -90,6 +90,8 @@ def test_slurm_is_asked_with_the_recipe_after_all_checks(recipe: Path, distil: A
         "launch", recipe, "--hardware", "cpu", "defaults.train.global_batch_size=4"
     )
     assert code == 2 and "global_batch_size 4 is not a multiple of micro_batch_size 8" in err
+    code, _, err = distil("launch", recipe, "--nodes", 2, "--node-rank", 0, "--head", "h:99999")
+    assert code == 2 and "there is no port 99999" in err
     assert not Path("runs").exists()
 
 

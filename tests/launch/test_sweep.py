@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 import yaml
 from scipy import stats
 from support.processes import wait_until
+
+from data_prep.disk import lock
 
 Distil = Callable[..., Any]
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
@@ -84,7 +87,7 @@ def test_a_swept_student_has_the_teacher_of_its_seed_and_the_table_is_right(
     assert {path.name for path in Path().glob("student-*")} == {f"student-{run}" for run in runs}
     losses = {}
     for run in runs:
-        state = json.loads(Path(f"student-{run}", "result.json").read_bytes())
+        state = json.loads(Path(f"student-{run}", "result.json").read_bytes())["state"]
         seed = run.partition("-")[0]
         (checkpoint,) = Path(f"teacher-{seed}", "checkpoints").glob("step-*/state.json")
         assert state["config"]["teacher"] == f"teacher-{seed}"
@@ -157,7 +160,7 @@ def teachers(distil: Distil, recipe: dict[str, Any]) -> dict[str, Any]:
                 "runs.0.sweep={b: {train.seed: 5}}",
                 "runs.1.teacher=others-b",
             ],
-            "has other weights",
+            "teacher is another one",
         ),
     ],
 )
@@ -172,11 +175,11 @@ def test_what_changed_is_not_taken_as_up_to_date(
 
 def test_a_damaged_result_is_trained_again(distil: Distil, teachers: dict[str, Any]) -> None:
     result = Path("student-seed0-long/result.json")
-    before = json.loads(result.read_bytes())["evaluation"]
+    before = json.loads(result.read_bytes())["state"]["evaluation"]
     result.write_text('{"step": 3}')
     code, out, _ = distil("recipe", "recipe.yaml")
     assert code == 0 and "1 of 2 runs to train" in out
-    assert json.loads(result.read_bytes())["evaluation"] == before
+    assert json.loads(result.read_bytes())["state"]["evaluation"] == before
 
 
 def test_a_run_that_fails_does_not_end_the_others(distil: Distil, recipe: dict[str, Any]) -> None:
@@ -230,10 +233,14 @@ def test_an_interrupted_sweep_continues_to_the_same_figures(
             "runs.1.sweep.seed0-a.train.sead",
         ),
         ("runs.1.sweep={train.seed: [0], optimizer.eps: [-1]}", "seed0-eps-1.optimizer.eps"),
-        ("runs.0.sweep={train.seed: [1, 1]}", "two entries would be called seed1: give names"),
+        ("runs.0.sweep={train.seed: [1, 1]}", "two entries would be called 'seed1': give names"),
         ("runs.0.keep_weights=false", "runs.1.teacher teacher-seed0 is an entry of a sweep"),
         ("runs.1.keep_weights=maybe", "runs.1.keep_weights"),
         ("runs.0.at_once=0", "runs.0.at_once"),
+        ("runs.0.sweep={train.seed: [0, 1], a: {train.seed: 5}}", "train.seed is set twice"),
+        ("runs.0.sweep={train.seed: [0], train: {seed: [1]}}", "train.seed is set twice"),
+        ("runs.0.sweep={a: {output: x}}", "sweep.output: the runs have the same shards"),
+        ("runs.0.sweep={train: {}}", "would be called ''"),
         ("runs.0.sweep={output: [a, b]}", "runs.0.sweep.output: the runs have the same"),
         ("runs.0.output=null", "runs.0.output"),
         (
@@ -259,3 +266,105 @@ def test_mistakes_are_found_before_anything_is_trained(
     assert code == 2 and err.count("\n") == 1, out + err
     assert message in err
     assert [path.name for path in Path().iterdir()] == ["recipe.yaml"]
+
+
+def test_other_spellings_of_a_swept_teacher_are_found(
+    distil: Distil, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    for teacher in (tmp_path / "teacher", tmp_path / "teacher-seed0", "./x/../teacher-seed1"):
+        code, _, err = distil(
+            "recipe", write(recipe), "runs.0.keep_weights=false", f"runs.1.teacher={teacher}"
+        )
+        assert code == 2 and "keeps no weights: add keep_weights: true" in err
+    # A slash at the end is no part of a name.
+    code, out, _ = distil("recipe", "recipe.yaml", "runs.1.output=student/", "--dry-run")
+    assert code == 0 and "student and 4 more" in out
+
+
+def test_weights_that_others_keep_are_not_removed(distil: Distil, recipe: dict[str, Any]) -> None:
+    """Sweep over a finished plain run, and over what a sweep has kept."""
+    recipe["runs"] = recipe["runs"][:1]
+    plain = {key: v for key, v in recipe["runs"][0].items() if key not in ("sweep", "keep_weights")}
+    plain |= {"output": "teacher-seed0", "train": {"seed": 0}}
+    assert distil("recipe", write({**recipe, "runs": [plain]})).code == 0
+    for keep in (False, True, False):
+        code, out, _ = distil("recipe", write(recipe), f"runs.0.keep_weights={keep}")
+        assert code == 0 and "seed0: up to date" in out
+        assert [*Path("teacher-seed0").rglob("model.safetensors")]
+    assert [*Path("teacher-seed1").rglob("model.safetensors")]  # the second call has made them
+
+
+def test_a_finished_sweep_needs_no_place(
+    distil: Distil, teachers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
+    assert distil("recipe", "recipe.yaml").code == 0
+    code, _, err = distil("recipe", "recipe.yaml", "runs.1.output=other")
+    assert code == 2 and "its checkpoints need" in err and "has 1,000 free" in err
+
+
+def test_a_model_to_continue_is_compared(distil: Distil, recipe: dict[str, Any]) -> None:
+    del recipe["runs"][1]["teacher"]
+    recipe["runs"][1] |= {
+        "objective": {"name": "mlm"},
+        "model": {"init": "teacher"},
+        "sweep": {"train.seed": [0, 1]},
+    }
+    assert distil("recipe", write(recipe)).code == 0
+    for folder in Path().glob("teacher*"):
+        shutil.rmtree(folder)
+    code, out, err = distil("recipe", "recipe.yaml", "runs.0.optimizer.learning_rate=0.05")
+    assert code == 2 and "model.init is another one" in err, out
+
+
+def test_one_process_at_a_time_works_on_a_sweep(distil: Distil, recipe: dict[str, Any]) -> None:
+    del recipe["runs"][1]
+    Path("teacher").mkdir()
+    with lock(Path("teacher"), "sweep"):
+        code, _, err = distil("recipe", write(recipe))
+    assert code == 2 and "another `distil recipe` (" in err, err
+    assert not Path("teacher-seed0").exists()
+    assert distil("recipe", "recipe.yaml").code == 0
+
+
+def test_an_edited_result_is_not_believed(distil: Distil, teachers: dict[str, Any]) -> None:
+    before = table("student")
+    for result in Path().glob("student-*/result.json"):
+        values = json.loads(result.read_bytes())
+        values["state"]["evaluation"]["loss"] = 0.5
+        result.write_text(json.dumps(values))
+        (result.parent / "metrics.jsonl").unlink()
+    code, out, _ = distil("recipe", "recipe.yaml")
+    assert code == 0 and "2 of 2 runs to train" in out and table("student") == before
+    for metrics in Path().glob("student-*/metrics.jsonl"):
+        metrics.unlink()  # a sweep without curves has its table
+    code, out, _ = distil("recipe", "recipe.yaml")
+    assert code == 0 and "0 of 2 runs to train" in out and table("student") == before
+    assert not Path("student/curves.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("objective", "axis", "compared"),
+    [
+        ("minilm", {"objective.relation_heads": [1, 4]}, False),
+        ("minilm", {"student.num_layers": [1, 2]}, True),
+        ("tinybert", {"student.num_layers": [1, 2]}, False),
+        ("distilbert", {"objective.kl": [1.0, 5.0]}, True),
+    ],
+)
+def test_terms_are_compared_where_they_are_the_same(
+    distil: Distil,
+    recipe: dict[str, Any],
+    objective: str,
+    axis: dict[str, Any],
+    compared: bool,
+) -> None:
+    teacher = recipe["runs"][0]
+    del teacher["sweep"], teacher["keep_weights"]
+    student = {"output": "s", "teacher": "teacher", "objective": {"name": objective}, "sweep": axis}
+    recipe["runs"][1] = student
+    recipe["defaults"]["train"]["max_steps"] = 1
+    code, out, err = distil("recipe", write(recipe))
+    assert code == 0, out + err
+    assert any(row["difference"] for row in table("s").values()) == compared
