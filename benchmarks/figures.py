@@ -26,6 +26,12 @@ SILENT = {
     tokenize.ENDMARKER,
 }
 
+# The folders of `pretrain` from low to high; the files beside them are a run, top to bottom.
+FOLDERS = (
+    *("contracts", "kernels", "checkpoint", "data", "device", "model", "objectives", "tasks"),
+    *("distributed", "bench", "monitor", "export"),
+)
+
 # The files that a person opens to follow one thing, in the order of docs/ARCHITECTURE.md.
 WALKS = {
     "a row": (
@@ -59,6 +65,34 @@ def code_lines(text: str) -> int:
     return len(lines)
 
 
+def imported_at_runtime(file: Path) -> set[str]:
+    """Return the dotted names that a file imports, without those for annotations only."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def arrows() -> tuple[int, list[str]]:
+    """Return how many imports there are between folders of `pretrain`, and those that go up."""
+    found: set[tuple[str, str]] = set()
+    for low in FOLDERS:
+        for file in sorted((ROOT / "pretrain" / low).rglob("*.py")):
+            parts = [name.split(".") for name in imported_at_runtime(file)]
+            others = {part[1] for part in parts if part[0] == "pretrain"}
+            found |= {(low, high) for high in others if high in FOLDERS and high != low}
+    place = {name: number for number, name in enumerate(FOLDERS)}
+    up = sorted(pair for pair in found if place[pair[0]] < place[pair[1]])
+    return len(found), [f"{low} -> {high}" for low, high in up]
+
+
 def num_keys(model: type[BaseModel]) -> int:
     """Return the number of keys of a config and its sections."""
     found = 0
@@ -84,6 +118,8 @@ def main() -> None:
     for walk, names in WALKS.items():
         assert all((ROOT / name).is_file() for name in names), walk
         print(f"{walk:12}{len(names):8} files")
+    total, up = arrows()
+    print(f"{'arrows up':12}{len(up):8} of {total} between folders of pretrain: {', '.join(up)}")
 
 
 if __name__ == "__main__":

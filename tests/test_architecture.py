@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 from support.processes import ROOT, python
 
+from benchmarks.figures import FOLDERS, arrows, imported_at_runtime
 from data_prep.pipeline.plan import STAGES
 from data_prep.sources import Source
 from launch.cli import COMMANDS
@@ -42,15 +43,6 @@ def imported(node: ast.AST) -> list[str]:
         assert node.level == 0, f"line {node.lineno}: relative import"
         return [f"{node.module}.{alias.name}" for alias in node.names]
     return []
-
-
-def imported_at_runtime(file: Path) -> set[str]:
-    """Return the dotted names that a file imports, without those for annotations only."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = [ast.Pass()]
-    return {name for node in ast.walk(tree) for name in imported(node)}
 
 
 def imports(*folders: str) -> Iterator[tuple[Path, str]]:
@@ -172,13 +164,6 @@ def test_no_import_goes_round_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
-# The folders of `pretrain` from low to high; the files beside them are a run, top to bottom.
-FOLDERS = (
-    *("contracts", "kernels", "checkpoint", "data", "device", "model", "objectives", "tasks"),
-    *("distributed", "bench", "monitor", "export"),
-)
-
-
 def test_no_test_imports_another_one() -> None:
     tests = {file.stem for file in modules("tests") if file.stem.startswith(("test_", "conftest"))}
     for file, name in imports("tests"):
@@ -188,26 +173,12 @@ def test_no_test_imports_another_one() -> None:
 
 
 def test_the_folders_of_pretrain_import_lower_ones() -> None:
-    graph: dict[str, set[str]] = {name: set() for name in FOLDERS}
-    for file in modules("pretrain"):
-        folder = file.relative_to(ROOT / "pretrain").parts[0]
-        for name in imported_at_runtime(file):
-            package, _, rest = name.partition(".")
-            other = rest.partition(".")[0]
-            if package == "pretrain" and folder in graph and other in graph and other != folder:
-                graph[folder].add(other)
     assert {path.name for path in (ROOT / "pretrain").iterdir() if path.is_dir()} <= {
         *FOLDERS,
         "__pycache__",
     }
-    upwards = [
-        f"{low} -> {high}"
-        for i, low in enumerate(FOLDERS)
-        for high in FOLDERS[i + 1 :]
-        if high in graph[low]
-    ]
     # data and objectives know what a task is, and a device's trial agrees among ranks.
-    assert upwards == ["data -> tasks", "device -> distributed", "objectives -> tasks"]
+    assert arrows()[1] == ["data -> tasks", "device -> distributed", "objectives -> tasks"]
 
 
 def test_only_launch_config_imports_yaml() -> None:
