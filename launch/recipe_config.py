@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from data_prep.config import CorpusConfig
 from data_prep.keys import Keys
-from launch.sweep_config import Sweep, entries_of, merged, refuse_swept, resolve
+from launch.sweep_config import Swept, entries_of, merged, refuse_swept, resolve
 from pretrain.config import RunConfig
 from pretrain.objectives.known import objective_kind, unread_keys, with_objective
 
@@ -99,7 +99,7 @@ def filled(values: Any) -> Any:
     if not isinstance(values, dict) or not isinstance(runs := values.get("runs"), list):
         return values
     shared = values.get("defaults") or {}
-    found, sweeps = [], dict[str, Sweep]()
+    found, sweeps = [], dict[str, Swept]()
     for number, own in enumerate(runs):
         run = own
         try:
@@ -116,7 +116,7 @@ def filled(values: Any) -> Any:
     return {**values, "runs": found}
 
 
-def swept(shared: Any, own: dict[str, Any], sweeps: dict[str, Sweep]) -> dict[str, Any]:
+def swept(shared: Any, own: dict[str, Any], sweeps: dict[str, Swept]) -> dict[str, Any]:
     """Return the run of each combination of a sweep; `sweeps` receives it."""
     kept: dict[str, Any] = {k: own[k] for k in ("keep_weights", "at_once") if k in own}
     rest = {key: value for key, value in own.items() if key not in (*kept, "sweep", "stage")}
@@ -124,8 +124,8 @@ def swept(shared: Any, own: dict[str, Any], sweeps: dict[str, Sweep]) -> dict[st
     output = rest.get("output")
     if not isinstance(output, str | os.PathLike):  # what is said about the key is enough
         return {"stage": "sweep", "output": output, **kept, "sweep": {}, "groups": {}}
-    output = os.path.normpath(output)  # a slash at its end is no part of a name
-    sweep = Sweep(output, {e.label: e.axes for e in entries}, kept.get("keep_weights") is True)
+    output = os.path.normpath(output)  # without a slash at its end
+    sweep = Swept(output, {e.label: e.axes for e in entries}, kept.get("keep_weights") is True)
     runs = {}
     for entry in entries:
         run = completed(shared, merged(rest, entry.settings))

@@ -14,7 +14,7 @@ _SEED = "train.seed"
 _MODELS = ("teacher", "resume_from", "student.init", "model.init")
 
 
-class Sweep(NamedTuple):
+class Swept(NamedTuple):
     """Hold the entries of a sweep: by label, which value each axis has."""
 
     output: str
@@ -50,9 +50,9 @@ def entries_of(sweep: Any) -> Iterator[Entry]:
     places: list[tuple[str, set[str]]] = []  # the keys that an axis, or a named entry, sets
     for key, value in _flat(sweep):
         if isinstance(value, dict):  # a name
-            own = _nested(dict(_flat(value, section=True)))
-            axes.setdefault("", []).append((_text(key), own))
-            places.append(("", {name for name, _ in _flat(value, section=True)}))
+            own = dict(_flat(value, section=True))
+            axes.setdefault("", []).append((_text(key), _nested(own)))
+            places.append(("", {*own}))
         elif isinstance(value, list) and value:
             last = key.rpartition(".")[2]
             of_value = ((_text(v) if last == "name" else last + _text(v), v) for v in value)
@@ -88,7 +88,7 @@ def entries_of(sweep: Any) -> Iterator[Entry]:
         yield Entry(label, group or "all", settings, labels)
 
 
-def resolve(run: dict[str, Any], sweeps: Mapping[str, Sweep], axes: Mapping[str, str]) -> None:
+def resolve(run: dict[str, Any], sweeps: Mapping[str, Swept], axes: Mapping[str, str]) -> None:
     """Replace a model that is a swept run by the entry with the same values, in place.
 
     Raises:
@@ -115,7 +115,7 @@ def resolve(run: dict[str, Any], sweeps: Mapping[str, Sweep], axes: Mapping[str,
         refuse_without_weights(key, os.fspath(name), sweeps)
 
 
-def refuse_swept(stage: Mapping[str, Any], sweeps: Mapping[str, Sweep]) -> None:
+def refuse_swept(stage: Mapping[str, Any], sweeps: Mapping[str, Swept]) -> None:
     """Refuse a stage that names a sweep, where it must name one of its entries.
 
     Raises:
@@ -133,7 +133,7 @@ def refuse_swept(stage: Mapping[str, Any], sweeps: Mapping[str, Sweep]) -> None:
             refuse_without_weights(key, name, sweeps)
 
 
-def refuse_without_weights(key: str, name: str, sweeps: Mapping[str, Sweep]) -> None:
+def refuse_without_weights(key: str, name: str, sweeps: Mapping[str, Swept]) -> None:
     """Refuse an entry of a sweep that keeps no weights.
 
     Raises:
@@ -161,7 +161,7 @@ def merged(shared: Any, own: Any) -> Any:
     return {key: merged(shared.get(key), own[key]) if key in own else keys[key] for key in keys}
 
 
-def _axes(sweep: Sweep) -> str:
+def _axes(sweep: Swept) -> str:
     first = next(iter(sweep.entries.values()))
     return " and ".join(axis or "named entries" for axis in first)
 

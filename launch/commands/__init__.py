@@ -27,6 +27,13 @@ RecordFile = Annotated[
     Path | None,
     typer.Option(help="Also append the figures to this JSON file.", metavar="FILE"),
 ]
+AcceptCode = Annotated[
+    bool,
+    typer.Option(
+        "--accept-code",
+        help="Keep finished shards that other code of the same behaviour made, and record it.",
+    ),
+]
 SkipRows = Annotated[
     list[str] | None,
     typer.Option(help="Leave out rows a to b-1 from now on; repeatable.", metavar="a:b"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from launch.commands import Config, Overrides, RecordFile
+from launch.commands import AcceptCode, Config, Overrides, RecordFile
 from launch.console import counts, keep_going, show, stages
 from launch.stages.prepare import prepare_and_show, show_shards
 from pretrain.monitor.records import append_record, check_record, row
@@ -37,13 +37,7 @@ def prepare(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Estimate tokens, rows, disk and time from a sample.")
     ] = False,
-    accept_code: Annotated[
-        bool,
-        typer.Option(
-            "--accept-code",
-            help="Keep finished shards that other code of the same behaviour made, and record it.",
-        ),
-    ] = False,
+    accept_code: AcceptCode = False,
     parquet: Annotated[
         Path | None, typer.Option(help="Also write a folder for the hub, with a card.")
     ] = None,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from launch.commands import Config, Overrides
+from launch.commands import AcceptCode, Config, Overrides
 from launch.console import keep_going, show
 from launch.torchrun.hardware import PRESET_NAMES
 from pretrain.signals import end_on_signal
@@ -21,13 +21,7 @@ def recipe(
     hardware: Annotated[
         str | None, typer.Option(help=f"One of {PRESET_NAMES}.", metavar="NAME")
     ] = None,
-    accept_code: Annotated[
-        bool,
-        typer.Option(
-            "--accept-code",
-            help="Keep finished shards that other code of the same behaviour made, and record it.",
-        ),
-    ] = False,
+    accept_code: AcceptCode = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs, start none.")] = False,
 ) -> None:
     """Make the stages of a recipe in their order; the same command continues where it was.

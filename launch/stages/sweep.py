@@ -1,4 +1,4 @@
-"""Sweep: train the runs of a sweep, several at a time, and compare their figures."""
+"""Sweep: train the runs of a sweep, several at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -20,28 +19,21 @@ from data_prep.disk import hash_file, lock
 from data_prep.disk.json_files import canonical_sha256, parse_object, read_regular
 from data_prep.shards import load_manifest
 from launch.commands import quiet
-from launch.console import print_table, show
+from launch.console import show
 from launch.recipe_config import SweepKeys
+from launch.stages.comparison import FILES, write_comparison
 from launch.stages.stage import How, Made, Stage, State, digest, names_in, not_ours, real
 from launch.stages.train import Train
 from launch.torchrun.hardware import cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.exit_codes import ExitCode
-from pretrain.files import replace_json, replace_text
+from pretrain.files import replace_json
 from pretrain.plan import Sizes
 from pretrain.run_folder import RESULT, another_run, recipe_changes, sealed_state
 from pretrain.signals import stop_on_signal
 
 _LOG, _LOCK = "logs/sweep.log", "sweep"  # in the folder of a run, and in that of the table
-_COLUMNS = ("figure", "entry", "runs", "mean", "deviation", "difference", "low", "high", "needed")
-_MEANING = (
-    "difference: to the first entry that has the figure, of runs with the same train.seed, with "
-    "its 95 % interval from low to high; needed: runs of both entries that would find it at 5 % in "
-    "four of five studies"
-)
-# Beginnings of validation figures that do not tell students apart.
-_SAME = ("tokens", "masked_tokens", "teacher_", "constant_", "unigram_")
 _LONGEST = 2**24  # bytes of a result
 _POLL = 0.2  # seconds
 # Bytes of a run's memory: libraries and activations, and for each parameter of the student; of a
@@ -91,11 +83,8 @@ class Sweep(Stage):
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Check each run, and that the disk can hold the checkpoints."""
-        from pretrain.monitor.tables import FORMATS
-
-        ours = {"curves.svg", *(f"table.{kind}" for kind in FORMATS)}
         for name in names_in(self.config.output):
-            if name not in ours and not name.startswith(f"{_LOCK}."):
+            if name not in FILES and not name.startswith(f"{_LOCK}."):
                 raise not_ours(self.config.output, name, "sweep")
         if how.launch is not None:  # each run is trained on one node
             how = replace(how, launch=replace(how.launch, nodes=1))
@@ -141,7 +130,13 @@ class Sweep(Stage):
                 show(f"not finished: {', '.join(failed)}; the same command continues")
                 stopped = ExitCode.REQUEUE in failed.values()
                 return ExitCode.REQUEUE if stopped else next(iter(failed.values()))
-            self._write_table()
+            write_comparison(
+                config.output,
+                [
+                    (config.groups[label], run.config, self._state_of(run.config))
+                    for label, run in self.runs.items()
+                ],
+            )
         return ExitCode.DONE
 
     def _result(self, config: RunConfig) -> dict[str, Any] | None:
@@ -153,12 +148,14 @@ class Sweep(Stage):
             return None
         return found if whole and not self.config.keep_weights else None
 
-    def _inputs(self, run: Train) -> dict[str, str]:
-        """Return digests of the models that a run begins from; of a hub's the commit."""
-        from pretrain.model.folder import fetch
-
-        names = {key: name for key, name in run.reads().items() if key != "shards"}
-        return {key: digest(name) or str(fetch(key, name)[1]) for key, name in names.items()}
+    def _state_of(self, config: RunConfig) -> dict[str, Any]:
+        """Return the state of a finished run's last step."""
+        if (result := self._result(config)) is not None:
+            state: dict[str, Any] = result["state"]
+            return state
+        sealed = sealed_state(config.output)
+        assert sealed is not None
+        return sealed[1]
 
     def _is_finished(self, label: str) -> bool:
         """Return whether a run has kept its figures; one with weights is compared by its process.
@@ -174,7 +171,7 @@ class Sweep(Stage):
         changes = recipe_changes(result["state"], config, auto)
         if result["state"]["shards"] != load_manifest(config.shards).digest:
             changes.append(f"the shards in {config.shards} are other ones")
-        now = self._inputs(run) | _vectors(config)
+        now = _inputs(run) | _vectors(config)
         changes += [f"{key} is another one" for key in now if now[key] != result["inputs"].get(key)]
         if changes:
             raise another_run(config.output, changes)
@@ -300,7 +297,7 @@ class Sweep(Stage):
                     command += [f"--{name.replace('_', '-')}", str(asked[name])]
         log.parent.mkdir(parents=True, exist_ok=True)
         (config.output / RESULT).unlink(missing_ok=True)
-        inputs, had_weights = self._inputs(run), run.state() == "done"
+        inputs, had_weights = _inputs(run), run.state() == "done"
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "launch", *command],
@@ -334,84 +331,13 @@ class Sweep(Stage):
         show(f"{label}: ended with code {code}; {log} ends with {why}")
         return code if code > 0 else ExitCode.BUG
 
-    def _write_table(self) -> None:
-        """Compare the figures of the last step, and write tables and curves."""
-        from pretrain.monitor.metrics import read_metrics
-        from pretrain.monitor.plot import line_plot
-        from pretrain.monitor.tables import FORMATS, compare
 
-        values = self._figures()
-        rows: list[tuple[object, ...]] = []
-        for figure, of_entry in values.items():
-            for entry, found in compare(of_entry).items():
-                numbers = found.difference or (None, None, None)
-                rows.append((figure, entry, *found[:3], *numbers, found.needed))
-        shown = [[f"{c:.4g}" if isinstance(c, float) else c for c in row] for row in rows]
-        texts = [["" if cell is None else str(cell) for cell in row] for row in shown]
-        folder = self.config.output
-        folder.mkdir(parents=True, exist_ok=True)
-        for kind, write in FORMATS.items():
-            cells = rows if kind == "csv" else texts
-            replace_text(folder / f"table.{kind}", write(_COLUMNS, cells))
+def _inputs(run: Train) -> dict[str, str]:
+    """Return digests of the models that a run begins from; of a hub's the commit."""
+    from pretrain.model.folder import fetch
 
-        # Curves of the figure that most entries have: means over their runs.
-        figure = max(values, key=lambda name: (len(values[name]), name.startswith("loss")))
-        points: dict[str, dict[float, list[float]]] = {entry: {} for entry in values[figure]}
-        for label, run in self.runs.items():
-            curve = points.get(self.config.groups[label], {})
-            for line in read_metrics(run.config.output / "metrics.jsonl"):
-                value = line.get(figure.partition(" ")[0])
-                if line["kind"] == "evaluation" and value is not None:
-                    curve.setdefault(float(line["step"]), []).append(value)
-        curves = {
-            entry: [(step, mean(found)) for step, found in sorted(of_step.items())]
-            for entry, of_step in points.items()
-        }
-        (folder / "curves.svg").unlink(missing_ok=True)
-        if any(curves.values()):  # else somebody has removed the metrics of these runs
-            plot = line_plot(f"{figure}, of validation rows", "optimizer steps", curves)
-            replace_text(folder / "curves.svg", plot)
-        print_table(_COLUMNS, texts)
-        if len({frozenset(of_entry) for of_entry in values.values()}) > 1:
-            show("terms of an objective are compared where they are the same terms")
-        show(_MEANING, f"{folder}: table.md, table.csv, table.tex, curves.svg")
-
-    def _figures(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return the validation figures of the last step by name, entry of the table and seed.
-
-        The figures of an LM head compare all runs. Those of an objective compare the runs with the
-        same terms; others have the name of their first entry.
-
-        Raises:
-            RunError: a run was measured on another number of rows.
-        """
-        values: dict[str, dict[str, dict[str, float]]] = {}
-        first: dict[str, str] = {}  # entry with these terms
-        for label, run in self.runs.items():
-            config, entry = run.config, self.config.groups[label]
-            state = (self._result(config) or {}).get("state")
-            if state is None:
-                sealed = sealed_state(config.output)
-                assert sealed is not None
-                state = sealed[1]
-            before, now = state["config"]["evaluation"]["rows"], config.evaluation.rows
-            if before != now:
-                raise RunError(
-                    f"{config.output}: was measured on evaluation.rows {before}, and this sweep on "
-                    f"{now}; revert the change, or set another `output:`"
-                )
-            terms, of_entry = "", ""
-            if not config.objective.needs_logits:
-                terms = config.objective.model_dump_json()
-                if config.objective.sums_layers:
-                    terms += f" {config.student} {config.model}"
-            if first.setdefault(terms, entry) != next(iter(first.values())) and terms:
-                of_entry = f" of {first[terms]}"
-            for figure, value in state["evaluation"].items():
-                if not figure.startswith(_SAME):
-                    of_figure = values.setdefault(figure + of_entry, {})
-                    of_figure.setdefault(entry, {})[str(config.train.seed)] = value
-        return values
+    names = {key: name for key, name in run.reads().items() if key != "shards"}
+    return {key: digest(name) or str(fetch(key, name)[1]) for key, name in names.items()}
 
 
 def _vectors(config: RunConfig) -> dict[str, str]:

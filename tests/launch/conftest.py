@@ -7,6 +7,8 @@ from string import ascii_lowercase
 from typing import Any
 
 import pytest
+import yaml
+from support.processes import ROOT
 from support.small_corpora import LETTERS, corpus_values, write
 
 from data_prep.config import CorpusConfig
@@ -46,6 +48,20 @@ def run_values(shards: Path) -> dict[str, Any]:
 def run(tmp_path: Path, run_values: dict[str, Any]) -> Path:
     """Write the config of the tiny run, whose output is `out`."""
     return write(tmp_path / "run.yaml", {"output": str(tmp_path / "out"), **run_values})
+
+
+@pytest.fixture
+def own_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the shipped recipe at tiny size; the working directory is empty."""
+    monkeypatch.chdir(tmp_path)
+    shipped = ROOT / "configs" / "own-encoder.yaml"
+    values: dict[str, Any] = yaml.safe_load(shipped.read_text(encoding="utf-8"))
+    prepare, teacher, *_ = values["runs"]
+    prepare["sources"][0] |= {"packages": ["python"], "max_megabytes": 0.05}
+    prepare |= {"tokenizer": {"train": {"kind": "wordpiece", "vocab_size": 400}}, "workers": 1}
+    teacher["model"] |= {"hidden_size": 16, "intermediate_size": 32}
+    values["defaults"]["train"] = {"max_steps": 2, "global_batch_size": 4, "precision": "fp32"}
+    return values
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from support.processes import DISTIL, ROOT, finished, in_a_process, outside_slur
 
 from data_prep.shards import load_manifest
 
-SHIPPED = ROOT / "configs" / "own-encoder.yaml"
 # A job of two nodes, both of which are this machine.
 SBATCH = """#!/bin/bash
 echo "sbatch $@" >> "$LOG"
@@ -30,18 +29,12 @@ SCONTROL = '#!/bin/bash\n[[ $1 == show ]] && printf "127.0.0.1\\n127.0.0.1\\n"\n
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write the shipped recipe at tiny size; the working directory is empty but for it."""
-    monkeypatch.chdir(tmp_path)
-    values: dict[str, Any] = yaml.safe_load(SHIPPED.read_text(encoding="utf-8"))
-    prepare, teacher, *_ = values["runs"]
-    prepare["sources"][0] |= {"packages": ["python"], "max_megabytes": 0.05}
-    prepare |= {"tokenizer": {"train": {"kind": "wordpiece", "vocab_size": 400}}, "workers": 1}
-    teacher["model"] |= {"hidden_size": 16, "intermediate_size": 32}
-    values["defaults"]["train"] = {"max_steps": 2, "global_batch_size": 16, "precision": "fp32"}
-    values["defaults"]["logging"] = {"every": 1}
+def recipe(own_encoder: dict[str, Any], tmp_path: Path) -> Path:
+    """Write the shipped recipe at tiny size, with a batch that two processes share."""
+    own_encoder["defaults"]["train"]["global_batch_size"] = 16
+    own_encoder["defaults"]["logging"] = {"every": 1}
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    path.write_text(yaml.safe_dump(own_encoder, sort_keys=False), encoding="utf-8")
     return path
 
 

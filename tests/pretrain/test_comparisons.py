@@ -23,7 +23,7 @@ def test_differences_are_those_of_runs_with_the_same_seed() -> None:
     found = compare(
         {
             "a": {str(i): float(v) for i, v in enumerate(first)},
-            # In another order, and without one of the seeds.
+            # In a different order, and without one of the seeds.
             "b": {str(i): float(second[i]) for i in (3, 0, 2, 4)},
             "c": {"1": 3.0},
             "d": {"9": 1.0},
