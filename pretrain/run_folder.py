@@ -162,13 +162,29 @@ def check_run(run: Path) -> None:
         raise no_checkpoint(run)
 
 
+def onnx_file(path: Path) -> Path | None:
+    """Return the ONNX file that a path stands for; None if it is no such path.
+
+    It is the file, its folder, or an export without other weights.
+    """
+    if path.suffix == ".onnx":
+        return path if path.is_file() else None
+    if (path / "model.onnx").is_file():
+        return path / "model.onnx"
+    file = path / "onnx" / "model.onnx"
+    weights = any(path.glob("*.safetensors*")) or any(path.glob("*.bin*"))
+    return file if file.is_file() and not weights else None
+
+
 def check_model(folder: Path) -> None:
     """Refuse a folder that is neither a run with a checkpoint nor a model.
 
     Raises:
         RunError: it is neither.
     """
-    if not (folder / "config.json").is_file():
+    if folder.suffix == ".onnx" and not folder.is_file():
+        raise RunError(f"{folder}: there is no such file; check the path")
+    if onnx_file(folder) is None and not (folder / "config.json").is_file():
         try:
             check_run(folder)
         except RunError:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from pretrain import RunError
 from pretrain.encoders import MEASURED
-from pretrain.export.arguments import check_target
+from pretrain.export.arguments import Onnx, check_target
 from pretrain.export.card import model_card
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.folder import Loaded, read_model, write_model
 from pretrain.model.loading import reinitialise
 from pretrain.model.model_files import first_line, read_tensors
+from pretrain.monitor.tables import escaped
 from pretrain.objectives.known import objective_of, task_of
 from pretrain.run_folder import check_run
 
@@ -45,6 +47,8 @@ def export(
     warn: Callable[[str], None],
     *,
     same: Callable[[Path], Mapping[str, str]] | None = None,
+    onnx: Onnx | None = None,
+    say: Callable[[str], None] = print,
 ) -> Exported:
     """Write the newest checkpoint's student to `folder`, and compare it when read back.
 
@@ -55,9 +59,12 @@ def export(
         folder: the target; missing or empty.
         warn: receives newer checkpoints that do not verify or were removed by the run.
         same: keeps a target with the same files, see `write_model`.
+        onnx: the ONNX files to add; see `write_onnx`.
+        say: receives a line for each of them.
 
     Raises:
-        RunError: there is no checkpoint, the folder is taken, or the logits differ.
+        RunError: there is no checkpoint, the folder is taken, the logits differ, or an ONNX file is
+            not good enough.
         OSError: the disk is full or read-only.
     """
     check_target(run, folder, again=same is not None)
@@ -79,14 +86,22 @@ def export(
     student: Any = model if objective.needs_logits else body(model, seed)
     kept = run / MEASURED
     measured = json.loads(kept.read_bytes()) if kept.exists() else {}
-    width = student.config.hidden_size
+
+    def extra(place: Path) -> None:
+        width = student.config.hidden_size
+        task_of(saved.state).export(place, width, saved.state, adapters)
+        if onnx is not None:
+            from pretrain.deploy.write import write_onnx  # needs the extra
+
+            write_onnx(place, onnx, say, before=folder)
+
     difference, is_kept = write_model(
         student,
         folder,
         tensors=tensors,
         tokenizer=tokenizer,
         card=model_card(student, saved.state, measured),
-        extra=lambda place: task_of(saved.state).export(place, width, saved.state, adapters),
+        extra=extra,
         same=same,
     )
     return Exported(
@@ -96,6 +111,69 @@ def export(
         num_bytes=(folder / "model.safetensors").stat().st_size,
         difference=difference,
         kept=is_kept,
+    )
+
+
+def export_model(
+    name: str,
+    folder: Path,
+    onnx: Onnx,
+    warn: Callable[[str], None],
+    say: Callable[[str], None] = print,
+) -> Exported:
+    """Write any model that is read here to `folder` with ONNX files; see `export`.
+
+    Args:
+        name: a folder, or a hub's name.
+        folder: the target; missing or empty.
+        onnx: the files.
+        warn: receives what is noteworthy.
+        say: receives a line for each file.
+    """
+    check_target(Path(name), folder, again=False)
+
+    def read(loaded: Loaded) -> tuple[Loaded, dict[str, bytes], Tensors, dict[str, bytes]]:
+        family = family_of(loaded.model)
+        tokenizer = tokenizer_files.of_checkpoint(
+            loaded.folder, family.row_length(loaded.model.config)
+        )
+        # What sentence-transformers reads: settings, and modules in folders of their own.
+        files = [p for p in loaded.folder.glob("*.json") if re.match("modules|.*sentence_", p.name)]
+        files += loaded.folder.glob("[1-9]_*/*.json")
+        files += loaded.folder.glob("[1-9]_*/*.safetensors")
+        modules = {str(path.relative_to(loaded.folder)): path.read_bytes() for path in files}
+        tensors = read_tensors(name, loaded.folder, pickled=True)
+        return loaded, tokenizer, tensors, modules
+
+    loaded, tokenizer, tensors, modules = read_model(name, read, needs_head=False, warn=warn)
+    model: Any = loaded.model.eval() if loaded.has_head else body(loaded.model, 0)
+    if (pooler := getattr(model, "pooler", None)) is not None:
+        found = {
+            k.rpartition("pooler.")[2]: v.float() for k, v in tensors.items() if "pooler." in k
+        }
+        if found:
+            pooler.load_state_dict(found)
+
+    def extra(place: Path) -> None:
+        from pretrain.deploy.write import write_onnx  # needs the extra
+
+        for path, data in modules.items():
+            (place / path).parent.mkdir(exist_ok=True)
+            (place / path).write_bytes(data)
+        write_onnx(place, onnx, say)
+
+    title = Path(name).name
+    card = ModelCard(f"# {escaped(title)} in ONNX\n\nThe weights are those of `{title}`.\n")
+    difference, _ = write_model(
+        model, folder, tensors={}, tokenizer=tokenizer, card=card, extra=extra
+    )
+    return Exported(
+        architecture=type(model).__name__,
+        step=0,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_bytes=(folder / "model.safetensors").stat().st_size,
+        difference=difference,
+        kept=False,
     )
 
 

@@ -1,0 +1,207 @@
+"""Measure what a file's answers are worth: masked accuracy, or correlation of similarities.
+
+Shapes: n texts, B documents, L tokens, M masked tokens, W width of a vector, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from data_prep.shards import open_shards
+from pretrain import RunError
+from pretrain.contracts.batch import IGNORE
+from pretrain.deploy.session import LOGITS, Session, batches, pad_id, text_length, vectors_of
+from pretrain.encoders import FEWEST_PAIRS, pearson, read_pairs, unit, validation_texts
+
+ROWS = 2000  # documents, or pairs
+_PART = 4  # what a single group costs is measured on a quarter
+Logits = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+
+
+class Masked(NamedTuple):
+    """Hold a document whose tokens are partly masked."""
+
+    ids: NDArray[np.int64]
+    places: NDArray[np.int64]  # of the masked tokens
+    labels: NDArray[np.int64]  # the original ids there
+
+
+class Quality(ABC):
+    """Measure files on the same examples as the one in fp32.
+
+    Attributes:
+        name: of the value.
+        of_all, of_part: the value of the file in fp32, on all examples and on a quarter.
+    """
+
+    name: str
+    of_all: float
+    of_part: float
+
+    @abstractmethod
+    def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
+        """Return the value of a file, and its agreement with fp32."""
+
+
+class HeadQuality(Quality):
+    """Measure how many masked tokens a file guesses; agreement: the same guesses as in fp32."""
+
+    name = "masked accuracy"
+
+    def __init__(self, source: Path, shards: Path, pad: int) -> None:
+        documents = list(masked_documents(shards))
+        # Evenly spaced: packing puts the longest first.
+        num = min(ROWS, len(documents))
+        self.documents = [documents[i * len(documents) // num] for i in range(num)]
+        self.pad = pad
+        self.labels = np.concatenate([d.labels for d in self.documents])
+        self.in_fp32 = self._guesses(source, self.documents)
+        self.of_all = float((self.in_fp32 == self.labels).mean())
+        self.some = self.documents[::_PART]
+        chosen = [i % _PART == 0 for i, d in enumerate(self.documents) for _ in d.places]
+        self.chosen = np.array(chosen)
+        self.of_part = float((self.in_fp32 == self.labels)[self.chosen].mean())
+
+    def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
+        """Return masked accuracy, and the share of guesses as in fp32."""
+        labels, known = self.labels, self.in_fp32
+        if part:
+            labels, known = labels[self.chosen], known[self.chosen]
+        guesses = self._guesses(file, self.some if part else self.documents)
+        return float((guesses == labels).mean()), float((guesses == known).mean())
+
+    def _guesses(self, file: Path, documents: Sequence[Masked]) -> NDArray[np.int64]:
+        session = Session(file)
+        found = [
+            logits.argmax(-1)
+            for logits in logits_at_masks(
+                lambda ids, mask: session(LOGITS, ids, mask), documents, self.pad
+            )
+        ]
+        return np.concatenate(found)
+
+
+class VectorQuality(Quality):
+    """Measure how well cosines of vectors follow scores of pairs, or those of fp32.
+
+    With a table of pairs the value is Pearson's correlation with its scores. With shards it is the
+    correlation of the cosines of all pairs of validation documents with those in fp32. Agreement:
+    the mean cosine of a vector and the one in fp32.
+    """
+
+    def __init__(self, source: Path, folder: Path, data: Path) -> None:
+        self.pad, scores = pad_id(folder), None
+        if data.is_file():
+            first, second, scores = read_pairs(data)
+            if len(scores) < FEWEST_PAIRS:
+                raise RunError(f"{data}: has {len(scores)} pairs; take {FEWEST_PAIRS} or more")
+            num = min(ROWS, len(scores))
+            places = np.arange(num) * len(scores) // num
+            texts = [first[i] for i in places] + [second[i] for i in places]
+            scores, self.name = scores[places], "Pearson's correlation"
+        else:
+            texts = validation_texts(data, ROWS)
+            if len(texts) < FEWEST_PAIRS:
+                raise RunError(
+                    f"{data}: {len(texts)} of its validation documents are whole, and "
+                    f"{FEWEST_PAIRS} are needed; give a table of pairs with --data"
+                )
+            self.name = "correlation of similarities with fp32"
+        self.scores = scores
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(text_length(folder))
+        self.ids = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+        self.in_fp32 = vectors_of(Session(source), self.ids, self.pad)
+        self.of_all, _ = self._value(self.in_fp32, self._chosen(part=False))
+        self.of_part, _ = self._value(
+            self.in_fp32[self._chosen(part=True)], self._chosen(part=True)
+        )
+
+    def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
+        """Return the correlation, and the mean cosine with fp32."""
+        chosen = self._chosen(part=part)
+        vectors = vectors_of(Session(file), [self.ids[i] for i in chosen], self.pad)
+        return self._value(vectors, chosen)
+
+    def _chosen(self, *, part: bool) -> NDArray[np.int64]:
+        """Return the places of the texts; of pairs both."""
+        step = _PART if part else 1
+        if self.scores is None:
+            return np.arange(0, len(self.ids), step)
+        first = np.arange(0, len(self.scores), step)
+        return np.concatenate([first, first + len(self.scores)])
+
+    def _value(self, vectors: Any, chosen: NDArray[np.int64]) -> tuple[float, float]:
+        ours, known = unit(vectors), unit(self.in_fp32[chosen])
+        agreement = float((ours * known).sum(1).mean())
+        if self.scores is not None:
+            half = len(chosen) // 2
+            return pearson(
+                (ours[:half] * ours[half:]).sum(1), self.scores[chosen[:half]]
+            ), agreement
+        pairs = np.triu_indices(len(ours), 1)
+        return pearson((ours @ ours.T)[pairs], (known @ known.T)[pairs]), agreement
+
+
+def quality_of(source: Path, folder: Path, data: Path, *, has_logits: bool) -> Quality:
+    """Return what measures the files of a model.
+
+    Raises:
+        RunError, CorpusError: there is nothing to measure on.
+    """
+    if not has_logits:
+        return VectorQuality(source, folder, data)
+    if data.is_file():
+        raise RunError(f"--data {data}: a model with an LM head is measured on shards")
+    return HeadQuality(source, data, pad_id(folder))
+
+
+def masked_documents(shards: Path, rows: NDArray[np.int64] | None = None) -> Iterator[Masked]:
+    """Yield the documents of validation rows, with the masks of `distil evaluate`.
+
+    Args:
+        shards: their folder.
+        rows: numbers of rows; by default all.
+    """
+    from pretrain.tasks.mlm.examples import MaskedRows, evaluation_masking
+
+    split = open_shards(shards, "validation")
+    examples = MaskedRows(split, evaluation_masking(split.manifest, 0.15))
+    special = split.manifest.tokenizer.special_ids
+    for number in np.arange(len(split)) if rows is None else rows:
+        one = np.array([number])
+        found = examples.rows(split.rows(one), np.zeros_like(one), one)
+        ids = found["input_ids"][0].numpy().astype(np.int64)
+        labels = np.full(len(ids), IGNORE)
+        used = found["masked"][0].numpy() != IGNORE
+        labels[found["positions"][0].numpy()[used]] = found["masked"][0].numpy()[used]
+        num = int((ids != special.pad).sum())
+        begins = np.flatnonzero(ids[:num] == special.cls)
+        for begin, end in zip(begins, [*begins[1:], num], strict=True):
+            places = np.flatnonzero(labels[begin:end] != IGNORE)
+            if len(places):
+                yield Masked(ids[begin:end], places, labels[begin:end][places])
+
+
+def logits_at_masks(
+    logits: Logits, documents: Sequence[Masked], pad: int
+) -> Iterator[NDArray[np.float32]]:
+    """Yield the logits [M, V] at the masked tokens of each document, in the order of documents."""
+    found: dict[int, NDArray[np.float32]] = {}
+    # Blocks of documents, so that logits of all need not be kept.
+    for begin in range(0, len(documents), 64):
+        block = documents[begin : begin + 64]
+        for places, ids, mask in batches([d.ids.tolist() for d in block], pad, values=2**15):
+            values = logits(ids, mask)
+            for row, place in enumerate(places):
+                found[place] = values[row, block[place].places]
+        for place in range(len(block)):
+            yield found.pop(place)

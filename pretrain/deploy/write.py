@@ -1,0 +1,256 @@
+"""Write and check the ONNX files of a model's folder, with their record and their part of the card.
+
+onnx/model.onnx            fp32
+onnx/model_fp16.onnx       if asked for
+onnx/model_quantized.onnx  int8, if asked for
+onnx/export.json           what they were made of and by, how they were checked, their hashes
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from data_prep.disk import hash_file
+from data_prep.disk.json_files import canonical_sha256, indented_json
+from data_prep.shards import load_manifest
+from pretrain.bench.machine import hardware
+from pretrain.deploy.graph import compare, load_graph, to_fp16, write_graph
+from pretrain.deploy.quality import ROWS, quality_of
+from pretrain.deploy.quantise import search
+from pretrain.deploy.session import LOGITS, Session, text_length
+from pretrain.encoders import read_pairs, validation_texts
+from pretrain.export.arguments import Onnx
+from pretrain.monitor.tables import markdown
+
+CODE = 1  # raised when the same inputs would give other files
+RECORD = "export.json"
+_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
+_TEXTS = 64  # that the files are compared on
+# Where there is no corpus: Article 1 of the Universal Declaration of Human Rights.
+_ARTICLE = (
+    "All human beings are born free and equal in dignity and rights.",
+    "They are endowed with reason and conscience and should act towards one another in a spirit of "
+    "brotherhood.",
+    "Alle Menschen sind frei und gleich an Würde und Rechten geboren.",
+    "Все люди рождаются свободными и равными в своём достоинстве и правах.",  # noqa: RUF001
+    "人人生而自由, 在尊严和权利上一律平等。",
+)
+_CODE_OF_CARD = """import numpy as np
+import onnxruntime
+from tokenizers import Tokenizer
+
+folder = "PATH"
+tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+tokenizer.enable_truncation(LONGEST)
+tokenizer.enable_padding(pad_id=PAD)
+session = onnxruntime.InferenceSession(f"{folder}/onnx/FILE")
+
+texts = tokenizer.encode_batch(["A text.", "Another."])
+inputs = {
+    "input_ids": np.array([text.ids for text in texts]),
+    "attention_mask": np.array([text.attention_mask for text in texts]),
+}
+OUTPUT = session.run(["NAME"], inputs)[0]"""
+
+
+def write_onnx(
+    folder: Path, wanted: Onnx, say: Callable[[str], None], before: Path | None = None
+) -> None:
+    """Write the files of a folder that holds a model, and their part of its card.
+
+    Args:
+        folder: of the model.
+        wanted: which files.
+        say: receives a line for each file.
+        before: a folder whose files are taken if they were made of the same model in the same way.
+
+    Raises:
+        RunError: a file differs from PyTorch, or loses too much quality.
+    """
+    inputs = _inputs(folder, wanted)
+    record = _kept(before, inputs) if before is not None else None
+    if record is not None:
+        assert before is not None
+        shutil.copytree(before / "onnx", folder / "onnx")
+        say(f"{before / 'onnx'}: up to date")
+    else:
+        (folder / "onnx").mkdir()
+        files = _make(folder, wanted, say)
+        record = {"inputs": inputs, "files": files}
+        (folder / "onnx" / RECORD).write_bytes(indented_json(record))
+    with (folder / "README.md").open("a", encoding="utf-8") as card:
+        card.write("\n" + _card(folder, record["files"]))
+
+
+def _make(folder: Path, wanted: Onnx, say: Callable[[str], None]) -> dict[str, Any]:
+    """Make and check the files; return what is known of each."""
+    source, found = folder / "onnx" / "model.onnx", dict[str, Any]()
+    metadata = {"made_by": f"distil-pretraining {version('distil-pretraining')}"}
+    metadata["weights"] = hash_file(folder / "model.safetensors")[0]
+    texts = _texts(wanted.data)
+    graph = load_graph(folder)
+
+    def note(file: Path, **more: Any) -> None:
+        known = compare(graph, Session(file), folder, texts)
+        size = file.stat().st_size
+        found[file.name] = {
+            "sha256": hash_file(file)[0],
+            "bytes": size,
+            "difference": known.difference,
+            "same": known.same,
+            "longest": known.longest,
+            **more,
+        }
+        what = "same answers" if graph.has_logits else "lowest cosine"
+        say(
+            f"onnx/{file.name}: {size:,} bytes, off by at most {known.difference:.1e} from PyTorch "
+            f"({what} {known.same:.4f}) at up to {known.longest:,} tokens"
+        )
+
+    write_graph(graph, source, metadata)
+    note(source)
+    if wanted.fp16:
+        file = source.with_name("model_fp16.onnx")
+        to_fp16(source, file, metadata)
+        note(file)
+    if wanted.int8:
+        assert wanted.data is not None
+        quality = quality_of(source, folder, wanted.data, has_logits=graph.has_logits)
+        say(f"int8: {quality.name} {quality.of_all:.4f} in fp32; measuring")
+        file = source.with_name("model_quantized.onnx")
+        result = search(
+            source,
+            file,
+            quality,
+            metadata,
+            reduce_range=not wanted.this_cpu,
+            max_drop=wanted.max_drop,
+            say=say,
+        )
+        note(
+            file,
+            quality=quality.name,
+            in_fp32=quality.of_all,
+            value=result.value,
+            drop=result.drop,
+            agreement=result.agreement,
+            kept=result.kept,
+            per_channel=result.per_channel,
+            reduce_range=not wanted.this_cpu,
+            rounds=result.rounds,
+        )
+        kept = f"; in fp32 stay {', '.join(result.kept)}" if result.kept else ""
+        say(
+            f"int8: {quality.name} {result.value:.4f}, {result.drop:+.4f} below fp32; agreement "
+            f"{result.agreement:.4f}; {result.rounds} rounds{kept}"
+        )
+    return found
+
+
+def _texts(data: Path | None) -> Sequence[str]:
+    """Return the texts that files are compared on."""
+    if data is None:
+        return _ARTICLE
+    return read_pairs(data)[0][:_TEXTS] if data.is_file() else validation_texts(data, _TEXTS)
+
+
+def _inputs(folder: Path, wanted: Onnx) -> dict[str, Any]:
+    """Return all that shapes the files."""
+    data = wanted.data
+    digest = ""
+    if data is not None:
+        digest = hash_file(data)[0] if data.is_file() else load_manifest(data).digest
+    files = {
+        path.relative_to(folder).as_posix(): hash_file(path)[0]
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "README.md"
+    }
+    import torch
+
+    cpu = hardware(torch.device("cpu"))["processor"] if wanted.this_cpu else ""
+    return {
+        "code": CODE,
+        "model": canonical_sha256(files),
+        "data": digest,
+        "fp16": wanted.fp16,
+        "int8": wanted.int8,
+        "max_drop": wanted.max_drop if wanted.int8 else 0,
+        "rows": ROWS if wanted.int8 else 0,
+        "cpu": cpu,
+        "versions": {name: version(name) for name in _PACKAGES},
+    }
+
+
+def _kept(before: Path, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the record of files that were made of these inputs and are as they were written."""
+    place = before / "onnx"
+    try:
+        record: dict[str, Any] = json.loads((place / RECORD).read_bytes())
+        same = record["inputs"] == inputs
+        names = {path.name for path in place.iterdir()} == {RECORD, *record["files"]}
+        hashes = all(hash_file(place / n)[0] == f["sha256"] for n, f in record["files"].items())
+        return record if same and names and hashes else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _card(folder: Path, files: dict[str, Any]) -> str:
+    """Return the part of the card about the files."""
+    outputs = Session(folder / "onnx" / "model.onnx").outputs
+    name = next(iter(reversed(outputs)))  # the vector, where there is one
+    has_logits = name == LOGITS
+    quality = next((file["quality"] for file in files.values() if "quality" in file), "")
+    columns = ["file", "bytes", "difference", "same answers" if has_logits else "lowest cosine"]
+    columns += [quality, "agreement", "in fp32"] if quality else []
+    rows = []
+    for file, known in files.items():
+        cells = [file, f"{known['bytes']:,}", f"{known['difference']:.1e}", f"{known['same']:.4f}"]
+        if quality:
+            value = known.get("value")
+            if file == "model.onnx":
+                value = next(f["in_fp32"] for f in files.values() if "quality" in f)
+            agreement = f"{known['agreement']:.4f}" if "agreement" in known else ""
+            cells += ["" if value is None else f"{value:.4f}", agreement]
+            cells += [", ".join(known.get("kept", ()))]
+        rows.append(cells)
+    longest = max(file["longest"] for file in files.values())
+    lines = [
+        "## ONNX",
+        "These files need no torch: `pip install onnxruntime tokenizers numpy`.",
+    ]
+    best = "model_quantized.onnx" if "model_quantized.onnx" in files else "model.onnx"
+    settings = json.loads((folder / "config.json").read_bytes())
+    code = _CODE_OF_CARD
+    for old, new in (
+        ("LONGEST", str(text_length(folder))),
+        ("PAD", str(settings.get("pad_token_id") or 0)),
+        ("FILE", best),
+        ("OUTPUT", {LOGITS: "logits"}.get(name, "vectors")),
+        ("NAME", name),
+    ):
+        code = code.replace(old, new, 1)
+    lines += [
+        f"```python\n{code}\n```",
+        markdown(columns, rows),
+        f"Compared with PyTorch on real text of 1, 17 and up to {longest:,} tokens, one and eight "
+        "texts at a time: the largest difference of an output, by the largest value, and "
+        + (
+            "the share of tokens with the same answer."
+            if has_logits
+            else "the lowest cosine of two vectors."
+        ),
+    ]
+    if "model_quantized.onnx" in files:
+        known = files["model_quantized.onnx"]
+        safe = (
+            "Its weights use 7 of 8 bits, so that processors without VNNI do not overflow."
+            if known["reduce_range"]
+            else "Its weights use all 8 bits: on a processor without VNNI answers may be wrong."
+        )
+        lines.append(f"int8: agreement is that with fp32. {safe}")
+    return "\n\n".join(lines) + "\n"
