@@ -17,6 +17,7 @@ from data_prep.messages import warn
 from data_prep.shards import Segments, open_shards
 from data_prep.tokens import of_shards
 from pretrain import RunError
+from pretrain.deploy.session import OnnxEncoder, model_folder
 from pretrain.evaluate import students_at_start
 from pretrain.files import replace_json
 from pretrain.model.folder import Loaded, model_config, read_model
@@ -25,7 +26,7 @@ from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.figures import Figure
-from pretrain.run_folder import sealed_state
+from pretrain.run_folder import onnx_file, sealed_state
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
 MEASURED = "evaluation.json"  # in a run's folder
@@ -65,15 +66,18 @@ def encode(model: Path | str, texts: Sequence[str], *, normalize: bool = False) 
 
 def is_encoder(name: str) -> bool:
     """Return whether a model has no trained LM head, as its config.json says."""
-    names = model_config(name, name).get("architectures")
+    file = onnx_file(Path(name))
+    names = model_config(name, str(model_folder(file)) if file else name).get("architectures")
     return not (isinstance(names, list) and names and str(names[0]).endswith("ForMaskedLM"))
 
 
-def load_encoder(name: str, tokenizer: str = "") -> TextEncoder:
+def load_encoder(name: str, tokenizer: str = "") -> TextEncoder | OnnxEncoder:
     """Return an encoder with the modules behind it; RunError if it cannot be read.
 
     `tokenizer` is the content of a tokenizer.json, for a folder that has none.
     """
+    if onnx_file(Path(name)) is not None:
+        return OnnxEncoder(name)
 
     def read(loaded: Loaded) -> TextEncoder:
         model, folder, saved = loaded.model, loaded.folder, loaded.saved
@@ -99,8 +103,13 @@ def load_encoder(name: str, tokenizer: str = "") -> TextEncoder:
     return read_model(name, read, needs_head=False)
 
 
-def untrained(models: Sequence[str], teacher: TextEncoder) -> dict[str, TextEncoder]:
-    """Return the students of runs as they were at step 0; see `students_at_start`."""
+def untrained(models: Sequence[str], teacher: TextEncoder | OnnxEncoder) -> dict[str, TextEncoder]:
+    """Return the students of runs as they were at step 0; see `students_at_start`.
+
+    There are none of a teacher that is an ONNX file.
+    """
+    if isinstance(teacher, OnnxEncoder):
+        return {}
     frozen = Teacher(teacher.model, teacher.who, True, None, sha256="")
     return {
         name: TextEncoder(

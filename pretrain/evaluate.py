@@ -29,7 +29,7 @@ from pretrain.model.teacher import (
     load_teacher,
     parameters_sha256,
 )
-from pretrain.run_folder import noted_layers, recorded, sealed_state
+from pretrain.run_folder import noted_layers, onnx_file, recorded, sealed_state
 from pretrain.tasks.mlm.head_figures import measure_head
 from pretrain.tasks.task import Measure
 
@@ -135,6 +135,10 @@ def evaluate_folders(
         RunError, CorpusError: a model, teacher or shards cannot be used, or do not fit together.
     """
     manifest = check(shards)
+    if any(onnx_file(Path(name)) for name in [*models, teacher or ""]):
+        from pretrain.deploy.quality import evaluate_padded  # imports this file
+
+        return evaluate_padded(models, shards, teacher, rows)
 
     def load_student(name: str) -> MaskedLM:
         def load(loaded: Loaded) -> MaskedLM:

@@ -228,6 +228,8 @@ def check_source(key: str, name: str) -> None:
         RunError: nothing can be loaded from there; the message begins with the key.
     """
     path = Path(name)
+    if key == "teacher" and onnx_file(path) is not None:
+        return
     if path.is_file():
         raise RunError(f"{key} {name}: a file; give the folder that holds config.json and weights")
     # A hub's name has one slash at most, so anything else must be a folder here. A student

@@ -13,8 +13,9 @@ from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.keys import Keys
 from pretrain import RunError
+from pretrain.deploy.session import model_folder
 from pretrain.plan import Sizes
-from pretrain.run_folder import sealed_state
+from pretrain.run_folder import onnx_file, sealed_state
 
 if TYPE_CHECKING:
     from launch.torchrun.start import Launch
@@ -106,6 +107,8 @@ def not_ours(output: Path, name: str, writer: str) -> RunError:
 def digest(name: str) -> str | None:
     """Return a hash of a model's files; None for a hub's name."""
     folder = Path(name)
+    if (file := onnx_file(folder)) is not None:
+        folder = model_folder(file)
     if not folder.is_dir():
         return None
     if (sealed := sealed_state(folder)) is not None:

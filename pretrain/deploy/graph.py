@@ -199,13 +199,9 @@ def share_transposed(model: ModelProto) -> None:
 
 
 def precision_of(file: Path) -> str:
-    """Return the precision of most weights of a file: fp32, fp16 or int8."""
-    totals: dict[str, int] = {}
-    for tensor in onnx.load(file).graph.initializer:
-        kind = _KINDS.get(tensor.data_type, "")
-        totals[kind] = totals.get(kind, 0) + int(np.prod(tensor.dims))
-    totals.pop("", None)
-    return max(totals, key=lambda kind: totals[kind], default="nothing")
+    """Return the precision of a file's matrices, the narrowest of several: fp32, fp16 or int8."""
+    kinds = {_KINDS.get(i.data_type) for i in onnx.load(file).graph.initializer if len(i.dims) == 2}
+    return next((kind for kind in ("int8", "fp16", "fp32") if kind in kinds), "nothing")
 
 
 def to_fp16(source: Path, file: Path, metadata: Mapping[str, str]) -> None:
