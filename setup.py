@@ -16,9 +16,12 @@ EXTRAS = {
     "fast": ["nanotoken>=0.1,<0.2"],
     "gcs": ["gcsfs"],
     "http": ["aiohttp>=3.9,<4"],
+    # onnxruntime 1.23 is the last for Python 3.10, and pip takes it there.
+    "onnx": ["onnx>=1.19,<2", "onnxruntime>=1.22,<2", "onnxscript>=0.5,<1"],
     "ray": ["ray>=2.30,<3"],
     "s3": ["s3fs"],
     "tensorboard": ["tensorboard>=2.15"],
+    "vectors": ["sentence-transformers>=5,<7"],
     "deepspeed": ["deepspeed>=0.16"],
 }
 
@@ -90,12 +93,13 @@ setup(
             "hypothesis>=6",
             "mypy>=1.15",
             "nanotoken>=0.1,<0.2",
+            *EXTRAS["onnx"],
             "pre-commit>=4",
             "pytest>=8",
             "pytest-xdist>=3.5",
             "ray>=2.30,<3",
             "ruff>=0.9",
-            "sentence-transformers>=5,<7",
+            *EXTRAS["vectors"],
             "setuptools>=68",
             "tensorboard>=2.15",
             # torch brings it where it is built for GPUs; the tests interpret the kernels without.

@@ -21,6 +21,7 @@ from launch.commands.prepare import prepare
 from launch.commands.pretrain import pretrain
 from launch.commands.recipe import recipe
 from launch.commands.replay import replay
+from launch.commands.vectors import vectors
 from launch.commands.verify import verify
 from pretrain import __version__
 from pretrain.environment import HEARTBEATS
@@ -53,7 +54,7 @@ def options(
 
 
 COMMANDS = (
-    *(prepare, verify, inspect, audit),
+    *(prepare, verify, inspect, audit, vectors),
     *(pretrain, launch, recipe, evaluate, replay, export, demo, bench),
 )
 for command in COMMANDS:
