@@ -40,11 +40,17 @@ class EvaluateKeys(Keys):
 
 
 class ExportKeys(Keys):
-    """Configure an export of a recipe: `run` is written to `output`."""
+    """Configure an export of a recipe: `run`, with ONNX files any model, is written to `output`."""
 
     stage: Literal["export"] = "export"
     output: Path
     run: Path
+    onnx: bool = False
+    int8: bool = False  # this and the next come with onnx/model.onnx
+    fp16: bool = False
+    this_cpu: bool = False  # int8 with all 8 bits
+    max_drop: float = Field(0.005, ge=0, lt=1)  # of quality, by int8
+    data: Path | None = None  # what they are measured on; by default the run's shards
 
 
 class SweepKeys(Keys):

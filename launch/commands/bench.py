@@ -15,6 +15,8 @@ from launch.console import print_table, show
 from pretrain.exit_codes import ExitCode
 from pretrain.monitor.records import append_record, check_record, row
 
+_SPEED = "## Size and speed"  # of a card; the last section
+
 
 def bench(
     config: Annotated[
@@ -74,13 +76,25 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures there.", metavar="FILE")
     ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Instead of a step, compare models and their ONNX files in size, latency and "
+            "memory; repeatable.",
+            metavar="NAME",
+        ),
+    ] = None,
+    card: Annotated[
+        bool, typer.Option("--card", help="Also put that table into the first model's README.md.")
+    ] = False,
     record: RecordFile = None,
 ) -> None:
     """Time a step next to its objective in plain transformers, after comparing their results.
 
     Both have the same weights, rows and masks. `--self-check` tells whether this machine computes
     what it should: losses of every objective and family, compilation, a killed run, then the speed
-    of four shipped configs. It takes no other option but --minutes and --record.
+    of four shipped configs. It takes no other option but --minutes and --record, and `--model` no
+    other but --card and --record.
 
     Example: distil bench shipped:minilm-6x384.yaml --synthetic --micro-batch 2
     """
@@ -89,6 +103,11 @@ def bench(
     from pretrain.config import RunConfig
 
     given = (config, *(overrides or ()), synthetic, micro_batch, precision, kl, json_file)
+    if model or card:
+        if any((*given, documents, compiled, self_check, minutes)) or not model:
+            raise RunError("--model: takes --card and --record alone; leave out the others")
+        compare_models(model, card=card, record=record)
+        return
     if self_check:
         if any((*given, documents, compiled)) or (layers, width, row_length) != (12, 768, 512):
             raise RunError("--self-check: takes --minutes and --record alone; leave out the others")
@@ -133,6 +152,59 @@ def bench(
         json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         show(f"written: {json_file}")
     append_record(record, None, [line for cell in report["rows"] for line in recorded(cell)])
+
+
+def compare_models(models: Sequence[str], *, card: bool, record: Path | None) -> None:
+    """Compare the size and speed of models and their ONNX files."""
+    from pretrain import RunError
+    from pretrain.deploy.speed import BATCH, BATCH_TOKENS, TOKENS, compare_speed
+    from pretrain.monitor.figures import Figure
+    from pretrain.monitor.tables import markdown
+    from pretrain.run_folder import check_model
+
+    check_record(record)
+    for model in models:
+        check_model(Path(model))
+    page = Path(models[0]) / "README.md"
+    if card and not page.is_file():
+        raise RunError(f"--card: {models[0]} has no README.md; give an exported folder first")
+    quiet()
+    found = compare_speed(models, show)
+    columns = dict.fromkeys(name for figures in found.values() for name in figures)
+    # A published card names no folder of this machine.
+    folders = {str(Path(model)): Path(model).name for model in models}
+    names = {}
+    for name in found:
+        folder = next(f for f in folders if Path(name).is_relative_to(f))
+        names[name] = str(Path(folders[folder]) / Path(name).relative_to(folder))
+    cells = [
+        [names[name], *(f"{v[c]:,.2f}" if c in v else "" for c in columns)]
+        for name, v in found.items()
+    ]
+    # Narrow tables: what one thread does, then all.
+    for many in (False, True):
+        some = [i for i, name in enumerate(columns) if ("threads" in name) == many]
+        if some:
+            titles = [[*columns][i].replace(", ", "\n") for i in some]
+            print_table(["", *titles], [[cell[0], *(cell[i + 1] for i in some)] for cell in cells])
+    about = (
+        f"p50, p95: one text of {TOKENS} tokens; texts/s: {BATCH} texts of {BATCH_TOKENS} tokens "
+        "at a time; one thread where no other number is said; peak: of a process with that model"
+    )
+    show(about)
+    if card:
+        import torch
+
+        from pretrain.bench.machine import hardware
+
+        cpu = hardware(torch.device("cpu"))["processor"]
+        table = markdown(["", *columns], cells)
+        text = page.read_text(encoding="utf-8").partition(_SPEED)[0].rstrip()
+        text += f"\n\n{_SPEED}\n\n{table}\n\nOn {cpu}. {about[0].upper()}{about[1:]}.\n"
+        page.write_text(text, encoding="utf-8")
+        show(f"written: {page}")
+    rows = [row(names[name], {k: Figure(v) for k, v in f.items()}) for name, f in found.items()]
+    append_record(record, None, rows)
 
 
 def check_itself(minutes: float, record: Path | None) -> None:

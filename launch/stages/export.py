@@ -12,9 +12,10 @@ from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import ExportKeys
 from launch.stages.stage import How, Made, Stage, State, names_in, not_ours, real
+from pretrain import RunError
 from pretrain.exit_codes import ExitCode
-from pretrain.export.arguments import check_target
-from pretrain.run_folder import check_run
+from pretrain.export.arguments import Onnx, check_onnx, check_packages, check_target
+from pretrain.run_folder import check_model, check_run, is_run
 
 
 class Export(Stage):
@@ -28,14 +29,34 @@ class Export(Stage):
         return f"export of {self.config.run}"
 
     def reads(self) -> dict[str, str]:
-        """Return the run."""
-        return {"run": str(self.config.run)}
+        """Return the run, and what ONNX files are measured on."""
+        data = {} if self.config.data is None else {"data": str(self.config.data)}
+        return {"run": str(self.config.run), **data}
+
+    @property
+    def onnx(self) -> Onnx | None:
+        """Return the ONNX files that are asked for."""
+        keys = self.config
+        if not (keys.onnx or keys.int8 or keys.fp16):
+            return None
+        return Onnx(keys.int8, keys.fp16, keys.this_cpu, keys.max_drop, keys.data)
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Check the run, and that the target holds nothing but an export."""
         run, output = real(self.config.run), self.config.output
+        if self.onnx is None and (self.config.this_cpu or self.config.data is not None):
+            raise RunError("this_cpu, data: are for ONNX files; add onnx: true or int8: true")
+        if self.onnx is not None:
+            check_packages()
         if run not in made:
-            check_run(self.config.run)
+            if self.onnx is None or is_run(self.config.run):
+                check_run(self.config.run)
+            else:
+                check_model(self.config.run)
+            if self.onnx is not None and (
+                self.onnx.data is None or real(self.onnx.data) not in made
+            ):
+                check_onnx(self.config.run, self.onnx)
         check_target(self.config.run, output, again=True)
         held = names_in(output)
         if held and not {"config.json", "model.safetensors", "README.md"} <= set(held):
@@ -48,11 +69,15 @@ class Export(Stage):
 
     def run(self, how: How) -> int:
         """Export; with an export there, compare it with a new one."""
-        from pretrain.export.export import export
+        from pretrain.export.export import export, export_model
 
         quiet()
-        output = self.config.output
-        exported = export(self.config.run, output, warn, same=contents)
+        run, output, onnx = self.config.run, self.config.output, self.onnx
+        onnx = check_onnx(run, onnx) if onnx is not None else None
+        if onnx is not None and not is_run(run):
+            exported = export_model(str(run), output, onnx, warn, show, same=contents)
+        else:
+            exported = export(run, output, warn, same=contents, onnx=onnx, say=show)
         show(
             f"{output}: {exported.architecture}, {exported.num_parameters:,} parameters, from "
             f"step {exported.step:,}{', up to date' if exported.kept else ''}"

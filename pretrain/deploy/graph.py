@@ -49,7 +49,7 @@ class Agreement:
     """Hold how far the answers of a file are from PyTorch's, on real text."""
 
     difference: float  # the largest, by the largest value of PyTorch's output
-    same: float  # share of tokens with the same most likely word, or the lowest cosine of vectors
+    same: float  # share of tokens with the same most likely token, or the lowest cosine of vectors
     longest: int  # tokens of the longest text that was compared
 
 
@@ -249,7 +249,7 @@ def compare(graph: Graph, session: Session, folder: Path, texts: Sequence[str]) 
     graph.model.set_attn_implementation("sdpa")
     precision = session.metadata.get("precision", "")
     limit = LIMITS.get(precision, np.inf)
-    worst, same = 0.0, 1.0
+    worst, answers = 0.0, list[Any]()
     for size, length in ((1, 1), (8, 1), (1, 17), (8, 17), (8, min(longest, 512)), (1, longest)):
         rows = []
         for i in range(size):
@@ -271,8 +271,9 @@ def compare(graph: Graph, session: Session, folder: Path, texts: Sequence[str]) 
                         f"texts of up to {length} tokens, and {limit:g} is the limit; nothing was "
                         "exported. Check the versions of torch and onnxruntime"
                     )
-                same = min(same, _same(name, ours, theirs))
-    return Agreement(worst, same, longest)
+            answers.append(_same(ours, theirs, graph.has_logits))  # of the last output
+    same = np.concatenate(answers).mean() if graph.has_logits else np.concatenate(answers).min()
+    return Agreement(worst, float(same), longest)
 
 
 def _alone(graph: Graph, row: Sequence[int]) -> dict[str, Tensor]:
@@ -289,12 +290,12 @@ def _alone(graph: Graph, row: Sequence[int]) -> dict[str, Tensor]:
     return found
 
 
-def _same(name: str, ours: Any, theirs: Any) -> float:
-    """Return the share of tokens with the same answer, or the lowest cosine."""
-    if name == LOGITS:
-        return float((ours.argmax(-1) == theirs.argmax(-1)).mean())
+def _same(ours: Any, theirs: Any, has_logits: bool) -> Any:
+    """Return which tokens have the same answer, or the cosines of vectors."""
+    if has_logits:
+        return ours.argmax(-1) == theirs.argmax(-1)
     lengths = np.linalg.norm(ours, axis=-1) * np.linalg.norm(theirs, axis=-1)
-    return float(((ours * theirs).sum(-1) / np.maximum(lengths, 1e-12)).min())
+    return np.atleast_1d((ours * theirs).sum(-1) / np.maximum(lengths, 1e-12))
 
 
 def _special(folder: Path, tokenizer: Tokenizer) -> tuple[int, int]:

@@ -27,15 +27,24 @@ class Onnx:
     data: Path | None = None  # shards or a table of pairs; of a run its shards, if they are there
 
 
+def check_packages() -> None:
+    """Refuse to begin without the packages of the extra.
+
+    Raises:
+        RunError: names the first that is missing.
+    """
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        if find_spec(name) is None:
+            raise RunError(f"ONNX files need the package {name}: {extra('onnx')}")
+
+
 def check_onnx(source: Path | str, wanted: Onnx) -> Onnx:
     """Refuse what cannot be made or checked; return it with the data of a run filled in.
 
     Raises:
         RunError, CorpusError: a package, or what to measure on, is missing.
     """
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        if find_spec(name) is None:
-            raise RunError(f"--onnx: needs the package {name}: {extra('onnx')}")
+    check_packages()
     if not 0 <= wanted.max_drop < 1:
         raise RunError(f"--max-drop {wanted.max_drop:g}: must be at least 0 and below 1")
     if wanted.this_cpu and not wanted.int8:

@@ -120,6 +120,8 @@ def export_model(
     onnx: Onnx,
     warn: Callable[[str], None],
     say: Callable[[str], None] = print,
+    *,
+    same: Callable[[Path], Mapping[str, str]] | None = None,
 ) -> Exported:
     """Write any model that is read here to `folder` with ONNX files; see `export`.
 
@@ -129,8 +131,9 @@ def export_model(
         onnx: the files.
         warn: receives what is noteworthy.
         say: receives a line for each file.
+        same: keeps a target with the same files, see `write_model`.
     """
-    check_target(Path(name), folder, again=False)
+    check_target(Path(name), folder, again=same is not None)
 
     def read(loaded: Loaded) -> tuple[Loaded, dict[str, bytes], Tensors, dict[str, bytes]]:
         family = family_of(loaded.model)
@@ -160,12 +163,12 @@ def export_model(
         for path, data in modules.items():
             (place / path).parent.mkdir(exist_ok=True)
             (place / path).write_bytes(data)
-        write_onnx(place, onnx, say)
+        write_onnx(place, onnx, say, before=folder)
 
     title = Path(name).name
     card = ModelCard(f"# {escaped(title)} in ONNX\n\nThe weights are those of `{title}`.\n")
-    difference, _ = write_model(
-        model, folder, tensors={}, tokenizer=tokenizer, card=card, extra=extra
+    difference, is_kept = write_model(
+        model, folder, tensors={}, tokenizer=tokenizer, card=card, extra=extra, same=same
     )
     return Exported(
         architecture=type(model).__name__,
@@ -173,7 +176,7 @@ def export_model(
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_bytes=(folder / "model.safetensors").stat().st_size,
         difference=difference,
-        kept=False,
+        kept=is_kept,
     )
 
 
