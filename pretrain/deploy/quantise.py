@@ -187,7 +187,7 @@ def search(
 ) -> Found:
     """Write the int8 file with the fewest groups in fp32 whose quality falls by no more.
 
-    First everything is quantised, with and without a scale for each column. If both fall by more,
+    First everything is quantised, with a scale for each column, then without. If both fall by more,
     each group is measured by itself, and groups stay in fp32, first the one with the lowest
     agreement.
 
@@ -215,8 +215,9 @@ def search(
         kept = tuple(name for name in groups if name not in chosen)
         return Found(per_channel, kept, value, drop, agreement, rounds)
 
-    both = [attempt([*groups], True), attempt([*groups], False)]
-    found = min(both, key=lambda each: each.drop)
+    found = attempt([*groups], True)
+    if found.drop > max_drop:
+        found = min(found, attempt([*groups], False), key=lambda each: each.drop)
     best = found.per_channel
     if found.drop > max_drop:
         # A few hundred examples resolve answers that change, not yet what that costs.

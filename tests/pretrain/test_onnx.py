@@ -1,0 +1,482 @@
+"""Compare ONNX files with plain transformers in fp64, and their figures with other ways to them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from onnx import numpy_helper
+from support.families import CONFIGS, build
+from support.processes import finished
+from support.runs import RECIPE, refused, start
+from support.tiny import VOCABULARY, save_teacher, tiny_bert
+from transformers import AutoModel, AutoModelForMaskedLM
+
+from data_prep.tokens import of_shards
+from pretrain import RunError
+from pretrain.deploy import quantise as quantise_module
+from pretrain.deploy.graph import clean, compare, load_graph, precision_of, write, write_graph
+from pretrain.deploy.quality import HeadQuality, Quality, evaluate_padded
+from pretrain.deploy.quantise import groups_of, quantise, search
+from pretrain.deploy.session import Session
+from pretrain.encoders import encode, load_encoder
+from pretrain.evaluate import evaluate_folders
+from pretrain.export.arguments import Onnx, check_onnx
+from pretrain.export.export import export, export_model
+from pretrain.run_folder import onnx_file
+from pretrain.tasks.embedding.modules import write_modules
+
+Settings = Callable[..., dict[str, Any]]
+NARROW = {"architecture": "same", "num_layers": 2, "init": "teacher"}
+
+
+def save_tokenizer(folder: Path, corpus: Path) -> None:
+    """Copy the tokenizer of shards, for any tiny model over its vocabulary."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(corpus / "tokenizer" / name, folder / name)
+
+
+def drawn(size: int, length: int, model: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return ids [B, L] and a mask with texts of different lengths."""
+    draw = np.random.default_rng(length)
+    mask = np.ones((size, length), dtype=np.int64)
+    for row in range(size):
+        mask[row, max(1, length - 2 * row) :] = 0
+    ids = draw.integers(9, model.config.vocab_size, mask.shape)
+    return np.where(mask == 1, ids, model.config.pad_token_id), mask
+
+
+@pytest.fixture(scope="module")
+def head_run(tmp_path_factory: pytest.TempPathFactory, run_config: Settings) -> Path:
+    """Return a run that trains an LM head."""
+    folder = tmp_path_factory.mktemp("head")
+    save_teacher(folder / "teacher")
+    start(run_config(folder / "run", folder / "teacher", **RECIPE))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def sentence_run(tmp_path_factory: pytest.TempPathFactory, run_config: Settings) -> Path:
+    """Return a run of a sentence encoder whose teacher has wider vectors, of length 1."""
+    folder = tmp_path_factory.mktemp("sentences")
+    save_teacher(folder / "teacher")
+    write_modules(folder / "teacher", width=32, longest=24, adapters={}, normalised=True)
+    narrow = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    changes = {
+        **RECIPE,
+        "objective": {"name": "embedding"},
+        "student": {**NARROW, "init": "random", **narrow},
+    }
+    start(run_config(folder / "run", folder / "teacher", **changes))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def of_head(head_run: Path) -> Path:
+    """Return its export with all files."""
+    folder = head_run.parent / "exported"
+    wanted = check_onnx(head_run, Onnx(int8=True, fp16=True, max_drop=0.2))
+    export(head_run, folder, pytest.fail, onnx=wanted)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_sentences(sentence_run: Path) -> Path:
+    """Return its export with all files."""
+    folder = sentence_run.parent / "exported"
+    wanted = check_onnx(sentence_run, Onnx(int8=True, fp16=True, max_drop=0.2))
+    export(sentence_run, folder, pytest.fail, onnx=wanted)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_logits", [True, False], ids=["head", "body"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_family_computes_what_transformers_does_in_fp64(
+    kind: str, has_logits: bool, tmp_path: Path, corpus: Path
+) -> None:
+    model = build(kind)
+    (model if has_logits else model.base_model).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, corpus)
+    graph, file = load_graph(tmp_path), tmp_path / "model.onnx"
+    write_graph(graph, file, {})
+    session = Session(file)
+    compare(graph, session, tmp_path, VOCABULARY[5:100])
+    load: Any = AutoModelForMaskedLM if has_logits else AutoModel
+    exact = load.from_pretrained(tmp_path).double().eval()
+    longest = 32
+    output = "logits" if has_logits else "last_hidden_state"
+    for size, length in ((1, 1), (1, 2), (2, 1), (8, 17), (1, longest), (3, longest)):
+        ids, mask = drawn(size, length, exact)
+        with torch.no_grad():
+            inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+            wanted = exact(**inputs)[output].numpy()
+        ours = session(output, ids, mask)
+        far = np.abs(ours - wanted)[mask == 1].max() / np.abs(wanted[mask == 1]).max()
+        assert far < 2e-5, (size, length, far)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["mean", "cls"])
+def test_pooling_dense_and_normalize_are_in_the_graph(
+    first: bool, tmp_path: Path, corpus: Path
+) -> None:
+    """Compare with sentence-transformers, which reads the same folder."""
+    library = pytest.importorskip("sentence_transformers")
+    model = tiny_bert(2)
+    model.base_model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, corpus)
+    draw = torch.Generator().manual_seed(0)
+    adapters = {
+        "dense.weight": torch.randn(24, 32, generator=draw),
+        "dense.bias": torch.randn(24, generator=draw),
+    }
+    write_modules(tmp_path, width=32, longest=20, adapters=adapters, normalised=True)
+    if first:
+        path = tmp_path / "1_Pooling" / "config.json"
+        settings = json.loads(path.read_bytes())
+        settings |= {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+        path.write_text(json.dumps(settings), encoding="utf-8")
+    (tmp_path / "onnx").mkdir()
+    write_graph(load_graph(tmp_path), tmp_path / "onnx" / "model.onnx", {})
+    texts = [" ".join(VOCABULARY[5 : 5 + n]) for n in (1, 3, 12, 60)] + [""]
+    wanted = library.SentenceTransformer(str(tmp_path), device="cpu").encode(texts)
+    ours = encode(tmp_path / "onnx", texts)
+    assert ours.shape == (5, 24)
+    np.testing.assert_allclose(ours, wanted, atol=2e-6)
+
+
+def test_files_say_their_precision_and_nothing_of_this_machine(of_head: Path) -> None:
+    names = {"model.onnx": "fp32", "model_fp16.onnx": "fp16", "model_quantized.onnx": "int8"}
+    assert {p.name for p in (of_head / "onnx").iterdir()} == {*names, "export.json"}
+    kinds = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}
+    for name, precision in names.items():
+        file = of_head / "onnx" / name
+        model = onnx.load(file)
+        assert Session(file).metadata["precision"] == precision_of(file) == precision
+        arrays = [numpy_helper.to_array(t) for t in model.graph.initializer]
+        assert {a.dtype for a in arrays if a.ndim == 2 and a.size > 999} == {
+            np.dtype(kinds[precision])
+        }
+        assert b"site-packages" not in file.read_bytes() and b".py" not in file.read_bytes()
+        assert str(of_head.parent).encode() not in file.read_bytes()
+        assert [v.name for v in model.graph.input] == ["input_ids", "attention_mask"]
+    # A tied head is stored once, as in PyTorch.
+    size = (of_head / "model.safetensors").stat().st_size
+    assert (of_head / "onnx" / "model.onnx").stat().st_size < 1.1 * size + 60_000
+    # So is one of int8, whose columns have the scales of the embeddings' rows.
+    arrays = [
+        numpy_helper.to_array(t)
+        for t in onnx.load(of_head / "onnx" / "model_quantized.onnx").graph.initializer
+    ]
+    assert sum(200 in a.shape and a.ndim == 2 and a.dtype == np.int8 for a in arrays) == 1
+
+
+def test_a_name_that_is_not_the_precision_is_refused(of_head: Path, tmp_path: Path) -> None:
+    model = onnx.load(of_head / "onnx" / "model.onnx")
+    clean(model)
+    with refused("its weights are fp32, not fp16"):
+        write(model, tmp_path / "model_fp16.onnx", {"precision": "fp16"})
+
+
+def test_another_weight_in_the_file_is_refused_with_the_figure(
+    of_head: Path, tmp_path: Path
+) -> None:
+    model = onnx.load(of_head / "onnx" / "model.onnx")
+    table = next(t for t in model.graph.initializer if list(t.dims) == [200, 32])
+    values = numpy_helper.to_array(table).copy()
+    values[11] *= 1.01
+    table.CopyFrom(numpy_helper.from_array(values, table.name))
+    onnx.save(model, tmp_path / "model.onnx")
+    with refused("model.onnx: logits is off by", "and 0.0001 is the limit"):
+        compare(load_graph(of_head), Session(tmp_path / "model.onnx"), of_head, [VOCABULARY[11]])
+
+
+def test_an_export_whose_graph_is_wrong_leaves_nothing(
+    head_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pretrain.deploy.write as module
+
+    def wrong(graph: Any, file: Path, metadata: Any) -> None:
+        graph.model.distilbert.transformer.layer[0].ffn.lin1.weight.data *= 1.001
+        write_graph(graph, file, metadata)
+        graph.model.distilbert.transformer.layer[0].ffn.lin1.weight.data /= 1.01
+
+    monkeypatch.setattr(module, "write_graph", wrong)
+    with refused("is the limit; nothing was exported"):
+        export(head_run, tmp_path / "exported", pytest.fail, onnx=Onnx())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_without_special_tokens_is_refused(of_head: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(of_head / name, tmp_path / name)
+    settings = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    settings["post_processor"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings), encoding="utf-8")
+    file = of_head / "onnx" / "model.onnx"
+    with refused("puts no special tokens around a text"):
+        compare(load_graph(of_head), Session(file), tmp_path, VOCABULARY[5:])
+
+
+def test_heads_have_the_figures_of_the_packed_walk(of_head: Path, corpus: Path) -> None:
+    """Measure the file on padded documents, and its folder on packed rows."""
+    file, teacher = str(of_head / "onnx"), str(of_head.parent / "teacher")
+    options: dict[str, Any] = {"rows": 5, "warn": pytest.fail, "starts": False}
+    packed = evaluate_folders([str(of_head)], corpus, teacher=teacher, **options)[str(of_head)]
+    found = evaluate_folders([file], corpus, teacher=teacher, **options)[file]
+    assert found["masked_tokens"] == packed["masked_tokens"] > 10
+    assert found == pytest.approx(packed, rel=1e-4, abs=1e-5)
+    # Two files can be compared, too.
+    int8 = str(of_head / "onnx" / "model_quantized.onnx")
+    both = evaluate_padded([int8, file], corpus, file, 5)
+    assert both[file]["agreement"] == 1 and both[file]["kl"] == pytest.approx(0, abs=1e-9)
+    assert 0.9 <= both[int8]["agreement"] <= 1 and both[int8]["kl"] > 0
+
+
+def test_sentence_encoders_have_the_vectors_of_their_folder(of_sentences: Path) -> None:
+    texts = [" ".join(VOCABULARY[5 + n : 9 + 3 * n]) for n in range(20)]
+    wanted = encode(of_sentences, texts)
+    for name, limit in (("model.onnx", 1e-5), ("model_fp16.onnx", 1e-2)):
+        ours = encode(of_sentences / "onnx" / name, texts)
+        np.testing.assert_allclose(ours, wanted, atol=limit)
+    int8 = encode(of_sentences / "onnx" / "model_quantized.onnx", texts)
+    assert (F.cosine_similarity(torch.tensor(int8), torch.tensor(wanted)) > 0.97).all()
+    assert (int8 != wanted).any()
+
+
+def test_the_card_has_what_was_measured(of_head: Path) -> None:
+    record = json.loads((of_head / "onnx" / "export.json").read_bytes())
+    card = (of_head / "README.md").read_text(encoding="utf-8")
+    known = record["files"]["model_quantized.onnx"]
+    assert known["quality"] == "masked accuracy"
+    assert known["drop"] == pytest.approx(known["in_fp32"] - known["value"])
+    assert f"| {known['value']:.4f} | {known['agreement']:.4f} |" in card
+    assert f"{(of_head / 'onnx' / 'model.onnx').stat().st_size:,}" in card
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_card_run_without_torch(
+    of_head: Path, of_sentences: Path, tmp_path: Path
+) -> None:
+    """Install onnxruntime, tokenizers and numpy in a new environment, and nothing else."""
+    assert finished(sys.executable, "-m", "venv", tmp_path / "venv").returncode == 0
+    python = tmp_path / "venv" / "bin" / "python"
+    names = ("onnxruntime", "tokenizers", "numpy")
+    installed = finished(python, "-m", "pip", "install", "--quiet", *names)
+    assert installed.returncode == 0, installed.stderr
+    for folder, name in ((of_sentences, "vectors"), (of_head, "logits")):
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        code = card.partition("## ONNX")[2].partition("```python\n")[2].partition("```")[0]
+        # Words of the vocabulary in place of the card's, which are unknown here.
+        texts = [VOCABULARY[7], " ".join(VOCABULARY[9:15])]
+        code = code.replace('"PATH"', repr(str(folder)))
+        code = code.replace('["A text.", "Another."]', repr(texts))
+        code += f"\nimport sys, json\nassert 'torch' not in sys.modules\nprint({name}.tolist())"
+        result = finished(python, "-c", code, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        found = np.array(json.loads(result.stdout))
+        if name == "vectors":
+            wanted = encode(folder / "onnx" / "model_quantized.onnx", texts)
+            np.testing.assert_allclose(found, wanted, atol=1e-5)
+        else:
+            assert found.shape[::2] == (2, 200)
+    missing = finished(python, "-c", "import torch")
+    assert "ModuleNotFoundError" in missing.stderr
+
+
+# ---- int8 ---------------------------------------------------------------------------------------
+
+
+class Fixed(Quality):
+    """Value a file by how far its logits are from those in fp32."""
+
+    name, of_all, of_part = "closeness", 1.0, 1.0
+
+    def __init__(self, source: Path) -> None:
+        self.ids = np.arange(5, 165).reshape(8, 20)
+        self.wanted = self._logits(source)
+        self.rounds = 0
+
+    def _logits(self, file: Path) -> NDArray[np.float32]:
+        return Session(file)("logits", self.ids, np.ones_like(self.ids))
+
+    def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
+        self.rounds += 1
+        far = np.abs(self._logits(file) - self.wanted).mean() / np.abs(self.wanted).mean()
+        return float(1 - far), float(1 - far)
+
+
+def with_an_outlier(folder: Path) -> Path:
+    """Write a file with a product that cannot be quantised: an input of it is 3,000."""
+    model = tiny_bert(2)
+    layer = model.bert.encoder.layer[1]
+    with torch.no_grad():
+        layer.intermediate.dense.weight[3] = 0
+        layer.intermediate.dense.bias[3] = 3000
+        layer.output.dense.weight[:, 3] = 1e-4
+    model.save_pretrained(folder)
+    write_graph(load_graph(folder), folder / "model.onnx", {})
+    return folder / "model.onnx"
+
+
+def test_what_cannot_be_quantised_stays_in_fp32(tmp_path: Path) -> None:
+    source, file, said = with_an_outlier(tmp_path), tmp_path / "int8.onnx", list[str]()
+    quality = Fixed(source)
+    found = search(source, file, quality, {}, reduce_range=True, max_drop=0.1, say=said.append)
+    assert found.kept == ("layer 1 output.dense",), said
+    assert said[1].strip().startswith("layer 1 output.dense")
+    assert found.rounds == quality.rounds <= quantise_module.ROUNDS
+    # The file is the one that was measured.
+    assert quality.measure(file)[0] == found.value and found.drop <= 0.1
+    integers = [n for n in onnx.load(file).graph.node if n.op_type == "MatMulInteger"]
+    plain = [n.name for n in onnx.load(file).graph.node if n.name.endswith("dense/MatMul")]
+    assert plain == ["bert.encoder.layer.1.output.dense/MatMul"] and len(integers) == 13
+
+
+def test_a_file_that_is_not_good_enough_is_refused(tmp_path: Path) -> None:
+    source, said = with_an_outlier(tmp_path), list[str]()
+    with refused("int8: closeness falls by", "--max-drop allows 1e-06", "nothing was exported"):
+        search(
+            source,
+            tmp_path / "int8.onnx",
+            Fixed(source),
+            {},
+            reduce_range=True,
+            max_drop=1e-6,
+            say=said.append,
+        )
+    assert not (tmp_path / "int8.onnx").exists()
+    assert len(said) == 1 + len(groups_of(onnx.load(source)))
+
+
+@pytest.mark.parametrize("reduce_range", [True, False])
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_weights_are_rounded_to_the_range(
+    reduce_range: bool, per_channel: bool, tmp_path: Path
+) -> None:
+    """Compare with naive rounding: half a step of each row, column or matrix."""
+    tiny_bert(1).save_pretrained(tmp_path)
+    source, file = tmp_path / "model.onnx", tmp_path / "int8.onnx"
+    write_graph(load_graph(tmp_path), source, {})
+    options: dict[str, bool] = {"per_channel": per_channel, "reduce_range": reduce_range}
+    quantise(source, file, groups_of(onnx.load(source)), {}, **options)
+    arrays = {t.name: numpy_helper.to_array(t) for t in onnx.load(file).graph.initializer}
+    table = tiny_bert(1).bert.embeddings.word_embeddings.weight.detach().numpy()
+    name = next(key for key in arrays if key.endswith("/rows") and arrays[key].shape == table.shape)
+    scales = arrays[name.replace("rows", "scales")]
+    assert scales.shape == (200, 1)
+    assert (np.abs(arrays[name] * scales - table) <= scales * 0.5001).all()
+    matrices = [a for a in arrays.values() if a.dtype == np.int8 and a.shape == (32, 64)]
+    assert len(matrices) == 1
+    largest = int(np.abs(matrices[0].astype(int)).max())
+    assert largest == (64 if reduce_range else 127)
+    columns = np.abs(matrices[0].astype(int)).max(0)
+    assert (columns == largest).all() == per_channel
+
+
+def test_head_quality_is_masked_accuracy(of_head: Path, corpus: Path) -> None:
+    """Compare with `distil evaluate` of the folder on all rows."""
+    file = of_head / "onnx" / "model.onnx"
+    quality = HeadQuality(file, corpus, 0)
+    all_rows = evaluate_folders([str(of_head)], corpus, rows=10**6, warn=pytest.fail)[str(of_head)]
+    assert quality.of_all == pytest.approx(all_rows["accuracy"], abs=1e-9)
+    assert quality.measure(file) == (quality.of_all, 1.0)
+    assert quality.measure(file, part=True) == (quality.of_part, 1.0)
+
+
+# ---- folders and refusals -----------------------------------------------------------------------
+
+
+def test_the_same_inputs_keep_the_files_and_others_are_made_again(
+    head_run: Path, tmp_path: Path
+) -> None:
+    from launch.stages.export import contents
+
+    folder, said = tmp_path / "exported", list[str]()
+
+    def again(**options: Any) -> bool:
+        wanted = Onnx(**options)
+        done = export(head_run, folder, said.append, onnx=wanted, same=contents, say=said.append)
+        return done.kept
+
+    assert not again()
+    before = (folder / "onnx" / "model.onnx").stat()
+    said.clear()
+    assert again() and said == [f"{folder / 'onnx'}: up to date"]
+    assert (folder / "onnx" / "model.onnx").stat() == before
+    # A file that changed is not taken for up to date.
+    data = bytearray((folder / "onnx" / "model.onnx").read_bytes())
+    data[-100] ^= 1
+    (folder / "onnx" / "model.onnx").write_bytes(data)
+    with refused("already there with another onnx/model.onnx"):
+        again()
+    shutil.rmtree(folder)
+    again()
+    with refused("already there with another onnx/export.json"):
+        again(fp16=True)
+
+
+def test_a_model_that_is_no_run_gets_files_of_its_own_weights(
+    of_sentences: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    export_model(str(of_sentences), tmp_path / "copy", Onnx(), pytest.fail)
+    texts = [VOCABULARY[5], " ".join(VOCABULARY[7:20])]
+    wanted = encode(of_sentences, texts)
+    np.testing.assert_allclose(encode(tmp_path / "copy", texts), wanted, atol=1e-6)
+    np.testing.assert_allclose(encode(tmp_path / "copy" / "onnx", texts), wanted, atol=1e-5)
+
+
+def test_a_path_stands_for_a_file(of_head: Path, tmp_path: Path) -> None:
+    place = of_head / "onnx"
+    assert onnx_file(place) == onnx_file(place / "model.onnx") == place / "model.onnx"
+    assert onnx_file(of_head) is None  # it has its own weights
+    shutil.copytree(place, tmp_path / "light" / "onnx")
+    assert onnx_file(tmp_path / "light") == tmp_path / "light" / "onnx" / "model.onnx"
+    with refused("neither", "holds tokenizer.json and config.json"):
+        load_encoder(str(tmp_path / "light"))
+    (tmp_path / "bad.onnx").write_bytes(b"no model")
+    with refused("bad.onnx: onnxruntime cannot load it"):
+        Session(tmp_path / "bad.onnx")
+
+
+def test_what_cannot_be_made_is_refused_before(
+    head_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refused("--int8: there is nothing to measure", "give --data SHARDS"):
+        check_onnx(tmp_path, Onnx(int8=True))
+    with refused("--max-drop 2: must be at least 0 and below 1"):
+        check_onnx(head_run, Onnx(int8=True, max_drop=2))
+    with refused("--this-cpu: is for --int8"):
+        check_onnx(head_run, Onnx(this_cpu=True))
+    with refused("nowhere: does not exist"):
+        check_onnx(head_run, Onnx(int8=True, data=tmp_path / "nowhere"))
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text("sentence1,sentence2,score\na,b,1\n", encoding="utf-8")
+    with pytest.raises(RunError, match="a model with an LM head is measured on shards"):
+        export(head_run, tmp_path / "e", pytest.fail, onnx=Onnx(int8=True, data=pairs))
+    monkeypatch.setattr("pretrain.export.arguments.find_spec", lambda name: None)
+    with refused("ONNX files need the package onnx: install the extra onnx: pip install '.[onnx]'"):
+        check_onnx(head_run, Onnx())
+
+
+def test_corpus_words_are_those_of_the_file(of_head: Path, corpus: Path) -> None:
+    """The exported tokenizer gives the ids of the shards, which the file was trained on."""
+    from tokenizers import Tokenizer
+
+    from data_prep.shards import load_manifest
+
+    ours = Tokenizer.from_file(str(of_head / "tokenizer.json"))
+    theirs = of_shards(corpus, load_manifest(corpus)).backend
+    text = " ".join(VOCABULARY[9:30])
+    assert ours.encode(text).ids == theirs.encode(text).ids
