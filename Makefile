@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Half of the tests wait for processes of their own; each takes all cores when it computes.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo demo-sentences demo-quick test test-slow test-gpu checks figures results torture clean
+.PHONY: install demo demo-sentences demo-quick test test-slow test-browser test-gpu checks figures results torture clean
 
 install: .venv/.installed
 
@@ -35,6 +35,13 @@ test: install
 # own or repeat what `make test` samples.
 test-slow: install
 	$(PYTEST) -m slow
+
+# transformers.js in Debian's chromium, on files of an export. The packages' install scripts are not
+# run: they fetch programs for Node.js, which a browser does not need.
+test-browser: install
+	test -n "$$(command -v chromium)" || apt-get install -y -q chromium
+	cd tests/browser && npm ci --ignore-scripts --no-audit --no-fund
+	$(BIN)/python -m pytest --show-capture=no -rs -m browser tests/browser
 
 # Tables, plot and figures of docs/results.md, README.md and configs, from the records in docs/results.
 results: install

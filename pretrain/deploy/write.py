@@ -72,6 +72,10 @@ def write_onnx(
     Raises:
         RunError: a file differs from PyTorch, or loses too much quality.
     """
+    # Where programs that do not read sentence-transformers' files look for the longest text.
+    settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+    settings["model_max_length"] = text_length(folder)
+    (folder / "tokenizer_config.json").write_bytes(indented_json(settings))
     inputs = _inputs(folder, wanted)
     record = _kept(before, inputs) if before is not None else None
     if record is not None:
