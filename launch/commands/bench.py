@@ -172,7 +172,10 @@ def compare_models(models: Sequence[str], *, card: bool, record: Path | None) ->
     found = compare_speed(models, show)
     columns = dict.fromkeys(name for figures in found.values() for name in figures)
     # A published card names no folder of this machine.
-    folders = {str(Path(model)): Path(model).name for model in models}
+    folders = {
+        str(Path(model)): "/".join(Path(model).parts[-2 if Path(model).is_file() else -1 :])
+        for model in models
+    }
     names = {}
     for name in found:
         folder = next(f for f in folders if Path(name).is_relative_to(f))
