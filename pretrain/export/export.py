@@ -83,6 +83,8 @@ def export(
     model, saved = loaded.model.eval(), loaded.saved
     assert saved is not None
     objective, seed = objective_of(saved.state), saved.state["config"]["train"]["seed"]
+    if onnx is not None and saved.step < saved.state["num_steps"]:
+        warn(f"{run}: unfinished; the files are of step {saved.step:,}")
     student: Any = model if objective.needs_logits else body(model, seed)
     kept = run / MEASURED
     measured = json.loads(kept.read_bytes()) if kept.exists() else {}
