@@ -29,7 +29,7 @@ SILENT = {
 # The folders of `pretrain` from low to high; the files beside them are a run, top to bottom.
 FOLDERS = (
     *("contracts", "kernels", "checkpoint", "data", "device", "model", "objectives", "tasks"),
-    *("distributed", "bench", "monitor", "export"),
+    *("distributed", "bench", "monitor", "deploy", "export"),
 )
 
 # The files that a person opens to follow one thing, in the order of docs/ARCHITECTURE.md.

@@ -17,6 +17,7 @@ from torch import nn
 
 from data_prep.shards import check, open_shards
 from pretrain.contracts.terms import TeacherLabels
+from pretrain.deploy.heads import evaluate_padded
 from pretrain.device.gpu import check_kernels
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM
@@ -136,8 +137,6 @@ def evaluate_folders(
     """
     manifest = check(shards)
     if any(onnx_file(Path(name)) for name in [*models, teacher or ""]):
-        from pretrain.deploy.quality import evaluate_padded  # imports this file
-
         return evaluate_padded(models, shards, teacher, rows)
 
     def load_student(name: str) -> MaskedLM:

@@ -219,6 +219,10 @@ def test_no_file_uses_forbidden_code(folder: str) -> None:
         for file in files
         if (problems := forbidden(file.read_text(encoding="utf-8")))
     }
+    # `distil vectors --trust-remote-code` hands the flag to sentence-transformers; it is off.
+    asked = {"launch/commands/vectors.py", "pretrain/tasks/embedding/makers.py"}
+    for file in asked & set(found):
+        assert all(problem.endswith(": trust_remote_code") for problem in found.pop(file))
     assert found == {}
 
 
@@ -231,4 +235,5 @@ def test_from_pretrained_is_called_only_in_checked_places() -> None:
         if ".from_pretrained(" in file.read_text(encoding="utf-8")
     }
     written_by_us = {"launch/commands/demo.py", "pretrain/model/folder.py"}
+    written_by_us.add("pretrain/deploy/graph.py")  # the export, before it is renamed
     assert places == {"data_prep/tokens/loading.py", "pretrain/model/loading.py"} | written_by_us

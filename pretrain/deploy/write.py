@@ -19,12 +19,12 @@ from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256, indented_json
 from data_prep.shards import load_manifest
 from pretrain.bench.machine import hardware
+from pretrain.deploy.asked import Onnx
 from pretrain.deploy.graph import compare, load_graph, to_fp16, write_graph
 from pretrain.deploy.quality import ROWS, quality_of
 from pretrain.deploy.quantise import search
 from pretrain.deploy.session import LOGITS, Session, text_length
 from pretrain.encoders import read_pairs, validation_texts
-from pretrain.export.arguments import Onnx
 from pretrain.monitor.tables import markdown
 
 CODE = 1  # raised when the same inputs would give other files

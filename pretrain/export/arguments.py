@@ -3,71 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from data_prep.messages import extra
-from data_prep.shards import open_shards
 from pretrain import RunError
-from pretrain.run_folder import is_run, recorded, taken
-
-
-@dataclass(frozen=True)
-class Onnx:
-    """Say which ONNX files an export gets."""
-
-    int8: bool = False
-    fp16: bool = False
-    this_cpu: bool = False  # int8 may overflow on processors without VNNI
-    max_drop: float = 0.005  # of quality, by int8
-    data: Path | None = None  # shards or a table of pairs; of a run its shards, if they are there
-
-
-def check_packages() -> None:
-    """Refuse to begin without the packages of the extra.
-
-    Raises:
-        RunError: names the first that is missing.
-    """
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        if find_spec(name) is None:
-            raise RunError(f"ONNX files need the package {name}: {extra('onnx')}")
-
-
-def check_onnx(source: Path | str, wanted: Onnx) -> Onnx:
-    """Refuse what cannot be made or checked; return it with the data of a run filled in.
-
-    Raises:
-        RunError, CorpusError: a package, or what to measure on, is missing.
-    """
-    check_packages()
-    if not 0 <= wanted.max_drop < 1:
-        raise RunError(f"--max-drop {wanted.max_drop:g}: must be at least 0 and below 1")
-    if wanted.this_cpu and not wanted.int8:
-        raise RunError("--this-cpu: is for --int8; add it")
-    if wanted.data is not None:
-        if not wanted.data.exists():
-            raise RunError(f"--data {wanted.data}: does not exist")
-        if not wanted.data.is_file():
-            open_shards(wanted.data, "validation")
-        return wanted
-    config = recorded(Path(source)) if is_run(Path(source)) else None
-    if config is not None and (config.shards / "manifest.json").is_file():
-        try:
-            open_shards(config.shards, "validation")
-            return replace(wanted, data=config.shards)
-        except ValueError:  # moved or damaged, or without validation rows
-            pass
-    if wanted.int8:
-        raise RunError(
-            f"--int8: there is nothing to measure {source} on; give --data SHARDS, or of a "
-            "sentence encoder a table of pairs with scores"
-        )
-    return wanted
+from pretrain.run_folder import taken
 
 
 def check_target(run: Path, folder: Path, *, again: bool) -> None:

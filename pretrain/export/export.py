@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pretrain import RunError
+from pretrain.deploy.asked import Onnx
 from pretrain.encoders import MEASURED
-from pretrain.export.arguments import Onnx, check_target
+from pretrain.export.arguments import check_target
 from pretrain.export.card import model_card
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of

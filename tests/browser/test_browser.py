@@ -20,9 +20,9 @@ import pytest
 from support.tiny import VOCABULARY, tiny_bert
 from tokenizers import Tokenizer
 
+from pretrain.deploy.asked import Onnx
 from pretrain.deploy.session import Session, vectors_of
 from pretrain.encoders import encode
-from pretrain.export.arguments import Onnx
 from pretrain.export.export import export_model
 from pretrain.tasks.embedding.modules import write_modules
 

@@ -25,13 +25,14 @@ from transformers import AutoModel, AutoModelForMaskedLM
 from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.deploy import quantise as quantise_module
+from pretrain.deploy.asked import Onnx, check_onnx
 from pretrain.deploy.graph import clean, compare, load_graph, precision_of, write, write_graph
-from pretrain.deploy.quality import HeadQuality, Quality, evaluate_padded
+from pretrain.deploy.heads import evaluate_padded
+from pretrain.deploy.quality import HeadQuality, Quality
 from pretrain.deploy.quantise import groups_of, quantise, search
 from pretrain.deploy.session import Session
 from pretrain.encoders import encode, load_encoder
 from pretrain.evaluate import evaluate_folders
-from pretrain.export.arguments import Onnx, check_onnx
 from pretrain.export.export import export, export_model
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.embedding.modules import write_modules
@@ -465,7 +466,7 @@ def test_what_cannot_be_made_is_refused_before(
     pairs.write_text("sentence1,sentence2,score\na,b,1\n", encoding="utf-8")
     with pytest.raises(RunError, match="a model with an LM head is measured on shards"):
         export(head_run, tmp_path / "e", pytest.fail, onnx=Onnx(int8=True, data=pairs))
-    monkeypatch.setattr("pretrain.export.arguments.find_spec", lambda name: None)
+    monkeypatch.setattr("pretrain.deploy.asked.find_spec", lambda name: None)
     with refused("ONNX files need the package onnx: install the extra onnx: pip install '.[onnx]'"):
         check_onnx(head_run, Onnx())
 
