@@ -12,7 +12,7 @@ from data_prep.shards import load_manifest
 from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import EvaluateKeys
-from launch.stages.stage import How, Made, Stage, State, digest, names_in, not_ours, real
+from launch.stages.stage import How, Made, Stage, State, digest, made_by, names_in, not_ours, real
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
@@ -55,12 +55,12 @@ class Evaluate(Stage):
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Check that data and models are there or will be, and where the figures go."""
         self._check_output()
-        there = [name for name in self.config.models if real(name) not in made]
+        there = [name for name in self.config.models if made_by(name) not in made]
         if self.config.teacher is None:
             teacher_of_runs([name for name in there if Path(name).is_dir()])
         for name in there:
             check_model(Path(name))
-        if self.config.teacher is not None and real(self.config.teacher) not in made:
+        if self.config.teacher is not None and made_by(self.config.teacher) not in made:
             check_source("teacher", self.config.teacher)
         if not dry_run and real(self.config.data) not in made and not self.config.data.is_file():
             load_manifest(self.config.data)

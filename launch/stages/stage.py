@@ -85,6 +85,13 @@ def real(path: Path | str) -> Path:
     return Path(os.path.realpath(path))
 
 
+def made_by(name: Path | str) -> Path:
+    """Return the output that a stage makes, for a path to it or to ONNX files in it."""
+    place = real(name)
+    place = place.parent if place.suffix == ".onnx" else place
+    return place.parent if place.name == "onnx" else place
+
+
 def names_in(output: Path) -> list[str]:
     """Return the names in an output folder, in order; none if it does not exist.
 

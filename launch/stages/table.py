@@ -11,7 +11,7 @@ from launch.console import show
 from launch.stages.evaluate import Evaluate
 from launch.stages.export import Export
 from launch.stages.prepare import Prepare
-from launch.stages.stage import How, Stage, real
+from launch.stages.stage import How, Stage, made_by, real
 from launch.stages.sweep import Sweep
 from launch.stages.train import Train
 from launch.torchrun.nodes import Nodes
@@ -107,7 +107,7 @@ def check_order(stages: Sequence[Stage]) -> None:
     folders = {output.parent for stage in stages for output in stage.outputs()} - {Path()}
     for number, stage in enumerate(stages):
         for key, name in stage.reads().items():
-            place = real(name)
+            place = made_by(name)
             if Path(name).exists() or any(place in made for made in outputs[:number]):
                 continue
             what = f"run {number + 1} needs {key} {name}, which"

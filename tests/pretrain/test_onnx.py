@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from onnx import numpy_helper
 from support.families import CONFIGS, build
-from support.processes import finished
+from support.processes import ROOT, finished
 from support.runs import RECIPE, refused, start
 from support.tiny import VOCABULARY, save_teacher, tiny_bert
 from transformers import AutoModel, AutoModelForMaskedLM
@@ -481,3 +481,100 @@ def test_corpus_words_are_those_of_the_file(of_head: Path, corpus: Path) -> None
     theirs = of_shards(corpus, load_manifest(corpus)).backend
     text = " ".join(VOCABULARY[9:30])
     assert ours.encode(text).ids == theirs.encode(text).ids
+
+
+# ---- beside other models ------------------------------------------------------------------------
+
+
+def test_models_and_their_files_are_compared_in_size_and_speed(
+    of_sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Call it twice: the card has one table, and names no folder of this machine."""
+    from launch.cli import app
+    from pretrain.deploy import speed
+
+    monkeypatch.setattr(speed, "_ROUNDS", 1)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(of_sentences, tmp_path / "mine")
+    command = ["bench", "--model", f"{tmp_path}/mine/", "--card", "--record", "r.json"]
+    for _ in range(2):
+        app(command, standalone_mode=False)
+    card = (tmp_path / "mine" / "README.md").read_text(encoding="utf-8")
+    assert card.count("## Size and speed") == 1 and str(tmp_path) not in card
+    assert card.index("## ONNX") < card.index("## Size and speed")
+    rows = {r["model"]: r["figures"] for r in json.loads(Path("r.json").read_bytes())[1]["rows"]}
+    assert [*rows] == [
+        "mine",
+        *(f"mine/onnx/{n}.onnx" for n in ("model", "model_fp16", "model_quantized")),
+    ]
+    model = AutoModel.from_pretrained(tmp_path / "mine", add_pooling_layer=False)
+    count = sum(p.numel() for p in model.parameters())
+    assert rows["mine"]["M parameters"]["value"] == pytest.approx(count / 1e6, abs=1e-6)
+    file = tmp_path / "mine" / "onnx" / "model.onnx"
+    found = rows["mine/onnx/model.onnx"]
+    assert found["MB"]["value"] == pytest.approx(file.stat().st_size / 1e6, abs=1e-6)
+    assert 0 < found["p50 ms"]["value"] <= found["p95 ms"]["value"]
+    # A process that imports torch holds hundreds of megabytes; one of a file does not.
+    assert found["peak MB"]["value"] < 0.6 * rows["mine"]["peak MB"]["value"]
+
+
+def test_a_process_of_a_file_imports_no_torch(of_sentences: Path) -> None:
+    file = of_sentences / "onnx" / "model.onnx"
+    program = f"""
+import sys
+from pretrain.deploy.speed import load
+run, size = load({str(file)!r}, 1)
+import numpy as np
+print(run(np.full((2, 3), 7)).shape, size, "torch" in sys.modules)
+"""
+    result = finished(sys.executable, "-c", program, environment={"PYTHONPATH": str(ROOT)})
+    assert result.stdout == "(2, 32) 200 False\n", result.stderr
+
+
+def test_a_recipe_exports_evaluates_and_does_it_once(
+    sentence_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, capfd: Any
+) -> None:
+    from launch.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    files = ["mine/onnx", "mine/onnx/model_quantized.onnx"]
+    recipe = {
+        "runs": [
+            {"stage": "export", "run": str(sentence_run), "output": "mine", "int8": True}
+            | {"data": str(corpus), "max_drop": 0.2},
+            {"stage": "evaluate", "output": "figures", "models": files, "data": str(corpus)}
+            | {"teacher": str(sentence_run.parent / "teacher"), "rows": 8},
+        ]
+    }
+    Path("recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    shutil.copy(corpus / "tokenizer" / "tokenizer.json", sentence_run.parent / "teacher")
+    app(["recipe", "recipe.yaml"], standalone_mode=False)
+    figures = json.loads(Path("figures/figures.json").read_bytes())["figures"]
+    assert figures["onnx"]["cosine"]["value"] == pytest.approx(
+        figures["model_quantized.onnx"]["cosine"]["value"], abs=0.05
+    )
+    before = {p: p.stat() for p in Path("mine/onnx").iterdir()}
+    capfd.readouterr()
+    app(["recipe", "recipe.yaml"], standalone_mode=False)
+    assert {p: p.stat() for p in Path("mine/onnx").iterdir()} == before
+    assert capfd.readouterr().out.count("up to date") >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
+def test_a_portable_file_gives_the_same_answers_on_a_cpu_without_vnni(of_head: Path) -> None:
+    """Run it on an emulated Haswell, whose products of 8 bits overflow."""
+    file = of_head / "onnx" / "model_quantized.onnx"
+    program = f"""
+import numpy as np, onnxruntime
+ids = np.arange(5, 165).reshape(8, 20)
+session = onnxruntime.InferenceSession({str(file)!r}, providers=["CPUExecutionProvider"])
+found = session.run(["logits"], {{"input_ids": ids, "attention_mask": np.ones_like(ids)}})[0]
+print(found.astype(np.float64).round(5).tolist())
+"""
+    here = finished(sys.executable, "-c", program)
+    there = finished("qemu-x86_64", "-cpu", "Haswell", sys.executable, "-c", program)
+    assert here.returncode == there.returncode == 0, there.stderr
+    np.testing.assert_allclose(
+        np.array(json.loads(there.stdout)), np.array(json.loads(here.stdout)), atol=1e-3
+    )

@@ -351,3 +351,17 @@ def test_code_of_a_folder_runs_only_with_the_flag(shards: Path, tmp_path: Path, 
     assert not (tmp_path / "canary").exists()
     assert not run(*command, "--trust-remote-code")[0]
     assert (tmp_path / "canary").exists()
+
+
+@pytest.mark.slow
+def test_the_real_encoder_has_the_vectors_of_the_packed_walk(tmp_path: Path) -> None:
+    """Compare sentence-transformers with our own encoder on real text in three scripts."""
+    archive = ROOT.parent / "shared" / "data" / "minilm-l6-body.tar.xz"
+    if not archive.is_file():
+        pytest.skip(f"{archive} is not here: it holds a real sentence encoder")
+    subprocess.run(["tar", "xJf", archive, "-C", tmp_path], check=True)
+    folder = str(tmp_path / "minilm-l6-body")
+    texts = ["A man plays the guitar.", "Ein Mann spielt Gitarre, schön!", "猫が好きです", ""]
+    texts.append("It is a long text that is cut. " * 200)
+    ours = encode(folder, texts)
+    np.testing.assert_allclose(FromModel(folder)(texts)[:4], ours[:4], atol=1e-5)
