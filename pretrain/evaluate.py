@@ -137,7 +137,7 @@ def evaluate_folders(
     """
     manifest = check(shards)
     if any(onnx_file(Path(name)) for name in [*models, teacher or ""]):
-        return evaluate_padded(models, shards, teacher, rows)
+        return evaluate_padded(models, shards, teacher, rows, same_vocabulary=same_vocabulary)
 
     def load_student(name: str) -> MaskedLM:
         def load(loaded: Loaded) -> MaskedLM:

@@ -14,11 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_prep.shards import open_shards
+from data_prep.shards import Manifest, open_shards
 from pretrain import RunError
 from pretrain.contracts.batch import IGNORE
-from pretrain.deploy.session import LOGITS, Session, batches
-from pretrain.model.folder import read_model
+from pretrain.deploy.session import LOGITS, Session, batches, model_folder
+from pretrain.model.folder import Loaded, read_model
+from pretrain.model.loading import check_row_length, known_family
+from pretrain.model.model_files import read_config
+from pretrain.model.teacher import check_vocabulary
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.mlm.examples import MaskedRows, evaluation_masking
 from pretrain.tasks.mlm.head_figures import unigram
@@ -35,13 +38,30 @@ class Masked(NamedTuple):
 
 
 def evaluate_padded(
-    models: Sequence[str], shards: Path, teacher: str | None, rows: int
+    models: Sequence[str],
+    shards: Path,
+    teacher: str | None,
+    rows: int,
+    *,
+    same_vocabulary: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Evaluate LM heads of ONNX files and other models on padded documents of validation rows.
 
     The figures are those of `evaluate_folders`: every document is read alone in both.
+
+    Raises:
+        RunError: a model has no LM head, or other tokens than the shards.
     """
     split = open_shards(shards, "validation")
+    for name in dict.fromkeys([*models, *([teacher] if teacher is not None else [])]):
+        if (file := onnx_file(Path(name))) is not None:
+            check_fit(name, model_folder(file), split.manifest, required=not same_vocabulary)
+        else:
+
+            def fits(loaded: Loaded, name: str = name) -> None:
+                check_fit(name, loaded.folder, split.manifest, required=not same_vocabulary)
+
+            read_model(name, fits)
     special = split.manifest.tokenizer.special_ids
     documents = list(masked_documents(shards, np.arange(min(rows, len(split)))))
     labels = np.concatenate([d.labels for d in documents])
@@ -75,6 +95,22 @@ def evaluate_padded(
         found[name] = {key: float(value) / num for key, value in totals.items()}
         found[name]["masked_tokens"] = num
     return found
+
+
+def check_fit(who: str, folder: Path, manifest: Manifest, *, required: bool = True) -> None:
+    """Refuse a model whose vocabulary or positions are not those of shards.
+
+    Args:
+        who: the beginning of the message.
+        folder: of the model.
+        manifest: of the shards.
+        required: refuse a folder without tokenizer files.
+    """
+    raw = read_config(who, folder)
+    family = known_family(who, raw)
+    config = family.completed(family.config.from_dict(raw))
+    check_vocabulary(who, folder, config, manifest, required=required)
+    check_row_length(who, config, manifest)
 
 
 def head_of(name: str) -> Logits:

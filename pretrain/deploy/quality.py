@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from data_prep.shards import load_manifest
 from pretrain import RunError
-from pretrain.deploy.heads import Masked, logits_at_masks, masked_documents
+from pretrain.deploy.heads import Masked, check_fit, logits_at_masks, masked_documents
 from pretrain.deploy.session import LOGITS, Session, pad_id, text_length, vectors_of
 from pretrain.encoders import FEWEST_PAIRS, pearson, read_pairs, unit, validation_texts
 
@@ -151,4 +152,6 @@ def quality_of(source: Path, folder: Path, data: Path, *, has_logits: bool) -> Q
         return VectorQuality(source, folder, data)
     if data.is_file():
         raise RunError(f"--data {data}: a model with an LM head is measured on shards")
+    # Token ids of another vocabulary would be other words.
+    check_fit(f"--data {data}", folder, load_manifest(data))
     return HeadQuality(source, data, pad_id(folder))

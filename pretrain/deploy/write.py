@@ -18,6 +18,7 @@ from typing import Any
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256, indented_json
 from data_prep.shards import load_manifest
+from pretrain import RunError
 from pretrain.bench.machine import hardware
 from pretrain.deploy.asked import Onnx
 from pretrain.deploy.graph import compare, load_graph, to_fp16, write_graph
@@ -160,7 +161,12 @@ def _texts(data: Path | None) -> Sequence[str]:
     """Return the texts that files are compared on."""
     if data is None:
         return _ARTICLE
-    return read_pairs(data)[0][:_TEXTS] if data.is_file() else validation_texts(data, _TEXTS)
+    if data.is_file():
+        return read_pairs(data)[0][:_TEXTS]
+    try:
+        return validation_texts(data, _TEXTS)
+    except RunError:  # none of its documents is whole
+        return _ARTICLE
 
 
 def _inputs(folder: Path, wanted: Onnx) -> dict[str, Any]:

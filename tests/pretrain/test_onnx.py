@@ -22,6 +22,8 @@ from support.runs import RECIPE, refused, start
 from support.tiny import VOCABULARY, save_teacher, tiny_bert
 from transformers import AutoModel, AutoModelForMaskedLM
 
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
 from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.deploy import quantise as quantise_module
@@ -244,6 +246,27 @@ def test_heads_have_the_figures_of_the_packed_walk(of_head: Path, corpus: Path) 
     assert 0.9 <= both[int8]["agreement"] <= 1 and both[int8]["kl"] > 0
 
 
+def test_shards_of_other_words_are_refused(of_head: Path, tmp_path: Path, corpus: Path) -> None:
+    """Their ids would be other words: figures without an error."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(f"word{i} other{i % 7} text" for i in range(300)), encoding="utf-8")
+    values = {
+        "output": tmp_path / "shards",
+        "tokenizer": {"train": {"kind": "wordpiece", "vocab_size": 200}},
+        "sources": [{"kind": "text", "path": str(texts), "document": "line"}],
+        "row_length": 32,
+        "validation": 0.2,
+        "workers": 1,
+    }
+    prepare(CorpusConfig.model_validate(values))
+    with refused("its vocabulary has other tokens or ids than the shards'"):
+        evaluate_padded([str(of_head / "onnx")], tmp_path / "shards", None, 5)
+    wanted = Onnx(int8=True, data=tmp_path / "shards")
+    with refused("--data", "its vocabulary has other tokens or ids than the shards'"):
+        export(of_head.parent / "run", tmp_path / "exported", pytest.fail, onnx=wanted)
+    assert not (tmp_path / "exported").exists()
+
+
 def test_sentence_encoders_have_the_vectors_of_their_folder(of_sentences: Path) -> None:
     texts = [" ".join(VOCABULARY[5 + n : 9 + 3 * n]) for n in range(20)]
     wanted = encode(of_sentences, texts)
@@ -360,15 +383,22 @@ def test_a_file_that_is_not_good_enough_is_refused(tmp_path: Path) -> None:
     assert len(said) == 1 + len(groups_of(onnx.load(source)))
 
 
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of a BERT of one layer."""
+    folder = tmp_path_factory.mktemp("one")
+    tiny_bert(1).save_pretrained(folder)
+    write_graph(load_graph(folder), folder / "model.onnx", {})
+    return folder / "model.onnx"
+
+
 @pytest.mark.parametrize("reduce_range", [True, False])
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_weights_are_rounded_to_the_range(
-    reduce_range: bool, per_channel: bool, tmp_path: Path
+    reduce_range: bool, per_channel: bool, one_layer: Path, tmp_path: Path
 ) -> None:
     """Compare with naive rounding: half a step of each row, column or matrix."""
-    tiny_bert(1).save_pretrained(tmp_path)
-    source, file = tmp_path / "model.onnx", tmp_path / "int8.onnx"
-    write_graph(load_graph(tmp_path), source, {})
+    source, file = one_layer, tmp_path / "int8.onnx"
     options: dict[str, bool] = {"per_channel": per_channel, "reduce_range": reduce_range}
     quantise(source, file, groups_of(onnx.load(source)), {}, **options)
     arrays = {t.name: numpy_helper.to_array(t) for t in onnx.load(file).graph.initializer}
@@ -486,6 +516,7 @@ def test_corpus_words_are_those_of_the_file(of_head: Path, corpus: Path) -> None
 # ---- beside other models ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_models_and_their_files_are_compared_in_size_and_speed(
     of_sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
