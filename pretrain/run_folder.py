@@ -169,11 +169,10 @@ def onnx_file(path: Path) -> Path | None:
     """
     if path.suffix == ".onnx":
         return path if path.is_file() else None
-    if (path / "model.onnx").is_file():
-        return path / "model.onnx"
-    file = path / "onnx" / "model.onnx"
-    weights = any(path.glob("*.safetensors*")) or any(path.glob("*.bin*"))
-    return file if file.is_file() and not weights else None
+    if any(path.glob("*.safetensors*")) or any(path.glob("*.bin*")):
+        return None
+    files = (path / "model.onnx", path / "onnx" / "model.onnx")
+    return next((file for file in files if file.is_file()), None)
 
 
 def check_model(folder: Path) -> None:

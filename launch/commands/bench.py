@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from launch.console import print_table, show
 from pretrain.exit_codes import ExitCode
 from pretrain.monitor.records import append_record, check_record, row
 
-_SPEED = "## Size and speed"  # of a card; the last section
+_SPEED = "## Size and speed"  # of a card
 
 
 def bench(
@@ -176,6 +177,8 @@ def compare_models(models: Sequence[str], *, card: bool, record: Path | None) ->
         str(Path(model)): "/".join(Path(model).parts[-2 if Path(model).is_file() else -1 :])
         for model in models
     }
+    if len({*folders.values()}) < len(folders):
+        folders = {folder: folder for folder in folders}
     names = {}
     for name in found:
         folder = next(f for f in folders if Path(name).is_relative_to(f))
@@ -202,9 +205,13 @@ def compare_models(models: Sequence[str], *, card: bool, record: Path | None) ->
 
         cpu = hardware(torch.device("cpu"))["processor"]
         table = markdown(["", *columns], cells)
-        text = page.read_text(encoding="utf-8").partition(_SPEED)[0].rstrip()
-        text += f"\n\n{_SPEED}\n\n{table}\n\nOn {cpu}. {about[0].upper()}{about[1:]}.\n"
-        page.write_text(text, encoding="utf-8")
+        # Only this section is replaced; what an author wrote behind it stays.
+        text = re.sub(rf"(?ms)^{_SPEED}$.*?(?=^## |\Z)", "", page.read_text(encoding="utf-8"))
+        text = (
+            text.rstrip() + f"\n\n{_SPEED}\n\n{table}\n\nOn {cpu}. {about[0].upper()}{about[1:]}.\n"
+        )
+        page.with_name(".README.md.tmp").write_text(text, encoding="utf-8")
+        page.with_name(".README.md.tmp").rename(page)
         show(f"written: {page}")
     rows = [row(names[name], {k: Figure(v) for k, v in f.items()}) for name, f in found.items()]
     append_record(record, None, rows)

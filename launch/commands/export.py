@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -84,6 +86,8 @@ def export(
     from pretrain.model.folder import digests
 
     quiet()
+    # An export that is ended removes what it has begun.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if wanted is None or is_run(Path(run)):
         exported = write(
             Path(run), folder, warn, same=digests if push else None, onnx=wanted, say=show

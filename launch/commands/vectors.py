@@ -84,7 +84,7 @@ def vectors(
     target = output or shards.with_name(f"{shards.name}.vectors.safetensors")
     from pretrain.run_folder import check_vectors_path
 
-    check_vectors_path(target, target.parent / "no run", {"shards": [str(shards)]})
+    check_vectors_path(texts or target, target.parent / "no run", {"shards": [str(shards)]})
     splits: dict[str, Segments] = {
         name: Segments(open_shards(shards, name)) for name in manifest.splits
     }

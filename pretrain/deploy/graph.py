@@ -91,12 +91,13 @@ class Graph(nn.Module):
 def load_graph(folder: Path) -> Graph:
     """Return the model that plain transformers reads from an export, in fp32."""
     config = json.loads((folder / "config.json").read_bytes())
-    has_logits = str((config.get("architectures") or [""])[0]).endswith("ForMaskedLM")
+    names, modules = config.get("architectures") or [""], (folder / "modules.json").exists()
+    has_logits = str(names[0]).endswith("ForMaskedLM") and not modules
     load: Any = AutoModelForMaskedLM if has_logits else AutoModel
     # Without SDPA the graph has a fifth of the nodes fewer.
     model = load.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     head = None
-    if not has_logits and (folder / "modules.json").exists():
+    if modules:
         head = read_head(str(folder), folder, model.config.hidden_size).eval()
     return Graph(model, head, has_logits=has_logits)
 

@@ -29,10 +29,12 @@ class Quality(ABC):
 
     Attributes:
         name: of the value.
+        count: of the examples, in words.
         of_all, of_part: the value of the file in fp32, on all examples and on a quarter.
     """
 
     name: str
+    count: str
     of_all: float
     of_part: float
 
@@ -42,7 +44,10 @@ class Quality(ABC):
 
 
 class HeadQuality(Quality):
-    """Measure how many masked tokens a file guesses; agreement: the same guesses as in fp32."""
+    """Measure how many masked tokens a file guesses; agreement: the same guesses as in fp32.
+
+    Where fp32 guesses no better than the most frequent token, the value is that agreement.
+    """
 
     name = "masked accuracy"
 
@@ -59,6 +64,10 @@ class HeadQuality(Quality):
         chosen = [i % _PART == 0 for i, d in enumerate(self.documents) for _ in d.places]
         self.chosen = np.array(chosen)
         self.of_part = float((self.in_fp32 == self.labels)[self.chosen].mean())
+        self.count = f"{num:,} documents"
+        self.guesses_well = self.of_all > np.bincount(self.labels).max() / len(self.labels)
+        if not self.guesses_well:  # nothing could fall
+            self.name, self.of_all, self.of_part = "agreement with fp32", 1.0, 1.0
 
     def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
         """Return masked accuracy, and the share of guesses as in fp32."""
@@ -66,7 +75,8 @@ class HeadQuality(Quality):
         if part:
             labels, known = labels[self.chosen], known[self.chosen]
         guesses = self._guesses(file, self.some if part else self.documents)
-        return float((guesses == labels).mean()), float((guesses == known).mean())
+        agreement = float((guesses == known).mean())
+        return float((guesses == labels).mean()) if self.guesses_well else agreement, agreement
 
     def _guesses(self, file: Path, documents: Sequence[Masked]) -> NDArray[np.int64]:
         session = Session(file)
@@ -91,8 +101,11 @@ class VectorQuality(Quality):
         self.pad, scores = pad_id(folder), None
         if data.is_file():
             first, second, scores = read_pairs(data)
-            if len(scores) < FEWEST_PAIRS:
-                raise RunError(f"{data}: has {len(scores)} pairs; take {FEWEST_PAIRS} or more")
+            if len(scores) < FEWEST_PAIRS or not np.isfinite(scores).all() or np.ptp(scores) == 0:
+                raise RunError(
+                    f"{data}: has {len(scores)} pairs; a correlation needs {FEWEST_PAIRS} or more, "
+                    "with scores that are finite and not all equal"
+                )
             num = min(ROWS, len(scores))
             places = np.arange(num) * len(scores) // num
             texts = [first[i] for i in places] + [second[i] for i in places]
@@ -106,6 +119,7 @@ class VectorQuality(Quality):
                 )
             self.name = "correlation of similarities with fp32"
         self.scores = scores
+        self.count = f"{len(texts):,} documents" if scores is None else f"{len(scores):,} pairs"
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.no_padding()
         tokenizer.enable_truncation(text_length(folder))

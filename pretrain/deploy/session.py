@@ -51,7 +51,8 @@ class Session:
         self.outputs = {output.name: output.shape for output in self.session.get_outputs()}
         self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
         self._inputs = {value.name for value in self.session.get_inputs()}
-        if not {"input_ids", "attention_mask"} <= self._inputs:
+        known = {"input_ids", "attention_mask"}
+        if not known <= self._inputs <= {*known, "token_type_ids"}:
             raise RunError(f"{file}: takes {sorted(self._inputs)}, not input_ids, attention_mask")
 
     def __call__(self, output: str, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float32]:
@@ -59,7 +60,13 @@ class Session:
         values = {"input_ids": ids.astype(np.int64), "attention_mask": mask.astype(np.int64)}
         # Files of other programs take segments, too.
         others = {name: np.zeros_like(values["input_ids"]) for name in self._inputs - set(values)}
-        found: NDArray[np.float32] = self.session.run([output], values | others)[0]
+        try:
+            found: NDArray[np.float32] = self.session.run([output], values | others)[0]
+        except Exception as error:
+            reason = str(error).splitlines()[0][:200]
+            raise RunError(
+                f"{self.file}: cannot read {ids.shape[0]} texts of {ids.shape[1]} tokens ({reason})"
+            ) from error
         return found
 
 
@@ -75,6 +82,15 @@ class OnnxEncoder:
         assert file is not None
         self.session, self.who = Session(file, threads), who
         folder = model_folder(file)
+        if not {VECTOR, HIDDEN} & set(self.session.outputs):
+            raise RunError(f"{who}: makes no vectors; its outputs are {[*self.session.outputs]}")
+        self.head: Any = None
+        if VECTOR not in self.session.outputs and (folder / "modules.json").exists():
+            # A file of another program, whose modules are beside it: they need torch.
+            from pretrain.model.sentences import read_head
+
+            width = json.loads((folder / "config.json").read_bytes())
+            self.head = read_head(who, folder, width.get("hidden_size") or width.get("dim"))
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.longest, self.pad = text_length(folder), pad_id(folder)
         self.tokenizer.no_padding()
@@ -83,16 +99,33 @@ class OnnxEncoder:
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the vectors [n, W]."""
         encoded = self.tokenizer.encode_batch(list(texts))
-        return vectors_of(self.session, [encoding.ids for encoding in encoded], self.pad)
+        ids = [encoding.ids for encoding in encoded]
+        return vectors_of(self.session, ids, self.pad, self.head)
 
 
-def vectors_of(session: Session, texts: Sequence[Sequence[int]], pad: int) -> NDArray[np.float32]:
-    """Return the vectors [n, W] of token ids; of a body without modules the mean over tokens."""
+def vectors_of(
+    session: Session, texts: Sequence[Sequence[int]], pad: int, head: Any = None
+) -> NDArray[np.float32]:
+    """Return the vectors [n, W] of token ids.
+
+    Args:
+        session: the file.
+        texts: ids of each text.
+        pad: id of padding.
+        head: the modules behind a file that gives hidden states; by default the mean over tokens.
+    """
     found: list[Any] = [None] * len(texts)
     pooled = VECTOR in session.outputs
     for places, ids, mask in batches(texts, pad):
         vectors = session(VECTOR if pooled else HIDDEN, ids, mask)
-        if not pooled:
+        if head is not None:
+            import torch
+
+            hidden, lengths = torch.from_numpy(vectors), torch.from_numpy(mask.sum(1))[:, None]
+            documents = torch.from_numpy(np.where(mask == 1, 0, -1))
+            positions = torch.arange(mask.shape[1]).expand(mask.shape)
+            vectors = head(hidden, documents, lengths, positions)[:, 0].numpy()
+        elif not pooled:
             weights = mask[..., None] / mask.sum(1)[:, None, None]
             vectors = (vectors * weights).sum(1).astype(np.float32)
         for place, vector in zip(places, vectors, strict=True):

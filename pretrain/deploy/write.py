@@ -78,7 +78,14 @@ def write_onnx(
     settings["model_max_length"] = text_length(folder)
     (folder / "tokenizer_config.json").write_bytes(indented_json(settings))
     inputs = _inputs(folder, wanted)
-    record = _kept(before, inputs) if before is not None else None
+    record = None
+    if before is not None and before.is_dir() and any(before.iterdir()):
+        if (why := _other(before, inputs)) is not None:
+            raise RunError(
+                f"{before}: already there with other ONNX files ({why}); export to another folder, "
+                "or remove it first"
+            )
+        record = json.loads((before / "onnx" / RECORD).read_bytes())
     if record is not None:
         assert before is not None
         shutil.copytree(before / "onnx", folder / "onnx")
@@ -140,6 +147,7 @@ def _make(folder: Path, wanted: Onnx, say: Callable[[str], None]) -> dict[str, A
         note(
             file,
             quality=quality.name,
+            examples=quality.count,
             in_fp32=quality.of_all,
             value=result.value,
             drop=result.drop,
@@ -196,17 +204,21 @@ def _inputs(folder: Path, wanted: Onnx) -> dict[str, Any]:
     }
 
 
-def _kept(before: Path, inputs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the record of files that were made of these inputs and are as they were written."""
+def _other(before: Path, inputs: dict[str, Any]) -> str | None:
+    """Return why files are not those of these inputs as they were written; None if they are."""
     place = before / "onnx"
     try:
-        record: dict[str, Any] = json.loads((place / RECORD).read_bytes())
-        same = record["inputs"] == inputs
-        names = {path.name for path in place.iterdir()} == {RECORD, *record["files"]}
-        hashes = all(hash_file(place / n)[0] == f["sha256"] for n, f in record["files"].items())
-        return record if same and names and hashes else None
+        record = json.loads((place / RECORD).read_bytes())
+        known, files = record["inputs"], record["files"]
+        for key in inputs:
+            if known[key] != inputs[key]:
+                return f"{key} was {known[key]} and is now {inputs[key]}"[:200]
+        if {path.name for path in place.iterdir()} != {RECORD, *files}:
+            return "some are missing, or there are more"
+        changed = [name for name in files if hash_file(place / name)[0] != files[name]["sha256"]]
+        return f"{changed[0]} has changed" if changed else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        return f"there is no {place / RECORD} of this version"
 
 
 def _card(folder: Path, files: dict[str, Any]) -> str:
@@ -262,5 +274,5 @@ def _card(folder: Path, files: dict[str, Any]) -> str:
             if known["reduce_range"]
             else "Its weights use all 8 bits: on a processor without VNNI answers may be wrong."
         )
-        lines.append(f"int8: agreement is that with fp32. {safe}")
+        lines.append(f"int8: measured on {known['examples']}; agreement is that with fp32. {safe}")
     return "\n\n".join(lines) + "\n"

@@ -23,9 +23,10 @@ from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.folder import Loaded, read_model, write_model
 from pretrain.model.loading import reinitialise
 from pretrain.model.model_files import first_line, read_tensors
+from pretrain.model.sentences import read_head
 from pretrain.monitor.tables import escaped
 from pretrain.objectives.known import objective_of, task_of
-from pretrain.run_folder import check_run
+from pretrain.run_folder import check_run, onnx_file
 
 Tensors = dict[str, Tensor]
 
@@ -137,9 +138,16 @@ def export_model(
         same: keeps a target with the same files, see `write_model`.
     """
     check_target(Path(name), folder, again=same is not None)
+    if onnx_file(Path(name)) is not None:
+        raise RunError(f"{name}: is an ONNX file already; give the folder with the model's weights")
 
     def read(loaded: Loaded) -> tuple[Loaded, dict[str, bytes], Tensors, dict[str, bytes]]:
         family = family_of(loaded.model)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            if not (loaded.folder / file).is_file():
+                raise RunError(f"{name}: no {file}; save its tokenizer there with save_pretrained")
+        # Before anything is written: modules that are not supported.
+        read_head(name, loaded.folder, loaded.model.config.hidden_size)
         tokenizer = tokenizer_files.of_checkpoint(
             loaded.folder, family.row_length(loaded.model.config)
         )
@@ -152,7 +160,9 @@ def export_model(
         return loaded, tokenizer, tensors, modules
 
     loaded, tokenizer, tensors, modules = read_model(name, read, needs_head=False, warn=warn)
-    model: Any = loaded.model.eval() if loaded.has_head else body(loaded.model, 0)
+    # A sentence encoder may have kept a head that its vectors do not need.
+    has_logits = loaded.has_head and "modules.json" not in modules
+    model: Any = loaded.model.eval() if has_logits else body(loaded.model, 0)
     if (pooler := getattr(model, "pooler", None)) is not None:
         found = {
             k.rpartition("pooler.")[2]: v.float() for k, v in tensors.items() if "pooler." in k

@@ -185,6 +185,13 @@ def test_prompt_and_dim_change_the_vectors_and_the_digest(shards: Path, tmp_path
     with torch.no_grad():
         plain.model[0].auto_model.encoder.layer[0].output.dense.bias[0] += 1e-3
     assert plain.digest != FromModel(str(folder)).digest
+    before, path = FromModel(str(folder)).digest, folder / "config.json"
+    path.write_text(
+        path.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": 2')
+    )
+    assert FromModel(str(folder)).digest != before
+    with refused("--prompt quary: the prompts of", "are query, document"):
+        FromModel(str(folder), prompt="quary")
 
 
 def test_any_student_learns_the_vectors(
@@ -305,6 +312,14 @@ def test_tables_that_are_wrong_are_refused(shards: Path, tmp_path: Path) -> None
         opened(["other"], vectors[:1])
     with refused("has vectors of 6 and of 3 numbers"):
         opened(texts, [*vectors[1:], vectors[0, :3]])
+    with refused("is empty, all zeros or not finite in fp16"):
+        opened(texts, [[], *vectors[1:]])
+    with refused("is empty, all zeros or not finite in fp16"):
+        opened(texts, [*vectors[1:], vectors[0] * 1e6])
+    # Two texts that differ in blanks alone: the first one's vector.
+    spaced = [texts[0], texts[0].replace(" ", "  "), *texts[1:]]
+    table = opened(spaced, [vectors[0], vectors[0] + 1, *vectors[1:]])
+    np.testing.assert_array_equal(table([texts[0]])[0], vectors[0])
     with refused("has two vectors of"):
         opened([*texts, texts[0]], [*vectors, vectors[1] + 1])
     with refused("its columns are text, values; name them text and vector"):
@@ -328,6 +343,8 @@ def test_mistakes_are_answered_before_a_model_is_loaded(
         (["--write-texts", "t.parquet", "--dim", "3"], "--dim: --write-texts writes no vectors"),
         (["--from", "nowhere"], "--from nowhere: is not a file"),
         (["--model", "m", "--output", shards / "v"], "lies in shards"),
+        (["--write-texts", shards / "manifest.json"], "lies in shards"),
+        (["--write-texts", "t.parquet"], "--write-texts t.parquet: already there"),
     ):
         assert said in run("vectors", shards, *arguments)[0]
     assert "cannot be loaded" in run("vectors", shards, "--model", tmp_path / "nothing")[0]

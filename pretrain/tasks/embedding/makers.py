@@ -6,6 +6,7 @@ Shapes: n texts, W width of a vector.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -65,6 +66,12 @@ class FromModel:
         self.who, self.precision = f"model {name}", precision
         self.dim: int | None = None
         self.name = "" if local else name  # a published file names no folder of this machine
+        # Settings and code; the weights are hashed as they were loaded.
+        self.files = {
+            path.relative_to(name).as_posix(): hash_file(path)[0]
+            for path in sorted(Path(name).rglob("*") if local else ())
+            if path.suffix in (".json", ".py", ".txt", ".model") and path.is_file()
+        }
         with self._explained("be loaded"):
             self.model = SentenceTransformer(
                 source,
@@ -75,6 +82,11 @@ class FromModel:
         # A module that was not in the folder's precision.
         self.model.to(PRECISIONS[precision].dtype)
         known = self.model.prompts or {}
+        if prompt is not None and prompt.isalnum() and known and prompt not in known:
+            raise RunError(
+                f"--prompt {prompt}: the prompts of {self.who} are {', '.join(known)}; a text of "
+                "your own ends in a blank or a mark, such as 'query: '"
+            )
         default = known.get(self.model.default_prompt_name or "", "")
         self.prompt: str = (default if prompt is None else known.get(prompt, prompt)) or ""
         self.normalised = type(self.model[-1]).__name__ == "Normalize"
@@ -96,8 +108,12 @@ class FromModel:
         modules = [[type(m).__name__, _settings(m)] for m in self.model]
         tokenizer = getattr(self.model.tokenizer, "backend_tokenizer", None)
         text = tokenizer.to_str() if tokenizer is not None else repr(self.model.tokenizer)
+        parts_with: list[Any] = [m for m in self.model.modules() if hasattr(m, "config")]
+        configs = [part.config.to_dict() for part in parts_with]
         parts = {
             "weights": weights.hexdigest(),
+            "configs": repr(configs),
+            "files": self.files,
             "modules": repr(modules),
             "tokenizer": hashlib.sha256(text.encode()).hexdigest(),
             "longest": self.longest,
@@ -176,6 +192,10 @@ class FromTable:
                     f"{self.who}: its columns are {', '.join(sorted(columns))}; name them text and "
                     "vector"
                 )
+            kind = table.schema_arrow.field(column).type
+            kind = getattr(kind, "value_type", kind)
+            if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
+                raise RunError(f"{self.who}: {column} is no list of numbers")
             self._read(table, column, wanted)
         except (pa.ArrowException, OSError) as error:
             raise RunError(
@@ -204,7 +224,8 @@ class FromTable:
     @property
     def digest(self) -> str:
         """Return a hash of the file and of what is kept of a vector."""
-        return canonical_sha256({"file": hash_file(self.file)[0], "dim": self.dim})
+        parts = {"file": hash_file(self.file)[0], "dim": self.dim, "name": self.name}
+        return canonical_sha256(parts)
 
     def __call__(self, texts: Sequence[str]) -> Vectors:
         """Return the vectors [n, W]."""
@@ -212,6 +233,7 @@ class FromTable:
 
     def _read(self, table: Any, column: str, wanted: Mapping[bytes, int]) -> None:
         """Keep the vectors of the wanted texts, and which of them are there."""
+        exact: dict[int, str] = {}
         for batch in table.iter_batches(batch_size=SEGMENTS, columns=["text", column]):
             pairs = zip(batch["text"].to_pylist(), batch[column], strict=True)
             for text, cell in pairs:
@@ -222,6 +244,13 @@ class FromTable:
                     values = np.asarray(cell.values, dtype=np.float32)
                 except (AttributeError, TypeError, ValueError):
                     raise RunError(f"{self.who}: {column} is no list of numbers") from None
+                with np.errstate(over="ignore"):
+                    short = values.astype(np.float16)
+                if not short.any() or not np.isfinite(short).all():
+                    raise RunError(
+                        f"{self.who}: the vector of {one_line(text, _SHOWN)!r} is empty, all "
+                        "zeros or not finite in fp16"
+                    )
                 if not self.width:
                     self.width = len(values)
                     self.vectors = np.zeros((len(wanted), self.width), dtype=np.float32)
@@ -229,6 +258,9 @@ class FromTable:
                     raise RunError(
                         f"{self.who}: has vectors of {self.width} and of {len(values)} numbers"
                     )
+                # Texts that differ in blanks may have other vectors: the first one is taken.
+                if exact.setdefault(place, text) != text:
+                    continue
                 if self.there[place] and not np.array_equal(self.vectors[place], values):
                     raise RunError(
                         f"{self.who}: has two vectors of {one_line(text, _SHOWN)!r}; keep one"
@@ -246,8 +278,10 @@ def texts_of(splits: Mapping[str, Segments]) -> Iterator[tuple[str, str]]:
 
 
 def write_texts(file: Path, splits: Mapping[str, Segments]) -> int:
-    """Write the different texts of a corpus to a Parquet file; return their number."""
-    found = dict.fromkeys(text for _, text in texts_of(splits))
+    """Write the different texts of a corpus to a new Parquet file; return their number."""
+    if os.path.lexists(file):
+        raise RunError(f"--write-texts {file}: already there; give another file")
+    found = [*{_key(text): text for _, text in texts_of(splits)}.values()]
     temporary = file.with_name(f".tmp-{file.name}")
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"text": pa.array(found, pa.string())}), temporary)
