@@ -135,17 +135,12 @@ def head_of(name: str) -> Logits:
     return logits
 
 
-def masked_documents(shards: Path, rows: NDArray[np.int64] | None = None) -> Iterator[Masked]:
-    """Yield the documents of validation rows, with the masks of `distil evaluate`.
-
-    Args:
-        shards: their folder.
-        rows: numbers of rows; by default all.
-    """
+def masked_documents(shards: Path, rows: NDArray[np.int64]) -> Iterator[Masked]:
+    """Yield the documents of validation rows by their numbers, masked as in `distil evaluate`."""
     split = open_shards(shards, "validation")
     examples = MaskedRows(split, evaluation_masking(split.manifest, 0.15))
     special = split.manifest.tokenizer.special_ids
-    for number in np.arange(len(split)) if rows is None else rows:
+    for number in rows:
         one = np.array([number])
         found = examples.rows(split.rows(one), np.zeros_like(one), one)
         ids = found["input_ids"][0].numpy().astype(np.int64)

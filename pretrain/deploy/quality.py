@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from data_prep.shards import load_manifest
+from data_prep.shards import load_manifest, open_shards
 from pretrain import RunError
 from pretrain.deploy.heads import Masked, check_fit, logits_at_masks, masked_documents
 from pretrain.deploy.session import LOGITS, Session, pad_id, text_length, vectors_of
@@ -52,8 +52,12 @@ class HeadQuality(Quality):
     name = "masked accuracy"
 
     def __init__(self, source: Path, shards: Path, pad: int) -> None:
-        documents = list(masked_documents(shards))
-        # Evenly spaced: packing puts the longest first.
+        # Rows and documents are taken evenly: packing puts the longest first.
+        size = len(open_shards(shards, "validation"))
+        rows = np.arange(min(ROWS, size)) * size // max(1, min(ROWS, size))
+        documents = list(masked_documents(shards, rows))
+        if not documents:
+            raise RunError(f"--data {shards}: its validation rows have no token to mask")
         num = min(ROWS, len(documents))
         self.documents = [documents[i * len(documents) // num] for i in range(num)]
         self.pad = pad

@@ -116,6 +116,8 @@ def vectors_of(
     """
     found: list[Any] = [None] * len(texts)
     pooled = VECTOR in session.outputs
+    if not texts:
+        return np.zeros((0, session.outputs[VECTOR if pooled else HIDDEN][-1]), dtype=np.float32)
     for places, ids, mask in batches(texts, pad):
         vectors = session(VECTOR if pooled else HIDDEN, ids, mask)
         if head is not None:

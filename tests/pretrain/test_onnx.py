@@ -270,6 +270,7 @@ def test_shards_of_other_words_are_refused(of_head: Path, tmp_path: Path, corpus
 def test_sentence_encoders_have_the_vectors_of_their_folder(of_sentences: Path) -> None:
     texts = [" ".join(VOCABULARY[5 + n : 9 + 3 * n]) for n in range(20)]
     wanted = encode(of_sentences, texts)
+    assert encode(of_sentences / "onnx", []).shape == (0, 32)
     for name, limit in (("model.onnx", 1e-5), ("model_fp16.onnx", 1e-2)):
         ours = encode(of_sentences / "onnx" / name, texts)
         np.testing.assert_allclose(ours, wanted, atol=limit)

@@ -178,6 +178,12 @@ def test_prompt_and_dim_change_the_vectors_and_the_digest(shards: Path, tmp_path
     np.testing.assert_allclose(np.linalg.norm(by_name(texts), axis=1), 1, atol=1e-5)
     own = FromModel(str(folder), prompt="of my own ")
     np.testing.assert_allclose(own(texts), model.encode(texts, prompt="of my own "), atol=1e-6)
+    # The name of an empty prompt, where the folder's default is another one.
+    with_default = save_model(tmp_path / "other", "mpnet")
+    model = library.SentenceTransformer(str(with_default), device="cpu").float()
+    empty = FromModel(str(with_default), prompt="document")
+    np.testing.assert_allclose(empty(texts), model.encode(texts, prompt=""), atol=1e-6)
+    assert np.abs(empty(texts) - model.encode(texts)).max() > 0.01
     half = FromModel(str(folder), precision="bf16")
     assert 0 < np.abs(half(texts) - plain(texts)).max() < 0.1
     assert len({maker.digest for maker in (plain, by_name, own, half)}) == 4

@@ -129,7 +129,7 @@ class FromModel:
         with self._explained("encode texts"):
             found = self.model.encode(
                 list(texts),
-                prompt=self.prompt or None,
+                prompt=self.prompt,  # an empty one, too: None would be the folder's default
                 batch_size=_BATCH,
                 show_progress_bar=False,
                 normalize_embeddings=self.normalised and self.dim is not None,
