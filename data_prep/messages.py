@@ -8,6 +8,8 @@ from pathlib import Path
 
 from data_prep.disk.credentials import masked
 
+_LONGEST_LINE = 300  # characters
+
 
 def extra(name: str) -> str:
     """Say how to install an extra: from this project's folder, since anyone may own its name on an
@@ -15,6 +17,16 @@ def extra(name: str) -> str:
     folder = Path(__file__).resolve().parents[1]
     place = str(folder) if (folder / "setup.py").is_file() else "the project's folder"
     return f"install the extra {name}: pip install '.[{name}]' in {place}"
+
+
+def first_line(error: Exception) -> str:
+    """Return what a library's error message says, in one line."""
+    lines = str(error).strip().splitlines()
+    # A validator names the key in its first line, and the fault in the second.
+    lines = lines[: 2 if lines and lines[0].endswith(":") else 1]
+    if not lines or isinstance(error, LookupError | ArithmeticError):  # their message may be "'x'"
+        lines.insert(0, type(error).__name__)
+    return ": ".join(line.strip(" :") for line in lines)[:_LONGEST_LINE]
 
 
 def printable(text: str) -> str:

@@ -13,6 +13,7 @@ from huggingface_hub import HfApi, ModelCard
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from data_prep.messages import first_line
 from pretrain import RunError
 from pretrain.deploy.asked import Onnx
 from pretrain.encoders import MEASURED
@@ -22,7 +23,7 @@ from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.folder import Loaded, read_model, write_model
 from pretrain.model.loading import reinitialise
-from pretrain.model.model_files import first_line, read_tensors
+from pretrain.model.model_files import read_tensors
 from pretrain.model.sentences import read_head
 from pretrain.monitor.tables import escaped
 from pretrain.objectives.known import objective_of, task_of

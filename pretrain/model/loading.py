@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
-from data_prep.messages import one_line, warn
+from data_prep.messages import first_line, one_line, warn
 from data_prep.shards import Manifest
 from pretrain import RunError
 from pretrain.model.families import FAMILIES, Family
-from pretrain.model.model_files import first_line
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LABELS = ("id2label", "label2id", "num_labels", "_num_labels")

@@ -25,6 +25,7 @@ from data_prep.disk.json_files import (
     parse_object,
     read_regular_text,
 )
+from data_prep.messages import first_line
 from data_prep.tokens.failures import as_value_errors
 from pretrain import RunError
 
@@ -37,7 +38,6 @@ _CODE = (
 )
 _LONGEST_JSON, _LONGEST_VOCABULARY = 2**24, 2**28  # bytes
 _MOST_HOLES = 2**20  # ids without a token
-_LONGEST_LINE = 300  # characters
 _SAFE_UNPICKLER = (2, 10)  # torch 2.10: before, weights_only was not safe (CVE-2026-24747)
 _ROLES = ("pad", "unk", "cls", "sep", "mask")
 
@@ -175,16 +175,6 @@ def read_words(who: str, folder: Path) -> Words | None:
     for word, id in ids.items():
         vocabulary[id] = word
     return Words(vocabulary, special) if ids else None
-
-
-def first_line(error: Exception) -> str:
-    """Return what a library's error message says, in one line."""
-    lines = str(error).strip().splitlines()
-    # A validator names the key in its first line, and the fault in the second.
-    lines = lines[: 2 if lines and lines[0].endswith(":") else 1]
-    if not lines or isinstance(error, LookupError | ArithmeticError):  # their message may be "'x'"
-        lines.insert(0, type(error).__name__)
-    return ": ".join(line.strip(" :") for line in lines)[:_LONGEST_LINE]
 
 
 def _read_json(who: str, path: Path) -> dict[str, Any]:

@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from data_prep.messages import one_line
+from data_prep.messages import first_line, one_line
 from data_prep.tokens.failures import as_value_errors
 from pretrain import RunError
 from pretrain.contracts.packing import find_documents
 from pretrain.model.families import MaskedLM, encode, family_of
 from pretrain.model.loading import FLOATS
 from pretrain.model.model_files import (
-    first_line,
     read_config,
     read_tensors,
     read_text,

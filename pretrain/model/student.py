@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DistilBertForMaskedLM
 
+from data_prep.messages import first_line
 from data_prep.shards import Manifest
 from pretrain import RunError
 from pretrain.config import Model, Student
@@ -17,7 +18,6 @@ from pretrain.model.families.bert import Bert
 from pretrain.model.families.distil_bert import DistilBert
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length, reinitialise
-from pretrain.model.model_files import first_line
 from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
 from pretrain.plan import Sizes, default_layers, student_sizes
 from pretrain.run_folder import check_source

@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256
-from data_prep.messages import extra, one_line
+from data_prep.messages import extra, first_line, one_line
 from data_prep.shards import Segments
 from pretrain import RunError
 from pretrain.device.precision import PRECISIONS
-from pretrain.model.model_files import first_line
 from pretrain.tasks.embedding.vectors import SEGMENTS
 
 Vectors = NDArray[np.floating[Any]]
