@@ -170,6 +170,17 @@ def read_pairs(file: Path) -> tuple[list[str], list[str], NDArray[np.float64]]:
         ) from None
 
 
+def scored_pairs(file: Path) -> tuple[list[str], list[str], NDArray[np.float64]]:
+    """Return the pairs of `read_pairs`; refuse scores that a correlation is not defined of."""
+    first, second, scores = read_pairs(file)
+    if len(scores) < FEWEST_PAIRS or not np.isfinite(scores).all() or np.ptp(scores) == 0:
+        raise RunError(
+            f"{file}: has {len(scores)} pairs; a correlation needs {FEWEST_PAIRS} or more, "
+            "with scores that are finite and not all equal"
+        )
+    return first, second, scores
+
+
 def compare_vectors(student: Vectors, teacher: Vectors) -> dict[str, Figure]:
     """Return how similar a student's vectors [n, W] are to its teacher's [n, V], of the same texts.
 
@@ -278,12 +289,7 @@ def evaluate_encoders(
         encoders = {teacher: load_encoder(teacher, fallback), **encoders}
         encoders |= untrained(models, encoders[teacher])
     if data.is_file():
-        first, second, scores = read_pairs(data)
-        if len(scores) < FEWEST_PAIRS or not np.isfinite(scores).all() or np.ptp(scores) == 0:
-            raise RunError(
-                f"{data}: has {len(scores)} pairs; a correlation needs {FEWEST_PAIRS} or more, "
-                "with scores that are finite and not all equal"
-            )
+        first, second, scores = scored_pairs(data)
         say(f"{len(scores):,} pairs of {data}")
         vectors = {name: encoder([*first, *second]) for name, encoder in encoders.items()}
         found = {}

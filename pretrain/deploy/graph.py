@@ -30,6 +30,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForMaskedLM
 
+from data_prep.messages import first_line
 from pretrain import RunError
 from pretrain.deploy.session import HIDDEN, LOGITS, VECTOR, Session, pad_id, padded
 from pretrain.model.families import FAMILIES
@@ -135,8 +136,9 @@ def write_graph(graph: Graph, file: Path, metadata: Mapping[str, str]) -> None:
                 verbose=False,
             )
     except Exception as error:  # each part of the exporter has its own classes
-        reason = str(error).strip().splitlines()[0][:200]
-        raise RunError(f"{file}: a {kind} cannot be exported to ONNX here ({reason})") from error
+        raise RunError(
+            f"{file}: a {kind} cannot be exported to ONNX here ({first_line(error)})"
+        ) from error
     finally:
         logger.setLevel(level)
     assert program is not None

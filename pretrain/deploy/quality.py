@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from data_prep.shards import load_manifest, open_shards
 from pretrain import RunError
 from pretrain.deploy.heads import Masked, check_fit, logits_at_masks, masked_documents
-from pretrain.deploy.session import LOGITS, Session, pad_id, text_length, vectors_of
-from pretrain.encoders import FEWEST_PAIRS, pearson, read_pairs, unit, validation_texts
+from pretrain.deploy.session import LOGITS, OnnxEncoder, Session, pad_id, vectors_of
+from pretrain.encoders import FEWEST_PAIRS, pearson, scored_pairs, unit, validation_texts
 
 ROWS = 2000  # documents, or pairs
 _PART = 4  # what a single group costs is measured on a quarter
@@ -101,15 +100,10 @@ class VectorQuality(Quality):
     the mean cosine of a vector and the one in fp32.
     """
 
-    def __init__(self, source: Path, folder: Path, data: Path) -> None:
-        self.pad, scores = pad_id(folder), None
+    def __init__(self, source: Path, data: Path) -> None:
+        encoder, scores = OnnxEncoder(str(source)), None
         if data.is_file():
-            first, second, scores = read_pairs(data)
-            if len(scores) < FEWEST_PAIRS or not np.isfinite(scores).all() or np.ptp(scores) == 0:
-                raise RunError(
-                    f"{data}: has {len(scores)} pairs; a correlation needs {FEWEST_PAIRS} or more, "
-                    "with scores that are finite and not all equal"
-                )
+            first, second, scores = scored_pairs(data)
             num = min(ROWS, len(scores))
             places = np.arange(num) * len(scores) // num
             texts = [first[i] for i in places] + [second[i] for i in places]
@@ -124,15 +118,11 @@ class VectorQuality(Quality):
             self.name = "correlation of similarities with fp32"
         self.scores = scores
         self.count = f"{len(texts):,} documents" if scores is None else f"{len(scores):,} pairs"
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.no_padding()
-        tokenizer.enable_truncation(text_length(folder))
-        self.ids = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
-        self.in_fp32 = vectors_of(Session(source), self.ids, self.pad)
+        self.ids, self.pad = encoder.ids(texts), encoder.pad
+        self.in_fp32 = vectors_of(encoder.session, self.ids, self.pad)
         self.of_all, _ = self._value(self.in_fp32, self._chosen(part=False))
-        self.of_part, _ = self._value(
-            self.in_fp32[self._chosen(part=True)], self._chosen(part=True)
-        )
+        some = self._chosen(part=True)
+        self.of_part, _ = self._value(self.in_fp32[some], some)
 
     def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
         """Return the correlation, and the mean cosine with fp32."""
@@ -167,7 +157,7 @@ def quality_of(source: Path, folder: Path, data: Path, *, has_logits: bool) -> Q
         RunError, CorpusError: there is nothing to measure on.
     """
     if not has_logits:
-        return VectorQuality(source, folder, data)
+        return VectorQuality(source, data)
     if data.is_file():
         raise RunError(f"--data {data}: a model with an LM head is measured on shards")
     # Token ids of another vocabulary would be other words.

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from data_prep.messages import extra
+from data_prep.messages import extra, first_line
 from pretrain import RunError
 from pretrain.run_folder import onnx_file
 
@@ -45,8 +45,7 @@ class Session:
         try:
             self.session = onnxruntime.InferenceSession(str(file), options, providers=providers)
         except Exception as error:  # onnxruntime's classes have no common one
-            reason = str(error).splitlines()[0][:200]
-            raise RunError(f"{file}: onnxruntime cannot load it ({reason})") from error
+            raise RunError(f"{file}: onnxruntime cannot load it ({first_line(error)})") from error
         self.file = file
         self.outputs = {output.name: output.shape for output in self.session.get_outputs()}
         self.metadata = dict(self.session.get_modelmeta().custom_metadata_map)
@@ -63,9 +62,9 @@ class Session:
         try:
             found: NDArray[np.float32] = self.session.run([output], values | others)[0]
         except Exception as error:
-            reason = str(error).splitlines()[0][:200]
             raise RunError(
-                f"{self.file}: cannot read {ids.shape[0]} texts of {ids.shape[1]} tokens ({reason})"
+                f"{self.file}: cannot read {ids.shape[0]} texts of {ids.shape[1]} tokens "
+                f"({first_line(error)})"
             ) from error
         return found
 
@@ -77,10 +76,10 @@ class OnnxEncoder:
         who: the file, or a folder with one; the beginning of messages.
     """
 
-    def __init__(self, who: str, threads: int | None = None) -> None:
+    def __init__(self, who: str) -> None:
         file = onnx_file(Path(who))
         assert file is not None
-        self.session, self.who = Session(file, threads), who
+        self.session, self.who = Session(file), who
         folder = model_folder(file)
         if not {VECTOR, HIDDEN} & set(self.session.outputs):
             raise RunError(f"{who}: makes no vectors; its outputs are {[*self.session.outputs]}")
@@ -89,8 +88,8 @@ class OnnxEncoder:
             # A file of another program, whose modules are beside it: they need torch.
             from pretrain.model.sentences import read_head
 
-            width = json.loads((folder / "config.json").read_bytes())
-            self.head = read_head(who, folder, width.get("hidden_size") or width.get("dim"))
+            config = _settings(folder / "config.json")
+            self.head = read_head(who, folder, int(config.get("hidden_size") or config["dim"]))
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.longest, self.pad = text_length(folder), pad_id(folder)
         self.tokenizer.no_padding()
@@ -98,9 +97,11 @@ class OnnxEncoder:
 
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the vectors [n, W]."""
-        encoded = self.tokenizer.encode_batch(list(texts))
-        ids = [encoding.ids for encoding in encoded]
-        return vectors_of(self.session, ids, self.pad, self.head)
+        return vectors_of(self.session, self.ids(texts), self.pad, self.head)
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of texts, each cut at the longest that is read."""
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
 
 
 def vectors_of(

@@ -110,11 +110,9 @@ def sizes(name: str) -> dict[str, float]:
 
 def _turn(name: str, worker: subprocess.Popen[str]) -> dict[str, Any]:
     assert worker.stdin is not None and worker.stdout is not None
-    try:
+    with suppress(BrokenPipeError):  # it has ended: what it said is read below
         worker.stdin.write("go\n")
         worker.stdin.flush()
-    except BrokenPipeError:
-        pass
     line = worker.stdout.readline()
     if not line:
         raise RunError(f"{name}: its process ended; see the error above")

@@ -21,10 +21,10 @@ from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.bench.machine import hardware
 from pretrain.deploy.asked import Onnx
-from pretrain.deploy.graph import compare, load_graph, to_fp16, write_graph
+from pretrain.deploy.graph import Graph, compare, load_graph, to_fp16, write_graph
 from pretrain.deploy.quality import ROWS, quality_of
 from pretrain.deploy.quantise import search
-from pretrain.deploy.session import LOGITS, Session, text_length
+from pretrain.deploy.session import LOGITS, Session, pad_id, text_length
 from pretrain.encoders import read_pairs, validation_texts
 from pretrain.monitor.tables import markdown
 
@@ -92,20 +92,21 @@ def write_onnx(
         say(f"{before / 'onnx'}: up to date")
     else:
         (folder / "onnx").mkdir()
-        files = _make(folder, wanted, say)
-        record = {"inputs": inputs, "files": files}
+        graph = load_graph(folder)
+        files = _make(graph, folder, wanted, say)
+        # The last output is the vector, where there is one.
+        record = {"inputs": inputs, "output": graph.outputs[-1], "files": files}
         (folder / "onnx" / RECORD).write_bytes(indented_json(record))
     with (folder / "README.md").open("a", encoding="utf-8") as card:
-        card.write("\n" + _card(folder, record["files"]))
+        card.write("\n" + _card(folder, record))
 
 
-def _make(folder: Path, wanted: Onnx, say: Callable[[str], None]) -> dict[str, Any]:
+def _make(graph: Graph, folder: Path, wanted: Onnx, say: Callable[[str], None]) -> dict[str, Any]:
     """Make and check the files; return what is known of each."""
     source, found = folder / "onnx" / "model.onnx", dict[str, Any]()
     metadata = {"made_by": f"distil-pretraining {version('distil-pretraining')}"}
     metadata["weights"] = hash_file(folder / "model.safetensors")[0]
     texts = _texts(wanted.data)
-    graph = load_graph(folder)
 
     def note(file: Path, **more: Any) -> None:
         known = compare(graph, Session(file), folder, texts)
@@ -209,7 +210,7 @@ def _other(before: Path, inputs: dict[str, Any]) -> str | None:
     place = before / "onnx"
     try:
         record = json.loads((place / RECORD).read_bytes())
-        known, files = record["inputs"], record["files"]
+        known, files, _ = record["inputs"], record["files"], record["output"]
         for key in inputs:
             if known[key] != inputs[key]:
                 return f"{key} was {known[key]} and is now {inputs[key]}"[:200]
@@ -221,10 +222,9 @@ def _other(before: Path, inputs: dict[str, Any]) -> str | None:
         return f"there is no {place / RECORD} of this version"
 
 
-def _card(folder: Path, files: dict[str, Any]) -> str:
+def _card(folder: Path, record: dict[str, Any]) -> str:
     """Return the part of the card about the files."""
-    outputs = Session(folder / "onnx" / "model.onnx").outputs
-    name = next(iter(reversed(outputs)))  # the vector, where there is one
+    name, files = record["output"], record["files"]
     has_logits = name == LOGITS
     quality = next((file["quality"] for file in files.values() if "quality" in file), "")
     columns = ["file", "bytes", "difference", "same answers" if has_logits else "lowest cosine"]
@@ -246,13 +246,12 @@ def _card(folder: Path, files: dict[str, Any]) -> str:
         "These files need no torch: `pip install onnxruntime tokenizers numpy`.",
     ]
     best = "model_quantized.onnx" if "model_quantized.onnx" in files else "model.onnx"
-    settings = json.loads((folder / "config.json").read_bytes())
     code = _CODE_OF_CARD
     for old, new in (
         ("LONGEST", str(text_length(folder))),
-        ("PAD", str(settings.get("pad_token_id") or 0)),
+        ("PAD", str(pad_id(folder))),
         ("FILE", best),
-        ("OUTPUT", {LOGITS: "logits"}.get(name, "vectors")),
+        ("OUTPUT", "logits" if has_logits else "vectors"),
         ("NAME", name),
     ):
         code = code.replace(old, new, 1)

@@ -109,14 +109,7 @@ def export(
         extra=extra,
         same=same,
     )
-    return Exported(
-        architecture=type(student).__name__,
-        step=saved.step,
-        num_parameters=sum(p.numel() for p in student.parameters()),
-        num_bytes=(folder / "model.safetensors").stat().st_size,
-        difference=difference,
-        kept=is_kept,
-    )
+    return exported(student, folder, saved.step, difference, kept=is_kept)
 
 
 def export_model(
@@ -184,13 +177,20 @@ def export_model(
     difference, is_kept = write_model(
         model, folder, tensors={}, tokenizer=tokenizer, card=card, extra=extra, same=same
     )
+    return exported(model, folder, 0, difference, kept=is_kept)
+
+
+def exported(
+    model: PreTrainedModel, folder: Path, step: int, difference: float, *, kept: bool
+) -> Exported:
+    """Return the figures of a model that was written."""
     return Exported(
         architecture=type(model).__name__,
-        step=0,
+        step=step,
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_bytes=(folder / "model.safetensors").stat().st_size,
         difference=difference,
-        kept=is_kept,
+        kept=kept,
     )
 
 

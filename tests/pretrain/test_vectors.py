@@ -170,7 +170,7 @@ def test_vectors_are_those_of_encode(kind: str, shards: Path, tmp_path: Path, ru
 def test_prompt_and_dim_change_the_vectors_and_the_digest(shards: Path, tmp_path: Path) -> None:
     folder = save_model(tmp_path, "bert")
     plain = FromModel(str(folder))
-    texts = [text for _, text in texts_of(splits_of(shards))][:20]
+    texts = [*texts_of(splits_of(shards))][:20]
     model = library.SentenceTransformer(str(folder), device="cpu").float()
     by_name = FromModel(str(folder), prompt="query", dim=8)
     wanted = model.encode(texts, prompt_name="query", truncate_dim=8, normalize_embeddings=True)
@@ -272,7 +272,7 @@ def test_a_table_gives_each_text_its_vector(shards: Path, tmp_path: Path, run: R
     """Go the way of a paid service: write the texts, and give back their vectors in any order."""
     assert not run("vectors", shards, "--write-texts", "t.parquet")[0]
     texts = pq.read_table(tmp_path / "t.parquet")["text"].to_pylist()
-    assert texts == [*dict.fromkeys(text for _, text in texts_of(splits_of(shards)))]
+    assert texts == [*dict.fromkeys(texts_of(splits_of(shards)))]
     draw = np.random.default_rng(1)
     vectors = draw.normal(size=(len(texts), 12)).astype(np.float32)
     order = draw.permutation(len(texts))
@@ -293,7 +293,7 @@ def test_a_table_gives_each_text_its_vector(shards: Path, tmp_path: Path, run: R
 
 
 def test_short_vectors_of_a_table_have_length_1_again(shards: Path, tmp_path: Path) -> None:
-    texts = [text for _, text in texts_of(splits_of(shards))]
+    texts = [*texts_of(splits_of(shards))]
     vectors = np.random.default_rng(1).normal(size=(len(texts), 12)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     file = write_table(tmp_path / "v.parquet", texts, vectors, "embedding")
@@ -305,7 +305,7 @@ def test_short_vectors_of_a_table_have_length_1_again(shards: Path, tmp_path: Pa
 
 def test_tables_that_are_wrong_are_refused(shards: Path, tmp_path: Path) -> None:
     splits = splits_of(shards)
-    texts = [text for _, text in texts_of(splits)]
+    texts = [*texts_of(splits)]
     vectors = np.eye(len(texts), 6, dtype=np.float32) + 1
 
     def opened(names: Sequence[str], values: Any, column: str = "vector") -> FromTable:

@@ -179,7 +179,7 @@ class FromTable:
         self.who, self.file, self.name, self.dim = f"--from {file}", file, name, dim
         self.width, self.vectors = 0, np.zeros((0, 0), dtype=np.float32)
         wanted: dict[bytes, int] = {}
-        for _, text in texts_of(splits):
+        for text in texts_of(splits):
             wanted.setdefault(_key(text), len(wanted))
         self.there = np.zeros(len(wanted), dtype=np.bool_)
         try:
@@ -201,7 +201,7 @@ class FromTable:
                 f"{self.who}: cannot be read as Parquet ({first_line(error)})"
             ) from error
         self.place = wanted
-        missing = [text for _, text in texts_of(splits) if not self.there[wanted[_key(text)]]]
+        missing = [text for text in texts_of(splits) if not self.there[wanted[_key(text)]]]
         if missing:
             raise RunError(
                 f"{self.who}: has no vector of {len(missing):,} of {len(self.there):,} texts, such "
@@ -267,20 +267,20 @@ class FromTable:
                 self.vectors[place], self.there[place] = values, True
 
 
-def texts_of(splits: Mapping[str, Segments]) -> Iterator[tuple[str, str]]:
-    """Yield (split, text) of every whole document."""
-    for split, segments in splits.items():
+def texts_of(splits: Mapping[str, Segments]) -> Iterator[str]:
+    """Yield the text of every whole document."""
+    for segments in splits.values():
         for begin in range(0, len(segments), SEGMENTS):
             for text in segments.texts(begin, min(begin + SEGMENTS, len(segments))):
                 if text is not None:
-                    yield split, text
+                    yield text
 
 
 def write_texts(file: Path, splits: Mapping[str, Segments]) -> int:
     """Write the different texts of a corpus to a new Parquet file; return their number."""
     if os.path.lexists(file):
         raise RunError(f"--write-texts {file}: already there; give another file")
-    found = [*{_key(text): text for _, text in texts_of(splits)}.values()]
+    found = [*{_key(text): text for text in texts_of(splits)}.values()]
     temporary = file.with_name(f".tmp-{file.name}")
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"text": pa.array(found, pa.string())}), temporary)
