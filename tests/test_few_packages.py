@@ -11,9 +11,11 @@ from support.processes import ROOT, finished, python
 # Of an image with torch, transformers, accelerate, pyarrow, typer, rich, xxhash and psutil.
 MISSING = ("datasets", "deepspeed", "mwparserfromhell", "py3langid", "rensa", "zstandard", "ray")
 NOT_CARRIED = (*MISSING, "pydantic", "pydantic_core")
-# Hide the packages from importlib too, because accelerate asks it whether they are installed.
+# Hide the packages from importlib too, because accelerate asks it whether they are installed, and
+# their metadata.
 HIDE = """
 import importlib.machinery
+import importlib.metadata
 
 find = importlib.machinery.PathFinder.find_spec
 
@@ -22,6 +24,14 @@ def find_spec(cls, name, path=None, target=None):
     return None if hidden else find(name, path, target)
 
 importlib.machinery.PathFinder.find_spec = classmethod(find_spec)
+described = importlib.metadata.Distribution.from_name
+
+def from_name(cls, name):
+    if name in {names!r}:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return described(name)
+
+importlib.metadata.Distribution.from_name = classmethod(from_name)
 """
 Hide = Callable[[tuple[str, ...]], dict[str, str]]
 

@@ -13,7 +13,6 @@ from importlib.metadata import version
 
 from data_prep import CorpusError
 
-MODEL = f"py3langid {version('py3langid')}"
 # Every two-letter code (ISO 639-1) of the model. Its others are creoles, dialects and dead
 # languages: it gives them to English lists of names more often than to texts in them.
 _CODES = """
@@ -61,7 +60,7 @@ def _classifier() -> Callable[[str], tuple[str, float]]:
         model.set_languages(CODES)
     except (OSError, ValueError) as error:  # it unpacks 70 MB to a temporary file first
         raise CorpusError(
-            f"{MODEL}: the language model cannot be loaded ({error}): "
+            f"py3langid {version('py3langid')}: the language model cannot be loaded ({error}): "
             "make 100 MB of room for temporary files, or install py3langid again"
         ) from error
     classify: Callable[[str], tuple[str, float]] = model.classify
