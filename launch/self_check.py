@@ -166,6 +166,8 @@ def write_inputs(folder: Path) -> None:
         "output": folder / "shards",
         "tokenizer": str(folder / "vocab.txt"),
         "row_length": 32,
+        # A machine that is only checked may lack the packages for near duplicates.
+        "deduplicate": {"documents": "none"},
         "sources": [{"kind": "text", "path": str(folder / "text.txt"), "document": "line"}],
         "validation": 0,
         "workers": 1,

@@ -222,7 +222,7 @@ def test_no_mask_and_no_sync_on_a_gpu(model: Any, packed_ids: Tensor) -> None:
     assert "aten._flash_attention_forward.default" in called.names
     assert "aten._flash_attention_backward.default" in called.names
     with torch.inference_mode(), Operators() as called:
-        encode(on_meta.float(), ids, packing)
+        encode(on_meta.float().eval(), ids, packing)  # this kernel has no dropout
     assert not any(call.returns(shape) for call in called.calls)
     assert "aten._efficient_attention_forward.default" in called.names
     with Operators() as called:  # it sees one that is there

@@ -224,6 +224,8 @@ def test_a_trial_needs_what_the_fullest_micro_batch_of_the_corpus_needs(
         == found.labels["positions"].numel()
         >= max(batch.counts["masked"] for batch in real)
     )
+    # What shares memory cannot be pinned, which the copy to a GPU does.
+    assert all(t.is_contiguous() for t in (found.input_ids, *found.labels.values()))
     # More rows than there are in the sample: they are taken again.
     assert len(fullest(dataset, 3 * len(shards)).input_ids) == 3 * len(shards)
 

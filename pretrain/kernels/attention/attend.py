@@ -39,6 +39,6 @@ def attend(
         )
     q, k, v = (t.view(split).transpose(1, 2) for t in (query, key, value))
     # Chosen at each call, because autocast decides the dtype.
-    kernel = usable(device, q.dtype, q.shape[-1], window)[0]
+    kernel = usable(device, q.dtype, q.shape[-1], window, dropout)[0]
     documents = packing.cu_seqlens, packing.max_length
     return kernel(q, k, v, *documents, dropout, q.shape[-1] ** -0.5, window).flatten(2)

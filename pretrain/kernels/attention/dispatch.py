@@ -25,11 +25,15 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def usable(
-    device: torch.device, dtype: torch.dtype, head_width: int, window: int | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    head_width: int,
+    window: int | None = None,
+    dropout: float = 0.0,
 ) -> list[Backend]:
     """Return the kernels that can be used, the fastest first and `masked`, which always can, last.
 
-    Of the faster ones only `flash` supports a window.
+    Of the faster ones only `flash` supports a window, and on GPUs dropout.
 
     The meta device counts as a GPU of compute capability 9.0.
     """
@@ -46,7 +50,9 @@ def usable(
     if dtype in _HALF and capability >= (8, 0) and head_width % 8 == 0 and head_width <= 192:
         found.append(flash)
     dtypes = (torch.float32, *_HALF) if capability >= (8, 0) else (torch.float32, torch.float16)
-    if dtype in dtypes and head_width % 8 == 0 and window is None:
+    # With the bounds of documents, torch's forward pass begins every document's and head's draws at
+    # the same number and its backward pass does not, so it drops others (torch 2.11 and 2.13).
+    if dtype in dtypes and head_width % 8 == 0 and window is None and not dropout:
         found.append(memory_efficient)
     return [*found, masked]
 
@@ -91,12 +97,12 @@ def memory_efficient(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Attend by the kernels of xFormers: older GPUs, and fp32."""
-    assert window is None  # `usable` leaves this kernel out
+    """Attend by the kernels of xFormers, without dropout: older GPUs, and fp32."""
+    assert window is None and not dropout  # `usable` leaves this kernel out
     q_1NHD, k_1NHD, v_1NHD = (_positions(t)[None] for t in (q, k, v))
     # Compiled, torch's own operator has no backward pass: see `efficient.py`.
     attend: Any = efficient.operator if torch.compiler.is_compiling() else efficient.attend
-    output: Tensor = attend(q_1NHD, k_1NHD, v_1NHD, cu, max_length, dropout, scale)[0]
+    output: Tensor = attend(q_1NHD, k_1NHD, v_1NHD, cu, max_length, scale)[0]
     return output[0].unflatten(0, (len(q), q.shape[2]))
 
 

@@ -15,22 +15,16 @@ import torch
 from torch import Tensor
 
 _NAME = "distil::memory_efficient"
-# Marked as one that draws random numbers: recomputed layers draw the same again.
 torch.library.define(
     _NAME,
-    "(Tensor q, Tensor k, Tensor v, Tensor cu, int max_length, float dropout, float scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    tags=torch.Tag.nondeterministic_seeded,
+    "(Tensor q, Tensor k, Tensor v, Tensor cu, int max_length, float scale) -> (Tensor, Tensor)",
 )
 operator = torch.ops.distil.memory_efficient
 
 
 @torch.library.impl(_NAME, "default")
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    output, sums, seed, offset = attend(*arguments)[:4]
-    if not arguments[5]:  # without dropout they are empty, and on another device
-        seed, offset = (torch.zeros((), dtype=torch.int64) for _ in range(2))
-    return output, sums, seed, offset
+    return attend(*arguments)[:2]
 
 
 def attend(
@@ -39,12 +33,11 @@ def attend(
     v_1NHD: Tensor,
     cu: Tensor,
     max_length: int,
-    dropout: float,
     scale: float,
 ) -> tuple[Any, ...]:
-    """Return the output [1, N, H, D], what its backward pass needs, and two numbers."""
+    """Return the output [1, N, H, D], what its backward pass needs, and numbers of dropout."""
     return torch.ops.aten._efficient_attention_forward(
-        q_1NHD, k_1NHD, v_1NHD, None, cu, cu, max_length, max_length, dropout, 0, True, scale=scale
+        q_1NHD, k_1NHD, v_1NHD, None, cu, cu, max_length, max_length, 0.0, 0, True, scale=scale
     )
 
 
@@ -54,8 +47,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_length: int, *_: Any) -> 
     # The kernel rounds lengths up to 32.
     # `len` would freeze the number of documents, which changes from step to step.
     size = cu.shape[0] - 1, q.shape[2], -(-max_length // 32) * 32
-    numbers = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
-    return output, q.new_empty(size, dtype=torch.float32), *numbers
+    return output, q.new_empty(size, dtype=torch.float32)
 
 
 @torch.library.custom_op("distil::memory_efficient_backward", mutates_args=())
@@ -67,14 +59,12 @@ def _operator_backward(
     cu: Tensor,
     output: Tensor,
     sums: Tensor,
-    seed: Tensor,
-    offset: Tensor,
     max_length: int,
-    dropout: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    unused = torch.zeros((), dtype=torch.int64)  # of dropout
     gradients = torch.ops.aten._efficient_attention_backward(
-        *(grad, q, k, v, None, output, cu, cu, max_length, max_length, sums, dropout, seed, offset),
+        *(grad, q, k, v, None, output, cu, cu, max_length, max_length, sums, 0.0, unused, unused),
         *(0, False),
         scale=scale,
     )[:3]
@@ -89,13 +79,13 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.max_length, ctx.dropout, ctx.scale = inputs
+    *tensors, ctx.max_length, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    settings = ctx.max_length, ctx.dropout, ctx.scale
-    return (*_operator_backward(grad, *ctx.saved_tensors, *settings), None, None, None, None)
+    settings = ctx.max_length, ctx.scale
+    return (*_operator_backward(grad, *ctx.saved_tensors, *settings), None, None, None)
 
 
 torch.library.register_autograd(_NAME, _backward, setup_context=_keep)

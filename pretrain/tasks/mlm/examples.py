@@ -64,7 +64,7 @@ class MaskedRows(Examples):
     def fullest(self, ids: Any, numbers: Any, token: int) -> Batch:
         """Return a micro-batch with every mask slot used."""
         slots = self.masking.num_slots(ids.shape[1])
-        positions = torch.arange(slots).expand(len(ids), slots)
+        positions = torch.arange(slots).repeat(len(ids), 1)  # a view of one row cannot be pinned
         labels = torch.full_like(positions, token)
         rows = {"input_ids": torch.from_numpy(ids), "positions": positions, "masked": labels}
         return self.batch(rows)
