@@ -217,7 +217,8 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     mlm = found["objective mlm"]
     for key in ("teacher", "student", "teacher_vocabulary"):
         del mlm[key]
-    mlm["model"] = {"init": str(folder / "bert")}
+    nothing_dropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    mlm["model"] = {"init": str(folder / "bert"), **nothing_dropped}
     return found
 
 
