@@ -139,6 +139,11 @@ def is_recipe(path: Path) -> bool:
     return "runs" in _read(path)
 
 
+def is_examples(path: Path) -> bool:
+    """Return whether a file is of a task's data; ConfigError if it cannot be read."""
+    return "task" in (values := _read(path)) and not {"shards", "sources", "runs"} & values.keys()
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file; ConfigError if it is none."""
     try:

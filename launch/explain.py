@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from data_prep.config import CorpusConfig
+from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.messages import one_line
 from launch.recipe_config import Recipe, SweepKeys, filled
 from pretrain.config import RunConfig
@@ -30,6 +31,7 @@ _SHORT = {
 _SECTIONS = {"student", "objective", "masking", "optimizer", "train", "evaluation", "checkpoint"}
 _COMMANDS: dict[type[BaseModel], str] = {
     CorpusConfig: "is a corpus: distil prepare",
+    ExamplesConfig: "is the data of a task: distil prepare",
     RunConfig: "is one run: distil pretrain",
     Recipe: "is a recipe: distil recipe",
 }
@@ -40,6 +42,7 @@ def other_kind(model: type[BaseModel], values: dict[str, Any], path: Path) -> st
     kinds: dict[str, type[BaseModel]] = {"runs": Recipe, "sources": CorpusConfig}
     found = [kind for key, kind in kinds.items() if key in values]
     found = found or [RunConfig] * bool({"shards", "teacher", "objective"} & values.keys())
+    found = found or [ExamplesConfig] * ("task" in values)
     if not found or found[0] is model or model not in _COMMANDS:
         return None
     return f"{_COMMANDS[found[0]]} {path}"

@@ -23,7 +23,7 @@ from pretrain.data.rows import Skip, StepDataset, check_workers, with_skip
 from pretrain.device.precision import PRECISIONS, choose
 from pretrain.model import tokenizer_files
 from pretrain.model.distillation import parameters_by_name
-from pretrain.model.families import MaskedLM, family_of, shape_of
+from pretrain.model.families import MaskedLM, family_of, has_types, shape_of
 from pretrain.model.folder import load_model
 from pretrain.model.loading import check_row_length, reinitialise
 from pretrain.model.student import build_model, build_student
@@ -132,10 +132,12 @@ def load_inputs(
     theirs = examples.shape(shape_of(teacher.model) if teacher is not None else None)
     shapes = shape_of(student), theirs
     terms, adapters = config.objective.terms(*shapes), config.objective.adapters(*shapes)
-    attached = dict(config.task.attach(shapes[0]))
+    attached = dict(config.task.attach(student, manifest))
     assert not attached.keys() & adapters.keys(), "modules of task and objective share a name"
     adapters.update(attached)
     reinitialise(adapters, root(config.train.seed, _ADAPTERS))
+    if parts is None:
+        notes += config.task.begin(config, student, adapters)
     moments: dict[str, Tensor] = {}
     if parts is not None:
         moments = parts.optimizer
@@ -158,7 +160,10 @@ def load_inputs(
         skips=state.skip_rows,
     )
     positions = family_of(student).row_length(student.config)
-    tokenizer = tokenizer_files.of_shards(config.shards, manifest, positions)
+    pairs = bool((examples.state().get("labels") or {}).get("pairs"))
+    tokenizer = tokenizer_files.of_shards(
+        config.shards, manifest, positions, types=pairs and has_types(student)
+    )
     return Inputs(
         config,
         manifest,
@@ -191,6 +196,7 @@ def load_run_teacher(config: RunConfig, manifest: Manifest) -> Teacher | None:
         same_vocabulary=config.teacher_vocabulary == "same",
         needs_head=config.objective.needs_logits,
         sentences=config.task.sentence_encoder,
+        of_task=config.task.has_head,
         any_vocabulary=config.model is not None,
     )
 
@@ -232,11 +238,24 @@ def load_student(
         student = parts.student.train()
     elif config.model is not None:
         student = build_model(
-            config.model, manifest, seed, notes, needs_head=needs_head, shards=config.shards
+            config.model,
+            manifest,
+            seed,
+            notes,
+            needs_head=needs_head,
+            of_task=config.task.has_head,
+            shards=config.shards,
         )
     else:
         assert teacher is not None
-        student = build_student(config.student, teacher, seed, needs_head=needs_head, notes=notes)
+        student = build_student(
+            config.student,
+            teacher,
+            seed,
+            needs_head=needs_head,
+            of_task=config.task.has_head,
+            notes=notes,
+        )
     key = "student.init" if config.model is None else "model.init"
     check_row_length(key, student.config, manifest)
     if parts is None and (note := family_of(student).note(student.config)):

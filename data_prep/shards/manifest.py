@@ -159,7 +159,7 @@ class Manifest(BaseModel):
     tokenizer: TokenizerRecord  # its behaviour shapes every row
     row_length: Annotated[int, Field(ge=8)]  # tokens
     dtype: Literal["uint16", "uint32"]  # the narrowest that holds the vocabulary
-    splits: dict[Literal["train", "validation"], SplitRecord]
+    splits: dict[Literal["train", "validation", "test"], SplitRecord]
     files: tuple[FileRecord, ...]  # all but the shards: side tables, tokenizer, counts
     sources: tuple[SourceRecord, ...]
     content: dict[str, Any]  # the keys of the config that shape the bytes
@@ -174,6 +174,11 @@ class Manifest(BaseModel):
     def has_texts(self) -> bool:
         """Return whether the cleaned text of whole documents was kept (`keep_text`)."""
         return any(file.file.startswith("texts/") for file in self.files)
+
+    @property
+    def has_labels(self) -> bool:
+        """Return whether each row is an example of a task, with labels in a file beside it."""
+        return any(file.file.startswith("labels/") for file in self.files)
 
     @model_serializer(mode="wrap")
     def _as_it_was(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -199,6 +204,11 @@ def side_file(shard: str) -> str:
 def text_file(shard: str) -> str:
     """Return the name of the file that has the text of each segment of a shard (`keep_text`)."""
     return f"texts/{shard}"
+
+
+def labels_file(shard: str) -> str:
+    """Return the name of the file that has the labels of each row of a shard of a task's data."""
+    return f"labels/{shard}"
 
 
 def vocabulary_sha256(tokens: list[str]) -> str:
@@ -260,4 +270,7 @@ def _digest(values: dict[str, Any]) -> str:
     content = {key: values[key] for key in kept} | {"shards": shards, "token_counts": counts}
     # Other texts may give the same rows, such as with other case.
     texts = [[f["file"], f["sha256"]] for f in values["files"] if f["file"].startswith("texts/")]
-    return canonical_sha256(content | ({"texts": texts} if texts else {}))
+    # What a task's rows are labelled with.
+    labels = [[f["file"], f["sha256"]] for f in values["files"] if f["file"].startswith("labels/")]
+    more = {"texts": texts} if texts else {}
+    return canonical_sha256(content | more | ({"labels": labels} if labels else {}))

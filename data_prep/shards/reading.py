@@ -14,7 +14,7 @@ from data_prep.messages import error_line
 from data_prep.shards.manifest import AGAIN, FileRecord, Manifest, ShardRecord, load_manifest
 from data_prep.shards.writing import TEXTS
 
-Split = Literal["train", "validation"]
+Split = Literal["train", "validation", "test"]
 
 
 class MappedShard:
@@ -162,6 +162,17 @@ def map_texts(path: Path) -> pa.RecordBatch:
         batch.validate()
         if batch.schema != TEXTS:
             raise pa.ArrowInvalid(f"columns {batch.schema.names}")
+    except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
+        raise CorpusError(f"{path}: does not decode ({error_line(error)}): {AGAIN}") from None
+    return batch
+
+
+def map_labels(path: Path) -> pa.RecordBatch:
+    """Map the labels of a shard's rows into memory; CorpusError if they do not decode."""
+    try:
+        with pa.ipc.open_stream(pa.memory_map(str(path)).read_buffer()) as stream:
+            batch = stream.read_next_batch()
+        batch.validate()
     except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
         raise CorpusError(f"{path}: does not decode ({error_line(error)}): {AGAIN}") from None
     return batch

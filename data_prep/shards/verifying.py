@@ -20,6 +20,7 @@ from data_prep.shards.manifest import (
     FileRecord,
     Manifest,
     ShardRecord,
+    labels_file,
     load_manifest,
     manifest_bytes,
     side_file,
@@ -29,6 +30,7 @@ from data_prep.shards.reading import (
     MappedShard,
     block_differs,
     check_size,
+    map_labels,
     map_texts,
     read_segments,
 )
@@ -143,6 +145,18 @@ def _damage(folder: Path, record: ShardRecord | FileRecord, full: bool = True) -
     yield from different or [f"{path}: differs from the manifest: {AGAIN}"]
 
 
+def _labels(folder: Path, manifest: Manifest, record: ShardRecord) -> Iterator[str]:
+    """Check that a shard of a task's data has labels for each of its rows."""
+    path = folder / labels_file(record.file)
+    try:
+        batch = map_labels(check_file(folder, manifest, labels_file(record.file), full=False))
+    except CorpusError as error:
+        yield str(error)
+        return
+    if batch.num_rows != record.rows:
+        yield f"{path}: {batch.num_rows} rows, its shard has {record.rows}: {AGAIN}"
+
+
 def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Check the rows themselves; yield what is wrong."""
     size, special = manifest.tokenizer.vocab_size, manifest.tokenizer.special_ids
@@ -167,11 +181,17 @@ def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
                 ),
                 "padding inside a row": (padding[:, :-1] & ~padding[:, 1:]).any(),
                 "[MASK] in a row": (rows == special.mask).any(),
-                "a segment that is not [CLS] ... [SEP]": (ends != (follows & ~padding)).any(),
+                # A pair of texts is one example, with a [SEP] between them.
+                "a segment that is not [CLS] ... [SEP]": (
+                    not manifest.has_labels and (ends != (follows & ~padding)).any()
+                ),
                 f"{tokens} tokens, the manifest says {record.tokens}": tokens != record.tokens,
             }
             if problem := next((text for text, found in wrong.items() if found), ""):
                 yield f"{folder / record.file}: {problem}: {AGAIN}"
+                continue
+            if manifest.has_labels:
+                yield from _labels(folder, manifest, record)
                 continue
             starts = np.argwhere(begins)
             segments += len(starts)
@@ -203,8 +223,10 @@ def _contents(folder: Path, manifest: Manifest) -> Iterator[str]:
             # Documents that share an id are not known to be whole, and may have a text.
             elif (whole & batch["text"].is_null().to_numpy(zero_copy_only=False)).any():
                 yield f"{texts}: has no text of a whole document: {AGAIN}"
-        if segments != split.segments:
+        if segments != split.segments and not manifest.has_labels:
             yield f"{folder}: {name} holds {segments} segments, the manifest says {split.segments}"
+    if manifest.has_labels:  # nothing is masked, so nothing is counted
+        return
     saved = parse_object(read_regular(folder / TOKEN_COUNTS))["counts"]
     if saved != counts.tolist():
         yield f"{folder / TOKEN_COUNTS}: counts differ from the rows: {AGAIN}"

@@ -73,11 +73,11 @@ class Tokens:
             self.vocabulary[id] = token
         # A pattern such as \[[^]]+\] finds "[MASK]" in text and the vocabulary has it: the last
         # guard turns any special id that comes out of text into [UNK].
-        self._safe = np.arange(len(self.vocabulary), dtype=np.int32)
+        self.safe = np.arange(len(self.vocabulary), dtype=np.int32)
         added = backend.get_added_tokens_decoder()
         special = {id for id, token in added.items() if token.special}
         special |= set(self.special_ids.model_dump().values())
-        self._safe[sorted(special)] = self.special_ids.unk
+        self.safe[sorted(special)] = self.special_ids.unk
         self._fast: Encoder | None = None
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
@@ -98,7 +98,7 @@ class Tokens:
                     encodings = self.backend.encode_batch_fast(pieces, add_special_tokens=False)
                 parts = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
                 flat, offsets = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
-            safe = self._safe[flat]
+            safe = self.safe[flat]
             ends = offsets.tolist()
             for (number, _), start, end in zip(held, ends, ends[1:], strict=False):
                 ids[number].append(safe[start:end])

@@ -16,6 +16,7 @@ from pretrain.monitor.records import append_record, check_record, row
 if TYPE_CHECKING:
     from data_prep.config import CorpusConfig
     from data_prep.estimate import Estimate
+    from data_prep.examples.examples_config import ExamplesConfig
     from data_prep.pipeline.engines import Engine
 
 
@@ -46,13 +47,14 @@ def prepare(
     ] = None,
     record: RecordFile = None,
 ) -> None:
-    """Turn a corpus into packed shards.
+    """Turn a corpus into packed shards, or a task's labelled data into shards of examples.
 
     Example: distil prepare configs/corpus-wikipedia-bookcorpus.yaml workers=8
     """
     from data_prep import CorpusError
     from data_prep.config import CorpusConfig
-    from launch.config import config_line, load_config
+    from data_prep.examples.examples_config import ExamplesConfig
+    from launch.config import config_line, is_examples, load_config
 
     # Options that contradict each other are refused before the config is read.
     if task is not None and stage is None:
@@ -71,6 +73,11 @@ def prepare(
             "--dry-run"
         )
     check_record(record)
+    if is_examples(config):
+        if stage is not None or finalize or dry_run or accept_code or parquet or upload:
+            raise CorpusError(f"{config}: a task's data takes no option but --record: leave it out")
+        prepare_examples(load_config(ExamplesConfig, config, overrides or []), record)
+        return
     settings = load_config(CorpusConfig, config, overrides or [])
     # Places that cannot be written to are refused before the corpus is made, which may take hours.
     if parquet is not None or upload is not None:
@@ -110,6 +117,14 @@ def prepare(
         if record is not None:
             folder = settings.folder(row_length)
             append_record(record, folder, [row(folder.name, counts_of(folder))])
+
+
+def prepare_examples(config: ExamplesConfig, record: Path | None) -> None:
+    """Make the shards of a task's data, or find them up to date."""
+    from launch.stages.prepare import examples_and_show
+
+    examples_and_show(config)
+    append_record(record, config.output, [row(config.output.name, counts_of(config.output))])
 
 
 def prepare_one_stage(config: CorpusConfig, stage: str, task: str | None, engine: Engine) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
+from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.pipeline.finished import check_folders
 from data_prep.tokens.loading import refuse_path
 from launch.console import counts, keep_going, show, stages
@@ -96,6 +97,24 @@ def prepare_and_show(
     keep_large_blocks()  # this process may train next
     kept = "kept, this code is accepted" if accept_code else "up to date"
     show_shards(config, kept if before and not remade else "done")
+
+
+def examples_and_show(config: ExamplesConfig) -> None:
+    """Make the shards of a task's data, or find them up to date, and print what they hold."""
+    from data_prep.examples.making import label_names, make_examples
+    from data_prep.messages import warn
+
+    keep_going()
+    manifest, was_there = make_examples(config, warn)
+    rows = [split.rows for split in manifest.splits.values()]
+    lines = [
+        f"{source.name}: {source.documents_in:,} examples, {number:,} rows x {manifest.row_length}"
+        for source, number in zip(manifest.sources, rows, strict=True)
+    ]
+    if names := label_names(manifest):
+        lines.append(f"labels: {', '.join(names)}")
+    state = "up to date" if was_there else "done"
+    show(*lines, f"{config.output}: {state}, digest {manifest.digest[:16]}")
 
 
 def show_shards(config: CorpusConfig, state: str) -> None:

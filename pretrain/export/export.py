@@ -20,7 +20,8 @@ from pretrain.encoders import MEASURED
 from pretrain.export.arguments import check_target
 from pretrain.export.card import model_card
 from pretrain.model import tokenizer_files
-from pretrain.model.families import MaskedLM, family_of
+from pretrain.model.distillation import HEAD
+from pretrain.model.families import MaskedLM, family_of, has_types
 from pretrain.model.folder import Loaded, read_model, write_model
 from pretrain.model.loading import reinitialise
 from pretrain.model.model_files import read_tensors
@@ -75,8 +76,10 @@ def export(
 
     def read(loaded: Loaded) -> tuple[Loaded, dict[str, bytes], Tensors, Tensors]:
         assert loaded.saved is not None  # `check_run` has found a checkpoint
+        positions = family_of(loaded.model).row_length(loaded.model.config)
+        pairs = bool((loaded.saved.state.get("labels") or {}).get("pairs"))
         tokenizer = tokenizer_files.of_checkpoint(
-            loaded.folder, family_of(loaded.model).row_length(loaded.model.config)
+            loaded.folder, positions, types=pairs and has_types(loaded.model)
         )
         tensors = read_tensors(str(loaded.folder), loaded.folder)
         return loaded, tokenizer, loaded.saved.adapters(), tensors
@@ -88,7 +91,13 @@ def export(
     objective, seed = objective_of(saved.state), saved.state["config"]["train"]["seed"]
     if onnx is not None and saved.step < saved.state["num_steps"]:
         warn(f"{run}: unfinished; the files are of step {saved.step:,}")
-    student: Any = model if objective.needs_logits else body(model, seed)
+    student: Any = task_of(saved.state).finished(model, saved.state, adapters)
+    if student is not None:  # of a task: the encoder has its prefix there, and the head lies beside
+        prefix = student.base_model_prefix
+        tensors = {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+        tensors |= {name.removeprefix(f"{HEAD}.model."): t for name, t in adapters.items()}
+    else:
+        student = model if objective.needs_logits else body(model, seed)
     kept = run / MEASURED
     measured = json.loads(kept.read_bytes()) if kept.exists() else {}
 

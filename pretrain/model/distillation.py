@@ -27,6 +27,9 @@ from pretrain.kernels.cpu_layers import use_cpu_layers
 from pretrain.kernels.head import Backend, vocabulary_losses
 from pretrain.model.families import MaskedLM, encode, family_of, walk
 
+HEAD = "task_head"  # of a task, among the modules that are trained with the student
+TYPES = "types"  # the tokens' types [B, L], among the labels of a batch
+
 
 class Distillation(nn.Module):
     """Compute the unnormalised loss of a micro-batch, and the sum of each term.
@@ -149,6 +152,10 @@ class Distillation(nn.Module):
             teacher = Encoded(teacher.last_hidden_state.clone(), signals)
             if self._teacher_labels is not None:
                 batch = batch._replace(labels={**labels, **self._teacher_labels(teacher, batch)})
+        if HEAD in self.adapters:
+            # Once for all terms: its dropout is drawn once.
+            logits = self.adapters[HEAD](student.last_hidden_state, packing.token_mask)
+            student = student._replace(task_logits=logits)
         for term, factor in zip(self.signal_terms, factors_T[num:], strict=True):
             total = term.total(student, teacher, batch, self.adapters)
             loss, sums = loss + factor * total, [*sums, total.detach()]
@@ -157,6 +164,7 @@ class Distillation(nn.Module):
     def encode(self, batch: Batch) -> tuple[Packing, Encoded, Encoded | None]:
         """Return (packing, the student's output, the teacher's output or None)."""
         input_ids, cu_seqlens, max_length = batch[:3]
+        types = batch.labels.get(TYPES)
         if self.compiled:
             # For few shapes, repeat the end up to a power of two of documents, and let the length
             # of a row bound theirs. Uncompiled, kernels take memory for the real documents alone.
@@ -169,7 +177,7 @@ class Distillation(nn.Module):
         # Compiled or not, the same function; compiled once per shape of the rows.
         student = self._walk(
             self.student,
-            family_of(self.student).embed(self.student, input_ids, packing),
+            family_of(self.student).embed(self.student, input_ids, packing, types),
             packing,
             self._student_needs,
             recompute=self.recompute,
@@ -178,7 +186,9 @@ class Distillation(nn.Module):
         if self.teacher is None:
             return packing, student, None
         with _inference(self.teacher):
-            teacher = self._encode(self.teacher, input_ids, packing, self._teacher_needs)
+            teacher = self._encode(
+                self.teacher, input_ids, packing, self._teacher_needs, types=types
+            )
         return packing, student, teacher
 
 

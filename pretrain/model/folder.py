@@ -55,6 +55,7 @@ def read_model(
     *,
     who: str = "",
     needs_head: bool = True,
+    of_task: bool = False,
     changes: Callable[[Family], Mapping[str, float]] | None = None,
     warn: Callable[[str], None] = warn,
 ) -> Result:
@@ -66,7 +67,8 @@ def read_model(
         name: a folder, a hub's name or `name@revision`.
         read: takes what it needs of the folder.
         who: the beginning of an error's message; `name` by default.
-        needs_head: refuse a model without a trained head.
+        needs_head: refuse a model without a trained LM head.
+        of_task: `read` takes the head of a task itself.
         changes: returns other values for keys of a family's config.json.
         warn: receives checkpoints that do not verify.
 
@@ -81,7 +83,9 @@ def read_model(
         family = known_family(who, raw)
         tensors = read_tensors(who, folder, pickled=saved is None)
         raw |= changes(family) if changes is not None else {}
-        model, has_head = assemble(who, family, raw, tensors, needs_head=needs_head)
+        model, has_head = assemble(
+            who, family, raw, tensors, needs_head=needs_head, of_task=of_task
+        )
         return read(Loaded(model, has_head, folder, saved, commit))
 
     return newest(place, load, warn)
@@ -234,11 +238,14 @@ def write_model(
 def read_back(model: PreTrainedModel, folder: Path) -> float:
     """Return the largest difference of logits between a model and its folder, in fp32.
 
-    Without an LM head it is that of the last hidden states.
+    Without a head it is that of the last hidden states.
     """
     # Plain transformers, as a user will load it, with another attention than ours.
-    has_head = model.get_output_embeddings() is not None
-    load: Any = AutoModelForMaskedLM if has_head else AutoModel
+    load: Any = type(model)  # with the head of a task
+    if model.get_output_embeddings() is not None:
+        load = AutoModelForMaskedLM
+    elif model.base_model is model:
+        load = AutoModel
     reloaded = load.from_pretrained(folder).eval()
     vocabulary = model.config.vocab_size
     length = min(32, family_of(model).row_length(model.config))
@@ -246,9 +253,7 @@ def read_back(model: PreTrainedModel, folder: Path) -> float:
     ids = torch.arange(4 * length).reshape(4, length) * 7919 % vocabulary
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        name = "logits" if has_head else "last_hidden_state"
-        outputs = [each(input_ids=ids, attention_mask=mask) for each in (model, reloaded)]
-        ours, theirs = (getattr(output, name) for output in outputs)
+        ours, theirs = (each(input_ids=ids, attention_mask=mask)[0] for each in (model, reloaded))
     difference = float((ours - theirs).abs().max())
     if not difference <= _TOLERANCE:
         raise RunError(

@@ -103,8 +103,11 @@ def assemble(
     tensors: dict[str, Tensor],
     *,
     needs_head: bool = True,
+    of_task: bool = False,
 ) -> tuple[Any, bool]:
     """Build a model of a family from its config.json and all its weights, in fp32.
+
+    With `of_task` the caller reads the weights of a task's head, and nothing is said about them.
 
     Returns:
         The model, and whether its MLM head is trained. One that is not is the same at every call.
@@ -177,7 +180,7 @@ def assemble(
     is_body = not any(key.startswith(prefix) for key in tensors)
     if odd := [*missing, *(key for key in unused if is_body or key.startswith(prefix))]:
         raise RunError(f"{who}: its weights do not fit its config.json (see {odd[0]})")
-    if unused:
+    if unused and not of_task:
         others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         warn(f"{who}: {unused[0]}{others} of its weights are not used: not part of a masked LM")
     # Transformers has drawn it from the global stream; the same bits at every start are needed.

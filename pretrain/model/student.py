@@ -32,11 +32,13 @@ def build_student(
     seed: int,
     *,
     needs_head: bool = True,
+    of_task: bool = False,
     notes: list[str] | None = None,
 ) -> MaskedLM:
     """Build the student of a config, in fp32 and in training mode.
 
-    Without `needs_head` its LM head is never trained, so `init` may be a folder without one. What
+    Without `needs_head` its LM head is never trained, so `init` may be a folder without one; with
+    `of_task` the head of a task is read by others. What
     screen and card should say about its weights is appended to `notes`.
 
     Raises:
@@ -70,6 +72,7 @@ def build_student(
             who=f"student.init {init}",
             needs_head=needs_head,
             changes=lambda theirs: theirs.rates(config.dropout, config.attention_dropout),
+            of_task=of_task,
         )
 
     layers: tuple[int, ...] = ()  # of the teacher, that it starts from
@@ -157,6 +160,7 @@ def build_model(
     notes: list[str],
     *,
     needs_head: bool = True,
+    of_task: bool = False,
     shards: Path | None = None,
 ) -> MaskedLM:
     """Build the model of the section `model`: a random one, or one to continue from.
@@ -193,7 +197,12 @@ def build_model(
         return trained
 
     return read_model(
-        init, read, who=who, needs_head=False, changes=lambda theirs: theirs.rates(*dropouts)
+        init,
+        read,
+        who=who,
+        needs_head=False,
+        of_task=of_task,
+        changes=lambda theirs: theirs.rates(*dropouts),
     )
 
 

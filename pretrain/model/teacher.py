@@ -62,6 +62,7 @@ def load_teacher(
     same_vocabulary: bool = False,
     needs_head: bool = True,
     sentences: bool = False,
+    of_task: bool = False,
     any_vocabulary: bool = False,
 ) -> Teacher:
     """Load a teacher from a folder, a hub name or `name@revision`, and compare it with the shards.
@@ -74,6 +75,7 @@ def load_teacher(
             a text differently.
         needs_head: refuse a teacher without a trained MLM head.
         sentences: also read the modules that make its sentence vectors.
+        of_task: the head of a task is read by others.
         any_vocabulary: accept a teacher with another tokenizer, which reads texts.
 
     Raises:
@@ -118,7 +120,7 @@ def load_teacher(
             mismatch,
         )
 
-    return read_model(name, read, who=who, needs_head=needs_head)
+    return read_model(name, read, who=who, needs_head=needs_head, of_task=of_task)
 
 
 def check_tokenizer(

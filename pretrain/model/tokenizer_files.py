@@ -20,8 +20,12 @@ _KEPT = (
 )
 
 
-def of_shards(folder: Path, manifest: Manifest, max_positions: int) -> dict[str, bytes]:
+def of_shards(
+    folder: Path, manifest: Manifest, max_positions: int, *, types: bool = False
+) -> dict[str, bytes]:
     """Read the tokenizer of finished shards for a model of `max_positions`; name -> content.
+
+    With `types` it also gives the tokens' types, for a model that was trained on pairs.
 
     Raises:
         CorpusError: a file is not the one that the manifest lists.
@@ -29,11 +33,11 @@ def of_shards(folder: Path, manifest: Manifest, max_positions: int) -> dict[str,
     listed = {file.file for file in manifest.files}
     names = [_WORDS, _SETTINGS] + ([_LIST] if f"tokenizer/{_LIST}" in listed else [])
     found = {name: read_listed(folder, manifest, f"tokenizer/{name}") for name in names}
-    return _for_model(folder / "tokenizer", found, max_positions)
+    return _for_model(folder / "tokenizer", found, max_positions, types)
 
 
-def of_checkpoint(student: Path, max_positions: int) -> dict[str, bytes]:
-    """Read the tokenizer of a checkpoint, which any release may have written.
+def of_checkpoint(student: Path, max_positions: int, *, types: bool = False) -> dict[str, bytes]:
+    """Read the tokenizer of a checkpoint, which any release may have written; see `of_shards`.
 
     Raises:
         RunError: there is none.
@@ -45,20 +49,23 @@ def of_checkpoint(student: Path, max_positions: int) -> dict[str, bytes]:
         raise RunError(
             f"{error.filename}: cannot be read ({error.strerror}); export another checkpoint"
         ) from error
-    return _for_model(student, found, max_positions)
+    return _for_model(student, found, max_positions, types)
 
 
-def _for_model(folder: Path, found: Mapping[str, bytes], max_positions: int) -> dict[str, bytes]:
+def _for_model(
+    folder: Path, found: Mapping[str, bytes], max_positions: int, types: bool
+) -> dict[str, bytes]:
     try:
         settings = json.loads(found[_SETTINGS])
         kept = {key: settings[key] for key in _KEPT if key in settings}
     except (ValueError, TypeError, RecursionError) as error:
         raise RunError(f"{folder / _SETTINGS}: not a JSON object; restore it") from error
     # A release's default class for BERT or DistilBERT may replace the normaliser of tokenizer.json.
-    # DistilBERT has no token types, and a BERT trained here has only seen type 0.
+    # DistilBERT has no token types, and a BERT trained on a corpus has only seen type 0.
+    second = ["token_type_ids"] if types else []
     kept |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": ["input_ids", "attention_mask"],
+        "model_input_names": ["input_ids", *second, "attention_mask"],
         "model_max_length": max_positions,
     }
     return {**found, _SETTINGS: (json.dumps(kept, indent=2) + "\n").encode()}

@@ -9,6 +9,8 @@ from pydantic import Field, TypeAdapter
 
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.embedding import Embedding
+from pretrain.objectives.finetune import FineTuning
+from pretrain.objectives.kd import SoftLabels
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective as AnyObjective
@@ -16,7 +18,15 @@ from pretrain.objectives.tinybert import TinyBert
 from pretrain.tasks.folders import TASKS
 from pretrain.tasks.task import Task
 
-_PAPERS = (DistilBert, Embedding, MiniLM, TinyBert, MaskedLanguageModel)
+_PAPERS = (
+    DistilBert,
+    Embedding,
+    MiniLM,
+    TinyBert,
+    MaskedLanguageModel,
+    FineTuning,
+    SoftLabels,
+)
 OBJECTIVES: tuple[type[AnyObjective], ...] = (
     *_PAPERS,
     *(objective for task in TASKS.values() for objective in task.objectives),

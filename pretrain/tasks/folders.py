@@ -13,6 +13,9 @@ from pretrain.tasks.task import Task
 FOLDERS = (
     "mlm",
     "embedding",
+    "classification",
+    "token_classification",
+    "question_answering",
 )
 TASKS: dict[str, type[Task]] = {
     name: import_module(f"pretrain.tasks.{name}.task").TASK for name in FOLDERS

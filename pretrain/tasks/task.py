@@ -19,10 +19,12 @@ from pretrain.contracts.terms import Shape, TeacherLabels, Term
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
     from data_prep.shards import Manifest, ShardSet
     from pretrain.config import RunConfig
     from pretrain.contracts.batch import Batch, Rows
+    from pretrain.model.families import MaskedLM
     from pretrain.model.teacher import Teacher
     from pretrain.objectives.objective import Objective
 
@@ -56,6 +58,8 @@ class Task(Keys):
 
     # Is the teacher a sentence encoder, with modules behind its encoder and perhaps other tokens?
     sentence_encoder: ClassVar[bool] = False
+    # Does it read and write the head of a task, beside the encoder?
+    has_head: ClassVar[bool] = False
 
     name: str
     counts: ClassVar[tuple[str, ...]] = ("tokens", "sequences", "pairs")
@@ -106,7 +110,7 @@ class Task(Keys):
             RunError, CorpusError: a file of the task is missing, or of another corpus.
         """
 
-    def attach(self, student: Shape) -> nn.ModuleDict:
+    def attach(self, student: MaskedLM, manifest: Manifest) -> nn.ModuleDict:
         """Return the modules behind the encoder that are trained and exported with the student.
 
         A term finds them beside the objective's adapters, by these names. The run initialises them:
@@ -115,6 +119,10 @@ class Task(Keys):
         from torch import nn
 
         return nn.ModuleDict()
+
+    def begin(self, config: RunConfig, student: MaskedLM, modules: nn.ModuleDict) -> list[str]:
+        """Give modules of `attach` other first weights; return what screen and card should say."""
+        return []
 
     @abstractmethod
     def measure(
@@ -142,6 +150,18 @@ class Task(Keys):
             f'{code}model="PATH_OR_NAME")',
             "It has no language-model head: fine-tune it on a task.",
         )
+
+    def finished(
+        self, student: MaskedLM, state: Mapping[str, Any], modules: Mapping[str, Tensor]
+    ) -> PreTrainedModel | None:
+        """Return the model to export, where it is of another class than the student's; else None.
+
+        Args:
+            student: in fp32, from the checkpoint.
+            state: of the checkpoint.
+            modules: the trained tensors of the objective's adapters and of `attach`.
+        """
+        return None
 
     def export(
         self,

@@ -15,8 +15,9 @@ from pretrain.tasks.task import Examples, Measure, Start, Task, own_terms
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from data_prep.shards import ShardSet
+    from data_prep.shards import Manifest, ShardSet
     from pretrain.contracts.batch import Batch, Rows
+    from pretrain.model.families import MaskedLM
 
 LONG = 12  # tokens
 
@@ -52,11 +53,11 @@ class Toy(Task):
 
     name: Literal["toy"] = "toy"
 
-    def attach(self, student: Shape) -> nn.ModuleDict:
+    def attach(self, student: MaskedLM, manifest: Manifest) -> nn.ModuleDict:
         """Return the classifier."""
         from torch import nn
 
-        return nn.ModuleDict({"classifier": nn.Linear(student.hidden_size, 2)})
+        return nn.ModuleDict({"classifier": nn.Linear(student.config.hidden_size, 2)})
 
     def examples(self, start: Start) -> Examples:
         """Return the documents of the training split."""

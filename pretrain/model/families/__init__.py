@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from pretrain.model.families.family import Family, MaskedLM
-from pretrain.model.families.walk import FAMILIES, encode, family_of, shape_of, walk
+from pretrain.model.families.walk import (
+    FAMILIES,
+    encode,
+    family_of,
+    has_types,
+    shape_of,
+    walk,
+)
 
-__all__ = ["FAMILIES", "Family", "MaskedLM", "encode", "family_of", "shape_of", "walk"]
+__all__ = ["FAMILIES", "Family", "MaskedLM", "encode", "family_of", "has_types", "shape_of", "walk"]

@@ -43,8 +43,13 @@ class Family(ABC):
         return layers
 
     @abstractmethod
-    def embed(self, model: Any, input_ids: Tensor, packing: Packing) -> Tensor:
-        """Return the output of the embeddings [B, L, D] for packed rows."""
+    def embed(
+        self, model: Any, input_ids: Tensor, packing: Packing, types: Tensor | None = None
+    ) -> Tensor:
+        """Return the output of the embeddings [B, L, D] for packed rows.
+
+        `types` [B, L] are the token types of a family that has several; None: all are 0.
+        """
 
     def prepare(self, model: Any, hidden: Tensor, packing: Packing) -> Any:
         """Return what all layers need besides hidden states; by default the packing."""

@@ -47,7 +47,9 @@ class ModernBert(Family):
         "attention_dropout": "attention_dropout",
     }
 
-    def embed(self, model: Any, input_ids: Tensor, packing: Packing) -> Tensor:
+    def embed(
+        self, model: Any, input_ids: Tensor, packing: Packing, types: Tensor | None = None
+    ) -> Tensor:
         """Return the output of the embeddings [B, L, D], which know no positions."""
         embeddings: Tensor = model.model.embeddings(input_ids)
         return embeddings

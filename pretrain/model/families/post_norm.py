@@ -41,13 +41,20 @@ class Parts(NamedTuple):
 class PostNorm(Family):
     """Walk a post-norm layer by its `parts`."""
 
-    def embed(self, model: Any, input_ids: Tensor, packing: Packing) -> Tensor:
-        """Return the output of the embeddings [B, L, D]; every token has type 0."""
-        # Without token types, transformers takes type 0.
+    def embed(
+        self, model: Any, input_ids: Tensor, packing: Packing, types: Tensor | None = None
+    ) -> Tensor:
+        """Return the output of the embeddings [B, L, D]."""
         positions, first = packing.position_ids, self.first_position(model.config)
         if first:
             positions = positions + first
-        embedded: Tensor = model.base_model.embeddings(input_ids=input_ids, position_ids=positions)
+        # Without token types, transformers takes type 0.
+        more = {}
+        if types is not None and getattr(model.config, "type_vocab_size", 0) > 1:
+            more = {"token_type_ids": types.long()}
+        embedded: Tensor = model.base_model.embeddings(
+            input_ids=input_ids, position_ids=positions, **more
+        )
         return embedded
 
     @abstractmethod

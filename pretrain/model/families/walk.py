@@ -40,6 +40,7 @@ def encode(
     packing: Packing,
     needs: frozenset[Signal] = frozenset(),
     *,
+    types: Tensor | None = None,
     recompute: bool = False,
 ) -> Encoded:
     """Run a model's encoder on packed rows [B, L].
@@ -49,10 +50,11 @@ def encode(
         input_ids: int64.
         packing: where documents begin.
         needs: the signals to return.
+        types: the tokens' types [B, L], of a family that has several.
         recompute: keep only each layer's input for the backward pass, which computes the rest
             again with the same random numbers.
     """
-    hidden_BLD = family_of(model).embed(model, input_ids, packing)
+    hidden_BLD = family_of(model).embed(model, input_ids, packing, types)
     return walk(model, hidden_BLD, packing, needs, recompute=recompute)
 
 
@@ -85,6 +87,11 @@ def walk(
             found[Signal(kind, i)] = outputs[kind]
     assert len(found) == len(needs), "a signal of a layer that the model does not have"
     return Encoded(family.finish(model, hidden_BLD), found)
+
+
+def has_types(model: MaskedLM) -> bool:
+    """Return whether a model tells the second text of a pair by the types of its tokens."""
+    return getattr(model.config, "type_vocab_size", 0) > 1
 
 
 def shape_of(model: MaskedLM) -> Shape:

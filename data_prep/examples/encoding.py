@@ -1,0 +1,336 @@
+"""Encode labelled examples as rows of ids, with side columns.
+
+A row is `[CLS] text [SEP]` or `[CLS] text [SEP] pair [SEP]`, as the tokenizer's own post-processor
+makes it. Side columns, one entry a row:
+
+    id           string: of the example
+    second       int32: where the second text begins, 0 if there is none
+    label        int32: the class, -100 if there is none
+    score        float32: NaN if there is none
+    probs        float32 [C]
+    tags         int16 [L]: at the first piece of each word, elsewhere -100
+    start, end   int32: the first and the last piece of the answer, 0 if it is not in the row
+
+Shapes: L row length, C classes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep import CorpusError
+from data_prep.examples.examples_config import ExamplesConfig
+from data_prep.examples.reading import Record
+from data_prep.messages import one_line
+from data_prep.tokens import Tokens
+from data_prep.tokens.failures import explained
+
+IGNORE = -100  # as torch's cross-entropy
+_TOGETHER = 1024  # examples
+
+
+class Example(NamedTuple):
+    """Hold an example before it is encoded."""
+
+    id: str
+    text: str
+    pair: str | None
+    labels: dict[str, Any]  # label, score, probs, tags of words, or answers
+
+
+class Row(NamedTuple):
+    """Hold an encoded example, or a part of one."""
+
+    ids: NDArray[np.int32]
+    columns: dict[str, Any]
+
+
+class Examples:
+    """Turn records into examples, and examples into rows; refuse what would be learnt wrongly.
+
+    Args:
+        config: of the data.
+        tokens: of the model.
+    """
+
+    def __init__(self, config: ExamplesConfig, tokens: Tokens) -> None:
+        self.config, self.columns, self.tokens = config, config.task, tokens
+        self.labels = config.task.labels
+        kind = config.task.name
+        first = {"token_classification": "tokens", "question_answering": "question"}
+        target = {"token_classification": "tags", "question_answering": "answers"}
+        self.text = _given(config.task.text, first.get(kind, "text"))
+        self.pair = config.task.pair
+        if kind == "question_answering":
+            self.pair = _given(self.pair, "context")
+        self.label = _given(config.task.label, target.get(kind, "label"))
+        # Are places given instead of names? Then a file has no line of names.
+        chosen = [config.task.text, config.task.pair, config.task.label, config.task.id]
+        self.names = not any(isinstance(column, int) for column in chosen)
+
+    def read(self, where: str, records: Iterator[Record], *, labelled: bool) -> list[Example]:
+        """Return all examples of a file.
+
+        Args:
+            where: the file, for messages.
+            records: of it.
+            labelled: refuse a file without labels.
+
+        Raises:
+            CorpusError: a column is missing or of the wrong type, or there is no example.
+        """
+        found = [self._example(f"{where}: example {i}", i, r) for i, r in enumerate(records)]
+        if not found:
+            raise CorpusError(f"{where}: holds no example")
+        known = sum(bool(example.labels) for example in found)
+        if labelled and not known:
+            raise CorpusError(
+                f"{where}: no example has a label: set task.label to the column that holds it"
+            )
+        ids = [example.id for example in found]
+        if len(set(ids)) < len(ids):
+            twice = next(id for id in ids if ids.count(id) > 1)
+            raise CorpusError(f"{where}: two examples have the id {one_line(twice, 60)!r}")
+        return found
+
+    def find_labels(self, where: str, examples: Sequence[Example]) -> None:
+        """Take the classes of these examples where the config names none."""
+        if self.labels or self.columns.name not in ("classification", "token_classification"):
+            return
+        seen: set[str] = set()
+        for example in examples:
+            value = example.labels.get("label", example.labels.get("tags"))
+            seen.update(value if isinstance(value, list) else [value] if value is not None else [])
+        if len(seen) < 2:
+            raise CorpusError(
+                f"{where}: {len(seen)} label(s) in {self.label!r}; a classifier needs two: check "
+                "task.label, or name them in task.labels"
+            )
+        numeric = all(value.isdecimal() for value in seen)
+        self.labels = tuple(sorted(seen, key=int if numeric else None))
+
+    def rows(self, where: str, examples: Sequence[Example]) -> Iterator[Row]:
+        """Yield the rows of examples, in their order.
+
+        Raises:
+            CorpusError: an example is too long, or its label is none of the classes.
+        """
+        longer = []
+        for begin in range(0, len(examples), _TOGETHER):
+            some = examples[begin : begin + _TOGETHER]
+            with explained(self.tokens.origin, "this tokenizer cannot encode a text"):
+                texts = [e.text if e.pair is None else (e.text, e.pair) for e in some]
+                encodings = self._backend().encode_batch(texts, add_special_tokens=True)
+            for number, (example, encoding) in enumerate(
+                zip(some, encodings, strict=True), start=begin
+            ):
+                if encoding.overflowing and self.columns.name != "question_answering":
+                    longer.append(number)
+                for part in (encoding, *self._others(encoding)):
+                    columns = self._side(f"{where}: example {number}", example, part)
+                    yield Row(self._ids(part), {"id": example.id, **columns})
+        if longer and self.config.longer == "refuse":
+            raise CorpusError(
+                f"{where}: {len(longer):,} of {len(examples):,} examples have more than "
+                f"{self.config.max_length} tokens (the first is example {longer[0]}): raise "
+                "max_length, or set longer: cut"
+            )
+
+    def _others(self, encoding: Any) -> list[Any]:
+        return encoding.overflowing if self.columns.name == "question_answering" else []
+
+    def _backend(self) -> Any:
+        backend, config = self.tokens.backend, self.config
+        if self.columns.name == "question_answering":
+            backend.enable_truncation(
+                config.max_length, stride=config.stride, strategy="only_second"
+            )
+        else:
+            backend.enable_truncation(config.max_length, strategy="longest_first")
+        return backend
+
+    def _ids(self, encoding: Any) -> NDArray[np.int32]:
+        ids = np.array(encoding.ids, dtype=np.int32)
+        # The text itself never gives a special id.
+        special = np.array(encoding.special_tokens_mask, dtype=bool)
+        return np.where(special, ids, self.tokens.safe[ids])
+
+    def _example(self, where: str, number: int, record: Record) -> Example:
+        id = number if self.columns.id is None else self._value(where, record, self.columns.id)
+        if self.columns.name == "token_classification":
+            words = self._value(where, record, self.text)
+            if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+                raise CorpusError(f"{where}: {self.text!r} is not a list of words")
+            # Words are joined: a model is later given text, and not words.
+            words = [word.strip() or "-" for word in words]
+            text, pair = " ".join(words), None
+            labels = {} if record.get(self.label) is None else self._tags(where, record, words)
+            return Example(str(id), text, pair, labels | {"words": words} if labels else labels)
+        text = self._text(where, record, self.text)
+        pair = None if self.pair is None else self._text(where, record, self.pair)
+        return Example(str(id), text, pair, self._labels(where, record, pair))
+
+    def _value(self, where: str, record: Record, column: str | int) -> Any:
+        if column not in record:
+            known = ", ".join(one_line(str(name), 40) for name in record)
+            raise CorpusError(f"{where}: no column {column!r}; it has {known}: set its key in task")
+        return record[column]
+
+    def _text(self, where: str, record: Record, column: str | int) -> str:
+        value = self._value(where, record, column)
+        if not isinstance(value, str):
+            raise CorpusError(f"{where}: {column!r} is {type(value).__name__}, not text")
+        return value
+
+    def _labels(self, where: str, record: Record, pair: str | None) -> dict[str, Any]:
+        columns, found = self.columns, dict[str, Any]()
+        if columns.probabilities is not None:
+            found["probs"] = self._probabilities(where, record, columns.probabilities)
+        value = record.get(self.label)
+        if value is None or value == "" or value in (-1, "-1"):  # GLUE's tests have -1
+            return found
+        if columns.name == "regression":
+            return found | {"score": _number(where, self.label, value)}
+        if columns.name == "question_answering":
+            return found | {"answers": _answers(where, value, pair or "")}
+        return found | {"label": _class_name(where, self.label, value)}
+
+    def _tags(self, where: str, record: Record, words: list[str]) -> dict[str, Any]:
+        tags = record[self.label]
+        if not isinstance(tags, list) or len(tags) != len(words):
+            count = len(tags) if isinstance(tags, list) else 0
+            raise CorpusError(f"{where}: {len(words)} words and {count} tags in {self.label!r}")
+        return {"tags": [_class_name(where, self.label, tag) for tag in tags]}
+
+    def _probabilities(
+        self, where: str, record: Record, names: str | int | tuple[str | int, ...]
+    ) -> list[float]:
+        if isinstance(names, tuple):
+            values = [self._value(where, record, name) for name in names]
+        else:
+            values = self._value(where, record, names)
+            if isinstance(values, str):  # a list in a column of a CSV
+                try:
+                    values = json.loads(values)
+                except ValueError:
+                    values = None
+        if not isinstance(values, list) or len(values) != len(self.labels):
+            raise CorpusError(
+                f"{where}: {names!r} does not hold {len(self.labels)} probabilities, one for each "
+                "of task.labels"
+            )
+        found = [_number(where, names, value) for value in values]
+        if min(found) < 0 or not math.isclose(sum(found), 1.0, abs_tol=1e-2):
+            raise CorpusError(f"{where}: {names!r} is {found}: probabilities add up to 1")
+        return [value / sum(found) for value in found]
+
+    def _side(self, where: str, example: Example, encoding: Any) -> dict[str, Any]:
+        kind, labels = self.columns.name, example.labels
+        sequence = encoding.sequence_ids
+        second = sequence.index(1) if 1 in sequence else 0
+        found: dict[str, Any] = {"second": second}
+        if kind == "classification":
+            found["label"] = self._number_of(where, labels.get("label"))
+            if self.columns.probabilities is not None:
+                found["probs"] = labels["probs"]
+        elif kind == "regression":
+            found["score"] = labels.get("score", math.nan)
+        elif kind == "token_classification":
+            found["tags"] = self._first_pieces(where, labels, encoding)
+        else:
+            found["start"], found["end"] = _span(labels.get("answers"), encoding, second)
+        return found
+
+    def _number_of(self, where: str, name: str | None) -> int:
+        if name is None:
+            return IGNORE
+        if name in self.labels:
+            return self.labels.index(name)
+        # The place of a label, as the Hub's files have it.
+        if name.isdecimal() and int(name) < len(self.labels):
+            return int(name)
+        raise CorpusError(
+            f"{where}: the label {one_line(name, 40)!r} is none of {', '.join(self.labels)}: "
+            "correct it, or name it in task.labels"
+        )
+
+    def _first_pieces(
+        self, where: str, labels: Mapping[str, Any], encoding: Any
+    ) -> NDArray[np.int16]:
+        found = np.full(len(encoding.ids), IGNORE, dtype=np.int16)
+        if not labels:
+            return found
+        ends = np.cumsum([len(word) + 1 for word in labels["words"]]) - 1  # of each word
+        last = -1
+        for place, (begin, end) in enumerate(encoding.offsets):
+            if encoding.special_tokens_mask[place] or begin == end:
+                continue
+            # Byte-level pieces may begin with the space before their word.
+            word = int(np.searchsorted(ends, end - 1, side="right"))
+            if word != last and word < len(ends):
+                found[place] = self._number_of(where, labels["tags"][word])
+                last = word
+        return found
+
+
+def _given(column: str | int | None, usual: str) -> str | int:
+    return usual if column is None else column
+
+
+def _number(where: str, column: Any, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise CorpusError(f"{where}: {column!r} is {one_line(str(value), 40)!r}, not a number")
+    return number
+
+
+def _class_name(where: str, column: Any, value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise CorpusError(
+            f"{where}: {column!r} is {one_line(str(value), 40)!r}, not a label: a text or a number"
+        )
+    return str(value)
+
+
+def _answers(where: str, value: Any, context: str) -> list[tuple[int, str]]:
+    """Return (begin, text) of each answer, of SQuAD's JSON or the Hub's layout."""
+    if isinstance(value, dict):
+        pairs = list(zip(value.get("answer_start", []), value.get("text", []), strict=False))
+    elif isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        pairs = [(entry.get("answer_start"), entry.get("text")) for entry in value]
+    else:
+        raise CorpusError(f"{where}: its answers are not those of SQuAD: text and answer_start")
+    for begin, text in pairs:
+        if not isinstance(begin, int) or not isinstance(text, str):
+            raise CorpusError(f"{where}: an answer without text or answer_start")
+        if begin < 0 or context[begin : begin + len(text)] != text:
+            raise CorpusError(
+                f"{where}: the answer {one_line(text, 40)!r} is not in its text at character "
+                f"{begin}: correct answer_start"
+            )
+    return pairs
+
+
+def _span(answers: list[tuple[int, str]] | None, encoding: Any, second: int) -> tuple[int, int]:
+    """Return the first and the last piece of the first answer; 0, 0 if it is not in this row."""
+    if answers is None:
+        return IGNORE, IGNORE
+    if not answers or not second:
+        return 0, 0
+    begin, text = answers[0]
+    end = begin + len(text)
+    inside = [i for i, number in enumerate(encoding.sequence_ids) if number == 1]
+    covered = [i for i in inside if encoding.offsets[i][0] < end and encoding.offsets[i][1] > begin]
+    whole = encoding.offsets[inside[0]][0] <= begin and encoding.offsets[inside[-1]][1] >= end
+    return (covered[0], covered[-1]) if covered and whole else (0, 0)

@@ -1,0 +1,95 @@
+"""Define the file of a task's data that `distil prepare` reads; it has a section `task:`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from data_prep.config import JsonTokenizer, RowLength, VocabularyTokenizer
+from data_prep.keys import Keys
+
+Split = Literal["train", "validation", "test"]
+Kind = Literal["classification", "regression", "token_classification", "question_answering"]
+Column = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0)]
+
+
+class Columns(Keys):
+    """Say what an example is, and where a file has its parts.
+
+    A column is a name, or its place from 0 in a CSV or TSV without a line of names. `labels` gives
+    the classes in the order of their numbers; without it they are sorted. A number in the data is
+    the place of a label, unless the labels are numbers themselves. `probabilities` holds a list of
+    numbers for each example, as a large model gives them, or names a column for each label.
+    """
+
+    name: Kind
+    text: Column | None = None  # by default `text`; of question answering `question`
+    pair: Column | None = None  # a second text; of question answering by default `context`
+    label: Column | None = None  # by default `label`; of tagging `tags`, of answers `answers`
+    probabilities: Column | tuple[Column, ...] | None = None
+    id: Column | None = None  # by default the number of the example in its file
+    labels: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Columns:
+        if self.name in ("regression", "question_answering") and self.labels:
+            raise ValueError(f"{self.name} has no classes: remove labels")
+        if len(set(self.labels)) < len(self.labels) or len(self.labels) == 1:
+            raise ValueError("labels: give two or more, each once")
+        if self.probabilities is not None and self.name != "classification":
+            raise ValueError("probabilities are for task classification: remove the key")
+        if isinstance(self.probabilities, tuple) and len(self.probabilities) != len(self.labels):
+            raise ValueError("probabilities: name one column for each of `labels`, in their order")
+        if self.name == "token_classification" and self.pair is not None:
+            raise ValueError("token_classification reads one text: remove pair")
+        return self
+
+
+class ExamplesConfig(Keys):
+    """Hold the data of a task: its files, its columns and the tokenizer of the model.
+
+    `validation` may be a share of the training examples instead of a file. An example that is
+    longer than `max_length` tokens is refused, or cut with `longer: cut`; a context of question
+    answering becomes several rows that share `stride` tokens.
+    """
+
+    output: Path
+    task: Columns
+    train: Path
+    validation: Path | Annotated[float, Field(gt=0, lt=1)] | None = None
+    test: Path | None = None
+    tokenizer: Annotated[str, Field(min_length=1)] | VocabularyTokenizer | JsonTokenizer
+    max_length: RowLength = 128
+    longer: Literal["refuse", "cut"] = "refuse"
+    stride: Annotated[int, Field(ge=0)] = 128
+    most: Annotated[int, Field(ge=1)] | None = None  # a sample of so many training examples
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of that sample, and of the share
+    licence: str = ""
+
+    @model_validator(mode="after")
+    def _stride_fits(self) -> ExamplesConfig:
+        if self.task.name == "question_answering" and self.stride >= self.max_length - 8:
+            raise ValueError("stride must be less than max_length - 8")
+        return self
+
+    def files(self) -> dict[Split, Path]:
+        """Return the files by split."""
+        found: dict[Split, Path] = {"train": self.train}
+        if isinstance(self.validation, Path):
+            found["validation"] = self.validation
+        if self.test is not None:
+            found["test"] = self.test
+        return found
+
+    def content(self) -> dict[str, Any]:
+        """Return the keys that shape the bytes: no paths, no licence.
+
+        The manifest records the tokenizer's fingerprint, and hashes of the files are added.
+        """
+        without = {"output", "tokenizer", "train", "test", "licence"}
+        values = self.model_dump(mode="json", exclude=without)
+        if isinstance(self.validation, Path):
+            values["validation"] = "file"
+        return values

@@ -1,0 +1,255 @@
+"""Make a finished folder of shards of a task's data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from data_prep import CorpusError
+from data_prep.disk import hash_file, lock, sync, write_file
+from data_prep.examples.encoding import IGNORE, Example, Examples, Row
+from data_prep.examples.examples_config import ExamplesConfig, Split
+from data_prep.examples.reading import files_of, read_records
+from data_prep.pipeline.code import installed
+from data_prep.shards import Manifest, load_manifest, verify, write_shard
+from data_prep.shards.manifest import (
+    MANIFEST,
+    ShardRecord,
+    SourceRecord,
+    SplitRecord,
+    labels_file,
+    manifest_bytes,
+    seal,
+)
+from data_prep.shards.writing import file_record
+from data_prep.tokens import Tokens, load
+
+BEHAVIOUR = 1  # raised when the same files would give other bytes
+_MULTIPLE = 8  # of tokens, that a row is long
+_KEY = "examples"  # of a manifest's content
+
+
+def make_examples(config: ExamplesConfig, warn: Callable[[str], None]) -> tuple[Manifest, bool]:
+    """Make `config.output`, or find it finished; return its manifest, and whether it was there.
+
+    Raises:
+        CorpusError: a file, a column, a label or the length of an example cannot be used, or the
+            folder holds other shards; names the key and the fix.
+        OSError: the disk is full or read-only.
+    """
+    tokens = load(config.tokenizer)
+    content = _content(config)
+    folder = config.output
+    if (folder / MANIFEST).exists():
+        return _finished(folder, content, tokens), True
+    folder.mkdir(parents=True, exist_ok=True)
+    if odd := sorted(e.name for e in folder.iterdir() if e.name != ".work"):
+        raise CorpusError(
+            f"{folder}: holds {odd[0]}, which is not of this command: choose another output"
+        )
+    work = folder / ".work"
+    with lock(work / "locks", "examples", output=folder):
+        place = work / "made"
+        if place.exists():
+            shutil.rmtree(place)  # of an interrupted start
+        place.mkdir()
+        manifest = _make(config, content, tokens, place, warn)
+        names = sorted(entry.name for entry in place.iterdir())
+        for name in names:
+            if (folder / name).is_dir():
+                shutil.rmtree(folder / name)
+            os.replace(place / name, folder / name)
+        sync(folder)
+        # The manifest comes last: without it, the folder is not finished.
+        write_file(folder / MANIFEST, lambda file: file.write(manifest_bytes(manifest)))
+    shutil.rmtree(work)
+    if problems := verify(folder):
+        raise CorpusError(problems[0])
+    return manifest, False
+
+
+def kind_of(manifest: Manifest) -> str:
+    """Return which task's examples shards hold; empty for a corpus."""
+    return str(manifest.content.get(_KEY, {}).get("task", {}).get("name", ""))
+
+
+def label_names(manifest: Manifest) -> tuple[str, ...]:
+    """Return the classes of a task's shards, in the order of their numbers."""
+    return tuple(manifest.content[_KEY]["labels"])
+
+
+def _content(config: ExamplesConfig) -> dict[str, Any]:
+    """Return all that shapes the rows but the tokenizer: keys, hashes of files, and the code."""
+    hashes = {}
+    for split, path in config.files().items():
+        if not path.exists():
+            raise CorpusError(f"{split} {path}: no such file or folder: check the path")
+        hashes[split] = _digest(path)
+    return {**config.content(), "sha256": hashes, "behaviour": BEHAVIOUR}
+
+
+def _digest(path: Path) -> str:
+    parts = [(file.relative_to(path).as_posix(), hash_file(file)[0]) for file in files_of(path)]
+    return parts[0][1] if not path.is_dir() else hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _finished(folder: Path, content: dict[str, Any], tokens: Tokens) -> Manifest:
+    manifest = load_manifest(folder)
+    there = dict(manifest.content.get(_KEY, {}))
+    there.pop("labels", None)
+    wanted = {**content, "tokenizer": tokens.record().fingerprint}
+    there["tokenizer"] = manifest.tokenizer.fingerprint
+    if differing := sorted(k for k in wanted.keys() | there if wanted.get(k) != there.get(k)):
+        what = {"sha256": "other files", "behaviour": "another version of this program"}
+        raise CorpusError(
+            f"{folder}: holds shards of {what.get(differing[0], f'another {differing[0]}')}: choose "
+            "another output, or remove the folder"
+        )
+    if problems := verify(folder):
+        raise CorpusError(problems[0])
+    return manifest
+
+
+def _make(
+    config: ExamplesConfig,
+    content: dict[str, Any],
+    tokens: Tokens,
+    place: Path,
+    warn: Callable[[str], None],
+) -> Manifest:
+    examples = Examples(config, tokens)
+    found: dict[Split, list[Example]] = {}
+    for split, path in config.files().items():
+        records = read_records(path, examples.names)
+        found[split] = examples.read(str(path), records, labelled=split != "test")
+    _divide(config, found)
+    examples.find_labels(str(config.train), found["train"])
+    rows: dict[Split, list[Row]] = {}
+    for split, some in found.items():
+        rows[split] = list(examples.rows(str(config.files().get(split, config.train)), some))
+    # No longer than the longest example: every row of a shard has this length.
+    longest = max(len(row.ids) for some in rows.values() for row in some)
+    length = min(config.max_length, max(8, -(-longest // _MULTIPLE) * _MULTIPLE))
+
+    tokens.backend.no_truncation()  # which would be a part of its fingerprint
+    record = tokens.record()
+    dtype = np.uint16 if record.vocab_size <= 2**16 else np.uint32
+    splits, sources, files = {}, [], ["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"]
+    tokens.save(place / "tokenizer", length)
+    if (place / "tokenizer" / "vocab.txt").exists():
+        files.append("tokenizer/vocab.txt")
+    (place / "labels").mkdir()
+    for split, encoded in rows.items():
+        shard = _write_rows(place, split, encoded, length, dtype, record.special_ids.pad)
+        splits[split] = SplitRecord(
+            rows=shard.rows, tokens=shard.tokens, segments=shard.rows, shards=(shard,)
+        )
+        columns = _columns(encoded, length)
+        _write_columns(place / labels_file(shard.file), columns)
+        files.append(labels_file(shard.file))
+        sources.append(_source(config, split, found[split]))
+        _warn_unknown(split, encoded, record.special_ids.unk, warn)
+    return seal(
+        {
+            "tokenizer": record,
+            "normaliser": tokens.normaliser,
+            "row_length": length,
+            "dtype": dtype.__name__,
+            "splits": splits,
+            "files": tuple(file_record(place, name) for name in sorted(files)),
+            "sources": tuple(sources),
+            "content": {_KEY: {**content, "labels": list(examples.labels)}},
+            "code_version": installed("distil-pretraining"),
+            "created_by": {name: installed(name) for name in ("numpy", "pyarrow", "tokenizers")},
+        }
+    )
+
+
+def _divide(config: ExamplesConfig, found: dict[Split, list[Example]]) -> None:
+    """Take the share for validation, and the sample, by hashes of the examples' numbers."""
+    train = found["train"]
+    seeds = [xxhash.xxh3_64_intdigest(f"{config.seed} {i}".encode()) for i in range(len(train))]
+    order = sorted(range(len(train)), key=lambda i: (seeds[i], i))
+    if isinstance(config.validation, float):
+        num = max(1, round(len(train) * config.validation))
+        if num >= len(train):
+            raise CorpusError(f"{config.train}: too few examples to take {num} for validation")
+        found["validation"] = [train[i] for i in sorted(order[:num])]
+        order = order[num:]
+    if config.most is not None:
+        order = order[: config.most]
+    found["train"] = [train[i] for i in sorted(order)]
+
+
+def _write_rows(
+    place: Path, split: Split, rows: Sequence[Row], length: int, dtype: Any, pad: int
+) -> ShardRecord:
+    ids = np.full((len(rows), length), pad, dtype=dtype)
+    for line, row in zip(ids, rows, strict=True):
+        line[: len(row.ids)] = row.ids
+    return write_shard(place / f"{split}-00000.arrow", ids, pad)
+
+
+def _columns(rows: Sequence[Row], length: int) -> dict[str, Any]:
+    kinds = {"second": np.int32, "label": np.int32, "start": np.int32, "end": np.int32}
+    found: dict[str, Any] = {}
+    for name in rows[0].columns:
+        values = [row.columns[name] for row in rows]
+        if name == "id":
+            found[name] = pa.array(values, pa.large_string())
+        elif name in ("tags", "probs"):
+            width = length if name == "tags" else len(values[0])
+            kind = np.int16 if name == "tags" else np.float32
+            matrix = np.full((len(rows), width), IGNORE, dtype=kind)
+            for line, value in zip(matrix, values, strict=True):
+                line[: len(value)] = value
+            flat = pa.array(matrix.reshape(-1))
+            found[name] = pa.FixedSizeListArray.from_arrays(flat, width)
+        else:
+            found[name] = pa.array(np.array(values, dtype=kinds.get(name, np.float32)))
+    return found
+
+
+def _write_columns(path: Path, columns: dict[str, Any]) -> None:
+    batch = pa.record_batch([*columns.values()], names=[*columns])
+
+    def write(file: Any) -> None:
+        with pa.ipc.new_stream(file, batch.schema) as stream:
+            stream.write_batch(batch)
+
+    write_file(path, write)
+
+
+def _source(config: ExamplesConfig, split: Split, examples: Sequence[Example]) -> SourceRecord:
+    nothing: dict[str, int] = {}
+    return SourceRecord(
+        name=split,
+        kind=config.task.name,
+        licence=config.licence,
+        documents_in=len(examples),
+        documents_kept=len(examples),
+        documents_validation=len(examples) if split == "validation" else 0,
+        dropped=nothing,
+        noted=nothing,
+        leftovers=nothing,
+        contaminated=nothing,
+        characters=sum(len(e.text) + len(e.pair or "") for e in examples),
+    )
+
+
+def _warn_unknown(
+    split: str, rows: Sequence[Row], unknown: int, warn: Callable[[str], None]
+) -> None:
+    ids: Iterator[Any] = (row.ids for row in rows)
+    counts = [(np.count_nonzero(i == unknown), len(i)) for i in ids]
+    share = sum(c for c, _ in counts) / max(1, sum(n for _, n in counts))
+    if share > 0.01:
+        warn(f"{split}: {share:.1%} of the tokens are unknown: is this the tokenizer of this text?")

@@ -1,0 +1,170 @@
+"""Read labelled examples: CSV, TSV, JSONL, Parquet, CoNLL, SQuAD's JSON, or IMDb's folders.
+
+Every reader yields a mapping of column names, or places, to values.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_prep import CorpusError
+from data_prep.disk.json_files import NotRegularError, read_regular_text
+from data_prep.messages import error_line
+
+Record = Mapping[str | int, Any]
+_LARGEST = 2**32  # bytes of a text file, which is read at once
+
+
+def read_records(path: Path, names: bool) -> Iterator[Record]:
+    """Yield the records of a file, or of the files of a folder in the order of their names.
+
+    A folder holds Parquet or JSONL files, as the Hub lays them out, or a folder for each label with
+    a text in each file, as IMDb does.
+
+    Args:
+        path: of a file or folder.
+        names: whether a CSV or TSV begins with a line of names.
+
+    Raises:
+        CorpusError: it is missing, of no known format, or damaged; names the line.
+    """
+    try:
+        if path.is_dir():
+            yield from _of_folder(path, names)
+            return
+        reader = _READERS.get(path.suffix.lower())
+        if reader is None:
+            kinds = ", ".join(_READERS)
+            raise CorpusError(f"{path}: not a format of examples: rename it to one of {kinds}")
+        yield from reader(path, names)
+    except (OSError, NotRegularError, UnicodeDecodeError, pa.ArrowException) as error:
+        if isinstance(error, FileNotFoundError):
+            raise CorpusError(f"{path}: no such file or folder: check the path") from None
+        raise CorpusError(f"{path}: cannot be read ({error_line(error)})") from None
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files that `read_records` reads of a path, in their order."""
+    if not path.is_dir():
+        return [path]
+    # A folder of the Hub also has a README and settings.
+    known = [p for p in path.rglob("*") if p.suffix.lower() in (".parquet", ".jsonl", ".txt")]
+    return sorted(known)
+
+
+def _of_folder(path: Path, names: bool) -> Iterator[Record]:
+    files = files_of(path)
+    if not files:
+        raise CorpusError(f"{path}: holds no .parquet, .jsonl or .txt file: check the path")
+    if any(file.suffix.lower() != ".txt" for file in files):
+        for file in files:
+            if file.suffix.lower() != ".txt":
+                yield from _READERS[file.suffix.lower()](file, names)
+        return
+    for file in files:
+        if file.parent == path:
+            raise CorpusError(f"{file}: lies in no folder that names its label: move it into one")
+        yield {"text": read_regular_text(file, _LARGEST), "label": file.parent.name}
+
+
+def _csv(path: Path, names: bool) -> Iterator[Record]:
+    # A quotation mark in a TSV of GLUE is a character as any other.
+    tabs = path.suffix.lower() == ".tsv"
+    csv.field_size_limit(sys.maxsize)
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        if not tabs:
+            tabs = "\t" in lines.readline()
+            lines.seek(0)
+        reader = (
+            csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines)
+        )
+        try:
+            head = next(reader, []) if names else []
+            for row in reader:
+                if not row:
+                    continue
+                if names and len(row) < len(head):
+                    raise CorpusError(
+                        f"{path}: line {reader.line_num} has {len(row)} of {len(head)} columns"
+                    )
+                yield dict(zip(head, row, strict=False)) if names else dict(enumerate(row))
+        except csv.Error as error:
+            raise CorpusError(f"{path}: line {reader.line_num}: {error_line(error)}") from None
+
+
+def _jsonl(path: Path, names: bool) -> Iterator[Record]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                raise CorpusError(f"{path}: line {number} is not a JSON object")
+            yield record
+
+
+def _parquet(path: Path, names: bool) -> Iterator[Record]:
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(use_threads=False):
+            yield from batch.to_pylist()
+
+
+def _conll(path: Path, names: bool) -> Iterator[Record]:
+    """Yield sentences: a word in the first column of a line, its tag in the last."""
+    words: list[str] = []
+    tags: list[str] = []
+    text = read_regular_text(path, _LARGEST)
+    for number, line in enumerate([*text.split("\n"), ""], start=1):
+        parts = line.split()
+        if not parts or parts[0] == "-DOCSTART-":
+            if words:
+                yield {"tokens": words, "tags": tags}
+            words, tags = [], []
+        elif line.startswith("# ") and not words:
+            continue  # a comment of CoNLL-U
+        elif len(parts) < 2:
+            raise CorpusError(f"{path}: line {number} has no tag: a line is a word and its tag")
+        else:
+            words.append(parts[0])
+            tags.append(parts[-1])
+
+
+def _squad(path: Path, names: bool) -> Iterator[Record]:
+    """Yield the questions of SQuAD's JSON; one without an answer has none."""
+    try:
+        for article in json.loads(read_regular_text(path, _LARGEST))["data"]:
+            for paragraph in article["paragraphs"]:
+                for question in paragraph["qas"]:
+                    yield {
+                        "id": question["id"],
+                        "question": question["question"],
+                        "context": paragraph["context"],
+                        "answers": question.get("answers", []),
+                    }
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorpusError(
+            f"{path}: not SQuAD's JSON ({error_line(error)}): data, paragraphs, qas; a file with "
+            "an object a line ends in .jsonl"
+        ) from None
+
+
+_READERS = {
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+    ".conll": _conll,
+    ".bio": _conll,
+    ".json": _squad,
+}

@@ -1,0 +1,189 @@
+"""Hold the head of a task: what transformers' class for it has behind the encoder.
+
+`TaskHead` is that class with its encoder taken out. It computes its own forward pass on our
+encoder's output, so a head is what a user's transformers computes, and a model is written by
+putting the encoder back.
+
+Shapes: B rows, L row length, D width, C classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from pretrain import RunError
+from pretrain.model.families import MaskedLM
+
+Output = Literal["classes", "score", "tags", "span"]
+_CLASSES: dict[str, Any] = {
+    "classes": AutoModelForSequenceClassification,
+    "score": AutoModelForSequenceClassification,
+    "tags": AutoModelForTokenClassification,
+    "span": AutoModelForQuestionAnswering,
+}
+# The dropouts of heads, by their keys of config.json.
+_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
+
+
+class TaskHead(nn.Module):
+    """Compute the logits of a task: [B, C], of tags [B, L, C], of answers [B, L, 2].
+
+    Args:
+        config: of the encoder; the head's dropout is that of its hidden states.
+        output: what the head predicts.
+        labels: names of the classes; empty for a score and for answers.
+    """
+
+    def __init__(self, config: Any, output: Output, labels: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.output, self.labels = output, tuple(labels)
+        with torch.device("meta"):  # the encoder's weights are not needed
+            self.model = _CLASSES[output].from_config(task_config(config, output, labels))
+        prefix = self.model.base_model_prefix
+        encoder = getattr(self.model, prefix)
+        setattr(self.model, prefix, _Given(getattr(encoder, "pooler", None)))
+        self.to_empty(device="cpu")
+
+    def forward(self, hidden_BLD: Tensor, token_mask_BL: Tensor) -> Tensor:
+        """Return logits of the encoder's output."""
+        # The encoder's place returns what it is given as embeddings.
+        found = self.model(inputs_embeds=hidden_BLD, attention_mask=token_mask_BL.long())
+        if self.output == "span":
+            return torch.stack([found.start_logits, found.end_logits], dim=-1)
+        logits: Tensor = found.logits
+        return logits
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the head's weights by their names in a file of transformers."""
+        return {name.removeprefix("model."): t for name, t in self.state_dict().items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Take the weights that are there and fit; return the names of the others."""
+        own, missing = self.tensors(), []
+        for name, tensor in own.items():
+            given = tensors.get(name)
+            if given is None or given.shape != tensor.shape:
+                missing.append(name)
+            else:
+                tensor.copy_(given)
+        return missing
+
+
+class _Given(nn.Module):
+    """Stand where an encoder was, and return its output, which came as embeddings."""
+
+    def __init__(self, pooler: nn.Module | None) -> None:
+        super().__init__()
+        self.pooler = pooler
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPooling:
+        pooled: Any = self.pooler(inputs_embeds) if self.pooler is not None else None
+        return BaseModelOutputWithPooling(last_hidden_state=inputs_embeds, pooler_output=pooled)
+
+
+def task_config(config: Any, output: Output, labels: Sequence[str]) -> Any:
+    """Return the config of a model with a head."""
+    found = copy.deepcopy(config)
+    names = list(labels) if labels else ["LABEL_0"] if output == "score" else ["start", "end"]
+    found.id2label = dict(enumerate(names))
+    found.label2id = {name: i for i, name in enumerate(names)}
+    kinds = {"classes": "single_label_classification", "score": "regression"}
+    found.problem_type = kinds.get(output)
+    rate = next((getattr(config, key) for key in _HIDDEN if hasattr(config, key)), 0.0)
+    for key in _DROPOUTS:
+        if hasattr(found, key):
+            setattr(found, key, rate)
+    return found
+
+
+# Of BERT and RoBERTa, of DistilBERT, of ModernBERT.
+_HIDDEN = ("hidden_dropout_prob", "dropout", "mlp_dropout")
+
+
+def with_head(encoder: MaskedLM, head: TaskHead) -> PreTrainedModel:
+    """Return a model of transformers' class for the task, with an encoder and a head."""
+    config = task_config(encoder.config, head.output, head.labels)
+    with torch.device("meta"):
+        model: Any = _CLASSES[head.output].from_config(config)
+    base = encoder.base_model
+    prefix = model.base_model_prefix
+    state = {f"{prefix}.{name}": tensor for name, tensor in base.state_dict().items()}
+    state |= head.tensors()
+    model.to_empty(device="cpu")
+    # Buffers that are computed and not stored, such as positions, come from the encoder.
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected, unexpected
+    assert not missing, missing
+    for name, buffer in base.named_buffers():
+        parent, _, leaf = name.rpartition(".")
+        getattr(model, prefix).get_submodule(parent).register_buffer(
+            leaf, buffer.detach().clone(), persistent=name in base.state_dict()
+        )
+    found: PreTrainedModel = model.eval()
+    return found
+
+
+def read_task_head(
+    who: str,
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    encoder: MaskedLM,
+    output: Output,
+) -> TaskHead:
+    """Return the trained head of a model's folder.
+
+    Args:
+        who: the beginning of an error's message.
+        raw: its config.json.
+        tensors: of its weights.
+        encoder: of the folder.
+        output: what the head must predict.
+
+    Raises:
+        RunError: it has no such head.
+    """
+    labels: list[str] = []
+    if output in ("classes", "tags"):
+        names = raw.get("id2label")
+        labels = (
+            [str(names[key]) for key in sorted(names, key=int)] if isinstance(names, dict) else []
+        )
+        if not labels:  # transformers leaves out the two of its default
+            labels = ["LABEL_0", "LABEL_1"]
+    head = TaskHead(encoder.config, output, labels)
+    with torch.no_grad():
+        missing = head.load(tensors)
+    if missing:
+        wanted = _CLASSES[output].__name__.removeprefix("AutoModelFor")
+        raise RunError(
+            f"{who}: it has no head for {wanted} of {len(labels) or 1} output(s) ({missing[0]} is "
+            "not in its weights); fine-tune it on the task first"
+        )
+    return head.eval()
+
+
+def head_tensors(encoder: MaskedLM, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a folder that are not the encoder's, named as in a model with a head.
+
+    A folder of an encoder names its pooler without the encoder's prefix.
+    """
+    prefix = f"{encoder.base_model_prefix}."
+    own = {f"{prefix}{name}" for name in encoder.base_model.state_dict()}
+    found = {}
+    for name, tensor in tensors.items():
+        full = name if name.startswith(prefix) or not name.startswith("pooler.") else prefix + name
+        if full not in own:
+            found[full] = tensor
+    return found

@@ -1,0 +1,85 @@
+"""Fine-tune on the labels of a task (BERT, arXiv 1810.04805, section 4).
+
+    classes    L = CE(z, y)                       mean over examples
+    a score    L = (z - y)^2                      mean over examples
+    tags       L = CE(z, y)                       mean over words, at their first pieces
+    an answer  L = (CE(z_start, y_start) + CE(z_end, y_end)) / 2    mean over rows
+
+z are the logits of the task's head. Padding is no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pretrain.contracts.terms import Encoded, Shape, SignalTerm, Term, constant, wide
+from pretrain.objectives.objective import Objective, Part
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pretrain.contracts.batch import Batch
+
+TASKS = ("classification", "token_classification", "question_answering")
+
+
+class FineTuning(Objective):
+    """Train a model of `model:` on the labels of the shards."""
+
+    tasks: ClassVar = TASKS
+    needs_teacher: ClassVar[bool] = False
+    defaults: ClassVar = {"masking": {"probability": 0.0}}
+    parts: ClassVar = (Part("", 1.0, "the loss of the labels", "examples", teacher=False),)
+
+    name: Literal["finetune"] = "finetune"
+
+    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
+        """Return the loss of the labels, with weight 1."""
+        return (labels_term(1.0),)
+
+
+def labels_term(weight: float) -> SignalTerm:
+    """Return the loss of the labels, a mean over the labelled examples of a task."""
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        assert student.task_logits is not None
+        return loss_of_labels(student.task_logits, batch.labels, batch.packing.token_mask)
+
+    return SignalTerm("labels", constant(weight), "examples", total, False)
+
+
+def loss_of_labels(logits: Tensor, labels: Mapping[str, Tensor], token_mask_BL: Tensor) -> Tensor:
+    """Return the sum of the losses of a micro-batch's labels; -100 and NaN are none.
+
+    Args:
+        logits: [B, C], of tags [B, L, C], of answers [B, L, 2].
+        labels: "class" [B], "score" [B], "tags" [B, L], or "start" and "end" [B].
+        token_mask_BL: False at padding.
+    """
+    from torch.nn.functional import cross_entropy
+
+    logits = wide(logits)
+    if "class" in labels:
+        return cross_entropy(logits, labels["class"].long(), reduction="sum")
+    if "score" in labels:
+        score_B = labels["score"].to(logits.dtype)
+        there = ~score_B.isnan()
+        return ((logits.squeeze(-1) - score_B.nan_to_num()).square() * there).sum()
+    if "tags" in labels:
+        tags_N = labels["tags"].long().flatten()
+        return cross_entropy(logits.flatten(0, 1), tags_N, reduction="sum")
+    ends_BL2 = answers(logits, token_mask_BL)
+    losses = [
+        cross_entropy(ends_BL2[..., i], labels[name].long(), reduction="sum")
+        for i, name in enumerate(("start", "end"))
+    ]
+    return (losses[0] + losses[1]) / 2
+
+
+def answers(logits_BL2: Tensor, token_mask_BL: Tensor) -> Tensor:
+    """Return the logits of starts and ends, with no chance for padding."""
+    lowest = -1e30  # finite, so that a row without tokens has a gradient of 0 and not NaN
+    return logits_BL2.masked_fill(~token_mask_BL[..., None], lowest)

@@ -1,0 +1,1 @@
+"""Classify texts, pairs of texts, or give them a score."""

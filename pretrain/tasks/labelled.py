@@ -1,0 +1,248 @@
+"""Read the rows of a task's shards with their labels: what all tasks with a head share.
+
+A row is one example. The rows of a step are the order's; they are sorted by length, so that the
+micro-batches which they are cut into have little padding, and each is as long as its longest row.
+
+Shapes: R or B rows, L row length, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data_prep.examples.encoding import IGNORE
+from data_prep.examples.making import kind_of, label_names
+from data_prep.shards import Manifest, ShardSet, check_file
+from data_prep.shards.manifest import labels_file
+from data_prep.shards.reading import map_labels
+from pretrain import RunError
+from pretrain.contracts.batch import Batch, Rows, packed_batch
+from pretrain.contracts.terms import Encoded, SignalTerm, TeacherLabels, constant
+from pretrain.model.distillation import HEAD, TYPES
+from pretrain.model.families import MaskedLM
+from pretrain.model.folder import Loaded, read_model
+from pretrain.model.model_files import read_config, read_tensors
+from pretrain.model.task_head import Output, TaskHead, head_tensors, read_task_head
+from pretrain.tasks.task import Examples
+
+if TYPE_CHECKING:
+    from pretrain.config import RunConfig
+
+# What shards of a kind of examples are predicted by.
+OUTPUTS: Mapping[str, Output] = {
+    "classification": "classes",
+    "regression": "score",
+    "token_classification": "tags",
+    "question_answering": "span",
+}
+_LABELS = ("label", "score", "probs", "tags", "start", "end")
+_MULTIPLE = 8  # of tokens that a micro-batch is long
+
+
+class LabelledRows(Examples):
+    """Return the rows of a split with their labels.
+
+    Args:
+        shards: the split.
+    """
+
+    def __init__(self, shards: ShardSet) -> None:
+        super().__init__(shards)
+        manifest = shards.manifest
+        self.kind, self.names = kind_of(manifest), label_names(manifest)
+        batches = []
+        for shard in manifest.splits[shards.split].shards:
+            # The whole file is compared with its hash: labels are small.
+            batches.append(map_labels(check_file(shards.folder, manifest, labels_file(shard.file))))
+        self.columns: dict[str, Any] = {}
+        for name in ("second", *_LABELS):
+            if name in batches[0].schema.names:
+                columns = [batch.column(name) for batch in batches]
+                self.columns[name] = np.concatenate([_array(column) for column in columns])
+        self.labelled = bool(self._labelled_rows().any())
+        self.ids = [id for batch in batches for id in batch.column("id").to_pylist()]
+
+    def _labelled_rows(self) -> Any:
+        """Return which rows have a label [R]."""
+        name = next(name for name in ("label", "score", "tags", "start") if name in self.columns)
+        values = self.columns[name]
+        there = ~np.isnan(values) if name == "score" else values != IGNORE
+        return there.any(axis=1) if there.ndim == 2 else there
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A loader's worker reads the labels again.
+        return LabelledRows, (self.shards,)
+
+    def rows(self, ids: Any, epochs: Any, numbers: Any, step: int = 0, skipped: Any = None) -> Rows:
+        """Return rows with their labels, the longest first."""
+        columns = {name: values[numbers] for name, values in self.columns.items()}
+        if skipped is not None:
+            ids[skipped] = self.special.pad
+            for name, values in columns.items():
+                values[skipped] = {"second": 0, "score": np.nan, "probs": 0}.get(name, IGNORE)
+        order = np.argsort(-np.count_nonzero(ids != self.special.pad, axis=1), kind="stable")
+        found = {"input_ids": ids, "number": np.asarray(numbers, dtype=np.int64), **columns}
+        return {name: torch.from_numpy(values[order]) for name, values in found.items()}
+
+    def batch(self, rows: Rows) -> Batch:
+        """Return a micro-batch; its count "examples" is of labelled rows, or of tagged words."""
+        ids = rows["input_ids"]
+        tokens = ids.numpy() != self.special.pad
+        longest = max(1, int(tokens.sum(1).max(initial=0)))
+        length = min(ids.shape[1], -(-longest // _MULTIPLE) * _MULTIPLE)
+        ids = ids[:, :length].contiguous()
+        labels = {name: rows[name] for name in _LABELS if name in rows}
+        if "label" in labels:
+            labels["class"] = labels.pop("label")
+        if "tags" in labels:
+            labels["tags"] = labels["tags"][:, :length].contiguous()
+        second_B = rows["second"]
+        if bool((second_B > 0).any()):
+            place_L = torch.arange(length)
+            labels[TYPES] = ((place_L >= second_B[:, None]) & (second_B > 0)[:, None]).to(
+                torch.uint8
+            ) * torch.from_numpy(tokens[:, :length].astype(np.uint8))
+        counts = {"examples": int(self._labelled(labels, tokens))}
+        labels["number"] = rows["number"]
+        return packed_batch(ids, labels, counts, cls_id=self.special.cls, pad_id=self.special.pad)
+
+    def _labelled(self, labels: Mapping[str, Tensor], tokens: Any) -> int:
+        if "score" in labels:
+            return int((~labels["score"].isnan()).sum())
+        name = next(name for name in ("class", "tags", "start") if name in labels)
+        return int((labels[name] != IGNORE).sum())
+
+    def fullest(self, ids: Any, numbers: Any, token: int) -> Batch:
+        """Return rows of the whole length as a micro-batch."""
+        found = self.rows(ids, None, numbers)
+        return self.batch(found)
+
+
+class LabelledExamples(LabelledRows):
+    """Hold the training rows of a run, and the head of its teacher.
+
+    Args:
+        shards: the training split.
+        teacher_head: of the run's teacher, if it compares with one.
+    """
+
+    def __init__(self, shards: ShardSet, teacher_head: TaskHead | None) -> None:
+        super().__init__(shards)
+        self.teacher_head = teacher_head
+        if teacher_head is not None:
+            self.teacher_labels = logits_by(teacher_head)
+        elif "probs" in self.columns:
+            self.runs_teacher = False
+
+    def state(self) -> dict[str, Any]:
+        """Return what an export must know of the head."""
+        pairs = bool(self.columns["second"].any())
+        known = {"output": OUTPUTS[self.kind], "names": list(self.names), "pairs": pairs}
+        return {"labels": known}
+
+    def to(self, device: torch.device) -> None:
+        """Move the teacher's head."""
+        if self.teacher_head is not None:
+            self.teacher_head.to(device)
+
+
+def logits_by(head: TaskHead) -> TeacherLabels:
+    """Return a function that makes the teacher's logits of its output on a batch."""
+
+    def logits(teacher: Encoded, batch: Batch) -> dict[str, Tensor]:
+        with torch.inference_mode():
+            found = head(teacher.last_hidden_state, batch.packing.token_mask)
+        return {"teacher_logits": found.clone()}
+
+    return logits
+
+
+def check_kind(shards: Path, manifest: Manifest, name: str, kinds: Sequence[str]) -> None:
+    """Refuse shards that hold no examples of the task; RunError names the fix."""
+    kind = kind_of(manifest)
+    if kind not in kinds:
+        held = f"examples of {kind}" if kind else "a corpus"
+        raise RunError(
+            f"{shards}: holds {held}, and task {name} needs examples of {' or '.join(kinds)}: "
+            "prepare them with a file that has a section task"
+        )
+
+
+def load_task_head(who: str, name: str, output: Output) -> TaskHead:
+    """Return the trained head of a run, an export or another folder; RunError if it has none."""
+
+    def read(loaded: Loaded) -> TaskHead:
+        return task_head_of(who, loaded, output)
+
+    return read_model(name, read, who=who, needs_head=False, of_task=True)
+
+
+def task_head_of(who: str, loaded: Loaded, output: Output) -> TaskHead:
+    """Return the trained head of a loaded model; RunError if it has none."""
+    if loaded.saved is None:
+        raw = read_config(who, loaded.folder)
+        tensors = read_tensors(who, loaded.folder, pickled=True)
+        own = head_tensors(loaded.model, tensors)
+        return read_task_head(who, raw, own, loaded.model, output)
+    # In a checkpoint the head lies beside the encoder.
+    labels = loaded.saved.state.get("labels")
+    if labels is None or labels["output"] != output:
+        raise RunError(f"{who}: is a run of another task, without a head for this one")
+    raw = {"id2label": dict(enumerate(labels["names"]))}
+    prefix = f"{HEAD}.model."
+    own = {name.removeprefix(prefix): t for name, t in loaded.saved.adapters().items()}
+    return read_task_head(who, raw, own, loaded.model, output)
+
+
+def first_weights(config: RunConfig, student: MaskedLM, head: TaskHead) -> list[str]:
+    """Give a new head the weights that its model's folder has; return the names of the others.
+
+    Of a student that is cut from its teacher these are the teacher's, where both are of one family.
+    """
+    init = config.model.init if config.model is not None else None
+    if config.model is None:
+        init = config.student.init if isinstance(config.student.init, str) else "teacher"
+        if init == "random":
+            init = None
+        elif init == "teacher":
+            init = config.teacher
+
+    def read(loaded: Loaded) -> dict[str, Tensor]:
+        if loaded.model.config.model_type != student.config.model_type:
+            return {}
+        if loaded.saved is not None:
+            prefix = f"{HEAD}.model."
+            return {n.removeprefix(prefix): t for n, t in loaded.saved.adapters().items()}
+        return head_tensors(loaded.model, read_tensors(str(init), loaded.folder, pickled=True))
+
+    tensors = {} if init is None else read_model(init, read, needs_head=False, of_task=True)
+    with torch.no_grad():
+        return head.load({name: tensor.float() for name, tensor in tensors.items()})
+
+
+def correct_term() -> SignalTerm:
+    """Return the number of labelled examples, or words, whose label has the highest logit."""
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        assert student.task_logits is not None
+        labels = batch.labels.get("class", batch.labels.get("tags"))
+        assert labels is not None
+        return (student.task_logits.argmax(-1) == labels).float().sum()
+
+    return SignalTerm("accuracy", constant(0.0), "examples", total, False)
+
+
+def _array(column: Any) -> Any:
+    """Return a column as an array of its own, [R] or [R, width]."""
+    if hasattr(column.type, "list_size"):
+        width = column.type.list_size
+        return np.from_dlpack(column.flatten()).reshape(-1, width).copy()
+    return np.from_dlpack(column).copy()

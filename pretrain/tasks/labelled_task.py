@@ -1,0 +1,158 @@
+"""Define what the tasks with a head share: checks, the head, and its export. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pretrain import RunError
+from pretrain.contracts.terms import Term
+from pretrain.objectives.objective import Objective
+from pretrain.tasks.task import Examples, Measure, Start, Task, Use, own_terms
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from data_prep.shards import Manifest, ShardSet
+    from pretrain.config import RunConfig
+    from pretrain.model.families import MaskedLM
+
+
+class LabelledTask(Task):
+    """Train the head of a task on rows that are examples.
+
+    A subclass says which examples it takes, and how its models are used.
+    """
+
+    has_head: ClassVar[bool] = True
+    counts: ClassVar = ("tokens", "sequences", "examples")
+    kinds: ClassVar[tuple[str, ...]]  # of examples, as `distil prepare` names them
+    pipeline: ClassVar[str]  # the hub's name of the task
+
+    @classmethod
+    def unread(cls, objective: type[Objective] | Objective) -> dict[str, str]:
+        """Return the keys that a run of the task does not read."""
+        keys = {"vectors": "compares no sentence vectors"}
+        if objective.needs_teacher:
+            return keys
+        no_teacher = ("teacher", "teacher_vocabulary", "student")
+        return {**dict.fromkeys(no_teacher, "has no teacher"), **keys}
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse masks, and a run without a student or with two."""
+        name = config.objective.name
+        if any(config.masking.ends):
+            raise ValueError(f"task {self.name} masks nothing: remove masking")
+        if not config.objective.needs_teacher:
+            super().check(config)
+            return
+        if config.vectors is not None:
+            raise ValueError(f"objective {name} compares no sentence vectors: remove vectors")
+        if config.model is not None and config.student != type(config.student)():
+            raise ValueError("the student is that of `model:`: remove one of the two sections")
+        if config.teacher is None and config.model is None:
+            raise ValueError(
+                f"objective {name} needs `teacher:`, or, for shards with probabilities, `model:`"
+            )
+
+    def examples(self, start: Start) -> Examples:
+        """Return the rows of the training split, with the teacher's head if there is one."""
+        from data_prep.examples.making import label_names
+        from data_prep.shards import open_shards
+        from pretrain.tasks.labelled import OUTPUTS, LabelledExamples, check_kind, load_task_head
+
+        config, manifest = start.config, start.manifest
+        check_kind(config.shards, manifest, self.name, self.kinds)
+        shards, head = open_shards(config.shards), None
+        if start.teacher is not None:
+            from data_prep.examples.making import kind_of
+
+            who = f"teacher {start.teacher.name}"
+            head = load_task_head(who, start.teacher.name, OUTPUTS[kind_of(manifest)])
+            names = label_names(manifest)
+            if names and head.labels != names:
+                raise RunError(
+                    f"{who}: its labels are {', '.join(head.labels)}, those of the shards "
+                    f"{', '.join(names)}; prepare the shards with task.labels in its order"
+                )
+        found = LabelledExamples(shards, head)
+        if config.objective.needs_teacher and head is None and "probs" not in found.columns:
+            raise RunError(
+                f"{config.shards}: holds no probabilities, and there is no teacher: name one, or "
+                "prepare the examples with task.probabilities"
+            )
+        if any(part.over == "examples" for part in config.objective.parts) and not found.labelled:
+            raise RunError(
+                f"{config.shards}: no training example has a label; take objective kd, or prepare "
+                "the examples with task.label"
+            )
+        return found
+
+    def attach(self, student: MaskedLM, manifest: Manifest) -> nn.ModuleDict:
+        """Return the head, with the weights that the model's folder has for it."""
+        from torch import nn
+
+        from data_prep.examples.making import kind_of, label_names
+        from pretrain.model.distillation import HEAD
+        from pretrain.model.task_head import TaskHead
+        from pretrain.tasks.labelled import OUTPUTS
+
+        head = TaskHead(student.config, OUTPUTS[kind_of(manifest)], label_names(manifest))
+        return nn.ModuleDict({HEAD: head})
+
+    def begin(self, config: RunConfig, student: MaskedLM, modules: nn.ModuleDict) -> list[str]:
+        """Give the head the weights that the folder of its model has for it."""
+        from pretrain.model.distillation import HEAD
+        from pretrain.tasks.labelled import first_weights
+
+        head: Any = modules[HEAD]
+        new = first_weights(config, student, head)
+        if not new:
+            return ["the head of the task began from that of the model"]
+        return [f"the head of the task is new ({', '.join(new)})"]
+
+    def measure(
+        self, examples: Examples, validation: ShardSet, terms: Sequence[Term], *, teacher: bool
+    ) -> Measure:
+        """Measure the terms on validation rows, and the share of right labels."""
+        from pretrain.tasks.labelled import LabelledRows, correct_term
+
+        found = LabelledRows(validation)
+        own = own_terms(found, terms, self.counts)
+        if "label" not in found.columns and "tags" not in found.columns:
+            return own
+        correct = correct_term()
+
+        def figures(
+            totals: Mapping[str, float], counts: Mapping[str, float], tally: Any, step: int
+        ) -> dict[str, float]:
+            share = totals[correct.name] / max(counts[correct.over], 1.0)
+            return {**own.figures(totals, counts, tally, step), "accuracy": share}
+
+        return Measure(found, [*terms, correct], figures, self.counts)
+
+    def trained(self, objective: Objective) -> str:
+        """Return how a model without a teacher was trained, for the card."""
+        return f"Fine-tuned on a task ({self.name}) with {objective.sentence}"
+
+    def use(self, objective: Objective) -> Use:
+        """Return the pipeline of transformers."""
+        code = "from transformers import pipeline\n\n"
+        return Use(
+            "transformers",
+            self.pipeline,
+            f'{code}run = pipeline("{self.pipeline}", model="PATH_OR_NAME")',
+        )
+
+    def finished(
+        self, student: MaskedLM, state: Mapping[str, Any], modules: Mapping[str, Tensor]
+    ) -> PreTrainedModel:
+        """Return the encoder and its head as transformers' class for the task."""
+        from pretrain.model.distillation import HEAD
+        from pretrain.model.task_head import TaskHead, with_head
+
+        labels = state["labels"]
+        head = TaskHead(student.config, labels["output"], labels["names"])
+        head.load_state_dict({n.removeprefix(f"{HEAD}."): t for n, t in modules.items()})
+        return with_head(student, head)

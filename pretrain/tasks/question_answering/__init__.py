@@ -1,0 +1,1 @@
+"""Find the answer to a question in a text."""
