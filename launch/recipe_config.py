@@ -36,6 +36,7 @@ class EvaluateKeys(Keys):
     data: Path  # shards, or a table of pairs
     teacher: str | None = None
     rows: int | None = Field(None, ge=1)
+    split: Literal["train", "validation", "test"] = "validation"
     same_vocabulary: bool = False
 
 

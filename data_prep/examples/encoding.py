@@ -195,7 +195,7 @@ class Examples:
         value = record.get(self.label)
         if value is None or value == "" or value in (-1, "-1"):  # GLUE's tests have -1
             return found
-        if columns.name == "regression":
+        if columns.name in ("regression", "similarity"):
             return found | {"score": _number(where, self.label, value)}
         if columns.name == "question_answering":
             return found | {"answers": _answers(where, value, pair or "")}
@@ -239,7 +239,7 @@ class Examples:
             found["label"] = self._number_of(where, labels.get("label"))
             if self.columns.probabilities is not None:
                 found["probs"] = labels["probs"]
-        elif kind == "regression":
+        elif kind in ("regression", "similarity"):
             found["score"] = labels.get("score", math.nan)
         elif kind == "token_classification":
             found["tags"] = self._first_pieces(where, labels, encoding)

@@ -11,7 +11,16 @@ from data_prep.config import JsonTokenizer, RowLength, VocabularyTokenizer
 from data_prep.keys import Keys
 
 Split = Literal["train", "validation", "test"]
-Kind = Literal["classification", "regression", "token_classification", "question_answering"]
+Kind = Literal[
+    "classification", "regression", "token_classification", "question_answering", "similarity"
+]
+_METRICS: dict[str, tuple[str, ...]] = {
+    "classification": ("accuracy", "mcc", "f1", "f1 and accuracy"),
+    "regression": ("pearson", "spearman", "pearson and spearman"),
+    "similarity": ("pearson", "spearman", "pearson and spearman"),
+    "token_classification": ("entity f1", "accuracy"),
+    "question_answering": ("f1", "exact match"),
+}
 Column = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0)]
 
 
@@ -22,6 +31,7 @@ class Columns(Keys):
     the classes in the order of their numbers; without it they are sorted. A number in the data is
     the place of a label, unless the labels are numbers themselves. `probabilities` holds a list of
     numbers for each example, as a large model gives them, or names a column for each label.
+    `metric` is the score of a model; left out it is the usual one of the task.
     """
 
     name: Kind
@@ -31,10 +41,15 @@ class Columns(Keys):
     probabilities: Column | tuple[Column, ...] | None = None
     id: Column | None = None  # by default the number of the example in its file
     labels: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    metric: str | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Columns:
-        if self.name in ("regression", "question_answering") and self.labels:
+        if self.metric not in (None, *_METRICS[self.name]):
+            raise ValueError(f"metric: of {self.name} take {', '.join(_METRICS[self.name])}")
+        if self.name == "similarity" and self.pair is None:
+            raise ValueError("similarity compares two texts: name the column of the second in pair")
+        if self.name not in ("classification", "token_classification") and self.labels:
             raise ValueError(f"{self.name} has no classes: remove labels")
         if len(set(self.labels)) < len(self.labels) or len(self.labels) == 1:
             raise ValueError("labels: give two or more, each once")

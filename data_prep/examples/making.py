@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from data_prep.shards.manifest import (
     labels_file,
     manifest_bytes,
     seal,
+    texts_file,
 )
 from data_prep.shards.writing import file_record
 from data_prep.tokens import Tokens, load
@@ -35,6 +37,7 @@ from data_prep.tokens import Tokens, load
 BEHAVIOUR = 1  # raised when the same files would give other bytes
 _MULTIPLE = 8  # of tokens, that a row is long
 _KEY = "examples"  # of a manifest's content
+_BY_TEXT = ("question_answering", "similarity")  # measured on texts, not on rows
 
 
 def make_examples(config: ExamplesConfig, warn: Callable[[str], None]) -> tuple[Manifest, bool]:
@@ -110,8 +113,8 @@ def _finished(folder: Path, content: dict[str, Any], tokens: Tokens) -> Manifest
     if differing := sorted(k for k in wanted.keys() | there if wanted.get(k) != there.get(k)):
         what = {"sha256": "other files", "behaviour": "another version of this program"}
         raise CorpusError(
-            f"{folder}: holds shards of {what.get(differing[0], f'another {differing[0]}')}: choose "
-            "another output, or remove the folder"
+            f"{folder}: holds shards of {what.get(differing[0], f'another {differing[0]}')}: "
+            "choose another output, or remove the folder"
         )
     if problems := verify(folder):
         raise CorpusError(problems[0])
@@ -155,6 +158,9 @@ def _make(
         columns = _columns(encoded, length)
         _write_columns(place / labels_file(shard.file), columns)
         files.append(labels_file(shard.file))
+        if config.task.name in _BY_TEXT and split != "train":
+            _write_texts(place / texts_file(split), found[split])
+            files.append(texts_file(split))
         sources.append(_source(config, split, found[split]))
         _warn_unknown(split, encoded, record.special_ids.unk, warn)
     return seal(
@@ -216,6 +222,15 @@ def _columns(rows: Sequence[Row], length: int) -> dict[str, Any]:
         else:
             found[name] = pa.array(np.array(values, dtype=kinds.get(name, np.float32)))
     return found
+
+
+def _write_texts(path: Path, examples: Sequence[Example]) -> None:
+    lines = []
+    for example in examples:
+        answers = example.labels.get("answers", [])
+        entry = {"id": example.id, "text": example.text, "pair": example.pair, "answers": answers}
+        lines.append(json.dumps(entry).encode() + b"\n")
+    write_file(path, lambda file: file.writelines(lines))
 
 
 def _write_columns(path: Path, columns: dict[str, Any]) -> None:

@@ -211,6 +211,11 @@ def labels_file(shard: str) -> str:
     return f"labels/{shard}"
 
 
+def texts_file(split: str) -> str:
+    """Return the name of the file with the texts of a task's examples that are measured by them."""
+    return f"labels/{split}.jsonl"
+
+
 def vocabulary_sha256(tokens: list[str]) -> str:
     """Return the sha256 of a vocabulary, its tokens in id order."""
     return hashlib.sha256("\n".join(tokens).encode()).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -12,7 +12,7 @@ from launch.stages.evaluate import measure, row_names, show_figures
 from pretrain.monitor.records import append_record, check_record, of_run, row
 
 if TYPE_CHECKING:
-    pass
+    from data_prep.shards.reading import Split
 
 
 def evaluate(
@@ -41,12 +41,16 @@ def evaluate(
             help="Accept tokenizers that are missing, or that treat case and accents differently.",
         ),
     ] = False,
+    split: Annotated[
+        str, typer.Option(help="Of the examples of a task: validation, or test.", metavar="NAME")
+    ] = "validation",
     record: RecordFile = None,
 ) -> None:
-    """Measure models on validation rows or sentence pairs, next to their teacher.
+    """Measure models on validation rows, examples or sentence pairs, next to their teacher.
 
     With a language-model head: masked accuracy, next to the best constant guess. Without one: how
     similar the vectors of student and teacher are, and their correlation with scores of pairs.
+    On the examples of a task: accuracy, F1, correlations, and what is kept of the teacher's score.
 
     Example: distil evaluate runs/demo/student runs/demo/shards --teacher configs/demo-teacher
     """
@@ -70,8 +74,11 @@ def evaluate(
         raise RunError(f"--data {data}: the file does not exist")
     if data.is_file() and rows is not None:
         raise RunError("--rows: is for shards; a file of pairs is read as a whole")
+    if split not in ("train", "validation", "test"):
+        raise RunError(f"--split {split}: no such split: train, validation or test")
+    chosen = cast("Split", split)
     if not data.is_file():
-        open_shards(data, "validation")
+        open_shards(data, chosen)
     if teacher is not None:
         if teacher.startswith("shipped:"):
             teacher = str(find_shipped(Path(teacher)))
@@ -87,7 +94,7 @@ def evaluate(
             teacher = None
 
     # torch takes seconds to import: a wrong path is answered before.
-    found, meanings = measure(models, data, teacher, same_vocabulary, rows)
+    found, meanings = measure(models, data, teacher, same_vocabulary, rows, chosen)
     names = row_names(found)
     show_figures({names[model]: figures for model, figures in found.items()}, meanings)
     append_record(record, data, (row(names[m], found[m], **of_run(Path(m))) for m in found))

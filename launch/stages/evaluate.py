@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from data_prep import CorpusError
 from data_prep.disk import hash_file
 from data_prep.shards import load_manifest
+from data_prep.shards.reading import Split
 from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import EvaluateKeys
@@ -84,7 +85,9 @@ class Evaluate(Stage):
         if teacher is None:
             teacher, known = teacher_of_runs(config.models)
             same |= known
-        found, meanings = measure(config.models, config.data, teacher, same, config.rows)
+        found, meanings = measure(
+            config.models, config.data, teacher, same, config.rows, config.split
+        )
         names = row_names(found)
         named = {names[model]: figures for model, figures in found.items()}
         show_figures(named, meanings)
@@ -133,13 +136,19 @@ class Evaluate(Stage):
             "models": None if None in models else dict(zip(config.models, models, strict=True)),
             "teacher": "" if teacher is None else digest(teacher),
             "rows": config.rows or 0,
+            "split": config.split,
             "same_vocabulary": config.same_vocabulary,
             "code": CODE,
         }
 
 
 def measure(
-    models: Sequence[str], data: Path, teacher: str | None, same_vocabulary: bool, rows: int | None
+    models: Sequence[str],
+    data: Path,
+    teacher: str | None,
+    same_vocabulary: bool,
+    rows: int | None,
+    split: Split = "validation",
 ) -> tuple[Mapping[str, Mapping[str, Figure]], Mapping[str, str]]:
     """Return the figures of each model, and what each figure means.
 
@@ -151,6 +160,19 @@ def measure(
     from pretrain.run_folder import is_run
 
     quiet()
+    if not data.is_file() and load_manifest(data).has_labels:
+        from pretrain.tasks.scores import MEANINGS, evaluate_tasks
+
+        if rows is not None:
+            raise RunError("--rows: is for a corpus; the examples of a task are read as a whole")
+        found = evaluate_tasks(
+            models, data, teacher=teacher, split=split, same_vocabulary=same_vocabulary
+        )
+        if len(models) == 1 and is_run(Path(models[0])):
+            encoders.keep_figures(Path(models[0]), data, teacher, found)
+        return found, MEANINGS
+    if split != "validation":
+        raise RunError(f"split {split}: is for the examples of a task; leave it out")
     if data.is_file() or any(encoders.is_encoder(model) for model in models):
         found = encoders.evaluate_encoders(
             models,

@@ -1,0 +1,301 @@
+"""Measure models on the examples of a task, with intervals of a bootstrap over the examples.
+
+Shapes: R rows, L row length, C classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_prep.examples.encoding import IGNORE
+from data_prep.examples.making import kind_of, label_names
+from data_prep.messages import extra
+from data_prep.shards import Manifest, ShardSet, check, open_shards, read_listed
+from data_prep.shards.manifest import texts_file
+from data_prep.shards.reading import Split
+from data_prep.tokens import of_shards
+from pretrain import RunError
+from pretrain.contracts.packing import find_documents
+from pretrain.device.gpu import check_kernels
+from pretrain.encoders import load_encoder
+from pretrain.model.distillation import TYPES
+from pretrain.model.families import MaskedLM, encode
+from pretrain.model.folder import Loaded, read_model
+from pretrain.model.loading import check_row_length
+from pretrain.model.task_head import TaskHead
+from pretrain.model.teacher import check_tokenizer
+from pretrain.monitor.figures import Figure
+from pretrain.tasks.classification.metrics import of_classes, of_scores
+from pretrain.tasks.labelled import OUTPUTS, LabelledRows, task_head_of
+from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
+from pretrain.tasks.similarity.cosines import cosines
+from pretrain.tasks.token_classification.entities import counts
+
+ROWS = 32  # at a time
+RESAMPLES = 1000  # of the bootstrap
+MEANINGS = {
+    "score": "the figure of the task: its `metric`",
+    "accuracy": "share of the examples, or words, whose label is right",
+    "f1": "of the second class, or the mean over classes; of answers the words in common",
+    "mcc": "Matthews' correlation of labels",
+    "pearson": "correlation of the scores with those of the data",
+    "spearman": "the same, of ranks",
+    "entity f1": "of whole entities, as CoNLL counts them",
+    "exact match": "share of the questions whose answer is one of the data's",
+    "retention": "the score divided by the teacher's, with its interval over the same examples",
+}
+_SCORES = {
+    "accuracy": ("accuracy",),
+    "mcc": ("mcc",),
+    "f1": ("f1",),
+    "f1 and accuracy": ("f1", "accuracy"),
+    "pearson and spearman": ("pearson", "spearman"),
+    "pearson": ("pearson",),
+    "spearman": ("spearman",),
+    "entity f1": ("entity f1",),
+    "exact match": ("exact match",),
+}
+_USUAL = {
+    "classification": "accuracy",
+    "regression": "pearson and spearman",
+    "similarity": "pearson and spearman",
+    "token_classification": "entity f1",
+    "question_answering": "f1",
+}
+
+
+class Measured(NamedTuple):
+    """Hold what a model predicted: how to make figures of chosen examples."""
+
+    size: int  # examples
+    statistics: Callable[[NDArray[np.int64]], dict[str, float]]
+
+
+def evaluate_tasks(
+    models: Sequence[str],
+    shards: Path,
+    *,
+    teacher: str | None = None,
+    split: Split = "validation",
+    same_vocabulary: bool = False,
+) -> dict[str, dict[str, Figure]]:
+    """Return the figures of models on a task's examples, by name; the teacher's come first.
+
+    Raises:
+        RunError, CorpusError: a model has no head for the task, its labels are in another order,
+            its tokenizer is not the shards', or the split has no labels.
+    """
+    manifest = check(shards)
+    if split not in manifest.splits:
+        raise RunError(f"{shards}: has no {split} split: prepare it with {split}: FILE")
+    found: dict[str, dict[str, Figure]] = {}
+    theirs: Measured | None = None
+    for name in [*([teacher] if teacher is not None else []), *models]:
+        if name in found:
+            continue
+        measured = measure(name, open_shards(shards, split), same_vocabulary=same_vocabulary)
+        found[name] = figures(measured, _metric(manifest))
+        if name == teacher:
+            theirs = measured
+        elif theirs is not None:
+            found[name]["retention"] = retention(measured, theirs, _metric(manifest))
+    return found
+
+
+def measure(name: str, shards: ShardSet, *, same_vocabulary: bool = False) -> Measured:
+    """Return what a model predicts on a split; see `evaluate_tasks`."""
+    try:
+        import sklearn  # noqa: F401
+    except ImportError:
+        raise RunError(f"tasks are measured by scikit-learn: {extra('tasks')}") from None
+    rows, manifest = LabelledRows(shards), shards.manifest
+    if rows.kind == "similarity":
+        guesses = cosines(load_encoder(name), texts_of(shards))
+        return _of_scores(rows.columns["score"], guesses)
+    if not rows.labelled:
+        raise RunError(f"{shards.folder}: the {shards.split} split has no labels to compare with")
+    model, head = _load(name, shards, rows, same_vocabulary=same_vocabulary)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_kernels(device)
+    torch.nn.Module.to(model, device)
+    logits = predict(model, head.to(device), rows, device)
+    if rows.kind == "regression":
+        return _of_scores(rows.columns["score"], logits[:, 0].astype(np.float64))
+    if rows.kind == "classification":
+        return _of_labels(rows.columns["label"], logits, len(rows.names))
+    if rows.kind == "token_classification":
+        return _of_tags(rows, logits)
+    return _of_answers(rows, logits, manifest)
+
+
+def predict(
+    model: MaskedLM, head: TaskHead, rows: LabelledRows, device: torch.device
+) -> NDArray[np.float32]:
+    """Return the logits of all rows, in fp32: [R, C], of tags [R, L, C], of answers [R, L, 2]."""
+    shards, pad = rows.shards, rows.special.pad
+    ids = shards.rows(np.arange(len(shards)))
+    # Rows of a like length together: little padding.
+    order = np.argsort(-np.count_nonzero(ids != pad, axis=1), kind="stable")
+    found: NDArray[np.float32] | None = None
+    with torch.inference_mode():
+        for begin in range(0, len(order), ROWS):
+            some = order[begin : begin + ROWS]
+            batch = rows.batch(rows.rows(ids[some], None, some)).to(device)
+            packing = find_documents(
+                batch.input_ids, batch.cu_seqlens, batch.max_length, pad_id=pad
+            )
+            output = encode(model, batch.input_ids, packing, types=batch.labels.get(TYPES))
+            logits = head(output.last_hidden_state, packing.token_mask).float().cpu().numpy()
+            if found is None:
+                shape = (len(shards), *((shards.row_length,) if logits.ndim == 3 else ()))
+                found = np.zeros((*shape, logits.shape[-1]), dtype=np.float32)
+            places = batch.labels["number"].cpu().numpy()
+            if logits.ndim == 3:
+                found[places, : logits.shape[1]] = logits
+            else:
+                found[places] = logits
+    assert found is not None
+    return found
+
+
+def figures(measured: Measured, metric: str) -> dict[str, Figure]:
+    """Return all figures with their intervals, the task's first."""
+    values = _with_score(measured.statistics(np.arange(measured.size)), metric)
+    drawn = [_with_score(measured.statistics(some), metric) for some in _resamples(measured.size)]
+    found = {}
+    for name, value in values.items():
+        low, high = np.percentile([one[name] for one in drawn], [2.5, 97.5])
+        found[name] = Figure(value, min(float(low), value), max(float(high), value))
+    return found
+
+
+def retention(ours: Measured, theirs: Measured, metric: str) -> Figure:
+    """Return our score divided by the teacher's; both are resampled together."""
+
+    def ratio(some: NDArray[np.int64]) -> float:
+        mine, other = (
+            _with_score(each.statistics(some), metric)["score"] for each in (ours, theirs)
+        )
+        return mine / other if other else 0.0
+
+    values = [ratio(some) for some in _resamples(ours.size)]
+    low, high = np.percentile(values, [2.5, 97.5])
+    value = ratio(np.arange(ours.size))
+    return Figure(value, min(float(low), value), max(float(high), value))
+
+
+def _resamples(size: int) -> list[NDArray[np.int64]]:
+    draw = np.random.default_rng(0)
+    # Large splits have narrow intervals, which fewer resamples tell.
+    return [draw.integers(size, size=size) for _ in range(RESAMPLES if size < 5000 else 200)]
+
+
+def _with_score(values: Mapping[str, float], metric: str) -> dict[str, float]:
+    parts = [values[name] for name in _SCORES[metric]]
+    return {"score": sum(parts) / len(parts), **values}
+
+
+def _metric(manifest: Manifest) -> str:
+    task = manifest.content["examples"]["task"]
+    return task.get("metric") or _USUAL[kind_of(manifest)]
+
+
+def _load(
+    name: str, shards: ShardSet, rows: LabelledRows, *, same_vocabulary: bool
+) -> tuple[MaskedLM, TaskHead]:
+    def read(loaded: Loaded) -> tuple[MaskedLM, TaskHead]:
+        manifest = shards.manifest
+        check_tokenizer(
+            name, loaded.folder, loaded.model, manifest, shards.folder, required=not same_vocabulary
+        )
+        head = task_head_of(name, loaded, OUTPUTS[rows.kind])
+        names = label_names(manifest)
+        if names and head.labels != names:
+            raise RunError(
+                f"{name}: its labels are {', '.join(head.labels)}, those of the shards "
+                f"{', '.join(names)}; prepare the shards with task.labels in its order"
+            )
+        return loaded.model.eval(), head
+
+    model, head = read_model(name, read, needs_head=False, of_task=True)
+    check_row_length(name, model.config, shards.manifest)
+    return model, head
+
+
+def texts_of(shards: ShardSet) -> list[dict[str, Any]]:
+    """Return the texts of a split's examples: "id", "text", "pair" and "answers"."""
+    data = read_listed(shards.folder, shards.manifest, texts_file(shards.split))
+    return [json.loads(line) for line in data.decode().splitlines()]
+
+
+def _of_labels(labels: Any, logits: Any, num: int) -> Measured:
+    there = labels != IGNORE
+    given, chosen = labels[there].astype(np.int64), logits[there].argmax(-1)
+    return Measured(len(given), lambda some: of_classes(given[some], chosen[some], num))
+
+
+def _of_scores(scores: Any, guesses: Any) -> Measured:
+    there = ~np.isnan(scores)
+    given, ours = scores[there].astype(np.float64), guesses[there]
+    return Measured(len(given), lambda some: of_scores(ours[some], given[some]))
+
+
+def _of_tags(rows: LabelledRows, logits: Any) -> Measured:
+    tags, chosen = rows.columns["tags"], logits.argmax(-1)
+    found, right, words = [], [], []
+    for given, ours in zip(tags, chosen, strict=True):
+        there = given != IGNORE
+        names = [[rows.names[i] for i in some[there]] for some in (given, ours)]
+        found.append(counts(*names))
+        right.append(np.count_nonzero(given[there] == ours[there]))
+        words.append(np.count_nonzero(there))
+    table, num_right, num_words = np.array(found), np.array(right), np.array(words)
+
+    def statistics(some: NDArray[np.int64]) -> dict[str, float]:
+        hits, guessed, known = table[some].sum(0)
+        both = guessed + known
+        accuracy = num_right[some].sum() / max(1, num_words[some].sum())
+        return {"entity f1": 2 * float(hits) / both if both else 0.0, "accuracy": float(accuracy)}
+
+    return Measured(len(table), statistics)
+
+
+def _of_answers(rows: LabelledRows, logits: Any, manifest: Manifest) -> Measured:
+    """Choose the best answer of all rows of a question, and compare it with the data's."""
+    shards, known = rows.shards, texts_of(rows.shards)
+    # SQuAD 2 has questions without an answer; then nothing may be the best one.
+    may_lack = any(not example["answers"] for example in known)
+    task = manifest.content["examples"]
+    backend = of_shards(shards.folder, manifest).backend
+    backend.enable_truncation(task["max_length"], stride=task["stride"], strategy="only_second")
+    row, pairs = 0, []
+    for example in known:
+        encoding = backend.encode(example["text"], example["pair"])
+        best, nothing = (-np.inf, ""), np.inf
+        for part in (encoding, *encoding.overflowing):
+            assert rows.ids[row] == example["id"]
+            inside = np.array([number == 1 for number in part.sequence_ids])
+            size = len(inside)
+            score, first, last = best_span(logits[row, :size, 0], logits[row, :size, 1], inside)
+            begin, end = part.offsets[first][0], part.offsets[last][1]
+            best = max(best, (score, example["pair"][begin:end].strip()))
+            nothing = min(nothing, float(logits[row, 0].sum()))
+            row += 1
+        if may_lack and nothing > best[0]:
+            best = (nothing, "")
+        answers = [text for _, text in example["answers"]]
+        pairs.append((exact_match(best[1], answers), f1(best[1], answers)))
+    table = np.array(pairs)
+
+    def statistics(some: NDArray[np.int64]) -> dict[str, float]:
+        exact, common = table[some].mean(0)
+        return {"f1": float(common), "exact match": float(exact)}
+
+    return Measured(len(table), statistics)

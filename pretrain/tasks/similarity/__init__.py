@@ -1,0 +1,1 @@
+"""Compare the vectors of two texts with a score: measured, and not trained."""
