@@ -162,7 +162,9 @@ class Examples:
         return np.where(special, ids, self.tokens.safe[ids])
 
     def _example(self, where: str, number: int, record: Record) -> Example:
-        id = number if self.columns.id is None else self._value(where, record, self.columns.id)
+        id = record.get("id", number) if self.columns.name == "question_answering" else number
+        if self.columns.id is not None:
+            id = self._value(where, record, self.columns.id)
         if self.columns.name == "token_classification":
             words = self._value(where, record, self.text)
             if not isinstance(words, list) or not all(isinstance(word, str) for word in words):

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support import runs, task_data
+from support import rank_work, ranks, runs, task_data
+from support.processes import ROOT
 from support.results import losses
 from torch.nn.functional import cross_entropy, mse_loss
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data_prep.shards import open_shards
+from pretrain.contracts.batch import Batch
+from pretrain.contracts.packing import Packing
+from pretrain.contracts.terms import Encoded
 from pretrain.data.order import Order
-from pretrain.tasks.labelled import LabelledRows
+from pretrain.export.export import export
+from pretrain.model.folder import read_model
+from pretrain.objectives.finetune import loss_of_labels
+from pretrain.objectives.kd import soft_term
+from pretrain.tasks.labelled import OUTPUTS, LabelledRows, task_head_of
+from pretrain.tasks.scores import evaluate_tasks, predict
 
 KINDS = ("classification", "regression", "token_classification", "question_answering")
 FAMILIES = ("bert", "distilbert", "roberta", "modernbert")
@@ -111,3 +127,257 @@ def test_twenty_steps_equal_a_plain_loop(tmp_path: Path, kind: str, family: str)
     values = run_of(tmp_path, kind, model=no_dropout(tmp_path / "model"))
     runs.start(values)
     assert [*losses(values).values()] == pytest.approx(plain_losses(model, values, kind), rel=1e-5)
+
+
+def test_labels_in_another_order_are_other_classes_of_the_same_loss(tmp_path: Path) -> None:
+    kind = "classification"
+    columns = {"name": kind, "pair": "other", "labels": ["c", "a", "b"]}
+    task_data.make(tmp_path, kind, task=columns)
+    model = task_data.save_model(tmp_path / "model", "bert", kind)
+    values = run_of(tmp_path, kind, model=no_dropout(tmp_path / "model"))
+    runs.start(values)
+    assert [*losses(values).values()] == pytest.approx(plain_losses(model, values, kind), rel=1e-5)
+    export(Path(values["output"]), tmp_path / "exported", print)
+    known = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").config
+    assert known.id2label == {0: "c", 1: "a", 2: "b"}
+
+
+# Formulas
+
+
+def softmax(z: Any) -> Any:
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def test_the_losses_of_labels_equal_their_formulas() -> None:
+    draw = np.random.default_rng(0)
+    mask = np.arange(6) < np.array([6, 4, 2])[:, None]
+    z = draw.normal(size=(3, 4))
+    label = np.array([2, -100, 0])
+    expected = -sum(np.log(softmax(z[i])[label[i]]) for i in (0, 2))
+    assert of_labels(z, mask, {"class": label}) == pytest.approx(expected, rel=1e-12)
+    score = np.array([1.5, np.nan, -2.0])
+    expected = (z[0, 0] - 1.5) ** 2 + (z[2, 0] + 2) ** 2
+    assert of_labels(z[:, :1], mask, {"score": score}) == pytest.approx(expected, rel=1e-12)
+    z = draw.normal(size=(3, 6, 4))
+    tags = np.where(draw.random((3, 6)) < 0.5, draw.integers(4, size=(3, 6)), -100)
+    expected = -sum(
+        np.log(softmax(z[i, j])[tags[i, j]]) for i in range(3) for j in range(6) if tags[i, j] >= 0
+    )
+    assert of_labels(z, mask, {"tags": tags}) == pytest.approx(expected, rel=1e-12)
+    z, ends = (
+        draw.normal(size=(3, 6, 2)),
+        {"start": np.array([1, 3, 0]), "end": np.array([5, 3, 1])},
+    )
+    expected = 0.0
+    for i in range(3):
+        for k, name in enumerate(("start", "end")):
+            expected -= np.log(softmax(z[i, mask[i], k])[ends[name][i]]) / 2
+    assert of_labels(z, mask, ends) == pytest.approx(expected, rel=1e-12)
+
+
+def of_labels(z: Any, mask: Any, labels: dict[str, Any]) -> float:
+    tensors = {name: torch.from_numpy(values) for name, values in labels.items()}
+    return loss_of_labels(torch.from_numpy(z), tensors, torch.from_numpy(mask)).item()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_the_soft_loss_equals_its_formula(temperature: float) -> None:
+    draw = np.random.default_rng(1)
+    mask = np.arange(6) < np.array([6, 4, 0])[:, None]  # the last row is left out
+
+    def kl(t: Any, s: Any) -> float:
+        p, q = softmax(t / temperature), softmax(s / temperature)
+        return float(temperature**2 * (p * (np.log(p) - np.log(q))).sum())
+
+    s, t = draw.normal(size=(2, 3, 4))
+    expected = sum(kl(t[i], s[i]) for i in (0, 1))
+    assert soft(s, mask, temperature, teacher_logits=t) == pytest.approx(expected, rel=1e-12)
+    probs = softmax(t)
+    assert soft(s, mask, temperature, probs=probs) == pytest.approx(expected, rel=1e-9)
+    expected = sum((s[i, 0] - t[i, 0]) ** 2 for i in (0, 1))
+    found = soft(s[:, :1], mask, temperature, teacher_logits=t[:, :1])
+    assert found == pytest.approx(expected, rel=1e-12)
+    s, t = draw.normal(size=(2, 3, 6, 4))
+    expected = sum(np.mean([kl(t[i, j], s[i, j]) for j in range(n)]) for i, n in ((0, 6), (1, 4)))
+    found = soft(s, mask, temperature, teacher_logits=t, tags=np.zeros((3, 6)))
+    assert found == pytest.approx(expected, rel=1e-12)
+    s, t = draw.normal(size=(2, 3, 6, 2))
+    expected = sum(kl(t[i, :n, k], s[i, :n, k]) / 2 for i, n in ((0, 6), (1, 4)) for k in (0, 1))
+    found = soft(s, mask, temperature, teacher_logits=t, start=np.zeros(3))
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def soft(s: Any, mask: Any, temperature: float, **labels: Any) -> float:
+    packing = Packing(torch.from_numpy(mask), *[torch.zeros(0)] * 2, 0)
+    tensors = {name: torch.from_numpy(values) for name, values in labels.items()}
+    nothing = torch.zeros(0)
+    batch = Batch(nothing, nothing, 0, tensors, {}, packing)
+    ours = Encoded(nothing, {}, torch.from_numpy(s))
+    term = soft_term(1.0, temperature)
+    return term.total(ours, None, batch, torch.nn.ModuleDict()).item()
+
+
+# Distillation
+
+
+def test_a_student_learns_its_teachers_logits(tmp_path: Path) -> None:
+    """Cut a student of all layers: it is its teacher, so the soft term begins at 0."""
+    kind = "classification"
+    task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "model", "bert", kind)
+    objective = {"name": "kd", "soft": 1.0, "hard": 0.0}
+    values = run_of(tmp_path, kind, teacher=str(tmp_path / "model"), objective=objective)
+    none = {"dropout": 0.0, "attention_dropout": 0.0, "architecture": "same"}
+    whole = values | {"student": {**none, "init": [0, 1]}}
+    runs.start(whole, stop_after=1)
+    assert losses(whole)[1] == pytest.approx(0.0, abs=1e-9)
+    half = values | {"student": {**none, "init": [0]}, "output": str(tmp_path / "half")}
+    runs.start(half)
+    first, last = losses(half)[1], losses(half)[20]
+    assert 0 < last < first / 2
+
+
+@pytest.mark.parametrize("kind", ["regression", "token_classification", "question_answering"])
+def test_every_task_is_distilled(tmp_path: Path, kind: str) -> None:
+    task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "model", "bert", kind)
+    none = {"dropout": 0.0, "attention_dropout": 0.0, "architecture": "same", "init": [0, 1]}
+    objective = {"name": "kd", "soft": 1.0, "hard": 0.0}
+    teacher = str(tmp_path / "model")
+    values = run_of(tmp_path, kind, teacher=teacher, objective=objective, student=none)
+    runs.start(values, stop_after=1)
+    assert losses(values)[1] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_soft_labels_of_the_data_need_no_teacher(tmp_path: Path) -> None:
+    rows = [{"text": f"{w} {w}", "p": [0.2, 0.8]} for w in task_data.WORDS[:40]]
+    for name in ("train", "validation"):
+        lines = "\n".join(map(json.dumps, rows))
+        (tmp_path / f"{name}.jsonl").write_text(lines + "\n", encoding="utf-8")
+    task = {"name": "classification", "labels": ["no", "yes"], "probabilities": "p"}
+    files = {n: str(tmp_path / f"{n}.jsonl") for n in ("train", "validation")}
+    task_data.make(tmp_path, "classification", task=task, **files)
+    task_data.save_model(tmp_path / "model", "bert", "token_classification")  # another head
+    model = no_dropout(tmp_path / "model")
+    objective = {"name": "kd", "soft": 1.0, "hard": 0.0, "temperature": 1.0}
+    values = run_of(tmp_path, "classification", model=model, objective=objective)
+    runs.start(values)
+    assert losses(values)[20] < losses(values)[1] / 3
+    with runs.refused("no training example has a label", "take objective kd"):
+        runs.start(values | {"objective": {"name": "finetune"}, "output": str(tmp_path / "hard")})
+
+
+# Refusals
+
+
+def test_what_does_not_fit_is_refused_before_training(tmp_path: Path, corpus: Path) -> None:
+    kind = "classification"
+    task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "tagger", "bert", "token_classification")
+    labels = {0: "c", 1: "b", 2: "a"}
+    task_data.save_model(tmp_path / "other", "bert", kind, id2label=labels)
+    model = no_dropout(tmp_path / "tagger")
+    with runs.refused("holds a corpus", "task classification needs examples of classification"):
+        runs.start(run_of(tmp_path, kind, model=model, shards=str(corpus)))
+    with runs.refused("holds examples of classification", "token_classification needs"):
+        runs.start(run_of(tmp_path, "token_classification", model=model))
+    distilled = {"objective": {"name": "kd"}, "student": {"architecture": "same", "init": [0, 1]}}
+    with runs.refused("its labels are c, b, a, those of the shards a, b, c"):
+        runs.start(run_of(tmp_path, kind, teacher=str(tmp_path / "other"), **distilled))
+    with runs.refused("no head for SequenceClassification"):
+        runs.start(run_of(tmp_path, kind, teacher=str(tmp_path / "tagger"), **distilled))
+    with runs.refused("holds no probabilities, and there is no teacher"):
+        runs.start(run_of(tmp_path, kind, model=model, objective={"name": "kd"}))
+    long = task_data.save_model(tmp_path / "short", "bert", kind, max_position_embeddings=16)
+    assert long.config.max_position_embeddings == 16
+    with runs.refused("need as many positions"):
+        runs.start(run_of(tmp_path, kind, model=no_dropout(tmp_path / "short")))
+
+
+# Layouts, kills, exports
+
+
+@pytest.mark.parametrize("kind", ["classification", "question_answering"])
+def test_all_layouts_give_one_curve(tmp_path: Path, kind: str) -> None:
+    task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "model", "bert", kind)
+    settings = {"model": no_dropout(tmp_path / "model")}
+    found = []
+    for world, rows in ((1, 12), (1, 3), (2, 3)):
+        values = run_of(tmp_path, kind, **settings, train={"micro_batch_size": rows})
+        values["output"] = str(tmp_path / f"run-{world}-{rows}")
+        ranks.run(world, rank_work.once, values)
+        found.append([*losses(values).values()])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_killed_run_continues_with_its_head(tmp_path: Path) -> None:
+    kind = "classification"
+    task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "model", "bert", "token_classification")  # a new head is drawn
+    model = {"init": str(tmp_path / "model")}  # with dropout
+    steps = {"max_steps": 60}
+    whole = run_of(tmp_path, kind, model=model, train=steps)
+    whole["checkpoint"] = {"every": 10}
+    killed = {**whole, "output": str(tmp_path / "killed")}
+    runs.start(whole)
+    path = runs.write_yaml(killed)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch", "pretrain", str(path)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    folder = Path(killed["output"]) / "checkpoints"
+    while process.poll() is None and not list(folder.glob("step-*/manifest.json")):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    runs.start(killed)
+    assert losses(killed) == losses(whole)
+    for name in ("adapters", "student/model"):
+        files = [runs.step_folder(v["output"], 60) / f"{name}.safetensors" for v in (whole, killed)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_what_plain_transformers_loads_and_measures(
+    tmp_path: Path, kind: str, family: str
+) -> None:
+    shards = task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "model", family, kind)
+    values = run_of(tmp_path, kind, model=no_dropout(tmp_path / "model"), train={"max_steps": 3})
+    runs.start(values)
+    folder = tmp_path / "exported"
+    done = export(Path(values["output"]), folder, print)
+    plain: Any = task_data.CLASSES[kind].from_pretrained(folder).eval()
+    assert done.architecture == type(plain).__name__ and done.difference < 1e-5
+    rows = LabelledRows(open_shards(shards, "validation"))
+    model, head = read_model(
+        str(folder),
+        lambda loaded: (loaded.model.eval(), task_head_of("it", loaded, OUTPUTS[kind])),
+        needs_head=False,
+        of_task=True,
+    )
+    ours = predict(model, head, rows, torch.device("cpu"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    source = task_data.write_data(tmp_path, kind, 24, 1)
+    for number, texts in enumerate(task_data.texts_of(source)):
+        inputs = tokenizer(*texts, return_tensors="pt")
+        with torch.no_grad():
+            outputs = plain(**inputs)
+        length = inputs["input_ids"].shape[1]
+        if kind == "question_answering":
+            theirs = torch.stack([outputs.start_logits, outputs.end_logits], -1)[0]
+        else:
+            theirs = outputs.logits[0]
+        mine = ours[number][:length] if theirs.dim() == 2 else ours[number]
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=2e-5)
+    run, exported = (
+        evaluate_tasks([str(name)], shards)[str(name)] for name in (values["output"], folder)
+    )
+    assert run == exported

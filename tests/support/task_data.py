@@ -71,6 +71,18 @@ def write_data(folder: Path, kind: str, num: int = 96, seed: int = 0) -> Path:
     return path
 
 
+def texts_of(path: Path) -> list[tuple[str, ...]]:
+    """Return the text or texts of each example of a file that `write_data` wrote."""
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8", newline="") as file:
+            return [(row["text"], row["other"]) for row in csv.DictReader(file)]
+    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [
+        (" ".join(r["tokens"]),) if "tokens" in r else (r["question"], r["context"])
+        for r in records
+    ]
+
+
 def settings(folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
     """Write data and a vocabulary; return the file of the data."""
     folder.mkdir(parents=True, exist_ok=True)

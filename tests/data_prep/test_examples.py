@@ -1,0 +1,286 @@
+"""Make shards of labelled examples from files of every format, and refuse what would be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from data_prep import CorpusError
+from data_prep.examples.examples_config import ExamplesConfig
+from data_prep.examples.making import label_names, make_examples
+from data_prep.shards import load_manifest, open_shards, verify
+from data_prep.shards.reading import map_labels
+
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "good",
+    "bad",
+    "film",
+    "a",
+    "the",
+    "un",
+    "##do",
+]
+
+
+def ids(text: str) -> list[int]:
+    return [WORDS.index(word) for word in text.split()]
+
+
+def config(folder: Path, train: str | Path, **changes: Any) -> ExamplesConfig:
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    values: dict[str, Any] = {
+        "output": str(folder / "shards"),
+        "task": {"name": "classification"},
+        "train": str(folder / train),
+        "tokenizer": str(folder / "vocab.txt"),
+        "max_length": 16,
+    }
+    return ExamplesConfig.model_validate(values | changes)
+
+
+def made(settings: ExamplesConfig) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return the rows without padding, and the columns, of the training split read from files."""
+    make_examples(settings, lambda text: None)
+    assert verify(settings.output) == []
+    shards = open_shards(settings.output)
+    rows = [[int(i) for i in row if i] for row in shards.rows(np.arange(len(shards)))]
+    table = map_labels(settings.output / "labels" / "train-00000.arrow")
+    return rows, {name: table.column(name).to_pylist() for name in table.schema.names}
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text, encoding="utf-8")
+    return name
+
+
+# Formats
+
+
+def test_a_csv_with_names_in_quotes(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", 'text,label\n"a good, film",pos\nbad,neg\n')
+    rows, columns = made(config(tmp_path, "a.csv"))
+    assert rows == [[2, 8, 5, 1, 7, 3], [2, 6, 3]]
+    assert columns == {"id": ["0", "1"], "second": [0, 0], "label": [1, 0]}
+    assert label_names(load_manifest(tmp_path / "shards")) == ("neg", "pos")
+
+
+def test_glues_tsv_keeps_quotation_marks_and_names_classes(tmp_path: Path) -> None:
+    write(tmp_path, "a.tsv", 'sentence\tlabel\n"good film\t1\nbad " film\t0\n')
+    task = {"name": "classification", "text": "sentence", "labels": ["negative", "positive"]}
+    rows, columns = made(config(tmp_path, "a.tsv", task=task))
+    assert rows == [[2, 1, 5, 7, 3], [2, 6, 1, 7, 3]] and columns["label"] == [1, 0]
+
+
+def test_columns_by_their_places(tmp_path: Path) -> None:
+    write(tmp_path, "a.tsv", "gj04\t1\t\tgood film\ncj99\t0\t*\tbad\n")
+    task = {"name": "classification", "text": 3, "label": 1}
+    rows, columns = made(config(tmp_path, "a.tsv", task=task))
+    assert rows == [[2, 5, 7, 3], [2, 6, 3]] and columns["label"] == [1, 0]
+
+
+def test_pairs_have_the_place_of_the_second_text(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl", '{"q": "good", "p": "the film", "label": 4.5}\n')
+    task = {"name": "regression", "text": "q", "pair": "p"}
+    rows, columns = made(config(tmp_path, "a.jsonl", task=task))
+    assert rows == [ids("[CLS] good [SEP] the film [SEP]")]
+    assert columns["second"] == [3] and columns["score"] == [4.5]
+
+
+def test_parquet_of_the_hub_and_probabilities(tmp_path: Path) -> None:
+    table = {"text": ["good", "bad"], "label": [1, None], "probs": [[0.1, 0.9], [0.75, 0.25]]}
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table(table), tmp_path / "data" / "train-00000-of-00001.parquet")
+    task = {"name": "classification", "labels": ["no", "yes"], "probabilities": "probs"}
+    _, columns = made(config(tmp_path, "data", task=task))
+    assert columns["label"] == [1, -100]
+    np.testing.assert_allclose(columns["probs"], table["probs"], rtol=1e-6)
+
+
+def test_a_folder_for_each_label(tmp_path: Path) -> None:
+    for name in ("pos/0_9.txt", "neg/1_1.txt", "pos/2_8.txt"):
+        write(tmp_path, f"imdb/{name}", "good film" if "pos" in name else "bad")
+    rows, columns = made(config(tmp_path, "imdb"))
+    assert rows == [[2, 6, 3], [2, 5, 7, 3], [2, 5, 7, 3]] and columns["label"] == [0, 1, 1]
+
+
+def test_conll_labels_first_pieces(tmp_path: Path) -> None:
+    write(tmp_path, "a.conll", "-DOCSTART- O\n\nundo NN B-X\nfilm NN O\n\nthe DT O\n")
+    task = {"name": "token_classification", "labels": ["O", "B-X"]}
+    rows, columns = made(config(tmp_path, "a.conll", task=task))
+    assert rows == [ids("[CLS] un ##do film [SEP]"), ids("[CLS] the [SEP]")]
+    assert columns["tags"][0][:6] == [-100, 1, -100, 0, -100, -100]
+    assert columns["tags"][1][:3] == [-100, 0, -100]
+
+
+def squad(context: str, text: str, start: int) -> str:
+    answers = [{"text": text, "answer_start": start}]
+    questions = [{"id": "q", "question": "film", "answers": answers}]
+    return json.dumps({"data": [{"paragraphs": [{"context": context, "qas": questions}]}]})
+
+
+def test_squad_has_a_row_for_each_window(tmp_path: Path) -> None:
+    words = ["a", "the", "bad", "good", "a", "the", "a", "bad", "the", "film"]
+    context = " ".join(words)
+    write(tmp_path, "a.json", squad(context, "the film", context.index("the film")))
+    task = {"name": "question_answering"}
+    settings = config(tmp_path, "a.json", task=task, max_length=10, stride=1)
+    rows, columns = made(settings)
+    assert rows[0] == ids("[CLS] film [SEP] a the bad good a the [SEP]")
+    assert rows[1] == ids("[CLS] film [SEP] the a bad the film [SEP]")  # shares one token
+    assert columns["id"] == ["q", "q"]
+    assert columns["start"] == [0, 6] and columns["end"] == [0, 7]
+
+
+# Sampling, and what is up to date
+
+
+def test_a_share_and_a_sample_are_the_same_at_every_start(tmp_path: Path) -> None:
+    lines = [f"{'good' if i % 2 else 'bad'} film,{i % 2},id{i}" for i in range(50)]
+    write(tmp_path, "a.csv", "text,label,name\n" + "\n".join(lines) + "\n")
+    task = {"name": "classification", "id": "name"}
+    found = []
+    for output in ("one", "two"):
+        values = {"task": task, "validation": 0.2, "most": 15, "output": str(tmp_path / output)}
+        make_examples(config(tmp_path, "a.csv", **values), lambda text: None)
+        splits = [
+            map_labels(tmp_path / output / "labels" / f"{s}-00000.arrow").column("id").to_pylist()
+            for s in ("train", "validation")
+        ]
+        assert [len(ids) for ids in splits] == [15, 10] and not {*splits[0]} & {*splits[1]}
+        found.append((splits, load_manifest(tmp_path / output).digest))
+    assert found[0] == found[1]
+
+
+def test_up_to_date_is_only_what_would_be_made_again(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "text,label\ngood,1\nbad,0\n")
+    settings = config(tmp_path, "a.csv")
+    first, before = make_examples(settings, lambda text: None)
+    again, there = make_examples(settings, lambda text: None)
+    assert (before, there) == (False, True) and first.digest == again.digest
+    with pytest.raises(CorpusError, match="another max_length"):
+        make_examples(config(tmp_path, "a.csv", max_length=8), lambda text: None)
+    write(tmp_path, "a.csv", "text,label\ngood,0\nbad,1\n")
+    with pytest.raises(CorpusError, match="shards of other files"):
+        make_examples(settings, lambda text: None)
+    write(tmp_path, "a.csv", "text,label\ngood,1\nbad,0\n")
+    labels = tmp_path / "shards" / "labels" / "train-00000.arrow"
+    data = bytearray(labels.read_bytes())
+    data[-40] ^= 1
+    labels.write_bytes(data)
+    with pytest.raises(CorpusError, match="differs from the manifest"):
+        make_examples(settings, lambda text: None)
+
+
+def test_other_labels_are_another_digest(tmp_path: Path) -> None:
+    digests = []
+    for name, labels in (("one", "1 0"), ("two", "0 1")):
+        good, bad = labels.split()
+        write(tmp_path, "a.csv", f"text,label\ngood,{good}\nbad,{bad}\n")
+        settings = config(tmp_path, "a.csv", output=str(tmp_path / name))
+        digests.append(make_examples(settings, lambda text: None)[0].digest)
+    assert digests[0] != digests[1]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "changes", "message"),
+    [
+        ("a.csv", "sentence,label\ngood,1\n", {}, "no column 'text'; it has sentence, label"),
+        ("a.csv", "text,label\n", {}, "holds no example"),
+        ("a.csv", "text,other\ngood,1\n", {}, "no example has a label"),
+        ("a.csv", "text,label\ngood,1\nbad,1\n", {}, "1 label(s) in 'label'"),
+        ("a.csv", "text,label\ngood\n", {}, "line 2 has 1 of 2 columns"),
+        ("a.jsonl", '{"text": "good", "label": true}\n', {}, "'label' is 'True', not a label"),
+        ("a.jsonl", '{"text": 5, "label": 1}\n', {}, "'text' is int, not text"),
+        ("a.jsonl", '{"text": "good"\n', {}, "line 1 is not a JSON object"),
+        ("a.xml", "", {}, "not a format of examples"),
+        ("a.csv", "text,label\n" + "good " * 30 + ",1\nbad,0\n", {}, "more than 16 tokens"),
+        (
+            "a.csv",
+            "text,label\ngood,yes\nbad,maybe\n",
+            {"task": {"name": "classification", "labels": ["no", "yes"]}},
+            "example 1: the label 'maybe' is none of no, yes",
+        ),
+        (
+            "a.csv",
+            "text,label\ngood,2\nbad,0\n",
+            {"task": {"name": "classification", "labels": ["no", "yes"]}},
+            "example 0: the label '2' is none of no, yes",
+        ),
+        (
+            "a.csv",
+            "text,label\ngood,nan\n",
+            {"task": {"name": "regression"}},
+            "'label' is 'nan', not a number",
+        ),
+        (
+            "a.jsonl",
+            '{"tokens": ["good", "film"], "tags": ["O"]}\n',
+            {"task": {"name": "token_classification"}},
+            "2 words and 1 tags",
+        ),
+        (
+            "a.json",
+            squad("the good film", "bad", 4),
+            {"task": {"name": "question_answering"}, "stride": 2},
+            "the answer 'bad' is not in its text at character 4",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "good", "label": 0, "p": [0.5, 0.9]}\n',
+            {"task": {"name": "classification", "labels": ["a", "b"], "probabilities": "p"}},
+            "probabilities add up to 1",
+        ),
+    ],
+)
+def test_bad_data_is_refused_in_one_line(
+    tmp_path: Path, name: str, text: str, changes: dict[str, Any], message: str
+) -> None:
+    write(tmp_path, name, text)
+    with pytest.raises(CorpusError) as error:
+        make_examples(config(tmp_path, name, **changes), lambda text: None)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "shards" / "manifest.json").exists()
+
+
+def test_longer_examples_may_be_cut(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "text,label\n" + "good " * 30 + ",1\nbad,0\n")
+    rows, _ = made(config(tmp_path, "a.csv", longer="cut"))
+    assert rows[0] == [2, *[5] * 14, 3]
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"name": "regression", "labels": ["a", "b"]}, "regression has no classes"),
+        ({"name": "classification", "labels": ["a", "a"]}, "two or more, each once"),
+        ({"name": "classification", "metric": "pearson"}, "take accuracy, mcc"),
+        ({"name": "similarity"}, "name the column of the second"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(
+    tmp_path: Path, task: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(tmp_path, "a.csv", task=task)
+
+
+def test_text_never_becomes_a_special_token(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "text,label\n[SEP] good [CLS],1\nbad,0\n")
+    rows, _ = made(config(tmp_path, "a.csv"))
+    assert rows[0][0] == 2 and rows[0][-1] == 3 and not {0, 2, 3, 4} & {*rows[0][1:-1]}
