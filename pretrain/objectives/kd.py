@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 
 class SoftLabels(Objective):
-    """Train on soft labels of a teacher or of the data, and on labels; weight 0 leaves one out."""
+    """Train on soft labels of a teacher or of the data, and on labels; weight 0 leaves one out.
+
+    With `soft: 0` a student that is cut from a teacher learns from labels only, and the teacher may
+    have no head.
+    """
 
     tasks: ClassVar = TASKS
     defaults: ClassVar = {"masking": {"probability": 0.0}}
@@ -40,8 +44,8 @@ class SoftLabels(Objective):
 
     @model_validator(mode="after")
     def _some_term(self) -> SoftLabels:
-        if self.soft == 0:
-            raise ValueError("soft is 0: give it a weight, or take objective finetune")
+        if self.soft == self.hard == 0:
+            raise ValueError("soft and hard are both 0: give a term a weight")
         return self
 
     @property
@@ -56,8 +60,8 @@ class SoftLabels(Objective):
 
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return the terms with a weight above 0."""
-        soft = soft_term(self.soft, self.temperature)
-        return (soft, labels_term(self.hard)) if self.hard else (soft,)
+        found = soft_term(self.soft, self.temperature), labels_term(self.hard)
+        return tuple(t for t, w in zip(found, (self.soft, self.hard), strict=True) if w > 0)
 
 
 def soft_term(weight: float, temperature: float) -> SignalTerm:

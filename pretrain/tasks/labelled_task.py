@@ -65,7 +65,7 @@ class LabelledTask(Task):
         config, manifest = start.config, start.manifest
         check_kind(config.shards, manifest, self.name, self.kinds)
         shards, head = open_shards(config.shards), None
-        if start.teacher is not None:
+        if start.teacher is not None and config.objective.compares:
             from data_prep.examples.making import kind_of
 
             who = f"teacher {start.teacher.name}"
@@ -77,7 +77,7 @@ class LabelledTask(Task):
                     f"{', '.join(names)}; prepare the shards with task.labels in its order"
                 )
         found = LabelledExamples(shards, head)
-        if config.objective.needs_teacher and head is None and "probs" not in found.columns:
+        if config.objective.compares and head is None and "probs" not in found.columns:
             raise RunError(
                 f"{config.shards}: holds no probabilities, and there is no teacher: name one, or "
                 "prepare the examples with task.probabilities"

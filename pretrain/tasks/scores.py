@@ -39,7 +39,7 @@ from pretrain.tasks.similarity.cosines import cosines
 from pretrain.tasks.token_classification.entities import counts
 
 ROWS = 32  # at a time
-RESAMPLES = 1000  # of the bootstrap
+RESAMPLES = 200  # of the bootstrap
 MEANINGS = {
     "score": "the figure of the task: its `metric`",
     "accuracy": "share of the examples, or words, whose label is right",
@@ -193,8 +193,7 @@ def retention(ours: Measured, theirs: Measured, metric: str) -> Figure:
 
 def _resamples(size: int) -> list[NDArray[np.int64]]:
     draw = np.random.default_rng(0)
-    # Large splits have narrow intervals, which fewer resamples tell.
-    return [draw.integers(size, size=size) for _ in range(RESAMPLES if size < 5000 else 200)]
+    return [draw.integers(size, size=size) for _ in range(RESAMPLES)]
 
 
 def _with_score(values: Mapping[str, float], metric: str) -> dict[str, float]:
