@@ -156,8 +156,10 @@ def logits_by(head: TaskHead) -> TeacherLabels:
     """Return a function that makes the teacher's logits of its output on a batch."""
 
     def logits(teacher: Encoded, batch: Batch) -> dict[str, Tensor]:
-        with torch.inference_mode():
-            found = head(teacher.last_hidden_state, batch.packing.token_mask)
+        # In fp32 also where the encoder is in half precision: a head is small.
+        hidden = teacher.last_hidden_state.float()
+        with torch.inference_mode(), torch.autocast(hidden.device.type, enabled=False):
+            found = head(hidden, batch.packing.token_mask)
         return {"teacher_logits": found.clone()}
 
     return logits
