@@ -141,6 +141,15 @@ def validation_texts(shards: Path, most: int = DOCUMENTS) -> list[str]:
     return [texts[i * len(texts) // min(most, len(texts))] for i in range(min(most, len(texts)))]
 
 
+def example_texts(shards: Path, most: int) -> list[str]:
+    """Return up to `most` validation examples of a task as texts, without special tokens."""
+    rows = open_shards(shards, "validation")
+    tokens = of_shards(shards, rows.manifest)
+    places = np.arange(min(most, len(rows))) * len(rows) // max(1, min(most, len(rows)))
+    ids = [[int(id) for id in row] for row in rows.rows(places)]
+    return [tokens.backend.decode(row, skip_special_tokens=True) for row in ids]
+
+
 def read_pairs(file: Path) -> tuple[list[str], list[str], NDArray[np.float64]]:
     """Return both texts of each pair, and their scores, of a CSV, a TSV or STS-B's own file.
 

@@ -3,10 +3,12 @@
 The module is Hugging Face's, with padded inputs; the walk over packed rows has no part in it. Of a
 sentence encoder pooling, Dense and Normalize are in the graph.
 
-    inputs   input_ids, attention_mask [B, L]
-    outputs  logits [B, L, V], or last_hidden_state [B, L, D] and sentence_embedding [B, W]
+    inputs   input_ids, attention_mask [B, L], and token_type_ids of a model that reads pairs
+    outputs  logits [B, L, V] of an LM head, [B, C] of classes, [B, L, C] of tags,
+             start_logits and end_logits [B, L] of answers,
+             last_hidden_state [B, L, D], and sentence_embedding [B, W] of a sentence encoder
 
-Shapes: B texts, L tokens, D width of a token, W of a vector, V vocabulary.
+Shapes: B texts, L tokens, D width of a token, W of a vector, V vocabulary, C classes.
 """
 
 from __future__ import annotations
@@ -28,11 +30,26 @@ import torch.nn.functional as F
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForMaskedLM
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from data_prep.messages import first_line
 from pretrain import RunError
-from pretrain.deploy.session import HIDDEN, LOGITS, VECTOR, Session, pad_id, padded
+from pretrain.deploy.session import (
+    ENDS,
+    HIDDEN,
+    LOGITS,
+    VECTOR,
+    Session,
+    pad_id,
+    padded,
+    reads_types,
+)
 from pretrain.model.families import FAMILIES
 from pretrain.model.pooling import ACTIVATIONS, SentenceHead
 from pretrain.model.sentences import read_head
@@ -43,6 +60,15 @@ _MOST_BYTES = 2**31 - 2**26  # of a protobuf message, with room for the graph
 _KINDS = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"} | dict.fromkeys(
     (TensorProto.INT8, TensorProto.UINT8), "int8"
 )
+
+
+# Heads of transformers, by the end of the class's name: how it is loaded, and its outputs.
+_HEADS: dict[str, tuple[Any, list[str]]] = {
+    "ForMaskedLM": (AutoModelForMaskedLM, [LOGITS]),
+    "ForSequenceClassification": (AutoModelForSequenceClassification, [LOGITS]),
+    "ForTokenClassification": (AutoModelForTokenClassification, [LOGITS]),
+    "ForQuestionAnswering": (AutoModelForQuestionAnswering, list(ENDS)),
+}
 
 
 @dataclass(frozen=True)
@@ -60,23 +86,26 @@ class Graph(nn.Module):
     Args:
         model: of transformers, in evaluation mode.
         head: of a sentence encoder.
-        has_logits: the model has an LM head.
+        outputs: names of the model's own head's outputs; none of an encoder.
+        types: it reads the types of tokens.
     """
 
-    def __init__(self, model: Any, head: SentenceHead | None, *, has_logits: bool) -> None:
+    def __init__(
+        self, model: Any, head: SentenceHead | None, outputs: Sequence[str], *, types: bool
+    ) -> None:
         super().__init__()
-        self.model, self.head, self.has_logits = model, head, has_logits
+        self.model, self.head, self.types = model, head, types
+        self.has_logits = bool(outputs)
+        self.outputs = list(outputs) or [HIDDEN] + [VECTOR] * (head is not None)
 
-    @property
-    def outputs(self) -> list[str]:
-        """Return the names of the outputs."""
-        return [LOGITS] if self.has_logits else [HIDDEN] + [VECTOR] * (self.head is not None)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Return the outputs for padded texts [B, L]."""
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        more = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask, **more)
         if self.has_logits:
-            return (output.logits,)
+            return tuple(getattr(output, name) for name in self.outputs)
         hidden_BLD, head = output.last_hidden_state, self.head
         if head is None:
             return (hidden_BLD,)
@@ -93,14 +122,14 @@ def load_graph(folder: Path) -> Graph:
     """Return the model that plain transformers reads from an export, in fp32."""
     config = json.loads((folder / "config.json").read_bytes())
     names, modules = config.get("architectures") or [""], (folder / "modules.json").exists()
-    has_logits = str(names[0]).endswith("ForMaskedLM") and not modules
-    load: Any = AutoModelForMaskedLM if has_logits else AutoModel
+    found = [head for end, head in _HEADS.items() if str(names[0]).endswith(end)]
+    load, outputs = found[0] if found and not modules else (AutoModel, [])
     # Without SDPA the graph has a fifth of the nodes fewer.
     model = load.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     head = None
     if modules:
         head = read_head(str(folder), folder, model.config.hidden_size).eval()
-    return Graph(model, head, has_logits=has_logits)
+    return Graph(model, head, outputs, types=reads_types(folder))
 
 
 def write_graph(graph: Graph, file: Path, metadata: Mapping[str, str]) -> None:
@@ -119,6 +148,7 @@ def write_graph(graph: Graph, file: Path, metadata: Mapping[str, str]) -> None:
     # Sizes of 0 and 1 would become constants of the graph.
     ids = torch.full((2, 3), 1 + (graph.model.config.pad_token_id or 0))
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
+    inputs = ["input_ids", "attention_mask"] + ["token_type_ids"] * graph.types
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -127,10 +157,10 @@ def write_graph(graph: Graph, file: Path, metadata: Mapping[str, str]) -> None:
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
                 graph,
-                (ids, torch.ones_like(ids)),
+                (ids, torch.ones_like(ids), torch.zeros_like(ids))[: len(inputs)],
                 dynamo=True,
-                dynamic_shapes=(sizes, sizes),
-                input_names=["input_ids", "attention_mask"],
+                dynamic_shapes=(sizes,) * len(inputs),
+                input_names=inputs,
                 output_names=graph.outputs,
                 opset_version=OPSET,
                 verbose=False,
@@ -260,12 +290,16 @@ def compare(graph: Graph, session: Session, folder: Path, texts: Sequence[str]) 
             words = stream[7 * i :][: max(0, num - 2)]
             rows.append([begin, *words, end][:num])
         ids, mask = padded(rows, pad_id(folder))
-        outputs = {name: session(name, ids, mask) for name in graph.outputs}
+        types = None
+        if graph.types:  # the second half of each row stands for the second text
+            kinds = [[0] * (len(row) // 2) + [1] * (len(row) - len(row) // 2) for row in rows]
+            types = padded(kinds, 0)[0]
+        outputs = {name: session(name, ids, mask, types) for name in graph.outputs}
         for i, row in enumerate(rows):
-            wanted = _alone(graph, row)
+            wanted = _alone(graph, row, None if types is None else types[i, : len(row)])
             for name in graph.outputs:
                 ours, theirs = outputs[name][i], wanted[name][0].numpy()
-                ours = ours if name == VECTOR else ours[: len(row)]
+                ours = ours if ours.shape == theirs.shape else ours[: len(row)]
                 far = float(np.abs(ours - theirs).max() / max(1.0, np.abs(theirs).max()))
                 worst = max(worst, far) if far == far else np.nan
                 if not far <= limit:
@@ -279,12 +313,13 @@ def compare(graph: Graph, session: Session, folder: Path, texts: Sequence[str]) 
     return Agreement(worst, float(same), longest)
 
 
-def _alone(graph: Graph, row: Sequence[int]) -> dict[str, Tensor]:
+def _alone(graph: Graph, row: Sequence[int], types: Any) -> dict[str, Tensor]:
     """Return the outputs of PyTorch for one text, with the modules of training."""
     ids = torch.tensor([row])
-    output = graph.model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    more = {} if types is None else {"token_type_ids": torch.from_numpy(types)[None]}
+    output = graph.model(input_ids=ids, attention_mask=torch.ones_like(ids), **more)
     if graph.has_logits:
-        return {LOGITS: output.logits}
+        return {name: getattr(output, name) for name in graph.outputs}
     found = {HIDDEN: output.last_hidden_state}
     if graph.head is not None:
         place, length = torch.zeros_like(ids), torch.tensor([[len(row)]])
@@ -296,7 +331,7 @@ def _alone(graph: Graph, row: Sequence[int]) -> dict[str, Tensor]:
 def _same(ours: Any, theirs: Any, has_logits: bool) -> Any:
     """Return which tokens have the same answer, or the cosines of vectors."""
     if has_logits:
-        return ours.argmax(-1) == theirs.argmax(-1)
+        return np.atleast_1d(ours.argmax(-1) == theirs.argmax(-1))
     lengths = np.linalg.norm(ours, axis=-1) * np.linalg.norm(theirs, axis=-1)
     return np.atleast_1d((ours * theirs).sum(-1) / np.maximum(lengths, 1e-12))
 

@@ -1,4 +1,4 @@
-"""Measure what a file's answers are worth: masked accuracy, or correlation of similarities.
+"""Measure what a file's answers are worth: masked accuracy, similarities, or a task's score.
 
 Shapes: n texts, B documents, L tokens, M masked tokens, W width of a vector, V vocabulary.
 """
@@ -18,6 +18,8 @@ from pretrain import RunError
 from pretrain.deploy.heads import Masked, check_fit, logits_at_masks, masked_documents
 from pretrain.deploy.session import LOGITS, OnnxEncoder, Session, pad_id, vectors_of
 from pretrain.encoders import FEWEST_PAIRS, pearson, scored_pairs, unit, validation_texts
+from pretrain.tasks.labelled import LabelledRows
+from pretrain.tasks.scores import logits_of_file, measured_by, metric_of, with_score
 
 ROWS = 2000  # documents, or pairs
 _PART = 4  # what a single group costs is measured on a quarter
@@ -150,12 +152,57 @@ class VectorQuality(Quality):
         return pearson((ours @ ours.T)[pairs], (known @ known.T)[pairs]), agreement
 
 
+class TaskQuality(Quality):
+    """Measure the score of a task on its validation examples; agreement: the same answers.
+
+    Of a model that gives scores, agreement is the correlation with those in fp32.
+    """
+
+    def __init__(self, source: Path, shards: Path) -> None:
+        self.rows = LabelledRows(open_shards(shards, "validation"))
+        num = len(self.rows.ids)
+        self.places = np.arange(min(ROWS, num)) * num // min(ROWS, num)
+        if self.rows.kind == "question_answering":  # an answer is chosen among all rows of its text
+            self.places = np.arange(num)
+        self.name = metric_of(self.rows.shards.manifest)
+        self.count = f"{len(self.places):,} examples"
+        self.in_fp32 = logits_of_file(Session(source), self.rows, self.places)
+        self.of_all, _ = self._value(self.in_fp32, self.places)
+        some = self._some()
+        self.of_part, _ = self._value(self.in_fp32[some], self.places[some])
+
+    def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
+        """Return the score, and the share of answers as in fp32."""
+        some = self._some() if part else np.arange(len(self.places))
+        logits = logits_of_file(Session(file), self.rows, self.places[some])
+        score, _ = self._value(logits, self.places[some])
+        known = self.in_fp32[some]
+        if known.ndim == 2 and known.shape[1] == 1:
+            return score, pearson(logits[:, 0].astype(float), known[:, 0].astype(float))
+        if self.rows.kind == "question_answering":  # the tokens of a row compete
+            return score, float((logits.argmax(1) == known.argmax(1)).mean())
+        return score, float((logits.argmax(-1) == known.argmax(-1)).mean())
+
+    def _some(self) -> NDArray[np.int64]:
+        whole = self.rows.kind == "question_answering"
+        return np.arange(0, len(self.places), 1 if whole else _PART)
+
+    def _value(self, logits: Any, places: NDArray[np.int64]) -> tuple[float, int]:
+        measured = measured_by(self.rows, logits, places)
+        return with_score(measured.statistics(np.arange(measured.size)), self.name)[
+            "score"
+        ], measured.size
+
+
 def quality_of(source: Path, folder: Path, data: Path, *, has_logits: bool) -> Quality:
     """Return what measures the files of a model.
 
     Raises:
         RunError, CorpusError: there is nothing to measure on.
     """
+    if not data.is_file() and load_manifest(data).has_labels and has_logits:
+        check_fit(f"--data {data}", folder, load_manifest(data))
+        return TaskQuality(source, data)
     if not has_logits:
         return VectorQuality(source, data)
     if data.is_file():

@@ -19,6 +19,7 @@ from pretrain import RunError
 from pretrain.run_folder import onnx_file
 
 VECTOR, HIDDEN, LOGITS = "sentence_embedding", "last_hidden_state", "logits"
+ENDS = "start_logits", "end_logits"  # of answers
 _TOKENS = 2**13  # of texts at a time, with padding
 _VALUES = 2**26  # of outputs at a time: 256 MiB
 
@@ -54,9 +55,13 @@ class Session:
         if not known <= self._inputs <= {*known, "token_type_ids"}:
             raise RunError(f"{file}: takes {sorted(self._inputs)}, not input_ids, attention_mask")
 
-    def __call__(self, output: str, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float32]:
-        """Return an output for padded ids [B, L] and their mask [B, L], 1 at tokens."""
+    def __call__(
+        self, output: str, ids: NDArray[Any], mask: NDArray[Any], types: NDArray[Any] | None = None
+    ) -> NDArray[np.float32]:
+        """Return an output for padded ids [B, L], their mask, 1 at tokens, and their types."""
         values = {"input_ids": ids.astype(np.int64), "attention_mask": mask.astype(np.int64)}
+        if types is not None and "token_type_ids" in self._inputs:
+            values["token_type_ids"] = types.astype(np.int64)
         # Files of other programs take segments, too.
         others = {name: np.zeros_like(values["input_ids"]) for name in self._inputs - set(values)}
         try:
@@ -194,6 +199,14 @@ def text_length(folder: Path) -> int:
 def pad_id(folder: Path) -> int:
     """Return the id of padding."""
     return int(_settings(folder / "config.json").get("pad_token_id") or 0)
+
+
+def reads_types(folder: Path) -> bool:
+    """Return whether a model reads the types of tokens, which tell the second text of a pair."""
+    names = _settings(folder / "tokenizer_config.json").get("model_input_names")
+    several = _settings(folder / "config.json").get("type_vocab_size")
+    many = isinstance(several, int) and several > 1
+    return many and isinstance(names, list) and "token_type_ids" in names
 
 
 def _settings(path: Path) -> Mapping[str, Any]:

@@ -24,8 +24,8 @@ from pretrain.deploy.asked import Onnx
 from pretrain.deploy.graph import Graph, compare, load_graph, to_fp16, write_graph
 from pretrain.deploy.quality import ROWS, quality_of
 from pretrain.deploy.quantise import search
-from pretrain.deploy.session import LOGITS, Session, pad_id, text_length
-from pretrain.encoders import read_pairs, validation_texts
+from pretrain.deploy.session import ENDS, LOGITS, Session, pad_id, reads_types, text_length
+from pretrain.encoders import example_texts, read_pairs, validation_texts
 from pretrain.monitor.tables import markdown
 
 CODE = 1  # raised when the same inputs would give other files
@@ -172,6 +172,8 @@ def _texts(data: Path | None) -> Sequence[str]:
         return _ARTICLE
     if data.is_file():
         return read_pairs(data)[0][:_TEXTS]
+    if load_manifest(data).has_labels:
+        return example_texts(data, _TEXTS)
     try:
         return validation_texts(data, _TEXTS)
     except RunError:  # none of its documents is whole
@@ -225,7 +227,7 @@ def _other(before: Path, inputs: dict[str, Any]) -> str | None:
 def _card(folder: Path, record: dict[str, Any]) -> str:
     """Return the part of the card about the files."""
     name, files = record["output"], record["files"]
-    has_logits = name == LOGITS
+    has_logits = name in (LOGITS, *ENDS)
     quality = next((file["quality"] for file in files.values() if "quality" in file), "")
     columns = ["file", "bytes", "difference", "same answers" if has_logits else "lowest cosine"]
     columns += [quality, "agreement", "in fp32"] if quality else []
@@ -247,6 +249,10 @@ def _card(folder: Path, record: dict[str, Any]) -> str:
     ]
     best = "model_quantized.onnx" if "model_quantized.onnx" in files else "model.onnx"
     code = _CODE_OF_CARD
+    if reads_types(folder):
+        types = '    "token_type_ids": np.array([text.type_ids for text in texts]),\n}'
+        code = code.replace('"A text.", "Another."', '("A text.", "Another.")')
+        code = code.replace("\n}", f"\n{types}", 1)
     for old, new in (
         ("LONGEST", str(text_length(folder))),
         ("PAD", str(pad_id(folder))),
@@ -261,7 +267,7 @@ def _card(folder: Path, record: dict[str, Any]) -> str:
         f"Compared with PyTorch on real text of 1, 17 and up to {longest:,} tokens, one and eight "
         "texts at a time: the largest difference of an output, by the largest value, and "
         + (
-            "the share of tokens with the same answer."
+            "the share of answers that are the same."
             if has_logits
             else "the lowest cosine of two vectors."
         ),

@@ -135,6 +135,16 @@ def with_head(encoder: MaskedLM, head: TaskHead) -> PreTrainedModel:
     return found
 
 
+def labels_of(raw: Mapping[str, Any], output: Output) -> list[str]:
+    """Return the classes that a config.json names, in the order of their numbers."""
+    if output not in ("classes", "tags"):
+        return []
+    names = raw.get("id2label")
+    if isinstance(names, dict) and names:
+        return [str(names[key]) for key in sorted(names, key=int)]
+    return ["LABEL_0", "LABEL_1"]  # transformers leaves out the two of its default
+
+
 def read_task_head(
     who: str,
     raw: Mapping[str, Any],
@@ -154,14 +164,7 @@ def read_task_head(
     Raises:
         RunError: it has no such head.
     """
-    labels: list[str] = []
-    if output in ("classes", "tags"):
-        names = raw.get("id2label")
-        labels = (
-            [str(names[key]) for key in sorted(names, key=int)] if isinstance(names, dict) else []
-        )
-        if not labels:  # transformers leaves out the two of its default
-            labels = ["LABEL_0", "LABEL_1"]
+    labels = labels_of(raw, output)
     head = TaskHead(encoder.config, output, labels)
     with torch.no_grad():
         missing = head.load(tensors)

@@ -176,6 +176,16 @@ def check_kind(shards: Path, manifest: Manifest, name: str, kinds: Sequence[str]
         )
 
 
+def check_labels(who: str, labels: Sequence[str], manifest: Manifest) -> None:
+    """Refuse a model whose classes are others, or in another order; RunError names both."""
+    names = label_names(manifest)
+    if names and tuple(labels) != names:
+        raise RunError(
+            f"{who}: its labels are {', '.join(labels)}, those of the shards {', '.join(names)}; "
+            "prepare the shards with task.labels in its order"
+        )
+
+
 def load_task_head(who: str, name: str, output: Output) -> TaskHead:
     """Return the trained head of a run, an export or another folder; RunError if it has none."""
 

@@ -58,24 +58,23 @@ class LabelledTask(Task):
 
     def examples(self, start: Start) -> Examples:
         """Return the rows of the training split, with the teacher's head if there is one."""
-        from data_prep.examples.making import label_names
+        from data_prep.examples.making import kind_of
         from data_prep.shards import open_shards
-        from pretrain.tasks.labelled import OUTPUTS, LabelledExamples, check_kind, load_task_head
+        from pretrain.tasks.labelled import (
+            OUTPUTS,
+            LabelledExamples,
+            check_kind,
+            check_labels,
+            load_task_head,
+        )
 
         config, manifest = start.config, start.manifest
         check_kind(config.shards, manifest, self.name, self.kinds)
         shards, head = open_shards(config.shards), None
         if start.teacher is not None and config.objective.compares:
-            from data_prep.examples.making import kind_of
-
             who = f"teacher {start.teacher.name}"
             head = load_task_head(who, start.teacher.name, OUTPUTS[kind_of(manifest)])
-            names = label_names(manifest)
-            if names and head.labels != names:
-                raise RunError(
-                    f"{who}: its labels are {', '.join(head.labels)}, those of the shards "
-                    f"{', '.join(names)}; prepare the shards with task.labels in its order"
-                )
+            check_labels(who, head.labels, manifest)
         found = LabelledExamples(shards, head)
         if config.objective.compares and head is None and "probs" not in found.columns:
             raise RunError(

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep.examples.encoding import IGNORE
-from data_prep.examples.making import kind_of, label_names
+from data_prep.examples.making import kind_of
 from data_prep.messages import extra
 from data_prep.shards import Manifest, ShardSet, check, open_shards, read_listed
 from data_prep.shards.manifest import texts_file
@@ -23,17 +23,20 @@ from data_prep.shards.reading import Split
 from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.contracts.packing import find_documents
+from pretrain.deploy.session import ENDS, LOGITS, Session, model_folder
 from pretrain.device.gpu import check_kernels
 from pretrain.encoders import load_encoder
 from pretrain.model.distillation import TYPES
 from pretrain.model.families import MaskedLM, encode
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
-from pretrain.model.task_head import TaskHead
+from pretrain.model.model_files import read_config
+from pretrain.model.task_head import TaskHead, labels_of
 from pretrain.model.teacher import check_tokenizer
 from pretrain.monitor.figures import Figure
+from pretrain.run_folder import onnx_file
 from pretrain.tasks.classification.metrics import of_classes, of_scores
-from pretrain.tasks.labelled import OUTPUTS, LabelledRows, task_head_of
+from pretrain.tasks.labelled import OUTPUTS, LabelledRows, check_labels, task_head_of
 from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
 from pretrain.tasks.similarity.cosines import cosines
 from pretrain.tasks.token_classification.entities import counts
@@ -101,11 +104,11 @@ def evaluate_tasks(
         if name in found:
             continue
         measured = measure(name, open_shards(shards, split), same_vocabulary=same_vocabulary)
-        found[name] = figures(measured, _metric(manifest))
+        found[name] = figures(measured, metric_of(manifest))
         if name == teacher:
             theirs = measured
         elif theirs is not None:
-            found[name]["retention"] = retention(measured, theirs, _metric(manifest))
+            found[name]["retention"] = retention(measured, theirs, metric_of(manifest))
     return found
 
 
@@ -121,18 +124,64 @@ def measure(name: str, shards: ShardSet, *, same_vocabulary: bool = False) -> Me
         return _of_scores(rows.columns["score"], guesses)
     if not rows.labelled:
         raise RunError(f"{shards.folder}: the {shards.split} split has no labels to compare with")
+    if (file := onnx_file(Path(name))) is not None:
+        labels = labels_of(read_config(name, model_folder(file)), OUTPUTS[rows.kind])
+        check_labels(name, labels, manifest)
+        return measured_by(rows, logits_of_file(Session(file), rows))
     model, head = _load(name, shards, rows, same_vocabulary=same_vocabulary)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_kernels(device)
     torch.nn.Module.to(model, device)
-    logits = predict(model, head.to(device), rows, device)
+    return measured_by(rows, predict(model, head.to(device), rows, device))
+
+
+def measured_by(
+    rows: LabelledRows, logits: NDArray[np.float32], places: NDArray[np.int64] | None = None
+) -> Measured:
+    """Return what logits say of the rows at some places, by default of all."""
+    if places is not None and len(places) < len(rows.ids):
+        columns = {name: values[places] for name, values in rows.columns.items()}
+    else:
+        columns = rows.columns
     if rows.kind == "regression":
-        return _of_scores(rows.columns["score"], logits[:, 0].astype(np.float64))
+        return _of_scores(columns["score"], logits[:, 0].astype(np.float64))
     if rows.kind == "classification":
-        return _of_labels(rows.columns["label"], logits, len(rows.names))
+        return _of_labels(columns["label"], logits, len(rows.names))
     if rows.kind == "token_classification":
-        return _of_tags(rows, logits)
-    return _of_answers(rows, logits, manifest)
+        return _of_tags(columns["tags"], logits, rows.names)
+    return _of_answers(rows, logits)
+
+
+def logits_of_file(
+    session: Session, rows: LabelledRows, places: NDArray[np.int64] | None = None
+) -> NDArray[np.float32]:
+    """Return the logits of an ONNX file; see `predict`."""
+    shards, pad = rows.shards, rows.special.pad
+    places = np.arange(len(shards)) if places is None else places
+    outputs = [LOGITS] if LOGITS in session.outputs else [*ENDS]
+    if missing := [name for name in outputs if name not in session.outputs]:
+        raise RunError(f"{session.file}: has no output {missing[0]}, which the task needs")
+    ids_RL, second_R = shards.rows(places).astype(np.int64), rows.columns["second"][places]
+    lengths = np.count_nonzero(ids_RL != pad, axis=1)
+    order = np.argsort(-lengths, kind="stable")
+    found: Any = None
+    for begin in range(0, len(order), ROWS):
+        some = order[begin : begin + ROWS]
+        ids = ids_RL[some, : lengths[some].max()]
+        mask = (ids != pad).astype(np.int64)
+        second = second_R[some][:, None]
+        types = ((np.arange(ids.shape[1]) >= second) & (second > 0)) * mask
+        logits = [session(name, ids, mask, types) for name in outputs]
+        values = logits[0] if len(outputs) == 1 else np.stack(logits, axis=-1)
+        if found is None:
+            shape = (len(places), *((shards.row_length,) if values.ndim == 3 else ()))
+            found = np.zeros((*shape, values.shape[-1]), dtype=np.float32)
+        if values.ndim == 3:
+            found[some, : ids.shape[1]] = values
+        else:
+            found[some] = values
+    result: NDArray[np.float32] = found
+    return result
 
 
 def predict(
@@ -167,8 +216,8 @@ def predict(
 
 def figures(measured: Measured, metric: str) -> dict[str, Figure]:
     """Return all figures with their intervals, the task's first."""
-    values = _with_score(measured.statistics(np.arange(measured.size)), metric)
-    drawn = [_with_score(measured.statistics(some), metric) for some in _resamples(measured.size)]
+    values = with_score(measured.statistics(np.arange(measured.size)), metric)
+    drawn = [with_score(measured.statistics(some), metric) for some in _resamples(measured.size)]
     found = {}
     for name, value in values.items():
         low, high = np.percentile([one[name] for one in drawn], [2.5, 97.5])
@@ -181,7 +230,7 @@ def retention(ours: Measured, theirs: Measured, metric: str) -> Figure:
 
     def ratio(some: NDArray[np.int64]) -> float:
         mine, other = (
-            _with_score(each.statistics(some), metric)["score"] for each in (ours, theirs)
+            with_score(each.statistics(some), metric)["score"] for each in (ours, theirs)
         )
         return mine / other if other else 0.0
 
@@ -196,12 +245,14 @@ def _resamples(size: int) -> list[NDArray[np.int64]]:
     return [draw.integers(size, size=size) for _ in range(RESAMPLES)]
 
 
-def _with_score(values: Mapping[str, float], metric: str) -> dict[str, float]:
+def with_score(values: Mapping[str, float], metric: str) -> dict[str, float]:
+    """Return figures with the score of the task before them."""
     parts = [values[name] for name in _SCORES[metric]]
     return {"score": sum(parts) / len(parts), **values}
 
 
-def _metric(manifest: Manifest) -> str:
+def metric_of(manifest: Manifest) -> str:
+    """Return which figure is the score of a task."""
     task = manifest.content["examples"]["task"]
     return task.get("metric") or _USUAL[kind_of(manifest)]
 
@@ -215,12 +266,7 @@ def _load(
             name, loaded.folder, loaded.model, manifest, shards.folder, required=not same_vocabulary
         )
         head = task_head_of(name, loaded, OUTPUTS[rows.kind])
-        names = label_names(manifest)
-        if names and head.labels != names:
-            raise RunError(
-                f"{name}: its labels are {', '.join(head.labels)}, those of the shards "
-                f"{', '.join(names)}; prepare the shards with task.labels in its order"
-            )
+        check_labels(name, head.labels, manifest)
         return loaded.model.eval(), head
 
     model, head = read_model(name, read, needs_head=False, of_task=True)
@@ -246,12 +292,12 @@ def _of_scores(scores: Any, guesses: Any) -> Measured:
     return Measured(len(given), lambda some: of_scores(ours[some], given[some]))
 
 
-def _of_tags(rows: LabelledRows, logits: Any) -> Measured:
-    tags, chosen = rows.columns["tags"], logits.argmax(-1)
+def _of_tags(tags: Any, logits: Any, labels: Sequence[str]) -> Measured:
+    chosen = logits.argmax(-1)
     found, right, words = [], [], []
     for given, ours in zip(tags, chosen, strict=True):
         there = given != IGNORE
-        names = [[rows.names[i] for i in some[there]] for some in (given, ours)]
+        names = [[labels[i] for i in some[there]] for some in (given, ours)]
         found.append(counts(*names))
         right.append(np.count_nonzero(given[there] == ours[there]))
         words.append(np.count_nonzero(there))
@@ -266,13 +312,13 @@ def _of_tags(rows: LabelledRows, logits: Any) -> Measured:
     return Measured(len(table), statistics)
 
 
-def _of_answers(rows: LabelledRows, logits: Any, manifest: Manifest) -> Measured:
+def _of_answers(rows: LabelledRows, logits: Any) -> Measured:
     """Choose the best answer of all rows of a question, and compare it with the data's."""
     shards, known = rows.shards, texts_of(rows.shards)
     # SQuAD 2 has questions without an answer; then nothing may be the best one.
     may_lack = any(not example["answers"] for example in known)
-    task = manifest.content["examples"]
-    backend = of_shards(shards.folder, manifest).backend
+    task = shards.manifest.content["examples"]
+    backend = of_shards(shards.folder, shards.manifest).backend
     backend.enable_truncation(task["max_length"], stride=task["stride"], strategy="only_second")
     row, pairs = 0, []
     for example in known:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from support import rank_work, ranks, runs, task_data
@@ -24,6 +25,7 @@ from pretrain.contracts.batch import Batch
 from pretrain.contracts.packing import Packing
 from pretrain.contracts.terms import Encoded
 from pretrain.data.order import Order
+from pretrain.deploy.asked import Onnx
 from pretrain.export.export import export
 from pretrain.model.folder import read_model
 from pretrain.objectives.finetune import loss_of_labels
@@ -384,3 +386,45 @@ def test_an_export_is_what_plain_transformers_loads_and_measures(
         evaluate_tasks([str(name)], shards)[str(name)] for name in (values["output"], folder)
     )
     assert run == exported
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("bert", "classification"),
+        ("distilbert", "token_classification"),
+        ("roberta", "question_answering"),
+        ("modernbert", "regression"),
+    ],
+)
+def test_onnx_files_of_heads_answer_as_pytorch(tmp_path: Path, kind: str, family: str) -> None:
+    """Export with int8; the files are measured as models, and by plain transformers."""
+    shards = task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "model", family, kind)
+    values = run_of(tmp_path, kind, model=no_dropout(tmp_path / "model"), train={"max_steps": 3})
+    runs.start(values)
+    folder, said = tmp_path / "exported", list[str]()
+    wanted = Onnx(int8=True, max_drop=0.9, data=shards)
+    export(Path(values["output"]), folder, print, onnx=wanted, say=said.append)
+    assert "same answers 1.0000" in said[0]
+    file = folder / "onnx" / "model.onnx"
+    found = evaluate_tasks([str(folder), str(file)], shards)
+    ours, theirs = found[str(folder)], found[str(file)]
+    assert ours["score"].value == pytest.approx(theirs["score"].value, abs=1e-6)
+    session = onnxruntime.InferenceSession(file)
+    names = {value.name for value in session.get_inputs()}
+    assert ("token_type_ids" in names) == (family == "bert")
+    plain: Any = task_data.CLASSES[kind].from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [*map(list, task_data.texts_of(task_data.write_data(tmp_path, kind, 24, 1)))]
+    inputs = tokenizer(*zip(*texts, strict=True), return_tensors="np", padding=True)
+    inputs = {name: value.astype(np.int64) for name, value in inputs.items() if name in names}
+    with torch.no_grad():
+        outputs = plain(**{name: torch.from_numpy(value) for name, value in inputs.items()})
+    mask = inputs["attention_mask"] == 1
+    for output in session.get_outputs():
+        mine = session.run([output.name], inputs)[0]
+        wanted_logits = getattr(outputs, output.name).numpy()
+        if wanted_logits.shape[:2] == mask.shape:
+            mine, wanted_logits = mine[mask], wanted_logits[mask]
+        np.testing.assert_allclose(mine, wanted_logits, atol=1e-4, rtol=1e-4)
