@@ -20,6 +20,8 @@ EXTRAS = {
     "onnx": ["onnx>=1.19,<2", "onnxruntime>=1.22,<2", "onnxscript>=0.5,<1"],
     "ray": ["ray>=2.30,<3"],
     "s3": ["s3fs"],
+    # Figures of tasks.
+    "tasks": ["scikit-learn>=1.5,<2", "scipy>=1.13,<2"],
     "tensorboard": ["tensorboard>=2.15"],
     "vectors": ["sentence-transformers>=5,<7"],
     "deepspeed": ["deepspeed>=0.16"],
@@ -100,7 +102,9 @@ setup(
             "ray>=2.30,<3",
             "ruff>=0.9",
             *EXTRAS["vectors"],
+            "seqeval>=1.2",
             "setuptools>=68",
+            *EXTRAS["tasks"],
             "tensorboard>=2.15",
             # torch brings it where it is built for GPUs; the tests interpret the kernels without.
             "triton>=3.2; sys_platform == 'linux'",

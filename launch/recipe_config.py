@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from data_prep.config import CorpusConfig
+from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.keys import Keys
 from launch.sweep_config import Swept, entries_of, merged, refuse_swept, resolve
 from pretrain.config import RunConfig
@@ -25,6 +26,12 @@ class PrepareKeys(CorpusConfig):
     """Hold the keys of a corpus, and the recipe's own."""
 
     stage: Literal["prepare"] = "prepare"
+
+
+class ExamplesKeys(ExamplesConfig):
+    """Hold the keys of a task's data, and the recipe's own."""
+
+    stage: Literal["examples"] = "examples"
 
 
 class EvaluateKeys(Keys):
@@ -65,7 +72,7 @@ class SweepKeys(Keys):
     groups: dict[str, str]  # of each run: its entry of the table, where runs differ by their seeds
 
 
-Stages = TrainKeys | PrepareKeys | EvaluateKeys | ExportKeys | SweepKeys
+Stages = TrainKeys | PrepareKeys | ExamplesKeys | EvaluateKeys | ExportKeys | SweepKeys
 Entry = Annotated[Stages, Field(discriminator="stage")]
 
 

@@ -11,7 +11,7 @@ from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.pipeline.finished import check_folders
 from data_prep.tokens.loading import refuse_path
 from launch.console import counts, keep_going, show, stages
-from launch.recipe_config import PrepareKeys
+from launch.recipe_config import ExamplesKeys, PrepareKeys
 from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.exit_codes import ExitCode
 
@@ -70,6 +70,47 @@ class Prepare(Stage):
             # `distil prepare` takes no recipe.
             text = str(error).replace("distil prepare CONFIG", "distil recipe RECIPE")
             raise CorpusError(text) from error
+        return ExitCode.DONE
+
+
+class Examples(Stage):
+    """Make shards of a task's data, or find them up to date."""
+
+    keys, of = ExamplesKeys, ExamplesConfig
+
+    @property
+    def title(self) -> str:
+        """Return the kind of examples."""
+        return f"examples of {self.config.task.name}"
+
+    def reads(self) -> dict[str, str]:
+        """Return the tokenizer's model, if it is one."""
+        tokenizer = self.config.tokenizer
+        return {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
+
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
+        """Find the tokenizer and the files; no stage makes the files."""
+        config = self.config
+        tokenizer = config.tokenizer
+        named = isinstance(tokenizer, str) and real(tokenizer) not in made
+        if named and not Path(tokenizer).exists():
+            refuse_path(tokenizer)
+        lines = []
+        for split, path in config.files().items():
+            if not path.exists():
+                raise CorpusError(f"{split} {path}: no such file or folder: check the path")
+            lines.append(f"{split}: {path}")
+        return {real(config.output): None}, lines
+
+    def state(self) -> State:
+        """Return whether the folder has a manifest."""
+        if (self.config.output / "manifest.json").exists():
+            return "done"
+        return "begun" if self.config.output.exists() else "new"
+
+    def run(self, how: How) -> int:
+        """Make them, or compare those that are there."""
+        examples_and_show(self.config)
         return ExitCode.DONE
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from launch.console import show
 from launch.stages.evaluate import Evaluate
 from launch.stages.export import Export
-from launch.stages.prepare import Prepare
+from launch.stages.prepare import Examples, Prepare
 from launch.stages.stage import How, Stage, made_by, real
 from launch.stages.sweep import Sweep
 from launch.stages.train import Train
@@ -24,6 +24,7 @@ from pretrain.signals import end_on_signal
 STAGES: dict[str, type[Stage]] = {
     "train": Train,
     "prepare": Prepare,
+    "examples": Examples,
     "evaluate": Evaluate,
     "export": Export,
     "sweep": Sweep,  # what `sweep:` of a training run becomes
