@@ -1,0 +1,141 @@
+"""Compare the figures of tasks with those of other programs, and with counts by hand."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from seqeval.metrics import f1_score as seqeval_f1
+
+from pretrain.tasks.classification.metrics import of_classes, of_scores
+from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
+from pretrain.tasks.scores import Measured, figures, retention
+from pretrain.tasks.token_classification.entities import Entity, counts, entities
+
+# Classes and scores
+
+
+def test_classes_by_their_definitions() -> None:
+    labels, chosen = np.array([0, 1, 1, 1, 0, 0, 1, 0]), np.array([0, 1, 0, 1, 1, 0, 1, 0])
+    tp, tn, fp, fn = 3, 3, 1, 1
+    mcc = (tp * tn - fp * fn) / np.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
+    expected = {"accuracy": 6 / 8, "f1": 2 * tp / (2 * tp + fp + fn), "mcc": mcc}
+    assert of_classes(labels, chosen, 2) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_constant_guess_has_the_value_of_the_definition(num: int) -> None:
+    labels = np.array([1, 1, 1, 0])
+    found = of_classes(labels, np.ones(4, dtype=np.int64), num)
+    assert found["accuracy"] == 0.75 and found["mcc"] == 0.0
+    assert found["f1"] == pytest.approx(6 / 7 if num == 2 else 6 / 7 / 3)
+    nothing = of_classes(labels, np.zeros(4, dtype=np.int64), 2)
+    assert nothing["f1"] == 0.0
+
+
+def test_scores_by_their_definitions_and_constants() -> None:
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=50)
+    y = x + draw.normal(size=50)
+    found = of_scores(x, y)
+    assert found["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1])
+    ranks = [v.argsort().argsort() for v in (x, y)]
+    assert found["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    assert of_scores(np.ones(50), y) == {"pearson": 0.0, "spearman": 0.0}
+
+
+# Entities
+
+
+@pytest.mark.parametrize("kinds", [["A"], ["A", "B"]])
+@pytest.mark.parametrize("prefixes", ["BI", "BIES"])
+def test_entities_are_those_of_seqeval(kinds: list[str], prefixes: str) -> None:
+    """Draw any sequences, also ones that no tagger should give."""
+    draw = random.Random(0)
+    names = ["O", *(f"{p}-{k}" for p in prefixes for k in kinds)]
+    for _ in range(300):
+        lengths = [draw.randint(1, 12) for _ in range(4)]
+        given, guessed = ([draw.choices(names, k=n) for n in lengths] for _ in range(2))
+        table = np.array([counts(a, b) for a, b in zip(given, guessed, strict=True)]).sum(0)
+        right, ours, theirs = table.tolist()
+        mine = 2 * right / (ours + theirs) if ours + theirs else 0.0
+        assert mine == pytest.approx(seqeval_f1(given, guessed, zero_division=0))
+
+
+def test_entities_by_hand() -> None:
+    tags = ["B-PER", "I-PER", "O", "I-LOC", "B-LOC", "I-ORG"]
+    assert entities(tags) == [
+        Entity("PER", 0, 2),
+        Entity("LOC", 3, 4),
+        Entity("LOC", 4, 5),
+        Entity("ORG", 5, 6),
+    ]
+    assert entities(["NOUN", "NOUN"]) == [Entity("_", 0, 2)]
+
+
+# Answers
+
+
+@pytest.mark.parametrize(
+    ("guess", "answers", "exact", "words"),
+    [
+        ("The Cat!", ["cat"], 1.0, 1.0),
+        ("a black cat", ["the cat", "dog"], 0.0, 2 / 3),
+        ("", [], 1.0, 1.0),
+        ("cat", [], 0.0, 0.0),
+        ("cat cat", ["cat"], 0.0, 2 / 3),
+        ("New-York", ["new york"], 0.0, 0.0),  # the script takes marks out, and puts no space
+    ],
+)
+def test_answers_are_compared_as_squads_script_does(
+    guess: str, answers: list[str], exact: float, words: float
+) -> None:
+    assert exact_match(guess, answers) == exact
+    assert f1(guess, answers) == pytest.approx(words)
+
+
+def test_the_best_span_is_that_of_all_pairs() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        size = 18
+        start, end = draw.normal(size=(2, size))
+        inside = draw.random(size) < 0.7
+        inside[0] = True
+        best = max(
+            (start[i] + end[j], i, j)
+            for i in range(size)
+            for j in range(i, size)
+            if inside[i] and inside[j]
+        )
+        assert best_span(start, end, inside) == pytest.approx(best)
+
+
+# Intervals
+
+
+def of(values: np.ndarray) -> Measured:
+    return Measured(len(values), lambda some: {"accuracy": float(values[some].mean())})
+
+
+def test_intervals_hold_the_value_and_shrink_with_the_examples() -> None:
+    draw = np.random.default_rng(0)
+    margins = []
+    for size in (100, 10_000):
+        found = figures(of(draw.random(size) < 0.8), "accuracy")["score"]
+        assert found.low is not None and found.high is not None and found.margin is not None
+        assert found.low <= found.value <= found.high
+        assert found.margin == pytest.approx(1.96 * 0.4 / np.sqrt(size), rel=0.3)
+        margins.append(found.margin)
+    assert margins[1] < margins[0] / 7
+
+
+def test_retention_resamples_both_models_together() -> None:
+    right = np.random.default_rng(0).random(400) < 0.8
+    same = retention(of(right), of(right), "accuracy")
+    assert same == (1.0, 1.0, 1.0)  # independent resamples would give an interval
+    worse = right & (np.arange(400) % 10 > 0)
+    found = retention(of(worse), of(right), "accuracy")
+    assert found.value == pytest.approx(worse.mean() / right.mean())
+    assert found.low is not None and found.low <= found.value
+    assert retention(of(right), of(np.zeros(400)), "accuracy").value == 0.0
