@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from data_prep import CorpusError
 from data_prep.shards import Manifest, Segments, ShardSet, check_file, load_manifest, open_shards
-from data_prep.shards.manifest import AGAIN, side_file
-from data_prep.shards.reading import Split
+from data_prep.shards.manifest import AGAIN, labels_file, side_file
+from data_prep.shards.reading import Split, map_labels
 from data_prep.tokens import Tokens, of_shards
 
 Field = Literal["document", "url", "title"]
@@ -88,7 +88,9 @@ def documents_of_row(folder: Path | str, row: int, split: Split = "train") -> li
 
 
 def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
-    """Return the pieces in a row of an open split."""
+    """Return the pieces in a row of an open split; of a task's data its example, with labels."""
+    if shards.manifest.has_labels:
+        return [_example(shards, tokens, row)]
     split = shards.manifest.splits[shards.split]
     starts = np.cumsum([0] + [shard.rows for shard in split.shards])
     shard = int(np.searchsorted(starts, row, side="right")) - 1
@@ -125,6 +127,42 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
     return found
 
 
+def _example(shards: ShardSet, tokens: Tokens, row: int) -> Segment:
+    """Return the example in a row of a task's data; its labels stand in the place of a title."""
+    manifest = shards.manifest
+    records = manifest.splits[shards.split].shards
+    shard = int(shards.shard_of(np.array([row]))[0])
+    name = labels_file(records[shard].file)
+    place = row - int(shards.starts[shard])
+    (entry,) = map_labels(check_file(shards.folder, manifest, name)).slice(place, 1).to_pylist()
+    names = manifest.content["examples"]["labels"]
+    labels = []
+    for key, value in entry.items():
+        if key in ("id", "second"):
+            continue
+        if key == "label":
+            value = names[value] if value >= 0 else None
+        elif key == "tags":
+            value = [names[tag] for tag in value if tag >= 0]
+        labels.append(f"{key}: {value}")
+    ids = shards.rows([row])[0]
+    end = int(np.count_nonzero(ids != manifest.tokenizer.special_ids.pad))
+    source = next(source for source in manifest.sources if source.name == shards.split)
+    return Segment(
+        number=0,
+        start=0,
+        end=end,
+        source=source.name,
+        kind=source.kind,
+        licence=source.licence,
+        document=entry["id"],
+        title="; ".join(labels),
+        url="",
+        text=tokens.decode(ids[1 : end - 1]),
+        kept_text=None,
+    )
+
+
 def rows_of_document(folder: Path | str, value: str, source: str | None = None) -> Found:
     """Return every place that holds the document whose id, or else URL, or else title is `value`.
 
@@ -142,6 +180,8 @@ def rows_of_document(folder: Path | str, value: str, source: str | None = None) 
     """
     folder = Path(folder)
     manifest = load_manifest(folder)
+    if manifest.has_labels:
+        return _rows_of_example(folder, manifest, value)
     sources = [n for n, s in enumerate(manifest.sources) if source in (None, s.name)]
     if not sources:
         names = ", ".join(dict.fromkeys(source.name for source in manifest.sources))
@@ -173,6 +213,22 @@ def rows_of_document(folder: Path | str, value: str, source: str | None = None) 
             others = {name: len(places[name]) for name in _FIELDS if name != by and places[name]}
             return Found(by, tuple(places[by]), others)
     raise CorpusError(_not_found(folder, manifest, value, sources, source))
+
+
+def _rows_of_example(folder: Path, manifest: Manifest, value: str) -> Found:
+    """Return the rows of an example of a task's data, by its id."""
+    places = []
+    for source in manifest.sources:
+        split = cast("Split", source.name)
+        for shard in manifest.splits[split].shards:
+            batch = map_labels(check_file(folder, manifest, labels_file(shard.file)))
+            for row, id in enumerate(batch.column("id").to_pylist()):
+                if id == value:
+                    about = (source.name, source.licence, id, "", "")
+                    places.append(Place(split, row, shard.file, row, 0, *about))
+    if not places:
+        raise CorpusError(f"{folder}: no example has the id {value!r}")
+    return Found("document", tuple(places), {})
 
 
 def side_table(folder: Path, manifest: Manifest, shard: str) -> Path:

@@ -13,8 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from data_prep import CorpusError
+from data_prep.audit import documents_of_row, rows_of_document
 from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.examples.making import label_names, make_examples
+from data_prep.inspect import summary
 from data_prep.shards import load_manifest, open_shards, verify
 from data_prep.shards.reading import map_labels
 
@@ -284,3 +286,18 @@ def test_text_never_becomes_a_special_token(tmp_path: Path) -> None:
     write(tmp_path, "a.csv", "text,label\n[SEP] good [CLS],1\nbad,0\n")
     rows, _ = made(config(tmp_path, "a.csv"))
     assert rows[0][0] == 2 and rows[0][-1] == 3 and not {0, 2, 3, 4} & {*rows[0][1:-1]}
+
+
+def test_examples_are_shown_with_their_labels(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "text,label,name\ngood film,1,x\nbad,0,y\n")
+    task = {"name": "classification", "labels": ["no", "yes"], "id": "name"}
+    settings = config(tmp_path, "a.csv", task=task)
+    make_examples(settings, lambda text: None)
+    (row,) = documents_of_row(settings.output, 0)
+    assert (row.document, row.title, row.text) == ("x", "label: yes", "good film")
+    found = rows_of_document(settings.output, "y").places
+    assert [(place.split, place.row) for place in found] == [("train", 1)]
+    with pytest.raises(CorpusError, match="no example has the id 'z'"):
+        rows_of_document(settings.output, "z")
+    known = summary(settings.output, rows=2)
+    assert known["unknown"] == 0 and known["rows"][1]["segments"][0]["title"] == "label: no"
