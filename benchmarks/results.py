@@ -110,11 +110,13 @@ class Records:
         found = self.of_file.get("self-check", [])
         last = {record["hardware"].get("gpu", "CPU"): record for record in found}
         lines = ["| device | `distil bench --self-check` |", "|---|---|"]
+        same: dict[str, list[str]] = {}
         for name, record in last.items():
             right = [
                 row["figures"]["ok"]["value"] for row in record["rows"] if "ok" in row["figures"]
             ]
-            lines.append(f"| {name} | {sum(right):.0f} of {len(right)} right |")
+            same.setdefault(f"{sum(right):.0f} of {len(right)} right", []).append(name)
+        lines += [f"| {', '.join(names)} | {result} |" for result, names in same.items()]
         missing = [name for name in _OTHERS if not any(name in known for known in last)]
         return "\n".join(lines + [f"| {', '.join(missing)} | not run |"] * bool(missing))
 
