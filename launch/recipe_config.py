@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,14 @@ from pydantic import Field, model_validator
 from data_prep.config import CorpusConfig
 from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.keys import Keys
-from launch.sweep_config import Swept, entries_of, merged, refuse_swept, resolve
+from launch.sweep_config import (
+    Swept,
+    entries_of,
+    merged,
+    refuse_swept,
+    refuse_without_weights,
+    resolve,
+)
 from pretrain.config import RunConfig
 from pretrain.objectives.known import objective_kind, unread_keys, with_objective
 
@@ -61,6 +69,29 @@ class ExportKeys(Keys):
     data: Path | None = None  # what they are measured on; by default the run's shards
 
 
+class ScoresKeys(Keys):
+    """Configure a comparison of runs on several tasks, which are the shards of the runs.
+
+    A model is what runs have in common but task and seed: a list of runs, or a sweep, whose named
+    entries are models of their own. `teacher` is the model that the others are compared with, and
+    `without` lists tasks that a second average leaves out.
+    """
+
+    stage: Literal["scores"] = "scores"
+    output: Path
+    models: dict[str, tuple[str, ...]] = Field(min_length=1)
+    teacher: str | None = None
+    without: tuple[str, ...] = ()
+    split: Literal["train", "validation", "test"] = "validation"
+
+    @model_validator(mode="after")
+    def teacher_is_a_model(self) -> ScoresKeys:
+        """Refuse a teacher that is not scored: nothing is kept of an unknown score."""
+        if self.teacher is not None and self.teacher not in self.models:
+            raise ValueError(f"teacher {self.teacher}: is none of models; add its runs there")
+        return self
+
+
 class SweepKeys(Keys):
     """Hold the runs that `sweep:` of a training run stands for, by what is added to its output."""
 
@@ -72,7 +103,7 @@ class SweepKeys(Keys):
     groups: dict[str, str]  # of each run: its entry of the table, where runs differ by their seeds
 
 
-Stages = TrainKeys | PrepareKeys | ExamplesKeys | EvaluateKeys | ExportKeys | SweepKeys
+Stages = TrainKeys | PrepareKeys | ExamplesKeys | ScoresKeys | EvaluateKeys | ExportKeys | SweepKeys
 Entry = Annotated[Stages, Field(discriminator="stage")]
 
 
@@ -117,7 +148,9 @@ def filled(values: Any) -> Any:
     for number, own in enumerate(runs):
         run = own
         try:
-            if not isinstance(own, dict) or own.setdefault("stage", "train") != "train":
+            if isinstance(own, dict) and own.get("stage") == "scores":
+                run = {**own, "models": with_entries(own.get("models"), sweeps)}
+            elif not isinstance(own, dict) or own.setdefault("stage", "train") != "train":
                 refuse_swept(own if isinstance(own, dict) else {}, sweeps)
             elif "sweep" in own:
                 run = swept(shared, own, sweeps)
@@ -128,6 +161,29 @@ def filled(values: Any) -> Any:
             raise ValueError(f"runs.{number}.{error}") from None
         found.append(run)
     return {**values, "runs": found}
+
+
+def with_entries(models: Any, sweeps: Mapping[str, Swept]) -> Any:
+    """Return the runs of each model, with those of a sweep in its place.
+
+    Raises:
+        ValueError: a sweep keeps no weights.
+    """
+    if not isinstance(models, dict):
+        return models
+    found: dict[str, Any] = {}
+    for name, runs in models.items():
+        sweep = sweeps.get(os.path.realpath(runs)) if isinstance(runs, str) else None
+        if sweep is None:
+            for run in runs if isinstance(runs, list) else [runs]:
+                refuse_without_weights(f"models.{name}", str(run), sweeps)
+            found[name] = [runs] if isinstance(runs, str) else runs
+            continue
+        for label, axes in sweep.entries.items():
+            refuse_without_weights(f"models.{name}", sweep.folder(label), sweeps)
+            model = f"{name} {axes['']}" if "" in axes else name
+            found.setdefault(model, []).append(sweep.folder(label))
+    return found
 
 
 def swept(shared: Any, own: dict[str, Any], sweeps: dict[str, Swept]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def entries_of(sweep: Any) -> Iterator[Entry]:
             places.append(("", {*own}))
         elif isinstance(value, list) and value:
             last = key.rpartition(".")[2]
-            of_value = ((_text(v) if last == "name" else last + _text(v), v) for v in value)
+            of_value = ((_label(last, v), v) for v in value)
             axes[key] = [(label, _nested({key: v})) for label, v in of_value]
             places.append((key, {key}))
         else:
@@ -67,9 +67,12 @@ def entries_of(sweep: Any) -> Iterator[Entry]:
         others = [own for other, own in places[:number] if not (axis == other == "")]
         if twice := keys & set().union(*others):
             raise ValueError(f"sweep: {min(twice)} is set twice; name it once")
-        if fixed := keys & {"output", "shards"}:
+        if "output" in keys:
+            raise ValueError("sweep.output: each run has an output of its name: remove the key")
+        if "shards" in keys and axis != "shards":
             raise ValueError(
-                f"sweep.{min(fixed)}: the runs have the same shards, and each an output of its name"
+                "sweep.shards: tasks are an axis of their own: give a list, such as shards: "
+                "[shards/rte, shards/cola]"
             )
     seen = {""}
     for chosen in itertools.product(*axes.values()):
@@ -188,6 +191,12 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
             inner = {section: inner}
         found = merged(found, inner)
     return found
+
+
+def _label(key: str, value: object) -> str:
+    if key == "shards":  # a task
+        return _text(os.path.basename(os.path.normpath(str(value))))
+    return _text(value) if key == "name" else key + _text(value)
 
 
 def _text(value: object) -> str:

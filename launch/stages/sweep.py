@@ -130,6 +130,9 @@ class Sweep(Stage):
                 show(f"not finished: {', '.join(failed)}; the same command continues")
                 stopped = ExitCode.REQUEUE in failed.values()
                 return ExitCode.REQUEUE if stopped else next(iter(failed.values()))
+            if len({run.config.shards for run in self.runs.values()}) > 1:
+                show(f"{config.output}: runs on several tasks; stage scores compares them")
+                return ExitCode.DONE
             write_comparison(
                 config.output,
                 [
@@ -180,11 +183,6 @@ class Sweep(Stage):
     def _check_start(self) -> None:
         """Refuse shards without validation rows, and a disk that cannot hold the checkpoints."""
         config, places = self.config, {run.config.shards for run in self.runs.values()}
-        if len(places) > 1:
-            raise RunError(
-                f"sweep {config.output}: its runs have different shards, so their figures cannot "
-                "be compared; make a sweep for each"
-            )
         for shards in places:
             if not (shards / "manifest.json").exists():
                 continue  # a stage makes them

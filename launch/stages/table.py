@@ -11,6 +11,7 @@ from launch.console import show
 from launch.stages.evaluate import Evaluate
 from launch.stages.export import Export
 from launch.stages.prepare import Examples, Prepare
+from launch.stages.scores import Scores
 from launch.stages.stage import How, Stage, made_by, real
 from launch.stages.sweep import Sweep
 from launch.stages.train import Train
@@ -26,6 +27,7 @@ STAGES: dict[str, type[Stage]] = {
     "prepare": Prepare,
     "examples": Examples,
     "evaluate": Evaluate,
+    "scores": Scores,
     "export": Export,
     "sweep": Sweep,  # what `sweep:` of a training run becomes
 }

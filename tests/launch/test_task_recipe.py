@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.task_data import WORDS, save_model, sentence
 from support.tiny import VOCABULARY
 from transformers import AutoModelForSequenceClassification
+
+from pretrain.tasks.scores import evaluate_tasks
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,6 +83,70 @@ def test_a_csv_becomes_a_small_classifier_without_torch(tmp_path: Path, distil: 
     assert "text-classification" in card and "| accuracy |" in card
     code, out, err = distil("recipe", recipe, *overrides(tmp_path))
     assert code == 0 and out.count("up to date") >= 4, out + err
+
+
+@pytest.mark.slow
+def test_glues_recipe_scores_models_on_tasks_and_seeds(tmp_path: Path, distil: Any) -> None:
+    """Run the shipped recipe on two tasks and two seeds; compare its table with single commands."""
+    values = yaml.safe_load((ROOT / "configs" / "glue.yaml").read_text(encoding="utf-8"))
+    save_model(tmp_path / "model", "bert", "classification")
+    values["defaults"] |= {
+        "train": {"max_steps": 20, "global_batch_size": 8, "precision": "fp32", "num_workers": 0},
+        "evaluation": {"every": 0, "rows": 8},
+    }
+    runs = {run["output"]: run for run in values["runs"]}
+    examples = [runs["shards/glue/sst2"], runs["shards/glue/stsb"]]
+    shards = []
+    draw = random.Random(0)
+    for entry in examples:
+        name = entry["output"].rpartition("/")[2]
+        for split, num in (("train", 60), ("validation", 30)):
+            rows = []
+            for _ in range(num):
+                place = draw.randrange(2)
+                text = f"{WORDS[place]} {sentence(draw)}"
+                rows.append([text, place] if name == "sst2" else [text, sentence(draw), place])
+            head = ["sentence", "label"] if name == "sst2" else ["sentence1", "sentence2", "score"]
+            lines = ["\t".join(map(str, row)) for row in [head, *rows]]
+            path = tmp_path / f"{name}-{split}.tsv"
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            entry[split] = str(path)
+        entry |= {"output": str(tmp_path / name), "tokenizer": str(tmp_path / "model")}
+        shards.append(entry["output"])
+    teacher, student = runs["runs/glue/teacher"], runs["runs/glue/student"]
+    teacher |= {"output": str(tmp_path / "teacher"), "model": {"init": str(tmp_path / "model")}}
+    layers = {"architecture": "same", "init": [0]}
+    student |= {"output": str(tmp_path / "student"), "teacher": str(tmp_path / "teacher")}
+    student["student"] = layers
+    for run in (teacher, student):
+        run["shards"], run["sweep"]["shards"] = shards[0], [*shards]
+    student["sweep"]["train.seed"] = [0, 1]
+    scores = runs["runs/glue/scores"]
+    scores |= {"output": str(tmp_path / "scores"), "without": ["stsb"]}
+    scores["models"] = {"teacher": teacher["output"], "student": student["output"]}
+    values["runs"] = [*examples, teacher, student, scores]
+    path = tmp_path / "glue.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    code, out, err = distil("recipe", path)
+    assert code == 0, out + err
+    kept = json.loads((tmp_path / "scores" / "scores.json").read_text(encoding="utf-8"))
+    assert {*kept["figures"]} == {"teacher", "student labels", "student kd"}
+    for model, figures in kept["figures"].items():
+        seeds = kept["seeds"][model]
+        medians = {task: sorted(found.values())[0] for task, found in seeds.items()}
+        for task, median in medians.items():  # the lower one of two
+            assert figures[task]["value"] == pytest.approx(median)
+        assert figures["average"]["value"] == pytest.approx(sum(medians.values()) / 2)
+        assert figures["average without stsb"]["value"] == pytest.approx(medians["sst2"])
+        if model != "teacher":
+            own = figures["average without stsb"]["value"]
+            theirs = kept["figures"]["teacher"]["average without stsb"]["value"]
+            assert figures["retention"]["value"] == pytest.approx(own / theirs)
+    run = tmp_path / "student-sst2-seed1-kd"
+    figures = evaluate_tasks([str(run)], tmp_path / "sst2")[str(run)]
+    assert figures["score"].value == pytest.approx(kept["seeds"]["student kd"]["sst2"]["1"])
+    code, out, err = distil("recipe", path)
+    assert code == 0 and "scores.json: up to date" in out
 
 
 def test_a_tasks_data_is_refused_in_one_line_and_other_commands_say_what_it_is(

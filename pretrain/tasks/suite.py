@@ -1,0 +1,125 @@
+"""Score models on several tasks: a median over seeds, averages, and what is kept of a teacher.
+
+A task is the folder of shards that a run was trained on. The interval of an average, and of what is
+kept, comes from resampling the examples of every task, the teacher's and the model's together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median_low
+from typing import NamedTuple
+
+import numpy as np
+
+from data_prep.shards import load_manifest, open_shards
+from data_prep.shards.reading import Split
+from pretrain import RunError
+from pretrain.monitor.figures import Figure
+from pretrain.run_folder import recorded
+from pretrain.tasks.scores import RESAMPLES, Measured, measure, metric_of, with_score
+
+
+class Scored(NamedTuple):
+    """Hold a run's score on its task."""
+
+    seed: int
+    score: float
+    measured: Measured
+    metric: str
+
+
+Table = dict[str, dict[str, list[Scored]]]  # by model and task, the seeds in their order
+
+
+def score_runs(
+    models: Mapping[str, Sequence[str]], split: Split, say: Callable[[str], None]
+) -> Table:
+    """Return the score of each run on the examples of the shards that it was trained on.
+
+    Args:
+        models: runs by the name of what they have in common, all but task and seed.
+        split: which examples.
+        say: receives a line for each run.
+
+    Raises:
+        RunError, CorpusError: a run cannot be measured, or two have the same task and seed.
+    """
+    found: Table = {}
+    shards: dict[str, Path] = {}
+    for model, runs in models.items():
+        for run in runs:
+            config = recorded(Path(run))
+            if config is None:
+                raise RunError(f"{run}: is no run; stage scores compares runs on tasks")
+            task = config.shards.name
+            if shards.setdefault(task, config.shards) != config.shards:
+                raise RunError(f"{run}: its shards {config.shards} are not {shards[task]}")
+            measured = measure(run, open_shards(config.shards, split))
+            metric = metric_of(load_manifest(config.shards))
+            score = with_score(measured.statistics(np.arange(measured.size)), metric)["score"]
+            of_task = found.setdefault(model, {}).setdefault(task, [])
+            if any(one.seed == config.train.seed for one in of_task):
+                raise RunError(f"{run}: another run of {model} has this task and seed")
+            of_task.append(Scored(config.train.seed, score, measured, metric))
+            say(f"{model} on {task}, seed {config.train.seed}: {score:.3f} ({metric})")
+    return found
+
+
+def figures_of(
+    table: Table, teacher: str | None, without: Sequence[str] = ()
+) -> dict[str, dict[str, Figure]]:
+    """Return the median of each task, their averages and what is kept of a teacher, by model.
+
+    Args:
+        table: of `score_runs`.
+        teacher: the model of the table that others are compared with.
+        without: tasks that a second average leaves out.
+    """
+    tasks = list(dict.fromkeys(task for of_model in table.values() for task in of_model))
+    found: dict[str, dict[str, Figure]] = {}
+    for model, of_task in table.items():
+        # The run in the middle stands for all seeds: its predictions are resampled.
+        middle = {task: _middle(runs) for task, runs in of_task.items()}
+        found[model] = {task: _interval([middle[task]], None) for task in tasks if task in middle}
+        rest = [task for task in tasks if task not in without]
+        columns = {"average": tasks, f"average without {', '.join(without)}": rest}
+        for name, some in columns.items() if without else [("average", tasks)]:
+            if all(task in middle for task in some):
+                found[model][name] = _interval([middle[task] for task in some], None)
+        theirs = {t: _middle(runs) for t, runs in table.get(teacher or "", {}).items()}
+        if model != teacher and theirs and all(task in middle and task in theirs for task in rest):
+            found[model]["retention"] = _interval(
+                [middle[task] for task in rest], [theirs[task] for task in rest]
+            )
+    return found
+
+
+def _middle(runs: Sequence[Scored]) -> Scored:
+    score = median_low(one.score for one in runs)
+    return next(one for one in runs if one.score == score)
+
+
+def _interval(ours: Sequence[Scored], theirs: Sequence[Scored] | None) -> Figure:
+    """Return the mean of scores, or its ratio to the mean of others, with its interval."""
+
+    def mean(runs: Sequence[Scored], draws: Sequence[np.ndarray]) -> float:
+        values = [
+            with_score(one.measured.statistics(some), one.metric)["score"]
+            for one, some in zip(runs, draws, strict=True)
+        ]
+        return float(np.mean(values))
+
+    def value(draws: Sequence[np.ndarray]) -> float:
+        if theirs is None:
+            return mean(ours, draws)
+        other = mean(theirs, draws)
+        return mean(ours, draws) / other if other else 0.0
+
+    draw = np.random.default_rng(0)
+    sizes = [one.measured.size for one in ours]
+    drawn = [value([draw.integers(size, size=size) for size in sizes]) for _ in range(RESAMPLES)]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    middle = value([np.arange(size) for size in sizes])
+    return Figure(middle, min(float(low), middle), max(float(high), middle))
