@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from data_prep import CorpusError
 from data_prep.examples.examples_config import ExamplesConfig
-from data_prep.examples.reading import Record
+from data_prep.examples.labelled_files import Record
 from data_prep.messages import one_line
 from data_prep.tokens import Tokens
 from data_prep.tokens.failures import explained

@@ -18,7 +18,7 @@ from data_prep import CorpusError
 from data_prep.disk import hash_file, lock, sync, write_file
 from data_prep.examples.encoding import IGNORE, Example, Examples, Row
 from data_prep.examples.examples_config import ExamplesConfig, Split
-from data_prep.examples.reading import files_of, read_records
+from data_prep.examples.labelled_files import files_of, read_records
 from data_prep.pipeline.code import installed
 from data_prep.shards import Manifest, load_manifest, verify, write_shard
 from data_prep.shards.manifest import (

@@ -161,7 +161,7 @@ def measure(
 
     quiet()
     if not data.is_file() and load_manifest(data).has_labels:
-        from pretrain.tasks.scores import MEANINGS, evaluate_tasks
+        from pretrain.scores import MEANINGS, evaluate_tasks
 
         if rows is not None:
             raise RunError("--rows: is for a corpus; the examples of a task are read as a whole")

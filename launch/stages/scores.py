@@ -62,7 +62,7 @@ class Scores(Stage):
         if self._kept() == identity:
             show(f"{config.output / SCORES}: up to date")
             return ExitCode.DONE
-        from pretrain.tasks.suite import figures_of, score_runs
+        from pretrain.suite import figures_of, score_runs
 
         quiet()
         table = score_runs(config.models, config.split, show)

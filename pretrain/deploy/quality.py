@@ -18,8 +18,8 @@ from pretrain import RunError
 from pretrain.deploy.heads import Masked, check_fit, logits_at_masks, masked_documents
 from pretrain.deploy.session import LOGITS, OnnxEncoder, Session, pad_id, vectors_of
 from pretrain.encoders import FEWEST_PAIRS, pearson, scored_pairs, unit, validation_texts
+from pretrain.scores import logits_of_file, measured_by, metric_of, with_score
 from pretrain.tasks.labelled import LabelledRows
-from pretrain.tasks.scores import logits_of_file, measured_by, metric_of, with_score
 
 ROWS = 2000  # documents, or pairs
 _PART = 4  # what a single group costs is measured on a quarter

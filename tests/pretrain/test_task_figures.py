@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from seqeval.metrics import f1_score as seqeval_f1
 
-from pretrain.tasks.classification.metrics import of_classes, of_scores
+from pretrain.scores import Measured, figures, retention
+from pretrain.tasks.classification.class_metrics import of_classes, of_scores
 from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
-from pretrain.tasks.scores import Measured, figures, retention
 from pretrain.tasks.token_classification.entities import Entity, counts, entities
 
 # Classes and scores

@@ -30,8 +30,8 @@ from pretrain.export.export import export
 from pretrain.model.folder import read_model
 from pretrain.objectives.finetune import loss_of_labels
 from pretrain.objectives.kd import soft_term
+from pretrain.scores import evaluate_tasks, predict
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, task_head_of
-from pretrain.tasks.scores import evaluate_tasks, predict
 
 KINDS = ("classification", "regression", "token_classification", "question_answering")
 FAMILIES = ("bert", "distilbert", "roberta", "modernbert")

@@ -18,7 +18,7 @@ from data_prep.shards.reading import Split
 from pretrain import RunError
 from pretrain.monitor.figures import Figure
 from pretrain.run_folder import recorded
-from pretrain.tasks.scores import RESAMPLES, Measured, measure, metric_of, with_score
+from pretrain.scores import RESAMPLES, Measured, measure, metric_of, with_score
 
 
 class Scored(NamedTuple):

@@ -35,7 +35,7 @@ from pretrain.model.task_head import TaskHead, labels_of
 from pretrain.model.teacher import check_tokenizer
 from pretrain.monitor.figures import Figure
 from pretrain.run_folder import onnx_file
-from pretrain.tasks.classification.metrics import of_classes, of_scores
+from pretrain.tasks.classification.class_metrics import of_classes, of_scores
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, check_labels, task_head_of
 from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
 from pretrain.tasks.similarity.cosines import cosines
