@@ -135,7 +135,7 @@ def _example(shards: ShardSet, tokens: Tokens, row: int) -> Segment:
     name = labels_file(records[shard].file)
     place = row - int(shards.starts[shard])
     (entry,) = map_labels(check_file(shards.folder, manifest, name)).slice(place, 1).to_pylist()
-    names = manifest.content["examples"]["labels"]
+    names = manifest.labels
     labels = []
     for key, value in entry.items():
         if key in ("id", "second"):

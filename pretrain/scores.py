@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_prep.examples.encoding import IGNORE
-from data_prep.examples.making import kind_of
 from data_prep.messages import extra
 from data_prep.shards import Manifest, ShardSet, check, open_shards, read_listed
-from data_prep.shards.manifest import texts_file
+from data_prep.shards.manifest import EXAMPLES, texts_file
 from data_prep.shards.reading import Split
 from data_prep.tokens import of_shards
 from pretrain import RunError
+from pretrain.contracts.batch import IGNORE
 from pretrain.contracts.packing import find_documents
 from pretrain.deploy.session import ENDS, LOGITS, Session, model_folder
 from pretrain.device.gpu import check_kernels
@@ -253,8 +252,8 @@ def with_score(values: Mapping[str, float], metric: str) -> dict[str, float]:
 
 def metric_of(manifest: Manifest) -> str:
     """Return which figure is the score of a task."""
-    task = manifest.content["examples"]["task"]
-    return task.get("metric") or _USUAL[kind_of(manifest)]
+    task = manifest.content[EXAMPLES]["task"]
+    return task.get("metric") or _USUAL[manifest.kind]
 
 
 def _load(
@@ -317,7 +316,7 @@ def _of_answers(rows: LabelledRows, logits: Any) -> Measured:
     shards, known = rows.shards, texts_of(rows.shards)
     # SQuAD 2 has questions without an answer; then nothing may be the best one.
     may_lack = any(not example["answers"] for example in known)
-    task = shards.manifest.content["examples"]
+    task = shards.manifest.content[EXAMPLES]
     backend = of_shards(shards.folder, shards.manifest).backend
     backend.enable_truncation(task["max_length"], stride=task["stride"], strategy="only_second")
     row, pairs = 0, []

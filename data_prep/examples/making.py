@@ -22,6 +22,7 @@ from data_prep.examples.labelled_files import files_of, read_records
 from data_prep.pipeline.code import installed
 from data_prep.shards import Manifest, load_manifest, verify, write_shard
 from data_prep.shards.manifest import (
+    EXAMPLES,
     MANIFEST,
     ShardRecord,
     SourceRecord,
@@ -36,7 +37,6 @@ from data_prep.tokens import Tokens, load
 
 BEHAVIOUR = 1  # raised when the same files would give other bytes
 _MULTIPLE = 8  # of tokens, that a row is long
-_KEY = "examples"  # of a manifest's content
 _BY_TEXT = ("question_answering", "similarity")  # measured on texts, not on rows
 
 
@@ -79,16 +79,6 @@ def make_examples(config: ExamplesConfig, warn: Callable[[str], None]) -> tuple[
     return manifest, False
 
 
-def kind_of(manifest: Manifest) -> str:
-    """Return which task's examples shards hold; empty for a corpus."""
-    return str(manifest.content.get(_KEY, {}).get("task", {}).get("name", ""))
-
-
-def label_names(manifest: Manifest) -> tuple[str, ...]:
-    """Return the classes of a task's shards, in the order of their numbers."""
-    return tuple(manifest.content[_KEY]["labels"])
-
-
 def _content(config: ExamplesConfig) -> dict[str, Any]:
     """Return all that shapes the rows but the tokenizer: keys, hashes of files, and the code."""
     hashes = {}
@@ -106,7 +96,7 @@ def _digest(path: Path) -> str:
 
 def _finished(folder: Path, content: dict[str, Any], tokens: Tokens) -> Manifest:
     manifest = load_manifest(folder)
-    there = dict(manifest.content.get(_KEY, {}))
+    there = dict(manifest.content.get(EXAMPLES, {}))
     there.pop("labels", None)
     wanted = {**content, "tokenizer": tokens.record().fingerprint}
     there["tokenizer"] = manifest.tokenizer.fingerprint
@@ -172,7 +162,7 @@ def _make(
             "splits": splits,
             "files": tuple(file_record(place, name) for name in sorted(files)),
             "sources": tuple(sources),
-            "content": {_KEY: {**content, "labels": list(examples.labels)}},
+            "content": {EXAMPLES: {**content, "labels": list(examples.labels)}},
             "code_version": installed("distil-pretraining"),
             "created_by": {name: installed(name) for name in ("numpy", "pyarrow", "tokenizers")},
         }

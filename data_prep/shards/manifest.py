@@ -30,6 +30,7 @@ FORMAT_VERSION: Literal[2] = 2
 BLOCK_BYTES = 2**20  # verified at the first read of a row in them: a start reads no whole shard
 MANIFEST = "manifest.json"
 TOKEN_COUNTS = "token_counts.json"
+EXAMPLES = "examples"  # of the content of a task's shards: the keys of its file, and its labels
 AGAIN = "restore it, or run `distil prepare` again with another `output`"
 
 FROZEN = ConfigDict(frozen=True, extra="forbid")
@@ -179,6 +180,16 @@ class Manifest(BaseModel):
     def has_labels(self) -> bool:
         """Return whether each row is an example of a task, with labels in a file beside it."""
         return any(file.file.startswith("labels/") for file in self.files)
+
+    @property
+    def kind(self) -> str:
+        """Return which task's examples the rows are; empty for a corpus."""
+        return str(self.content.get(EXAMPLES, {}).get("task", {}).get("name", ""))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Return the classes of a task's examples, in the order of their numbers."""
+        return tuple(self.content.get(EXAMPLES, {}).get("labels", ()))
 
     @model_serializer(mode="wrap")
     def _as_it_was(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def prepare_and_show(
 
 def examples_and_show(config: ExamplesConfig) -> None:
     """Make the shards of a task's data, or find them up to date, and print what they hold."""
-    from data_prep.examples.making import label_names, make_examples
+    from data_prep.examples.making import make_examples
     from data_prep.messages import warn
 
     keep_going()
@@ -152,8 +152,8 @@ def examples_and_show(config: ExamplesConfig) -> None:
         f"{source.name}: {source.documents_in:,} examples, {number:,} rows x {manifest.row_length}"
         for source, number in zip(manifest.sources, rows, strict=True)
     ]
-    if names := label_names(manifest):
-        lines.append(f"labels: {', '.join(names)}")
+    if manifest.labels:
+        lines.append(f"labels: {', '.join(manifest.labels)}")
     state = "up to date" if was_there else "done"
     show(*lines, f"{config.output}: {state}, digest {manifest.digest[:16]}")
 

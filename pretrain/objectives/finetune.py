@@ -30,7 +30,7 @@ class FineTuning(Objective):
     tasks: ClassVar = TASKS
     needs_teacher: ClassVar[bool] = False
     defaults: ClassVar = {"masking": {"probability": 0.0}}
-    parts: ClassVar = (Part("", 1.0, "the loss of the labels", "examples", teacher=False),)
+    parts: ClassVar = (Part("", 1.0, "the loss of the labels", "labelled", teacher=False),)
 
     name: Literal["finetune"] = "finetune"
 
@@ -48,7 +48,7 @@ def labels_term(weight: float) -> SignalTerm:
         assert student.task_logits is not None
         return loss_of_labels(student.task_logits, batch.labels, batch.packing.token_mask)
 
-    return SignalTerm("labels", constant(weight), "examples", total, False)
+    return SignalTerm("labels", constant(weight), "labelled", total, False)
 
 
 def loss_of_labels(logits: Tensor, labels: Mapping[str, Tensor], token_mask_BL: Tensor) -> Tensor:

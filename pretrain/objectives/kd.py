@@ -54,7 +54,7 @@ class SoftLabels(Objective):
         soft = f"KL of soft labels at temperature {self.temperature:g}"
         found = (
             Part("soft", self.soft, soft, "sequences"),
-            Part("hard", self.hard, "the loss of the labels", "examples", teacher=False),
+            Part("hard", self.hard, "the loss of the labels", "labelled", teacher=False),
         )
         return tuple(part for part in found if part.weight > 0)
 

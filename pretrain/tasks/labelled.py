@@ -16,13 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data_prep.examples.encoding import IGNORE
-from data_prep.examples.making import kind_of, label_names
 from data_prep.shards import Manifest, ShardSet, check_file
 from data_prep.shards.manifest import labels_file
 from data_prep.shards.reading import map_labels
 from pretrain import RunError
-from pretrain.contracts.batch import Batch, Rows, packed_batch
+from pretrain.contracts.batch import IGNORE, Batch, Rows, packed_batch
 from pretrain.contracts.terms import Encoded, SignalTerm, TeacherLabels, constant
 from pretrain.model.distillation import HEAD, TYPES
 from pretrain.model.families import MaskedLM
@@ -55,7 +53,7 @@ class LabelledRows(Examples):
     def __init__(self, shards: ShardSet) -> None:
         super().__init__(shards)
         manifest = shards.manifest
-        self.kind, self.names = kind_of(manifest), label_names(manifest)
+        self.kind, self.names = manifest.kind, manifest.labels
         batches = []
         for shard in manifest.splits[shards.split].shards:
             # The whole file is compared with its hash: labels are small.
@@ -91,7 +89,7 @@ class LabelledRows(Examples):
         return {name: torch.from_numpy(values[order]) for name, values in found.items()}
 
     def batch(self, rows: Rows) -> Batch:
-        """Return a micro-batch; its count "examples" is of labelled rows, or of tagged words."""
+        """Return a micro-batch; its count "labelled" is of labelled rows, or of tagged words."""
         ids = rows["input_ids"]
         tokens = ids.numpy() != self.special.pad
         longest = max(1, int(tokens.sum(1).max(initial=0)))
@@ -108,7 +106,7 @@ class LabelledRows(Examples):
             labels[TYPES] = ((place_L >= second_B[:, None]) & (second_B > 0)[:, None]).to(
                 torch.uint8
             ) * torch.from_numpy(tokens[:, :length].astype(np.uint8))
-        counts = {"examples": int(self._labelled(labels, tokens))}
+        counts = {"labelled": int(self._labelled(labels, tokens))}
         labels["number"] = rows["number"]
         return packed_batch(ids, labels, counts, cls_id=self.special.cls, pad_id=self.special.pad)
 
@@ -167,7 +165,7 @@ def logits_by(head: TaskHead) -> TeacherLabels:
 
 def check_kind(shards: Path, manifest: Manifest, name: str, kinds: Sequence[str]) -> None:
     """Refuse shards that hold no examples of the task; RunError names the fix."""
-    kind = kind_of(manifest)
+    kind = manifest.kind
     if kind not in kinds:
         held = f"examples of {kind}" if kind else "a corpus"
         raise RunError(
@@ -178,7 +176,7 @@ def check_kind(shards: Path, manifest: Manifest, name: str, kinds: Sequence[str]
 
 def check_labels(who: str, labels: Sequence[str], manifest: Manifest) -> None:
     """Refuse a model whose classes are others, or in another order; RunError names both."""
-    names = label_names(manifest)
+    names = manifest.labels
     if names and tuple(labels) != names:
         raise RunError(
             f"{who}: its labels are {', '.join(labels)}, those of the shards {', '.join(names)}; "
@@ -249,7 +247,7 @@ def correct_term() -> SignalTerm:
         assert labels is not None
         return (student.task_logits.argmax(-1) == labels).float().sum()
 
-    return SignalTerm("accuracy", constant(0.0), "examples", total, False)
+    return SignalTerm("accuracy", constant(0.0), "labelled", total, False)
 
 
 def _array(column: Any) -> Any:

@@ -26,7 +26,7 @@ class LabelledTask(Task):
     """
 
     has_head: ClassVar[bool] = True
-    counts: ClassVar = ("tokens", "sequences", "examples")
+    counts: ClassVar = ("tokens", "sequences", "labelled")
     kinds: ClassVar[tuple[str, ...]]  # of examples, as `distil prepare` names them
     pipeline: ClassVar[str]  # the hub's name of the task
 
@@ -58,7 +58,6 @@ class LabelledTask(Task):
 
     def examples(self, start: Start) -> Examples:
         """Return the rows of the training split, with the teacher's head if there is one."""
-        from data_prep.examples.making import kind_of
         from data_prep.shards import open_shards
         from pretrain.tasks.labelled import (
             OUTPUTS,
@@ -73,7 +72,7 @@ class LabelledTask(Task):
         shards, head = open_shards(config.shards), None
         if start.teacher is not None and config.objective.compares:
             who = f"teacher {start.teacher.name}"
-            head = load_task_head(who, start.teacher.name, OUTPUTS[kind_of(manifest)])
+            head = load_task_head(who, start.teacher.name, OUTPUTS[manifest.kind])
             check_labels(who, head.labels, manifest)
         found = LabelledExamples(shards, head)
         if config.objective.compares and head is None and "probs" not in found.columns:
@@ -81,7 +80,7 @@ class LabelledTask(Task):
                 f"{config.shards}: holds no probabilities, and there is no teacher: name one, or "
                 "prepare the examples with task.probabilities"
             )
-        if any(part.over == "examples" for part in config.objective.parts) and not found.labelled:
+        if any(part.over == "labelled" for part in config.objective.parts) and not found.labelled:
             raise RunError(
                 f"{config.shards}: no training example has a label; take objective kd, or prepare "
                 "the examples with task.label"
@@ -92,12 +91,11 @@ class LabelledTask(Task):
         """Return the head, with the weights that the model's folder has for it."""
         from torch import nn
 
-        from data_prep.examples.making import kind_of, label_names
         from pretrain.model.distillation import HEAD
         from pretrain.model.task_head import TaskHead
         from pretrain.tasks.labelled import OUTPUTS
 
-        head = TaskHead(student.config, OUTPUTS[kind_of(manifest)], label_names(manifest))
+        head = TaskHead(student.config, OUTPUTS[manifest.kind], manifest.labels)
         return nn.ModuleDict({HEAD: head})
 
     def begin(self, config: RunConfig, student: MaskedLM, modules: nn.ModuleDict) -> list[str]:

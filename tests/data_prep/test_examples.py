@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from data_prep import CorpusError
 from data_prep.audit import documents_of_row, rows_of_document
 from data_prep.examples.examples_config import ExamplesConfig
-from data_prep.examples.making import label_names, make_examples
+from data_prep.examples.making import make_examples
 from data_prep.inspect import summary
 from data_prep.shards import load_manifest, open_shards, verify
 from data_prep.shards.reading import map_labels
@@ -76,7 +76,7 @@ def test_a_csv_with_names_in_quotes(tmp_path: Path) -> None:
     rows, columns = made(config(tmp_path, "a.csv"))
     assert rows == [[2, 8, 5, 1, 7, 3], [2, 6, 3]]
     assert columns == {"id": ["0", "1"], "second": [0, 0], "label": [1, 0]}
-    assert label_names(load_manifest(tmp_path / "shards")) == ("neg", "pos")
+    assert load_manifest(tmp_path / "shards").labels == ("neg", "pos")
 
 
 def test_glues_tsv_keeps_quotation_marks_and_names_classes(tmp_path: Path) -> None:

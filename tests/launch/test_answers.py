@@ -64,7 +64,7 @@ def test_a_wrong_option_of_audit_or_replay_is_one_line_and_exit_code_2(
         (("audit", shards), "either --row"),
         (("audit", shards, "--row", 0, "--document", "id0"), "either --row"),
         (("audit", shards, "--row", 99), "rows 0 to 2"),
-        (("audit", shards, "--row", 0, "--split", "test"), "train and validation"),
+        (("audit", shards, "--row", 0, "--split", "dev"), "train and validation and test"),
         (("audit", shards, "--row", 0, "--split", "validation"), "no validation split"),
         (("audit", shards, "--document", "id9"), "near it: 'id"),
         (("replay", run, "--step", 6), "steps 1 to 5"),
