@@ -242,7 +242,7 @@ def test_an_interrupted_sweep_continues_to_the_same_figures(
         ("runs.0.sweep={a: {output: x}}", "sweep.output: each run has an output of its name"),
         ("runs.0.sweep={a: {shards: x}}", "sweep.shards: tasks are an axis of their own"),
         ("runs.0.sweep={train: {}}", "would be called ''"),
-        ("runs.0.sweep={output: [a, b]}", "runs.0.sweep.output: the runs have the same"),
+        ("runs.0.sweep={output: [a, b]}", "runs.0.sweep.output: each run has an output"),
         ("runs.0.output=null", "runs.0.output"),
         (
             "runs.1.sweep={train.seed: [0, 2]}",
