@@ -323,9 +323,8 @@ class RunConfig(Keys):
         freely_changed |= {"compile", "activation_checkpointing"}
         others = ["output", "resume_from", "shards", "teacher", "teacher_vocabulary"]
         others += ["vectors", "evaluation", "checkpoint", "logging"]
-        return self.model_dump(
-            mode="json", exclude={**dict.fromkeys(others, True), "train": freely_changed}
-        )
+        exclude: Any = {**dict.fromkeys(others, True), "train": freely_changed, "task": {"logits"}}
+        return self.model_dump(mode="json", exclude=exclude)
 
 
 def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:

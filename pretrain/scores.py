@@ -21,12 +21,10 @@ from data_prep.shards.reading import Split
 from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.contracts.batch import IGNORE
-from pretrain.contracts.packing import find_documents
 from pretrain.deploy.session import ENDS, LOGITS, Session, model_folder
 from pretrain.device.gpu import check_kernels
 from pretrain.encoders import load_encoder
-from pretrain.model.distillation import TYPES
-from pretrain.model.families import MaskedLM, encode
+from pretrain.model.families import MaskedLM
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
 from pretrain.model.model_files import read_config
@@ -36,11 +34,11 @@ from pretrain.monitor.figures import Figure
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.classification.class_metrics import of_classes, of_scores
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, check_labels, task_head_of
+from pretrain.tasks.prediction import ROWS, predict
 from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
 from pretrain.tasks.similarity.cosines import cosines
 from pretrain.tasks.token_classification.entities import counts
 
-ROWS = 32  # at a time
 RESAMPLES = 200  # of the bootstrap
 MEANINGS = {
     "score": "the figure of the task: its `metric`",
@@ -181,36 +179,6 @@ def logits_of_file(
             found[some] = values
     result: NDArray[np.float32] = found
     return result
-
-
-def predict(
-    model: MaskedLM, head: TaskHead, rows: LabelledRows, device: torch.device
-) -> NDArray[np.float32]:
-    """Return the logits of all rows, in fp32: [R, C], of tags [R, L, C], of answers [R, L, 2]."""
-    shards, pad = rows.shards, rows.special.pad
-    ids = shards.rows(np.arange(len(shards)))
-    # Rows of a like length together: little padding.
-    order = np.argsort(-np.count_nonzero(ids != pad, axis=1), kind="stable")
-    found: NDArray[np.float32] | None = None
-    with torch.inference_mode():
-        for begin in range(0, len(order), ROWS):
-            some = order[begin : begin + ROWS]
-            batch = rows.batch(rows.rows(ids[some], None, some)).to(device)
-            packing = find_documents(
-                batch.input_ids, batch.cu_seqlens, batch.max_length, pad_id=pad
-            )
-            output = encode(model, batch.input_ids, packing, types=batch.labels.get(TYPES))
-            logits = head(output.last_hidden_state, packing.token_mask).float().cpu().numpy()
-            if found is None:
-                shape = (len(shards), *((shards.row_length,) if logits.ndim == 3 else ()))
-                found = np.zeros((*shape, logits.shape[-1]), dtype=np.float32)
-            places = batch.labels["number"].cpu().numpy()
-            if logits.ndim == 3:
-                found[places, : logits.shape[1]] = logits
-            else:
-                found[places] = logits
-    assert found is not None
-    return found
 
 
 def figures(measured: Measured, metric: str) -> dict[str, Figure]:

@@ -8,7 +8,8 @@ Shapes: R or B rows, L row length, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data_prep.shards import Manifest, ShardSet, check_file
+from data_prep.shards import Manifest, ShardSet, check_file, open_shards
 from data_prep.shards.manifest import labels_file
 from data_prep.shards.reading import map_labels
 from pretrain import RunError
@@ -27,6 +28,7 @@ from pretrain.model.families import MaskedLM
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.model_files import read_config, read_tensors
 from pretrain.model.task_head import Output, TaskHead, head_tensors, read_task_head
+from pretrain.model.teacher import Teacher
 from pretrain.tasks.task import Examples
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ OUTPUTS: Mapping[str, Output] = {
     "token_classification": "tags",
     "question_answering": "span",
 }
-_LABELS = ("label", "score", "probs", "tags", "start", "end")
+_LABELS = ("label", "score", "probs", "tags", "start", "end", "teacher_logits")
 _MULTIPLE = 8  # of tokens that a micro-batch is long
 
 
@@ -48,10 +50,13 @@ class LabelledRows(Examples):
 
     Args:
         shards: the split.
+        logits: a file with a teacher's logits of these rows; see `prediction.py`.
     """
 
-    def __init__(self, shards: ShardSet) -> None:
+    def __init__(self, shards: ShardSet, logits: Path | None = None) -> None:
         super().__init__(shards)
+        self.logits = logits
+        self._mapped: Any = None
         manifest = shards.manifest
         self.kind, self.names = manifest.kind, manifest.labels
         batches = []
@@ -75,15 +80,26 @@ class LabelledRows(Examples):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A loader's worker reads the labels again.
-        return LabelledRows, (self.shards,)
+        return LabelledRows, (self.shards, self.logits)
+
+    def _teacher_logits(self, numbers: Any) -> Any:
+        if self._mapped is None:  # written at the start of a run, after this object was made
+            from pretrain.tasks.prediction import map_logits
+
+            assert self.logits is not None
+            self._mapped = map_logits(self.logits, self.shards.split)
+        return self._mapped[numbers]
 
     def rows(self, ids: Any, epochs: Any, numbers: Any, step: int = 0, skipped: Any = None) -> Rows:
         """Return rows with their labels, the longest first."""
         columns = {name: values[numbers] for name, values in self.columns.items()}
+        if self.logits is not None:
+            columns["teacher_logits"] = self._teacher_logits(numbers)
         if skipped is not None:
             ids[skipped] = self.special.pad
+            nothing = {"second": 0, "score": np.nan, "probs": 0, "teacher_logits": 0}
             for name, values in columns.items():
-                values[skipped] = {"second": 0, "score": np.nan, "probs": 0}.get(name, IGNORE)
+                values[skipped] = nothing.get(name, IGNORE)
         order = np.argsort(-np.count_nonzero(ids != self.special.pad, axis=1), kind="stable")
         found = {"input_ids": ids, "number": np.asarray(numbers, dtype=np.int64), **columns}
         return {name: torch.from_numpy(values[order]) for name, values in found.items()}
@@ -98,8 +114,9 @@ class LabelledRows(Examples):
         labels = {name: rows[name] for name in _LABELS if name in rows}
         if "label" in labels:
             labels["class"] = labels.pop("label")
-        if "tags" in labels:
-            labels["tags"] = labels["tags"][:, :length].contiguous()
+        for name, tensor in labels.items():
+            if name == "tags" or tensor.dim() == 3:  # an entry for each token
+                labels[name] = tensor[:, :length].contiguous()
         second_B = rows["second"]
         if bool((second_B > 0).any()):
             place_L = torch.arange(length)
@@ -127,27 +144,69 @@ class LabelledExamples(LabelledRows):
 
     Args:
         shards: the training split.
-        teacher_head: of the run's teacher, if it compares with one.
+        teacher: of the run, if it compares with one.
+        head: of that teacher.
+        logits: the file that holds its logits, or will; then it does not run in a step.
     """
 
-    def __init__(self, shards: ShardSet, teacher_head: TaskHead | None) -> None:
-        super().__init__(shards)
-        self.teacher_head = teacher_head
-        if teacher_head is not None:
-            self.teacher_labels = logits_by(teacher_head)
-        elif "probs" in self.columns:
+    def __init__(
+        self,
+        shards: ShardSet,
+        teacher: Teacher | None = None,
+        head: TaskHead | None = None,
+        logits: Path | None = None,
+    ) -> None:
+        super().__init__(shards, logits)
+        self.teacher, self.head, self.digest = teacher, head, ""
+        if teacher is not None and head is not None:
+            weights = {name: t.numpy().tobytes() for name, t in sorted(head.tensors().items())}
+            parts = [teacher.sha256, *(hashlib.sha256(w).hexdigest() for w in weights.values())]
+            self.digest = hashlib.sha256(" ".join(parts).encode()).hexdigest()
+        if logits is None and head is not None:
+            self.teacher_labels = logits_by(head)
+        else:
             self.runs_teacher = False
+        if logits is not None and logits.is_file():
+            from pretrain.tasks.prediction import check_logits
+
+            self.digest = check_logits(logits, shards.manifest, self.digest or None)
+        elif logits is not None:
+            self.missing = True
+
+    def identity(self) -> dict[str, str]:
+        """Return the digest of the teacher whose logits a file holds."""
+        return {"file of logits": self.digest} if self.logits is not None else {}
 
     def state(self) -> dict[str, Any]:
-        """Return what an export must know of the head."""
+        """Return what an export, and a later start, must know of the head and of soft labels."""
         pairs = bool(self.columns["second"].any())
         known = {"output": OUTPUTS[self.kind], "names": list(self.names), "pairs": pairs}
-        return {"labels": known}
+        return {"labels": {**known, "teacher": self.digest}}
+
+    def changes(self, state: Mapping[str, Any]) -> list[str]:
+        """Return whether the soft labels are of another teacher than a checkpoint's."""
+        before = (state.get("labels") or {}).get("teacher")
+        other = before not in (None, "", self.digest)
+        return ["the soft labels are of another teacher"] if other else []
 
     def to(self, device: torch.device) -> None:
         """Move the teacher's head."""
-        if self.teacher_head is not None:
-            self.teacher_head.to(device)
+        if self.head is not None and self.runs_teacher:
+            self.head.to(device)
+
+    def write(self, device: torch.device, precision: str, say: Callable[[str], None]) -> None:
+        """Write the file of logits, in fp32; see `write_logits`."""
+        from pretrain.tasks.prediction import write_logits
+
+        teacher, head, path = self.teacher, self.head, self.logits
+        assert teacher is not None and head is not None and path is not None
+        torch.nn.Module.to(teacher.model, device)
+        folder, manifest = self.shards.folder, self.shards.manifest
+        splits: dict[str, LabelledRows] = {
+            name: LabelledRows(open_shards(folder, name)) for name in manifest.splits
+        }
+        write_logits(path, splits, teacher.model, head.to(device), self.digest, device, say)
+        head.cpu()
 
 
 def logits_by(head: TaskHead) -> TeacherLabels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pretrain import RunError
@@ -30,6 +31,8 @@ class LabelledTask(Task):
     kinds: ClassVar[tuple[str, ...]]  # of examples, as `distil prepare` names them
     pipeline: ClassVar[str]  # the hub's name of the task
 
+    logits: Path | None = None  # a file of the teacher's logits; the first start writes it
+
     @classmethod
     def unread(cls, objective: type[Objective] | Objective) -> dict[str, str]:
         """Return the keys that a run of the task does not read."""
@@ -46,6 +49,8 @@ class LabelledTask(Task):
             raise ValueError(f"task {self.name} masks nothing: remove masking")
         if not config.objective.needs_teacher:
             super().check(config)
+            if self.logits is not None:
+                raise ValueError(f"objective {name} reads no soft labels: remove task.logits")
             return
         if config.vectors is not None:
             raise ValueError(f"objective {name} compares no sentence vectors: remove vectors")
@@ -55,6 +60,8 @@ class LabelledTask(Task):
             raise ValueError(
                 f"objective {name} needs `teacher:`, or, for shards with probabilities, `model:`"
             )
+        if self.logits is not None and not config.objective.compares:
+            raise ValueError(f"objective {name} reads no soft labels here: remove task.logits")
 
     def examples(self, start: Start) -> Examples:
         """Return the rows of the training split, with the teacher's head if there is one."""
@@ -74,8 +81,11 @@ class LabelledTask(Task):
             who = f"teacher {start.teacher.name}"
             head = load_task_head(who, start.teacher.name, OUTPUTS[manifest.kind])
             check_labels(who, head.labels, manifest)
-        found = LabelledExamples(shards, head)
-        if config.objective.compares and head is None and "probs" not in found.columns:
+        if self.logits is not None and head is None and not self.logits.is_file():
+            raise RunError(f"{self.logits}: no such file; name the teacher that writes it")
+        found = LabelledExamples(shards, start.teacher, head, self.logits)
+        soft = head is not None or self.logits is not None or "probs" in found.columns
+        if config.objective.compares and not soft:
             raise RunError(
                 f"{config.shards}: holds no probabilities, and there is no teacher: name one, or "
                 "prepare the examples with task.probabilities"
@@ -115,7 +125,7 @@ class LabelledTask(Task):
         """Measure the terms on validation rows, and the share of right labels."""
         from pretrain.tasks.labelled import LabelledRows, correct_term
 
-        found = LabelledRows(validation)
+        found = LabelledRows(validation, self.logits)
         own = own_terms(found, terms, self.counts)
         if "label" not in found.columns and "tags" not in found.columns:
             return own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ import torch
 from support import rank_work, ranks, runs, task_data
 from support.processes import ROOT
 from support.results import losses
+from support.tiny import as_teacher
 from torch.nn.functional import cross_entropy, mse_loss
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data_prep.shards import open_shards
+from pretrain.config import Student
 from pretrain.contracts.batch import Batch
 from pretrain.contracts.packing import Packing
 from pretrain.contracts.terms import Encoded
@@ -28,10 +31,12 @@ from pretrain.data.order import Order
 from pretrain.deploy.asked import Onnx
 from pretrain.export.export import export
 from pretrain.model.folder import read_model
+from pretrain.model.student import build_student
 from pretrain.objectives.finetune import loss_of_labels
 from pretrain.objectives.kd import soft_term
-from pretrain.scores import evaluate_tasks, predict
+from pretrain.scores import evaluate_tasks
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, task_head_of
+from pretrain.tasks.prediction import predict
 
 KINDS = ("classification", "regression", "token_classification", "question_answering")
 FAMILIES = ("bert", "distilbert", "roberta", "modernbert")
@@ -272,6 +277,54 @@ def test_soft_labels_of_the_data_need_no_teacher(tmp_path: Path) -> None:
     assert losses(values)[60] < losses(values)[1] / 3
     with runs.refused("no training example has a label", "take objective kd"):
         runs.start(values | {"objective": {"name": "finetune"}, "output": str(tmp_path / "hard")})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_logits_train_as_the_teacher_does(tmp_path: Path, kind: str) -> None:
+    """Train with the teacher in each step, with a file that is written, and without the teacher."""
+    task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "model", "bert", kind)
+    none = {"dropout": 0.0, "attention_dropout": 0.0, "architecture": "same", "init": [0]}
+    teacher = {"teacher": str(tmp_path / "model"), "student": none}
+    steps = {"max_steps": 6, "num_workers": 1}
+    values = run_of(tmp_path, kind, **teacher, objective={"name": "kd"}, train=steps)
+    runs.start(values)
+    file = tmp_path / "kept" / "logits.safetensors"
+    kept = {**values, "output": str(tmp_path / "kept-run")}
+    kept["task"] = {**values["task"], "logits": str(file)}
+    runs.start(kept, stop_after=3)
+    written = file.read_bytes()
+    runs.start(kept)
+    assert file.read_bytes() == written
+    assert losses(kept) == pytest.approx(losses(values), rel=1e-5)
+    moved = {key: value for key, value in kept.items() if key not in ("teacher", "student")}
+    start = read_model(
+        str(tmp_path / "model"),
+        lambda loaded: build_student(
+            Student(**none), as_teacher(loaded.model), 0, needs_head=False, of_task=True
+        ),
+        needs_head=False,
+        of_task=True,
+    )
+    start.save_pretrained(tmp_path / "start")
+    for name in ("vocab.txt", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "model" / name, tmp_path / "start")
+    moved |= {"model": no_dropout(tmp_path / "start"), "output": str(tmp_path / "moved")}
+    runs.start(moved)  # its head is new
+    assert len(losses(moved)) == 6
+
+    other = {**kept, "output": str(tmp_path / "other")}
+    task_data.save_model(tmp_path / "else", "bert", kind, seed=5)
+    with runs.refused("holds logits of another teacher", "remove it"):
+        runs.start({**other, "teacher": str(tmp_path / "else")})
+    damaged = bytearray(written)
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    with runs.refused("is damaged: its checksum differs"):
+        runs.start(other)
+    file.unlink()
+    with runs.refused("no such file; name the teacher that writes it"):
+        runs.start({**moved, "output": str(tmp_path / "none")})
 
 
 # Refusals

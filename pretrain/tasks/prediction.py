@@ -1,0 +1,149 @@
+"""Compute the logits of a task for all rows of a split, and keep a teacher's in a file.
+
+    FILE    safetensors: for each split of the shards a tensor [R, C], of tags [R, L, C], of answers
+            [R, L, 2], in fp32. The metadata say which shards and which teacher they are of, with a
+            checksum of the data.
+
+Shapes: R rows, L row length, C classes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from data_prep.disk import sync
+from data_prep.shards import Manifest
+from pretrain import RunError
+from pretrain.contracts.packing import find_documents
+from pretrain.files import writing_to
+from pretrain.model.distillation import TYPES
+from pretrain.model.families import MaskedLM, encode
+from pretrain.model.task_head import TaskHead
+from pretrain.tasks.labelled import LabelledRows
+
+ROWS = 32  # at a time
+CODE = "1"  # raised when the same teacher and rows would give other logits
+_AGAIN = "remove it, or name another file in `task.logits`, which is then written"
+
+
+def predict(
+    model: MaskedLM, head: TaskHead, rows: LabelledRows, device: torch.device
+) -> NDArray[np.float32]:
+    """Return the logits of all rows, in fp32: [R, C], of tags [R, L, C], of answers [R, L, 2]."""
+    shards, pad = rows.shards, rows.special.pad
+    ids = shards.rows(np.arange(len(shards)))
+    # Rows of a like length together: little padding.
+    order = np.argsort(-np.count_nonzero(ids != pad, axis=1), kind="stable")
+    found: NDArray[np.float32] | None = None
+    with torch.inference_mode():
+        for begin in range(0, len(order), ROWS):
+            some = order[begin : begin + ROWS]
+            batch = rows.batch(rows.rows(ids[some], None, some)).to(device)
+            packing = find_documents(
+                batch.input_ids, batch.cu_seqlens, batch.max_length, pad_id=pad
+            )
+            output = encode(model, batch.input_ids, packing, types=batch.labels.get(TYPES))
+            logits = head(output.last_hidden_state, packing.token_mask).float().cpu().numpy()
+            if found is None:
+                shape = (len(shards), *((shards.row_length,) if logits.ndim == 3 else ()))
+                found = np.zeros((*shape, logits.shape[-1]), dtype=np.float32)
+            places = batch.labels["number"].cpu().numpy()
+            if logits.ndim == 3:
+                found[places, : logits.shape[1]] = logits
+            else:
+                found[places] = logits
+    assert found is not None
+    return found
+
+
+def write_logits(
+    path: Path,
+    splits: Mapping[str, LabelledRows],
+    model: MaskedLM,
+    head: TaskHead,
+    teacher: str,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> None:
+    """Write a teacher's logits of all splits, and read the file back.
+
+    Args:
+        path: the file; a killed call leaves none.
+        splits: rows by split.
+        model, head: of the teacher.
+        teacher: its digest.
+        device: that computes.
+        say: receives a line for each split.
+    """
+    tensors = {}
+    for name, rows in splits.items():
+        say(f"{path}: the teacher's logits of {len(rows.ids):,} {name} rows")
+        tensors[name] = predict(model, head, rows, device)
+    manifest = next(iter(splits.values())).shards.manifest
+    known = {"shards": manifest.digest, "teacher": teacher, "code": CODE}
+    known["sha256"] = _sha256(tensors)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with writing_to(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, temporary, metadata=known)
+            os.replace(temporary, path)
+            sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+    check_logits(path, manifest, teacher)
+
+
+def check_logits(path: Path, manifest: Manifest, teacher: str | None) -> str:
+    """Compare a file with the shards, the teacher and its checksum; return its teacher's digest.
+
+    Raises:
+        RunError: it cannot be read, or is of other shards or another teacher, or damaged.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            known = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RunError(f"{path}: is no file of logits ({error}); {_AGAIN}") from None
+    if known.get("shards") != manifest.digest:
+        raise RunError(f"{path}: holds logits of other shards; {_AGAIN}")
+    if teacher is not None and known.get("teacher") != teacher:
+        raise RunError(f"{path}: holds logits of another teacher; {_AGAIN}")
+    if known.get("code") != CODE:
+        raise RunError(f"{path}: another version of this program wrote it; {_AGAIN}")
+    rows = {name: split.rows for name, split in manifest.splits.items()}
+    if rows != {name: len(tensor) for name, tensor in tensors.items()}:
+        raise RunError(f"{path}: its rows are not those of the shards; {_AGAIN}")
+    if known.get("sha256") != _sha256(tensors):
+        raise RunError(f"{path}: is damaged: its checksum differs; {_AGAIN}")
+    return str(known["teacher"])
+
+
+def map_logits(path: Path, split: str) -> NDArray[np.float32]:
+    """Return a split's logits, mapped; `check_logits` has checked the file."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        entry: dict[str, Any] = json.loads(file.read(size))[split]
+    begin = 8 + size + entry["data_offsets"][0]
+    return np.memmap(path, dtype=np.float32, mode="r", offset=begin, shape=tuple(entry["shape"]))
+
+
+def _sha256(tensors: Mapping[str, NDArray[np.float32]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.shape}".encode())
+        digest.update(np.ascontiguousarray(tensor).tobytes())
+    return digest.hexdigest()
