@@ -42,6 +42,7 @@ class Example(NamedTuple):
     text: str
     pair: str | None
     labels: dict[str, Any]  # label, score, probs, tags of words, or answers
+    spare: bool = False  # of `unlabelled`: left out if it is too long
 
 
 class Row(NamedTuple):
@@ -61,7 +62,7 @@ class Examples:
 
     def __init__(self, config: ExamplesConfig, tokens: Tokens) -> None:
         self.config, self.columns, self.tokens = config, config.task, tokens
-        self.labels = config.task.labels
+        self.labels, self.left_out = config.task.labels, 0
         kind = config.task.name
         first = {"token_classification": "tokens", "question_answering": "question"}
         target = {"token_classification": "tags", "question_answering": "answers"}
@@ -99,6 +100,11 @@ class Examples:
             raise CorpusError(f"{where}: two examples have the id {one_line(twice, 60)!r}")
         return found
 
+    def spare(self, where: str, records: Iterator[Record]) -> list[Example]:
+        """Return examples without labels; CorpusError if a text is missing."""
+        found = [self._example(f"{where}: example {i}", i, r) for i, r in enumerate(records)]
+        return [e._replace(id=f"unlabelled-{e.id}", labels={}, spare=True) for e in found]
+
     def find_labels(self, where: str, examples: Sequence[Example]) -> None:
         """Take the classes of these examples where the config names none."""
         if self.labels or self.columns.name not in ("classification", "token_classification"):
@@ -131,6 +137,9 @@ class Examples:
                 zip(some, encodings, strict=True), start=begin
             ):
                 if encoding.overflowing and self.columns.name != "question_answering":
+                    if example.spare:
+                        self.left_out += 1
+                        continue
                     longer.append(number)
                 for part in (encoding, *self._others(encoding)):
                     columns = self._side(f"{where}: example {number}", example, part)

@@ -67,7 +67,8 @@ class ExamplesConfig(Keys):
 
     `validation` may be a share of the training examples instead of a file. An example that is
     longer than `max_length` tokens is refused, or cut with `longer: cut`; a context of question
-    answering becomes several rows that share `stride` tokens.
+    answering becomes several rows that share `stride` tokens. `unlabelled` takes a file as the
+    others are, or a folder of shards that keeps its texts; what is longer is left out.
     """
 
     output: Path
@@ -75,6 +76,7 @@ class ExamplesConfig(Keys):
     train: Path
     validation: Path | Annotated[float, Field(gt=0, lt=1)] | None = None
     test: Path | None = None
+    unlabelled: Path | None = None  # more training texts, for a teacher's soft labels alone
     tokenizer: Annotated[str, Field(min_length=1)] | VocabularyTokenizer | JsonTokenizer
     max_length: RowLength = 128
     longer: Literal["refuse", "cut"] = "refuse"
@@ -84,7 +86,9 @@ class ExamplesConfig(Keys):
     licence: str = ""
 
     @model_validator(mode="after")
-    def _stride_fits(self) -> ExamplesConfig:
+    def _fits(self) -> ExamplesConfig:
+        if self.unlabelled is not None and self.task.probabilities is not None:
+            raise ValueError("unlabelled texts have no probabilities: remove one of the two keys")
         if self.task.name == "question_answering" and self.stride >= self.max_length - 8:
             raise ValueError("stride must be less than max_length - 8")
         return self
@@ -103,7 +107,7 @@ class ExamplesConfig(Keys):
 
         The manifest records the tokenizer's fingerprint, and hashes of the files are added.
         """
-        without = {"output", "tokenizer", "train", "test", "licence"}
+        without = {"output", "tokenizer", "train", "test", "unlabelled", "licence"}
         values = self.model_dump(mode="json", exclude=without)
         if isinstance(self.validation, Path):
             values["validation"] = "file"

@@ -18,8 +18,11 @@ import pyarrow.parquet as pq
 from data_prep import CorpusError
 from data_prep.disk.json_files import NotRegularError, read_regular_text
 from data_prep.messages import error_line
+from data_prep.shards import Segments, load_manifest, open_shards
+from data_prep.shards.manifest import MANIFEST
 
 Record = Mapping[str | int, Any]
+_TOGETHER = 4096  # documents
 _LARGEST = 2**32  # bytes of a text file, which is read at once
 
 
@@ -49,6 +52,24 @@ def read_records(path: Path, names: bool) -> Iterator[Record]:
         if isinstance(error, FileNotFoundError):
             raise CorpusError(f"{path}: no such file or folder: check the path") from None
         raise CorpusError(f"{path}: cannot be read ({error_line(error)})") from None
+
+
+def read_unlabelled(path: Path, text: str | int, names: bool) -> Iterator[Record]:
+    """Yield records with a text each: of a file, or the whole documents of shards.
+
+    Raises:
+        CorpusError: see `read_records`; or the shards keep no texts.
+    """
+    if not (path / MANIFEST).is_file():
+        yield from read_records(path, names)
+        return
+    if not load_manifest(path).has_texts:
+        raise CorpusError(f"{path}: keeps no texts: prepare that corpus with keep_text: true")
+    segments = Segments(open_shards(path))
+    for begin in range(0, len(segments), _TOGETHER):
+        for found in segments.texts(begin, min(begin + _TOGETHER, len(segments))):
+            if found is not None:
+                yield {text: found}
 
 
 def files_of(path: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from data_prep import CorpusError
 from data_prep.disk import hash_file, lock, sync, write_file
 from data_prep.examples.encoding import IGNORE, Example, Examples, Row
 from data_prep.examples.examples_config import ExamplesConfig, Split
-from data_prep.examples.labelled_files import files_of, read_records
+from data_prep.examples.labelled_files import files_of, read_records, read_unlabelled
 from data_prep.pipeline.code import installed
 from data_prep.shards import Manifest, load_manifest, verify, write_shard
 from data_prep.shards.manifest import (
@@ -82,14 +82,19 @@ def make_examples(config: ExamplesConfig, warn: Callable[[str], None]) -> tuple[
 def _content(config: ExamplesConfig) -> dict[str, Any]:
     """Return all that shapes the rows but the tokenizer: keys, hashes of files, and the code."""
     hashes = {}
-    for split, path in config.files().items():
+    files: dict[str, Path] = {str(split): path for split, path in config.files().items()}
+    if config.unlabelled is not None:
+        files["unlabelled"] = config.unlabelled
+    for key, path in files.items():
         if not path.exists():
-            raise CorpusError(f"{split} {path}: no such file or folder: check the path")
-        hashes[split] = _digest(path)
+            raise CorpusError(f"{key} {path}: no such file or folder: check the path")
+        hashes[key] = _digest(path)
     return {**config.content(), "sha256": hashes, "behaviour": BEHAVIOUR}
 
 
 def _digest(path: Path) -> str:
+    if (path / MANIFEST).is_file():
+        return load_manifest(path).digest
     parts = [(file.relative_to(path).as_posix(), hash_file(file)[0]) for file in files_of(path)]
     return parts[0][1] if not path.is_dir() else hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -125,9 +130,17 @@ def _make(
         found[split] = examples.read(str(path), records, labelled=split != "test")
     _divide(config, found)
     examples.find_labels(str(config.train), found["train"])
+    if config.unlabelled is not None:
+        spare = read_unlabelled(config.unlabelled, examples.text, examples.names)
+        found["train"] += examples.spare(str(config.unlabelled), spare)
     rows: dict[Split, list[Row]] = {}
     for split, some in found.items():
         rows[split] = list(examples.rows(str(config.files().get(split, config.train)), some))
+    if examples.left_out:
+        warn(
+            f"{config.unlabelled}: {examples.left_out:,} texts have more than {config.max_length} "
+            "tokens and are left out"
+        )
     # No longer than the longest example: every row of a shard has this length.
     longest = max(len(row.ids) for some in rows.values() for row in some)
     length = min(config.max_length, max(8, -(-longest // _MULTIPLE) * _MULTIPLE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -44,6 +45,9 @@ def evaluate(
     split: Annotated[
         str, typer.Option(help="Of the examples of a task: validation, or test.", metavar="NAME")
     ] = "validation",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a model instead of the table.")
+    ] = False,
     record: RecordFile = None,
 ) -> None:
     """Measure models on validation rows, examples or sentence pairs, next to their teacher.
@@ -54,6 +58,7 @@ def evaluate(
 
     Example: distil evaluate runs/demo/student runs/demo/shards --teacher configs/demo-teacher
     """
+    from data_prep.messages import warn
     from data_prep.shards import open_shards
     from launch.config import find_shipped
     from launch.console import show
@@ -90,11 +95,17 @@ def evaluate(
             if teacher is not None:
                 check_source("teacher", teacher)
         except RunError as error:
-            show(f"without the runs' teacher: {error}")
+            warn(f"without the runs' teacher: {error}")
             teacher = None
 
     # torch takes seconds to import: a wrong path is answered before.
-    found, meanings = measure(models, data, teacher, same_vocabulary, rows, chosen)
+    say = warn if as_json else show
+    found, meanings = measure(models, data, teacher, same_vocabulary, rows, chosen, say)
     names = row_names(found)
-    show_figures({names[model]: figures for model, figures in found.items()}, meanings)
+    if as_json:
+        for model, figures in found.items():
+            values = {name: figure._asdict() for name, figure in figures.items()}
+            print(json.dumps({"model": names[model], "figures": values}))
+    else:
+        show_figures({names[model]: figures for model, figures in found.items()}, meanings)
     append_record(record, data, (row(names[m], found[m], **of_run(Path(m))) for m in found))

@@ -20,7 +20,7 @@ from pretrain.files import replace_json
 from pretrain.run_folder import check_model, check_source, teacher_of_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pretrain.monitor.figures import Figure
 
@@ -149,6 +149,7 @@ def measure(
     same_vocabulary: bool,
     rows: int | None,
     split: Split = "validation",
+    say: Callable[[str], None] = show,
 ) -> tuple[Mapping[str, Mapping[str, Figure]], Mapping[str, str]]:
     """Return the figures of each model, and what each figure means.
 
@@ -178,7 +179,7 @@ def measure(
             models,
             data,
             teacher,
-            show,
+            say,
             same_vocabulary=same_vocabulary,
             documents=rows or encoders.DOCUMENTS,
         )
@@ -187,7 +188,7 @@ def measure(
         return found, encoders.MEANINGS
     options: dict[str, Any] = {"teacher": teacher, "same_vocabulary": same_vocabulary}
     measured = evaluate_folders(models, data, rows=rows or 1024, warn=warn, **options)
-    show(f"{measured[models[0]]['masked_tokens']:,.0f} masked tokens of {data}")
+    say(f"{measured[models[0]]['masked_tokens']:,.0f} masked tokens of {data}")
     return of_heads(measured, teacher), OF_HEADS
 
 

@@ -86,10 +86,12 @@ class Examples(Stage):
     def reads(self) -> dict[str, str]:
         """Return the tokenizer's model, if it is one."""
         tokenizer = self.config.tokenizer
-        return {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
+        found = {"tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
+        spare = self.config.unlabelled
+        return found | ({"unlabelled": str(spare)} if spare is not None else {})
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
-        """Find the tokenizer and the files; no stage makes the files."""
+        """Find the tokenizer and the files; no stage makes files of labels."""
         config = self.config
         tokenizer = config.tokenizer
         named = isinstance(tokenizer, str) and real(tokenizer) not in made

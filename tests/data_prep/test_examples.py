@@ -14,9 +14,11 @@ from pydantic import ValidationError
 
 from data_prep import CorpusError
 from data_prep.audit import documents_of_row, rows_of_document
+from data_prep.config import CorpusConfig
 from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.examples.making import make_examples
 from data_prep.inspect import summary
+from data_prep.prepare import prepare
 from data_prep.shards import load_manifest, open_shards, verify
 from data_prep.shards.reading import map_labels
 
@@ -301,3 +303,38 @@ def test_examples_are_shown_with_their_labels(tmp_path: Path) -> None:
         rows_of_document(settings.output, "z")
     known = summary(settings.output, rows=2)
     assert known["unknown"] == 0 and known["rows"][1]["segments"][0]["title"] == "label: no"
+
+
+def test_unlabelled_texts_come_from_a_file_or_from_shards(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "text,label\ngood,1\nbad,0\n")
+    lines = ["the film", "a bad film", "good " * 30]
+    write(tmp_path, "more.jsonl", "\n".join(json.dumps({"text": line}) for line in lines) + "\n")
+    notes: list[str] = []
+    settings = config(tmp_path, "a.csv", unlabelled=str(tmp_path / "more.jsonl"))
+    make_examples(settings, notes.append)
+    assert "1 texts have more than 16 tokens" in notes[0]
+    rows, columns = made(settings)
+    assert rows[2:] == [ids("[CLS] the film [SEP]"), ids("[CLS] a bad film [SEP]")]
+    assert columns["label"] == [1, 0, -100, -100]
+    assert columns["id"][2:] == ["unlabelled-0", "unlabelled-1"]
+
+    write(tmp_path, "corpus.txt", "the film\na bad film\n")
+    source = {"kind": "text", "path": str(tmp_path / "corpus.txt"), "document": "line"}
+    corpus = {
+        "output": tmp_path / "corpus",
+        "tokenizer": str(tmp_path / "vocab.txt"),
+        "sources": [source],
+        "row_length": 16,
+        "validation": 0,
+        "workers": 1,
+        "keep_text": True,
+        "deduplicate": {"documents": "exact"},
+    }
+    prepare(CorpusConfig.model_validate(corpus))
+    values = {"unlabelled": str(tmp_path / "corpus"), "output": str(tmp_path / "other")}
+    rows, columns = made(config(tmp_path, "a.csv", **values))
+    assert sorted(rows[2:]) == sorted([ids("[CLS] the film [SEP]"), ids("[CLS] a bad film [SEP]")])
+    prepare(CorpusConfig.model_validate(corpus | {"output": tmp_path / "dumb", "keep_text": False}))
+    values = {"unlabelled": str(tmp_path / "dumb"), "output": str(tmp_path / "third")}
+    with pytest.raises(CorpusError, match="keeps no texts: prepare that corpus with keep_text"):
+        make_examples(config(tmp_path, "a.csv", **values), lambda text: None)
