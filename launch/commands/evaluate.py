@@ -65,6 +65,7 @@ def evaluate(
     from pretrain import RunError
     from pretrain.run_folder import check_model, check_source, teacher_of_runs
 
+    say = warn if as_json else show
     if data is None:
         *models, last = models
         data = Path(last)
@@ -95,11 +96,10 @@ def evaluate(
             if teacher is not None:
                 check_source("teacher", teacher)
         except RunError as error:
-            warn(f"without the runs' teacher: {error}")
+            say(f"without the runs' teacher: {error}")
             teacher = None
 
     # torch takes seconds to import: a wrong path is answered before.
-    say = warn if as_json else show
     found, meanings = measure(models, data, teacher, same_vocabulary, rows, chosen, say)
     names = row_names(found)
     if as_json:

@@ -126,7 +126,7 @@ def test_glues_recipe_scores_models_on_tasks_and_seeds(tmp_path: Path, distil: A
     scores["models"] = {"teacher": teacher["output"], "student": student["output"]}
     values["runs"] = [*examples, teacher, student, scores]
     path = tmp_path / "glue.yaml"
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     code, out, err = distil("recipe", path)
     assert code == 0, out + err
     kept = json.loads((tmp_path / "scores" / "scores.json").read_text(encoding="utf-8"))
