@@ -148,8 +148,9 @@ def test_glues_recipe_scores_models_on_tasks_and_seeds(tmp_path: Path, distil: A
     code, out, err = distil("recipe", path)
     assert code == 0 and "scores.json: up to date" in out
     code, out, err = distil("evaluate", run, tmp_path / "sst2", "--json")
-    (line,) = out.splitlines()
-    assert code == 0 and json.loads(line)["figures"]["score"]["value"] == figures["score"].value
+    found = {entry["model"]: entry["figures"] for entry in map(json.loads, out.splitlines())}
+    assert code == 0 and [*found] == ["teacher-sst2", run.name]  # the run's own teacher
+    assert found[run.name]["score"]["value"] == figures["score"].value
 
 
 def test_a_tasks_data_is_refused_in_one_line_and_other_commands_say_what_it_is(
