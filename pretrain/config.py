@@ -220,11 +220,13 @@ class Evaluation(Keys):
 class Checkpoint(Keys):
     """Write a checkpoint every `every` steps (0: not between) and at the end.
 
-    The last `keep` stay, and the one with the lowest validation loss.
+    The last `keep` stay, and the one with the lowest validation loss. With `weights_only` the one
+    at the end has no optimizer state: it takes a third of the disk, and cannot be continued.
     """
 
     every: int = Field(500, ge=0)  # steps; the most work that a crash can cost
     keep: int = Field(3, ge=1)  # a damaged newest one then costs `every` steps, not the run
+    weights_only: bool = False  # at the end
 
 
 class Logging(Keys):

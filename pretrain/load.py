@@ -342,6 +342,11 @@ def branch_point(run: Path, config: Optimizer, steps: int, warn: Callable[[str],
                 f"resume_from: {run} has no checkpoint of step {start}, before its decay; restore "
                 "it, or start a new run with student.init"
             )
+    if saved.state.get("weights_only"):
+        raise RunError(
+            f"{saved.folder}: holds weights only (checkpoint.weights_only) and cannot be "
+            "continued; begin a new run with student.init or model.init"
+        )
     warmup = config.warmup(steps)
     if saved.step >= steps:
         raise RunError(

@@ -226,10 +226,14 @@ def write_checkpoint(run: Run, *, wait: bool = False) -> float:
     if not run.accelerator.is_main_process:
         return 0.0
     config, teacher = run.config, run.teacher
+    weights_only = config.checkpoint.weights_only and run.state.step == run.num_steps
+    if weights_only:
+        optimizer = {}
     state = {
         **run.state.write(),
         "num_steps": run.num_steps,
         "before_decay": run.before_decay,
+        **({"weights_only": True} if weights_only else {}),
         "notes": run.notes,
         "corrections": CORRECTIONS,
         "config": config.model_dump(mode="json"),

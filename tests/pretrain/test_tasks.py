@@ -401,6 +401,29 @@ def test_a_killed_run_continues_with_its_head(tmp_path: Path) -> None:
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def test_weights_only_are_a_third_of_a_checkpoint_and_are_not_continued(tmp_path: Path) -> None:
+    kind = "classification"
+    task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "model", "bert", kind)
+    values = run_of(tmp_path, kind, model=no_dropout(tmp_path / "model"), train={"max_steps": 6})
+    values["checkpoint"] = {"every": 3, "weights_only": True}
+    runs.start(values, stop_after=4)
+    runs.start(values)  # continues: only the last one lacks the moments
+    whole = {**values, "output": str(tmp_path / "whole"), "checkpoint": {"every": 0}}
+    runs.start(whole)
+    assert losses(values) == losses(whole)
+    folders = [runs.step_folder(v["output"], 6) for v in (values, whole)]
+    weights = [(f / "student" / "model.safetensors").read_bytes() for f in folders]
+    assert weights[0] == weights[1]
+    sizes = [sum(p.stat().st_size for p in f.rglob("*.safetensors")) for f in folders]
+    assert sizes[0] < 0.4 * sizes[1]
+    assert runs.start(values).ended == "up to date"
+    with runs.refused("holds weights only", "cannot be continued"):
+        more = {"resume_from": values["output"], "output": str(tmp_path / "more")}
+        runs.start({**values, **more, "train": {**values["train"], "max_steps": 9}})
+    export(Path(values["output"]), tmp_path / "exported", print)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_what_plain_transformers_loads_and_measures(
