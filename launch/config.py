@@ -122,7 +122,10 @@ def load_config(
     values = copy.deepcopy(dict(path)) if isinstance(path, Mapping) else _read(path)
     for override in overrides:
         _apply(values, override)
-    values = _with_folders(values)
+    try:
+        values = _with_folders(values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if (command := other_kind(model, values, where)) is not None:
         raise ConfigError(f"{where}: this {command}")
     try:
