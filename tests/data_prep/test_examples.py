@@ -14,13 +14,15 @@ from pydantic import ValidationError
 
 from data_prep import CorpusError
 from data_prep.audit import documents_of_row, rows_of_document
-from data_prep.config import CorpusConfig
+from data_prep.config import CorpusConfig, TrainByteLevelBPE
 from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.examples.making import make_examples
 from data_prep.inspect import summary
 from data_prep.prepare import prepare
 from data_prep.shards import load_manifest, open_shards, verify
 from data_prep.shards.reading import map_labels
+from data_prep.tokens import load
+from data_prep.tokens.training import train_tokenizer
 
 WORDS = [
     "[PAD]",
@@ -338,3 +340,41 @@ def test_unlabelled_texts_come_from_a_file_or_from_shards(tmp_path: Path) -> Non
     values = {"unlabelled": str(tmp_path / "dumb"), "output": str(tmp_path / "third")}
     with pytest.raises(CorpusError, match="keeps no texts: prepare that corpus with keep_text"):
         make_examples(config(tmp_path, "a.csv", **values), lambda text: None)
+
+
+def test_minus_one_is_a_label_but_in_a_test_file_of_the_hub(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "text,label\ngood,1\nbad,-1\nfilm,10\n")
+    write(tmp_path, "test.csv", "text,label\ngood,-1\n")
+    _, columns = made(config(tmp_path, "a.csv"))
+    assert load_manifest(tmp_path / "shards").labels == ("-1", "1", "10")
+    assert columns["label"] == [1, 0, 2]
+    task = {"name": "classification", "labels": ["no", "yes"]}
+    write(tmp_path, "b.csv", "text,label\ngood,1\nbad,0\n")
+    values = {"task": task, "output": str(tmp_path / "b"), "test": str(tmp_path / "test.csv")}
+    make_examples(config(tmp_path, "b.csv", **values), lambda text: None)
+    table = map_labels(tmp_path / "b" / "labels" / "test-00000.arrow")
+    assert table.column("label").to_pylist() == [-100]
+    write(tmp_path, "c.csv", "text,label\ngood,-1\nbad,-1.0\n")
+    values = {"task": {"name": "regression"}, "output": str(tmp_path / "c")}
+    make_examples(config(tmp_path, "c.csv", **values), lambda text: None)
+    table = map_labels(tmp_path / "c" / "labels" / "train-00000.arrow")
+    assert table.column("score").to_pylist() == [-1.0, -1.0]
+
+
+def test_byte_level_pieces_belong_to_the_word_after_their_space(tmp_path: Path) -> None:
+    texts = ["the good film", "a bad good the film", "undo the bad film"] * 20
+    words = TrainByteLevelBPE(kind="byte-level-bpe", vocab_size=300)
+    train_tokenizer(lambda: iter(texts), words).save(tmp_path / "tokenizer", 64)
+    write(tmp_path, "a.jsonl", json.dumps({"tokens": ["the", "zzfilm"], "tags": ["O", "B-X"]}))
+    task = {"name": "token_classification", "labels": ["O", "B-X"]}
+    settings = config(tmp_path, "a.jsonl", task=task, tokenizer=str(tmp_path / "tokenizer"))
+    _, columns = made(settings)
+    tokens = load(str(tmp_path / "tokenizer"))
+    (row,) = open_shards(settings.output).rows([0])
+    tagged = [
+        (tokens.vocabulary[int(id)], tag)
+        for id, tag in zip(row, columns["tags"][0], strict=True)
+        if tag >= 0
+    ]
+    assert tagged[0] == ("the", 0) and tagged[1][1] == 1 and len(tagged) == 2
+    assert tagged[1][0].removeprefix("\u0120").startswith("z")  # the first with a character
