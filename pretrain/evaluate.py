@@ -85,6 +85,7 @@ def evaluate(
     # Without dropout. Training goes on in the mode it was in.
     was_training = student.training
     student.eval()
+    module.adapters.eval()  # a task's head has dropout, too
     totals_T = torch.zeros(len(terms), dtype=torch.float64)
     counts_C = torch.zeros(len(measure.counts), dtype=torch.float64)
     tally_X = torch.zeros(measure.tallies, dtype=torch.float64)
@@ -99,6 +100,7 @@ def evaluate(
             _, values = module(batch.to(accelerator.device), ones)
             totals_T += values.cpu()  # device sync, once per batch
     student.train(was_training)
+    module.adapters.train(was_training)
     if accelerator.num_processes > 1:
         sums = torch.cat([totals_T, counts_C, tally_X])
         sizes = [len(totals_T), len(counts_C), len(tally_X)]

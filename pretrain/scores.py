@@ -21,6 +21,7 @@ from data_prep.shards.reading import Split
 from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.contracts.batch import IGNORE
+from pretrain.deploy.heads import check_fit
 from pretrain.deploy.session import ENDS, LOGITS, Session, model_folder
 from pretrain.device.gpu import check_kernels
 from pretrain.encoders import load_encoder
@@ -28,7 +29,7 @@ from pretrain.model.families import MaskedLM
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
 from pretrain.model.model_files import read_config
-from pretrain.model.task_head import TaskHead, labels_of
+from pretrain.model.task_head import TaskHead, check_head, labels_of
 from pretrain.model.teacher import check_tokenizer
 from pretrain.monitor.figures import Figure
 from pretrain.run_folder import onnx_file
@@ -122,8 +123,7 @@ def measure(name: str, shards: ShardSet, *, same_vocabulary: bool = False) -> Me
     if not rows.labelled:
         raise RunError(f"{shards.folder}: the {shards.split} split has no labels to compare with")
     if (file := onnx_file(Path(name))) is not None:
-        labels = labels_of(read_config(name, model_folder(file)), OUTPUTS[rows.kind])
-        check_labels(name, labels, manifest)
+        check_file_fits(name, model_folder(file), manifest)
         return measured_by(rows, logits_of_file(Session(file), rows))
     model, head = _load(name, shards, rows, same_vocabulary=same_vocabulary)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -147,6 +147,20 @@ def measured_by(
     if rows.kind == "token_classification":
         return _of_tags(columns["tags"], logits, rows.names)
     return _of_answers(rows, logits)
+
+
+def check_file_fits(who: str, folder: Path, manifest: Manifest) -> None:
+    """Refuse an ONNX file whose head, labels, vocabulary or positions are not the task's.
+
+    Args:
+        who: the beginning of a message.
+        folder: of the model.
+        manifest: of the shards.
+    """
+    raw, output = read_config(who, folder), OUTPUTS[manifest.kind]
+    check_head(who, raw, output)
+    check_labels(who, labels_of(raw, output), manifest)
+    check_fit(who, folder, manifest)
 
 
 def logits_of_file(
@@ -283,7 +297,7 @@ def _of_answers(rows: LabelledRows, logits: Any) -> Measured:
     """Choose the best answer of all rows of a question, and compare it with the data's."""
     shards, known = rows.shards, texts_of(rows.shards)
     # SQuAD 2 has questions without an answer; then nothing may be the best one.
-    may_lack = any(not example["answers"] for example in known)
+    may_lack = any(example["answers"] == [] for example in known)
     task = shards.manifest.content[EXAMPLES]
     backend = of_shards(shards.folder, shards.manifest).backend
     backend.enable_truncation(task["max_length"], stride=task["stride"], strategy="only_second")
@@ -300,6 +314,8 @@ def _of_answers(rows: LabelledRows, logits: Any) -> Measured:
             best = max(best, (score, example["pair"][begin:end].strip()))
             nothing = min(nothing, float(logits[row, 0].sum()))
             row += 1
+        if example["answers"] is None:  # it has no label
+            continue
         if may_lack and nothing > best[0]:
             best = (nothing, "")
         answers = [text for _, text in example["answers"]]

@@ -78,6 +78,8 @@ def figures_of(
         without: tasks that a second average leaves out.
     """
     tasks = list(dict.fromkeys(task for of_model in table.values() for task in of_model))
+    if unknown := [task for task in without if task not in tasks]:
+        raise RunError(f"without: {unknown[0]} is none of the tasks {', '.join(tasks)}")
     found: dict[str, dict[str, Figure]] = {}
     for model, of_task in table.items():
         # The run in the middle stands for all seeds: its predictions are resampled.

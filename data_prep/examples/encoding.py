@@ -266,8 +266,9 @@ class Examples:
             return IGNORE
         if name in self.labels:
             return self.labels.index(name)
-        # The place of a label, as the Hub's files have it.
-        if name.isdecimal() and int(name) < len(self.labels):
+        # The place of a label, as the Hub's files have it, where labels are words.
+        words = not any(label.isdecimal() for label in self.labels)
+        if words and name.isdecimal() and int(name) < len(self.labels):
             return int(name)
         raise CorpusError(
             f"{where}: the label {one_line(name, 40)!r} is none of {', '.join(self.labels)}: "
@@ -319,15 +320,22 @@ def _class_name(where: str, column: Any, value: Any) -> str:
 
 def _answers(where: str, value: Any, context: str) -> list[tuple[int, str]]:
     """Return (begin, text) of each answer, of SQuAD's JSON or the Hub's layout."""
+    pairs: list[tuple[Any, Any]] | None = None
     if isinstance(value, dict):
-        pairs = list(zip(value.get("answer_start", []), value.get("text", []), strict=False))
+        begins, texts = value.get("answer_start"), value.get("text")
+        if isinstance(begins, list) and isinstance(texts, list) and len(begins) == len(texts):
+            pairs = list(zip(begins, texts, strict=True))
     elif isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
         pairs = [(entry.get("answer_start"), entry.get("text")) for entry in value]
-    else:
-        raise CorpusError(f"{where}: its answers are not those of SQuAD: text and answer_start")
+    if pairs is None:
+        raise CorpusError(
+            f"{where}: its answers are not those of SQuAD: text and answer_start, as many of each"
+        )
     for begin, text in pairs:
-        if not isinstance(begin, int) or not isinstance(text, str):
+        if isinstance(begin, bool) or not isinstance(begin, int) or not isinstance(text, str):
             raise CorpusError(f"{where}: an answer without text or answer_start")
+        if not text:
+            raise CorpusError(f"{where}: an answer is empty: leave it out of the list")
         if begin < 0 or context[begin : begin + len(text)] != text:
             raise CorpusError(
                 f"{where}: the answer {one_line(text, 40)!r} is not in its text at character "

@@ -55,6 +55,8 @@ class Columns(Keys):
             raise ValueError("labels: give two or more, each once")
         if self.probabilities is not None and self.name != "classification":
             raise ValueError("probabilities are for task classification: remove the key")
+        if self.probabilities is not None and not self.labels:
+            raise ValueError("probabilities: name the classes in their order in labels")
         if isinstance(self.probabilities, tuple) and len(self.probabilities) != len(self.labels):
             raise ValueError("probabilities: name one column for each of `labels`, in their order")
         if self.name == "token_classification" and self.pair is not None:

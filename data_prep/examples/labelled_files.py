@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from data_prep.shards.manifest import MANIFEST
 
 Record = Mapping[str | int, Any]
 _TOGETHER = 4096  # documents
+_SPLITS = ("train", "validation", "test", "dev")
 _LARGEST = 2**32  # bytes of a text file, which is read at once
 
 
@@ -77,8 +79,17 @@ def files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     # A folder of the Hub also has a README and settings.
-    known = [p for p in path.rglob("*") if p.suffix.lower() in (".parquet", ".jsonl", ".txt")]
-    return sorted(known)
+    known = [p for p in path.rglob("*") if p.suffix.lower() in (".parquet", ".jsonl")]
+    if known:
+        if len(found := {s for p in known for s in _SPLITS if s in p.name.lower()}) > 1:
+            raise CorpusError(
+                f"{path}: holds files of {' and '.join(sorted(found))}: give each split a folder "
+                "or a file of its own"
+            )
+        return sorted(known)
+    # IMDb's folder also has lists of addresses, and reviews without a label.
+    texts = [p for p in path.glob("*/*.txt") if p.parent.name != "unsup"]
+    return sorted(texts or path.glob("*.txt"))
 
 
 def _of_folder(path: Path, names: bool) -> Iterator[Record]:
@@ -109,12 +120,15 @@ def _csv(path: Path, names: bool) -> Iterator[Record]:
         )
         try:
             head = next(reader, []) if names else []
+            if len(set(head)) < len(head):
+                raise CorpusError(f"{path}: two columns have the same name: give each its own")
             for row in reader:
                 if not row:
                     continue
-                if names and len(row) < len(head):
+                if names and len(row) != len(head):
                     raise CorpusError(
-                        f"{path}: line {reader.line_num} has {len(row)} of {len(head)} columns"
+                        f"{path}: line {reader.line_num} has {len(row)} columns, and the first "
+                        f"line names {len(head)}: put texts with commas in quotation marks"
                     )
                 yield dict(zip(head, row, strict=False)) if names else dict(enumerate(row))
         except csv.Error as error:
@@ -147,12 +161,13 @@ def _conll(path: Path, names: bool) -> Iterator[Record]:
     tags: list[str] = []
     text = read_regular_text(path, _LARGEST)
     for number, line in enumerate([*text.split("\n"), ""], start=1):
-        parts = line.split()
+        parts = line.rstrip("\r").split("\t") if "\t" in line else line.split(" ")
+        parts = [part for part in parts if part.strip()]
         if not parts or parts[0] == "-DOCSTART-":
             if words:
                 yield {"tokens": words, "tags": tags}
             words, tags = [], []
-        elif line.startswith("# ") and not words:
+        elif re.match(r"# \w+ = ", line) and not words:
             continue  # a comment of CoNLL-U
         elif len(parts) < 2:
             raise CorpusError(f"{path}: line {number} has no tag: a line is a word and its tag")
@@ -171,7 +186,7 @@ def _squad(path: Path, names: bool) -> Iterator[Record]:
                         "id": question["id"],
                         "question": question["question"],
                         "context": paragraph["context"],
-                        "answers": question.get("answers", []),
+                        "answers": question.get("answers"),
                     }
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorpusError(

@@ -230,7 +230,7 @@ def _columns(rows: Sequence[Row], length: int) -> dict[str, Any]:
 def _write_texts(path: Path, examples: Sequence[Example]) -> None:
     lines = []
     for example in examples:
-        answers = example.labels.get("answers", [])
+        answers = example.labels.get("answers")
         entry = {"id": example.id, "text": example.text, "pair": example.pair, "answers": answers}
         lines.append(json.dumps(entry).encode() + b"\n")
     write_file(path, lambda file: file.writelines(lines))

@@ -18,7 +18,7 @@ from pretrain import RunError
 from pretrain.deploy.heads import Masked, check_fit, logits_at_masks, masked_documents
 from pretrain.deploy.session import LOGITS, OnnxEncoder, Session, pad_id, vectors_of
 from pretrain.encoders import FEWEST_PAIRS, pearson, scored_pairs, unit, validation_texts
-from pretrain.scores import logits_of_file, measured_by, metric_of, with_score
+from pretrain.scores import check_file_fits, logits_of_file, measured_by, metric_of, with_score
 from pretrain.tasks.labelled import LabelledRows
 
 ROWS = 2000  # documents, or pairs
@@ -201,7 +201,7 @@ def quality_of(source: Path, folder: Path, data: Path, *, has_logits: bool) -> Q
         RunError, CorpusError: there is nothing to measure on.
     """
     if not data.is_file() and load_manifest(data).has_labels and has_logits:
-        check_fit(f"--data {data}", folder, load_manifest(data))
+        check_file_fits(f"--data {data}", folder, load_manifest(data))
         return TaskQuality(source, data)
     if not has_logits:
         return VectorQuality(source, data)

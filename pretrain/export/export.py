@@ -24,7 +24,7 @@ from pretrain.model.distillation import HEAD
 from pretrain.model.families import MaskedLM, family_of, has_types
 from pretrain.model.folder import Loaded, read_model, write_model
 from pretrain.model.loading import reinitialise
-from pretrain.model.model_files import read_tensors
+from pretrain.model.model_files import read_config, read_tensors
 from pretrain.model.sentences import read_head
 from pretrain.monitor.tables import escaped
 from pretrain.objectives.known import objective_of, task_of
@@ -145,6 +145,12 @@ def export_model(
         raise RunError(f"{name}: is an ONNX file already; give the folder with the model's weights")
 
     def read(loaded: Loaded) -> tuple[Loaded, dict[str, bytes], Tensors, dict[str, bytes]]:
+        names = read_config(name, loaded.folder).get("architectures") or [""]
+        if re.search("For(Sequence|Token|Question)", str(names[0])):
+            raise RunError(
+                f"{name}: is a {names[0]}, whose head would be lost here; export the run that "
+                "trained it with --onnx"
+            )
         family = family_of(loaded.model)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             if not (loaded.folder / file).is_file():

@@ -145,6 +145,24 @@ def labels_of(raw: Mapping[str, Any], output: Output) -> list[str]:
     return ["LABEL_0", "LABEL_1"]  # transformers leaves out the two of its default
 
 
+def check_head(who: str, raw: Mapping[str, Any], output: Output) -> None:
+    """Refuse a config.json that names another class; RunError says which one is needed.
+
+    One weight has the same name and shape in a classifier and in a tagger.
+    """
+    names, wanted = raw.get("architectures") or [], _CLASSES[output].__name__
+    wanted = wanted.removeprefix("AutoModel")
+    if isinstance(names, list) and names and not str(names[0]).endswith(wanted):
+        head = wanted.removeprefix("For")
+        raise RunError(
+            f"{who}: it is a {names[0]}, which has no head for {head}; fine-tune it on the task "
+            "first"
+        )
+    labels = labels_of(raw, output)
+    if output == "score" and raw.get("architectures") and len(raw.get("id2label") or "ab") != 1:
+        raise RunError(f"{who}: it gives {max(2, len(labels))} classes, and the task is a score")
+
+
 def read_task_head(
     who: str,
     raw: Mapping[str, Any],
@@ -164,6 +182,7 @@ def read_task_head(
     Raises:
         RunError: it has no such head.
     """
+    check_head(who, raw, output)
     labels = labels_of(raw, output)
     head = TaskHead(encoder.config, output, labels)
     with torch.no_grad():

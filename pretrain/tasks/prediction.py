@@ -15,7 +15,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,7 +31,9 @@ from pretrain.files import writing_to
 from pretrain.model.distillation import TYPES
 from pretrain.model.families import MaskedLM, encode
 from pretrain.model.task_head import TaskHead
-from pretrain.tasks.labelled import LabelledRows
+
+if TYPE_CHECKING:
+    from pretrain.tasks.labelled import LabelledRows
 
 ROWS = 32  # at a time
 CODE = "1"  # raised when the same teacher and rows would give other logits

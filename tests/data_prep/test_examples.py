@@ -115,15 +115,25 @@ def test_parquet_of_the_hub_and_probabilities(tmp_path: Path) -> None:
     np.testing.assert_allclose(columns["probs"], table["probs"], rtol=1e-6)
 
 
+def test_a_folder_with_several_splits_is_refused(tmp_path: Path) -> None:
+    for name in ("train-00000", "test-00000"):
+        write(tmp_path, f"hub/data/{name}.jsonl", '{"text": "good", "label": 1}\n')
+    with pytest.raises(CorpusError, match="holds files of test and train: give each split"):
+        made(config(tmp_path, "hub"))
+
+
 def test_a_folder_for_each_label(tmp_path: Path) -> None:
     for name in ("pos/0_9.txt", "neg/1_1.txt", "pos/2_8.txt"):
         write(tmp_path, f"imdb/{name}", "good film" if "pos" in name else "bad")
+    write(tmp_path, "imdb/urls_pos.txt", "http://x\n")  # as the real one has
+    write(tmp_path, "imdb/unsup/0_0.txt", "the film")
     rows, columns = made(config(tmp_path, "imdb"))
     assert rows == [[2, 6, 3], [2, 5, 7, 3], [2, 5, 7, 3]] and columns["label"] == [0, 1, 1]
 
 
 def test_conll_labels_first_pieces(tmp_path: Path) -> None:
-    write(tmp_path, "a.conll", "-DOCSTART- O\n\nundo NN B-X\nfilm NN O\n\nthe DT O\n")
+    lines = "-DOCSTART- O\n\n# text = undo film\nundo NN B-X\nfilm NN O\n\nthe DT O\n"
+    write(tmp_path, "a.conll", lines)
     task = {"name": "token_classification", "labels": ["O", "B-X"]}
     rows, columns = made(config(tmp_path, "a.conll", task=task))
     assert rows == [ids("[CLS] un ##do film [SEP]"), ids("[CLS] the [SEP]")]
@@ -210,7 +220,27 @@ def test_other_labels_are_another_digest(tmp_path: Path) -> None:
         ("a.csv", "text,label\n", {}, "holds no example"),
         ("a.csv", "text,other\ngood,1\n", {}, "no example has a label"),
         ("a.csv", "text,label\ngood,1\nbad,1\n", {}, "1 label(s) in 'label'"),
-        ("a.csv", "text,label\ngood\n", {}, "line 2 has 1 of 2 columns"),
+        ("a.csv", "text,label\ngood\n", {}, "line 2 has 1 columns, and the first line names 2"),
+        ("a.csv", "label,text\n1,hello, world\n", {}, "line 2 has 3 columns"),
+        ("a.csv", "text,text,label\na,b,1\n", {}, "two columns have the same name"),
+        (
+            "a.csv",
+            "text,label\ngood,1\nbad,3\n",
+            {"task": {"name": "classification", "labels": ["1", "2", "4", "5"]}},
+            "example 1: the label '3' is none of 1, 2, 4, 5",
+        ),
+        (
+            "a.jsonl",
+            '{"question": "a", "context": "bad", "answers": {"text": ["bad"]}}\n',
+            {"task": {"name": "question_answering"}, "stride": 2},
+            "its answers are not those of SQuAD",
+        ),
+        (
+            "a.jsonl",
+            '{"question": "a", "context": "bad", "answers": {"text": "bad", "answer_start": 0}}\n',
+            {"task": {"name": "question_answering"}, "stride": 2},
+            "its answers are not those of SQuAD",
+        ),
         ("a.jsonl", '{"text": "good", "label": true}\n', {}, "'label' is 'True', not a label"),
         ("a.jsonl", '{"text": 5, "label": 1}\n', {}, "'text' is int, not text"),
         ("a.jsonl", '{"text": "good"\n', {}, "line 1 is not a JSON object"),

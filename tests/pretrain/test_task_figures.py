@@ -71,7 +71,8 @@ def test_entities_by_hand() -> None:
         Entity("LOC", 4, 5),
         Entity("ORG", 5, 6),
     ]
-    assert entities(["NOUN", "NOUN"]) == [Entity("_", 0, 2)]
+    assert entities(["NOUN", "NOUN", "O"]) == [Entity("NOUN", 0, 1), Entity("NOUN", 1, 2)]
+    assert counts(["NOUN", "VERB", "DET"], ["DET", "DET", "DET"]) == (1, 3, 3)
 
 
 # Answers

@@ -29,7 +29,7 @@ from pretrain.contracts.packing import Packing
 from pretrain.contracts.terms import Encoded
 from pretrain.data.order import Order
 from pretrain.deploy.asked import Onnx
-from pretrain.export.export import export
+from pretrain.export.export import export, export_model
 from pretrain.model.folder import read_model
 from pretrain.model.student import build_student
 from pretrain.objectives.finetune import loss_of_labels
@@ -352,6 +352,51 @@ def test_what_does_not_fit_is_refused_before_training(tmp_path: Path, corpus: Pa
     assert long.config.max_position_embeddings == 16
     with runs.refused("need as many positions"):
         runs.start(run_of(tmp_path, kind, model=no_dropout(tmp_path / "short")))
+
+
+def test_validation_drops_nothing_of_the_head(tmp_path: Path) -> None:
+    """Compare the figures before the first step of two runs, one without dropout."""
+    kind, found = "classification", []
+    task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "model", "bert", kind)
+    for name, dropout in (("none", 0.0), ("much", 0.5)):
+        model = {**no_dropout(tmp_path / "model"), "hidden_dropout_prob": dropout}
+        values = run_of(tmp_path, kind, model=model, train={"max_steps": 1})
+        values["output"] = str(tmp_path / name)
+        runs.start(values)
+        entries = runs.history(values["output"])
+        found.append(next(entry["labels"] for entry in entries if entry["kind"] == "evaluation"))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_files_and_heads_of_another_task_are_refused(tmp_path: Path) -> None:
+    folders = {}
+    for kind in ("classification", "regression"):
+        folders[kind] = task_data.make(tmp_path / kind, kind)
+        task_data.save_model(tmp_path / kind / "model", "bert", kind)
+    kind = "classification"
+    model = no_dropout(tmp_path / kind / "model")
+    values = run_of(tmp_path / kind, kind, model=model, train={"max_steps": 1})
+    runs.start(values)
+    exported = tmp_path / "exported"
+    export(Path(values["output"]), exported, print, onnx=Onnx(), say=print)
+    file = str(exported / "onnx" / "model.onnx")
+    for name in (file, str(exported)):
+        with runs.refused("and the task is a score"):
+            evaluate_tasks([name], folders["regression"])
+    tags = {"name": "token_classification", "labels": ["a", "b", "c"]}
+    data = task_data.write_data(tmp_path, "token_classification")
+    text = data.read_text(encoding="utf-8")
+    for old, new in (("O", "a"), ("B-X", "b"), ("I-X", "c")):
+        text = text.replace(f'"{old}"', f'"{new}"')
+    data.write_text(text, encoding="utf-8")
+    files = {"train": str(data), "validation": str(data)}
+    shards = task_data.make(tmp_path / "tags", "token_classification", task=tags, **files)
+    for name in (file, str(exported)):
+        with runs.refused("which has no head for TokenClassification"):
+            evaluate_tasks([name], shards)
+    with runs.refused("whose head would be lost here"):
+        export_model(str(exported), tmp_path / "again", Onnx(), print)
 
 
 # Layouts, kills, exports

@@ -8,6 +8,8 @@ Shapes: R rows, C classes.
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,18 +24,20 @@ def of_classes(labels: NDArray[np.int64], chosen: NDArray[np.int64], num: int) -
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
     binary = num == 2
-    f1 = f1_score(
-        labels,
-        chosen,
-        labels=[1] if binary else list(range(num)),
-        average="macro",
-        zero_division=0,
-    )
-    found = {
-        "accuracy": float(accuracy_score(labels, chosen)),
-        "f1": float(f1),
-        "mcc": float(matthews_corrcoef(labels, chosen)),
-    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of resamples with one class
+        f1 = f1_score(
+            labels,
+            chosen,
+            labels=[1] if binary else list(range(num)),
+            average="macro",
+            zero_division=0,
+        )
+        found = {
+            "accuracy": float(accuracy_score(labels, chosen)),
+            "f1": float(f1),
+            "mcc": float(matthews_corrcoef(labels, chosen)),
+        }
     return {name: value if np.isfinite(value) else 0.0 for name, value in found.items()}
 
 

@@ -2,7 +2,7 @@
 
 A tag is O, or a prefix and a type: B-PER begins a person and I-PER continues it; of IOBES also S
 (a single word) and E (an end). An I after another type, or after O, begins an entity, too, as the
-script of CoNLL reads it. Without prefixes, a tag is an entity of each word.
+script of CoNLL reads it. A tag without a prefix, such as NOUN, is an entity of one word.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def entities(tags: Sequence[str]) -> list[Entity]:
     found: list[Entity] = []
     begin, kind, before = 0, "", "O"
     for place, tag in enumerate([*tags, "O"]):
-        prefix, _, name = tag.partition("-") if "-" in tag else (tag, "", "_")
+        prefix, _, name = tag.partition("-") if "-" in tag else ("S", "", tag)
         prefix = "O" if tag == "O" else prefix
         # Does an entity end before this word?
         if kind and (prefix in "OBS" or before in "ES" or name != kind):
