@@ -129,7 +129,8 @@ def open_shards(folder: Path | str, split: Split = "train") -> ShardSet:
     folder = Path(folder)
     manifest = load_manifest(folder)
     if split not in manifest.splits:
-        raise CorpusError(f"{folder}: has no {split} split: prepare it with a larger `validation`")
+        fix = f"`{split}: FILE`" if manifest.has_labels else "a larger `validation`"
+        raise CorpusError(f"{folder}: has no {split} split: prepare it with {fix}")
     return ShardSet(folder, split, manifest)
 
 

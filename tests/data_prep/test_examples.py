@@ -294,6 +294,14 @@ def test_bad_data_is_refused_in_one_line(
     assert not (tmp_path / "shards" / "manifest.json").exists()
 
 
+def test_a_split_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "text,label\ngood,1\nbad,0\n")
+    settings = config(tmp_path, "a.csv")
+    make_examples(settings, lambda text: None)
+    with pytest.raises(CorpusError, match="has no test split: prepare it with `test: FILE`"):
+        open_shards(settings.output, "test")
+
+
 def test_longer_examples_may_be_cut(tmp_path: Path) -> None:
     write(tmp_path, "a.csv", "text,label\n" + "good " * 30 + ",1\nbad,0\n")
     rows, _ = made(config(tmp_path, "a.csv", longer="cut"))
