@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from data_prep import CorpusError
 from data_prep.shards import Manifest, Segments, ShardSet, check_file, load_manifest, open_shards
-from data_prep.shards.manifest import AGAIN, labels_file, side_file
-from data_prep.shards.reading import Split, map_labels
+from data_prep.shards.manifest import AGAIN, Split, labels_file, side_file
+from data_prep.shards.reading import map_labels
 from data_prep.tokens import Tokens, of_shards
 
 Field = Literal["document", "url", "title"]
@@ -91,10 +91,8 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
     """Return the pieces in a row of an open split; of a task's data its example, with labels."""
     if shards.manifest.has_labels:
         return [_example(shards, tokens, row)]
-    split = shards.manifest.splits[shards.split]
-    starts = np.cumsum([0] + [shard.rows for shard in split.shards])
-    shard = int(np.searchsorted(starts, row, side="right")) - 1
-    path = side_table(shards.folder, shards.manifest, split.shards[shard].file)
+    file, place = _place(shards, row)
+    path = side_table(shards.folder, shards.manifest, file)
     ids = shards.rows([row])[0]
     special = shards.manifest.tokenizer.special_ids
     texts: list[str | None] = []
@@ -103,7 +101,7 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
         numbers = numbered.of_rows([row]).numbers
         texts = numbered.texts(int(numbers[0]), int(numbers[-1]) + 1)
     found: list[Segment] = []
-    for batch in _batches(path, pc.field("row") == row - int(starts[shard])):
+    for batch in _batches(path, pc.field("row") == place):
         for entry in batch.to_pylist():
             start = entry["start"]
             ends = np.flatnonzero(ids[start:] == special.sep)
@@ -130,11 +128,9 @@ def segments_of(shards: ShardSet, tokens: Tokens, row: int) -> list[Segment]:
 def _example(shards: ShardSet, tokens: Tokens, row: int) -> Segment:
     """Return the example in a row of a task's data; its labels stand in the place of a title."""
     manifest = shards.manifest
-    records = manifest.splits[shards.split].shards
-    shard = int(shards.shard_of(np.array([row]))[0])
-    name = labels_file(records[shard].file)
-    place = row - int(shards.starts[shard])
-    (entry,) = map_labels(check_file(shards.folder, manifest, name)).slice(place, 1).to_pylist()
+    file, place = _place(shards, row)
+    batch = map_labels(check_file(shards.folder, manifest, labels_file(file)))
+    (entry,) = batch.slice(place, 1).to_pylist()
     names = manifest.labels
     labels = []
     for key, value in entry.items():
@@ -161,6 +157,13 @@ def _example(shards: ShardSet, tokens: Tokens, row: int) -> Segment:
         text=tokens.decode(ids[1 : end - 1]),
         kept_text=None,
     )
+
+
+def _place(shards: ShardSet, row: int) -> tuple[str, int]:
+    """Return the file of a row's shard, and its number there."""
+    shard = int(shards.shard_of(np.array([row]))[0])
+    file = shards.manifest.splits[shards.split].shards[shard].file
+    return file, row - int(shards.starts[shard])
 
 
 def rows_of_document(folder: Path | str, value: str, source: str | None = None) -> Found:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.audit import segments_of
-from data_prep.shards import Manifest, check_file, load_manifest, open_shards, read_listed
+from data_prep.shards import check_file, load_manifest, open_shards, read_listed
 from data_prep.shards.manifest import TOKEN_COUNTS
 from data_prep.tokens import of_shards
 
@@ -22,8 +22,9 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
     folder = Path(folder)
     manifest = load_manifest(folder)
     unknown_id = manifest.tokenizer.special_ids.unk
+    shards = open_shards(folder)
     if manifest.has_labels:
-        unknown = int(np.count_nonzero(open_shards(folder).rows(_every(manifest)) == unknown_id))
+        unknown = int(np.count_nonzero(shards.rows(np.arange(len(shards))) == unknown_id))
     else:
         unknown = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))["counts"][unknown_id]
     kept = sum(source.documents_kept for source in manifest.sources)
@@ -37,7 +38,6 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
         }
         for name, split in manifest.splits.items()
     }
-    shards = open_shards(folder)
     tokens = of_shards(folder, manifest)
     numbers = np.unique(np.linspace(0, len(shards) - 1, rows, dtype=np.int64)).tolist()
     return {
@@ -56,10 +56,6 @@ def summary(folder: Path | str, rows: int = 3) -> dict[str, Any]:
             for row in numbers
         ],
     }
-
-
-def _every(manifest: Manifest) -> Any:
-    return np.arange(manifest.splits["train"].rows)
 
 
 def leftovers(folder: Path | str, examples: int = 20) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from data_prep.config import CorpusConfig
-from data_prep.examples.examples_config import ExamplesConfig
+from data_prep.examples.examples_config import ExamplesConfig, Split
 from data_prep.keys import Keys
 from launch.sweep_config import (
     Swept,
@@ -51,7 +51,7 @@ class EvaluateKeys(Keys):
     data: Path  # shards, or a table of pairs
     teacher: str | None = None
     rows: int | None = Field(None, ge=1)
-    split: Literal["train", "validation", "test"] = "validation"
+    split: Split = "validation"
     same_vocabulary: bool = False
 
 
@@ -82,7 +82,7 @@ class ScoresKeys(Keys):
     models: dict[str, tuple[str, ...]] = Field(min_length=1)
     teacher: str | None = None
     without: tuple[str, ...] = ()
-    split: Literal["train", "validation", "test"] = "validation"
+    split: Split = "validation"
 
     @model_validator(mode="after")
     def teacher_is_a_model(self) -> ScoresKeys:

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from data_prep.messages import extra
 from data_prep.shards import Manifest, ShardSet, check, open_shards, read_listed
-from data_prep.shards.manifest import EXAMPLES, texts_file
-from data_prep.shards.reading import Split
+from data_prep.shards.manifest import EXAMPLES, Split, texts_file
 from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.contracts.batch import IGNORE
@@ -35,7 +34,7 @@ from pretrain.monitor.figures import Figure
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.classification.class_metrics import of_classes, of_scores
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, check_labels, task_head_of
-from pretrain.tasks.prediction import ROWS, predict
+from pretrain.tasks.prediction import by_length, predict
 from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
 from pretrain.tasks.similarity.cosines import cosines
 from pretrain.tasks.token_classification.entities import counts
@@ -78,6 +77,11 @@ class Measured(NamedTuple):
     size: int  # examples
     statistics: Callable[[NDArray[np.int64]], dict[str, float]]
 
+    def score(self, metric: str, some: NDArray[np.int64] | None = None) -> float:
+        """Return the score of the task on chosen examples, by default on all."""
+        every = np.arange(self.size)
+        return with_score(self.statistics(every if some is None else some), metric)["score"]
+
 
 def evaluate_tasks(
     models: Sequence[str],
@@ -94,8 +98,6 @@ def evaluate_tasks(
             its tokenizer is not the shards', or the split has no labels.
     """
     manifest = check(shards)
-    if split not in manifest.splits:
-        raise RunError(f"{shards}: has no {split} split: prepare it with {split}: FILE")
     found: dict[str, dict[str, Figure]] = {}
     theirs: Measured | None = None
     for name in [*([teacher] if teacher is not None else []), *models]:
@@ -173,51 +175,38 @@ def logits_of_file(
     if missing := [name for name in outputs if name not in session.outputs]:
         raise RunError(f"{session.file}: has no output {missing[0]}, which the task needs")
     ids_RL, second_R = shards.rows(places).astype(np.int64), rows.columns["second"][places]
-    lengths = np.count_nonzero(ids_RL != pad, axis=1)
-    order = np.argsort(-lengths, kind="stable")
-    found: Any = None
-    for begin in range(0, len(order), ROWS):
-        some = order[begin : begin + ROWS]
-        ids = ids_RL[some, : lengths[some].max()]
-        mask = (ids != pad).astype(np.int64)
-        second = second_R[some][:, None]
-        types = ((np.arange(ids.shape[1]) >= second) & (second > 0)) * mask
+
+    def logits_of(some: NDArray[np.int64]) -> NDArray[np.float32]:
+        mask = (ids_RL[some] != pad).astype(np.int64)
+        length = mask.sum(1).max()
+        ids, mask, second = ids_RL[some, :length], mask[:, :length], second_R[some][:, None]
+        types = ((np.arange(length) >= second) & (second > 0)) * mask
         logits = [session(name, ids, mask, types) for name in outputs]
-        values = logits[0] if len(outputs) == 1 else np.stack(logits, axis=-1)
-        if found is None:
-            shape = (len(places), *((shards.row_length,) if values.ndim == 3 else ()))
-            found = np.zeros((*shape, values.shape[-1]), dtype=np.float32)
-        if values.ndim == 3:
-            found[some, : ids.shape[1]] = values
-        else:
-            found[some] = values
-    result: NDArray[np.float32] = found
-    return result
+        return logits[0] if len(outputs) == 1 else np.stack(logits, axis=-1)
+
+    return by_length(ids_RL, pad, logits_of)
 
 
 def figures(measured: Measured, metric: str) -> dict[str, Figure]:
     """Return all figures with their intervals, the task's first."""
     values = with_score(measured.statistics(np.arange(measured.size)), metric)
     drawn = [with_score(measured.statistics(some), metric) for some in _resamples(measured.size)]
-    found = {}
-    for name, value in values.items():
-        low, high = np.percentile([one[name] for one in drawn], [2.5, 97.5])
-        found[name] = Figure(value, min(float(low), value), max(float(high), value))
-    return found
+    return {name: interval(value, [one[name] for one in drawn]) for name, value in values.items()}
 
 
 def retention(ours: Measured, theirs: Measured, metric: str) -> Figure:
     """Return our score divided by the teacher's; both are resampled together."""
 
     def ratio(some: NDArray[np.int64]) -> float:
-        mine, other = (
-            with_score(each.statistics(some), metric)["score"] for each in (ours, theirs)
-        )
-        return mine / other if other else 0.0
+        other = theirs.score(metric, some)
+        return ours.score(metric, some) / other if other else 0.0
 
-    values = [ratio(some) for some in _resamples(ours.size)]
-    low, high = np.percentile(values, [2.5, 97.5])
-    value = ratio(np.arange(ours.size))
+    return interval(ratio(np.arange(ours.size)), [ratio(some) for some in _resamples(ours.size)])
+
+
+def interval(value: float, drawn: Sequence[float]) -> Figure:
+    """Return a value with the interval, of 95 %, of its resamples; it lies inside."""
+    low, high = np.percentile(drawn, [2.5, 97.5])
     return Figure(value, min(float(low), value), max(float(high), value))
 
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.shards import load_manifest, open_shards
-from data_prep.shards.reading import Split
+from data_prep.shards.manifest import Split
 from pretrain import RunError
 from pretrain.monitor.figures import Figure
 from pretrain.run_folder import recorded
-from pretrain.scores import RESAMPLES, Measured, measure, metric_of, with_score
+from pretrain.scores import RESAMPLES, Measured, interval, measure, metric_of
 
 
 class Scored(NamedTuple):
@@ -58,7 +58,7 @@ def score_runs(
                 raise RunError(f"{run}: its shards {config.shards} are not {shards[task]}")
             measured = measure(run, open_shards(config.shards, split))
             metric = metric_of(load_manifest(config.shards))
-            score = with_score(measured.statistics(np.arange(measured.size)), metric)["score"]
+            score = measured.score(metric)
             of_task = found.setdefault(model, {}).setdefault(task, [])
             if any(one.seed == config.train.seed for one in of_task):
                 raise RunError(f"{run}: another run of {model} has this task and seed")
@@ -107,11 +107,8 @@ def _interval(ours: Sequence[Scored], theirs: Sequence[Scored] | None) -> Figure
     """Return the mean of scores, or its ratio to the mean of others, with its interval."""
 
     def mean(runs: Sequence[Scored], draws: Sequence[np.ndarray]) -> float:
-        values = [
-            with_score(one.measured.statistics(some), one.metric)["score"]
-            for one, some in zip(runs, draws, strict=True)
-        ]
-        return float(np.mean(values))
+        pairs = zip(runs, draws, strict=True)
+        return float(np.mean([one.measured.score(one.metric, some) for one, some in pairs]))
 
     def value(draws: Sequence[np.ndarray]) -> float:
         if theirs is None:
@@ -122,6 +119,4 @@ def _interval(ours: Sequence[Scored], theirs: Sequence[Scored] | None) -> Figure
     draw = np.random.default_rng(0)
     sizes = [one.measured.size for one in ours]
     drawn = [value([draw.integers(size, size=size) for size in sizes]) for _ in range(RESAMPLES)]
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    middle = value([np.arange(size) for size in sizes])
-    return Figure(middle, min(float(low), middle), max(float(high), middle))
+    return interval(value([np.arange(size) for size in sizes]), drawn)

@@ -32,7 +32,7 @@ from data_prep.shards.manifest import (
     seal,
     texts_file,
 )
-from data_prep.shards.writing import file_record
+from data_prep.shards.writing import file_record, write_batch
 from data_prep.tokens import Tokens, load
 
 BEHAVIOUR = 1  # raised when the same files would give other bytes
@@ -159,7 +159,8 @@ def _make(
             rows=shard.rows, tokens=shard.tokens, segments=shard.rows, shards=(shard,)
         )
         columns = _columns(encoded, length)
-        _write_columns(place / labels_file(shard.file), columns)
+        batch = pa.record_batch([*columns.values()], names=[*columns])
+        write_batch(place / labels_file(shard.file), batch)
         files.append(labels_file(shard.file))
         if config.task.name in _BY_TEXT and split != "train":
             _write_texts(place / texts_file(split), found[split])
@@ -234,16 +235,6 @@ def _write_texts(path: Path, examples: Sequence[Example]) -> None:
         entry = {"id": example.id, "text": example.text, "pair": example.pair, "answers": answers}
         lines.append(json.dumps(entry).encode() + b"\n")
     write_file(path, lambda file: file.writelines(lines))
-
-
-def _write_columns(path: Path, columns: dict[str, Any]) -> None:
-    batch = pa.record_batch([*columns.values()], names=[*columns])
-
-    def write(file: Any) -> None:
-        with pa.ipc.new_stream(file, batch.schema) as stream:
-            stream.write_batch(batch)
-
-    write_file(path, write)
 
 
 def _source(config: ExamplesConfig, split: Split, examples: Sequence[Example]) -> SourceRecord:

@@ -26,6 +26,7 @@ from data_prep.disk.json_files import (
 )
 from data_prep.messages import one_line
 
+Split = Literal["train", "validation", "test"]
 FORMAT_VERSION: Literal[2] = 2
 BLOCK_BYTES = 2**20  # verified at the first read of a row in them: a start reads no whole shard
 MANIFEST = "manifest.json"
@@ -160,7 +161,7 @@ class Manifest(BaseModel):
     tokenizer: TokenizerRecord  # its behaviour shapes every row
     row_length: Annotated[int, Field(ge=8)]  # tokens
     dtype: Literal["uint16", "uint32"]  # the narrowest that holds the vocabulary
-    splits: dict[Literal["train", "validation", "test"], SplitRecord]
+    splits: dict[Split, SplitRecord]
     files: tuple[FileRecord, ...]  # all but the shards: side tables, tokenizer, counts
     sources: tuple[SourceRecord, ...]
     content: dict[str, Any]  # the keys of the config that shape the bytes

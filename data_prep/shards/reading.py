@@ -1,7 +1,7 @@
 """Read the rows of a split through memory-mapped numpy views."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +11,8 @@ import xxhash
 
 from data_prep import CorpusError
 from data_prep.messages import error_line
-from data_prep.shards.manifest import AGAIN, FileRecord, Manifest, ShardRecord, load_manifest
+from data_prep.shards.manifest import AGAIN, FileRecord, Manifest, ShardRecord, Split, load_manifest
 from data_prep.shards.writing import TEXTS
-
-Split = Literal["train", "validation", "test"]
 
 
 class MappedShard:
@@ -157,23 +155,21 @@ def read_segments(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
 
 def map_texts(path: Path) -> pa.RecordBatch:
     """Map a file of texts into memory; CorpusError if it does not decode."""
-    try:
-        with pa.ipc.open_stream(pa.memory_map(str(path)).read_buffer()) as stream:
-            batch = stream.read_next_batch()
-        batch.validate()
-        if batch.schema != TEXTS:
-            raise pa.ArrowInvalid(f"columns {batch.schema.names}")
-    except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
-        raise CorpusError(f"{path}: does not decode ({error_line(error)}): {AGAIN}") from None
-    return batch
+    return _map_batch(path, TEXTS)
 
 
 def map_labels(path: Path) -> pa.RecordBatch:
     """Map the labels of a shard's rows into memory; CorpusError if they do not decode."""
+    return _map_batch(path)
+
+
+def _map_batch(path: Path, schema: pa.Schema | None = None) -> pa.RecordBatch:
     try:
         with pa.ipc.open_stream(pa.memory_map(str(path)).read_buffer()) as stream:
             batch = stream.read_next_batch()
         batch.validate()
+        if schema is not None and batch.schema != schema:
+            raise pa.ArrowInvalid(f"columns {batch.schema.names}")
     except (pa.ArrowException, OSError, StopIteration, ValueError) as error:
         raise CorpusError(f"{path}: does not decode ({error_line(error)}): {AGAIN}") from None
     return batch

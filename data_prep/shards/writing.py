@@ -23,7 +23,7 @@ def write_shard(path: Path, rows: npt.NDArray[Any], pad: int) -> ShardRecord:
     values = pa.Array.from_buffers(pa.from_numpy_dtype(rows.dtype), rows.size, buffers)
     column = pa.FixedSizeListArray.from_arrays(values, rows.shape[1])
     batch = pa.record_batch([column], names=["input_ids"])
-    write_file(path, lambda file: _write_batch(file, batch))
+    write_batch(path, batch)
     sha256, size = hash_file(path)
     return ShardRecord(
         file=path.name,
@@ -46,14 +46,17 @@ def write_texts(path: Path, rows: Sequence[int], texts: Sequence[str | None]) ->
     column = pa.Array.from_buffers(pa.large_string(), len(data), buffers)
     numbers = [None, pa.py_buffer(np.asarray(rows, dtype=np.int32))]
     row = pa.Array.from_buffers(pa.int32(), len(rows), numbers)
-    batch = pa.record_batch([row, column], schema=TEXTS)
-    write_file(path, lambda file: _write_batch(file, batch))
+    write_batch(path, pa.record_batch([row, column], schema=TEXTS))
 
 
-def _write_batch(file: IO[bytes], batch: pa.RecordBatch) -> None:
+def write_batch(path: Path, batch: pa.RecordBatch) -> None:
     """Write an Arrow stream of one batch, whose columns are then mapped as a whole."""
-    with pa.ipc.new_stream(file, batch.schema) as stream:
-        stream.write_batch(batch)
+
+    def write(file: IO[bytes]) -> None:
+        with pa.ipc.new_stream(file, batch.schema) as stream:
+            stream.write_batch(batch)
+
+    write_file(path, write)
 
 
 def file_record(folder: Path, name: str) -> FileRecord:

@@ -38,7 +38,7 @@ def audit(
     from data_prep import CorpusError
     from data_prep.audit import documents_of_row, rows_of_document
     from data_prep.messages import one_line
-    from data_prep.shards.reading import Split
+    from data_prep.shards.manifest import Split
     from launch.console import show
 
     if (row is None) == (document is None):

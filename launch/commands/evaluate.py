@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast, get_args
 
 import typer
 
 from launch.commands import RecordFile
 from launch.stages.evaluate import measure, row_names, show_figures
 from pretrain.monitor.records import append_record, check_record, of_run, row
-
-if TYPE_CHECKING:
-    from data_prep.shards.reading import Split
 
 
 def evaluate(
@@ -60,6 +57,7 @@ def evaluate(
     """
     from data_prep.messages import warn
     from data_prep.shards import open_shards
+    from data_prep.shards.manifest import Split
     from launch.config import find_shipped
     from launch.console import show
     from pretrain import RunError
@@ -80,9 +78,9 @@ def evaluate(
         raise RunError(f"--data {data}: the file does not exist")
     if data.is_file() and rows is not None:
         raise RunError("--rows: is for shards; a file of pairs is read as a whole")
-    if split not in ("train", "validation", "test"):
+    if split not in get_args(Split):
         raise RunError(f"--split {split}: no such split: train, validation or test")
-    chosen = cast("Split", split)
+    chosen = cast(Split, split)
     if not data.is_file():
         open_shards(data, chosen)
     if teacher is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from data_prep import CorpusError
 from data_prep.disk import hash_file
 from data_prep.shards import load_manifest
-from data_prep.shards.reading import Split
+from data_prep.shards.manifest import Split
 from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import EvaluateKeys

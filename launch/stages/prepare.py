@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
@@ -42,10 +42,7 @@ class Prepare(Stage):
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Find the inputs of each source; they may be made by no stage."""
         config = self.config
-        tokenizer = config.tokenizer
-        named = isinstance(tokenizer, str | Path) and real(tokenizer) not in made
-        if named and not Path(tokenizer).exists():
-            refuse_path(tokenizer)
+        _check_tokenizer(config.tokenizer, made)
         lines = []
         for source in config.sources:
             inputs = source.inputs(1 << 30)
@@ -93,10 +90,7 @@ class Examples(Stage):
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
         """Find the tokenizer and the files; no stage makes files of labels."""
         config = self.config
-        tokenizer = config.tokenizer
-        named = isinstance(tokenizer, str) and real(tokenizer) not in made
-        if named and not Path(tokenizer).exists():
-            refuse_path(tokenizer)
+        _check_tokenizer(config.tokenizer, made)
         lines = []
         for split, path in config.files().items():
             if not path.exists():
@@ -114,6 +108,13 @@ class Examples(Stage):
         """Make them, or compare those that are there."""
         examples_and_show(self.config)
         return ExitCode.DONE
+
+
+def _check_tokenizer(tokenizer: Any, made: Made) -> None:
+    """Refuse a path that is not there and that no stage makes."""
+    named = isinstance(tokenizer, str | Path) and real(tokenizer) not in made
+    if named and not Path(tokenizer).exists():
+        refuse_path(tokenizer)
 
 
 def prepare_and_show(

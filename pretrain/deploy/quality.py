@@ -18,7 +18,7 @@ from pretrain import RunError
 from pretrain.deploy.heads import Masked, check_fit, logits_at_masks, masked_documents
 from pretrain.deploy.session import LOGITS, OnnxEncoder, Session, pad_id, vectors_of
 from pretrain.encoders import FEWEST_PAIRS, pearson, scored_pairs, unit, validation_texts
-from pretrain.scores import check_file_fits, logits_of_file, measured_by, metric_of, with_score
+from pretrain.scores import check_file_fits, logits_of_file, measured_by, metric_of
 from pretrain.tasks.labelled import LabelledRows
 
 ROWS = 2000  # documents, or pairs
@@ -167,15 +167,15 @@ class TaskQuality(Quality):
         self.name = metric_of(self.rows.shards.manifest)
         self.count = f"{len(self.places):,} examples"
         self.in_fp32 = logits_of_file(Session(source), self.rows, self.places)
-        self.of_all, _ = self._value(self.in_fp32, self.places)
+        self.of_all = self._score(self.in_fp32, self.places)
         some = self._some()
-        self.of_part, _ = self._value(self.in_fp32[some], self.places[some])
+        self.of_part = self._score(self.in_fp32[some], self.places[some])
 
     def measure(self, file: Path, *, part: bool = False) -> tuple[float, float]:
         """Return the score, and the share of answers as in fp32."""
         some = self._some() if part else np.arange(len(self.places))
         logits = logits_of_file(Session(file), self.rows, self.places[some])
-        score, _ = self._value(logits, self.places[some])
+        score = self._score(logits, self.places[some])
         known = self.in_fp32[some]
         if known.ndim == 2 and known.shape[1] == 1:
             return score, pearson(logits[:, 0].astype(float), known[:, 0].astype(float))
@@ -187,11 +187,8 @@ class TaskQuality(Quality):
         whole = self.rows.kind == "question_answering"
         return np.arange(0, len(self.places), 1 if whole else _PART)
 
-    def _value(self, logits: Any, places: NDArray[np.int64]) -> tuple[float, int]:
-        measured = measured_by(self.rows, logits, places)
-        return with_score(measured.statistics(np.arange(measured.size)), self.name)[
-            "score"
-        ], measured.size
+    def _score(self, logits: Any, places: NDArray[np.int64]) -> float:
+        return measured_by(self.rows, logits, places).score(self.name)
 
 
 def quality_of(source: Path, folder: Path, data: Path, *, has_logits: bool) -> Quality:

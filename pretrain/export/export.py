@@ -20,12 +20,12 @@ from pretrain.encoders import MEASURED
 from pretrain.export.arguments import check_target
 from pretrain.export.card import model_card
 from pretrain.model import tokenizer_files
-from pretrain.model.distillation import HEAD
 from pretrain.model.families import MaskedLM, family_of, has_types
 from pretrain.model.folder import Loaded, read_model, write_model
 from pretrain.model.loading import reinitialise
 from pretrain.model.model_files import read_config, read_tensors
 from pretrain.model.sentences import read_head
+from pretrain.model.task_head import saved_head
 from pretrain.monitor.tables import escaped
 from pretrain.objectives.known import objective_of, task_of
 from pretrain.run_folder import check_run, onnx_file
@@ -95,7 +95,7 @@ def export(
     if student is not None:  # of a task: the encoder has its prefix there, and the head lies beside
         prefix = student.base_model_prefix
         tensors = {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
-        tensors |= {name.removeprefix(f"{HEAD}.model."): t for name, t in adapters.items()}
+        tensors |= saved_head(adapters)
     else:
         student = model if objective.needs_logits else body(model, seed)
     kept = run / MEASURED

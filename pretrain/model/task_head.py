@@ -24,6 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from pretrain import RunError
+from pretrain.model.distillation import HEAD
 from pretrain.model.families import MaskedLM
 
 Output = Literal["classes", "score", "tags", "span"]
@@ -194,6 +195,11 @@ def read_task_head(
             "not in its weights); fine-tune it on the task first"
         )
     return head.eval()
+
+
+def saved_head(modules: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the head's weights of a checkpoint, named as in a file of transformers."""
+    return {name.removeprefix(f"{HEAD}.model."): tensor for name, tensor in modules.items()}
 
 
 def head_tensors(encoder: MaskedLM, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

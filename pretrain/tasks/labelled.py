@@ -23,11 +23,11 @@ from data_prep.shards.reading import map_labels
 from pretrain import RunError
 from pretrain.contracts.batch import IGNORE, Batch, Rows, packed_batch
 from pretrain.contracts.terms import Encoded, SignalTerm, TeacherLabels, constant
-from pretrain.model.distillation import HEAD, TYPES
+from pretrain.model.distillation import TYPES
 from pretrain.model.families import MaskedLM
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.model_files import read_config, read_tensors
-from pretrain.model.task_head import Output, TaskHead, head_tensors, read_task_head
+from pretrain.model.task_head import Output, TaskHead, head_tensors, read_task_head, saved_head
 from pretrain.model.teacher import Teacher
 from pretrain.tasks.task import Examples
 
@@ -68,15 +68,8 @@ class LabelledRows(Examples):
             if name in batches[0].schema.names:
                 columns = [batch.column(name) for batch in batches]
                 self.columns[name] = np.concatenate([_array(column) for column in columns])
-        self.labelled = bool(self._labelled_rows().any())
+        self.labelled = bool(_labelled(self.columns).any())
         self.ids = [id for batch in batches for id in batch.column("id").to_pylist()]
-
-    def _labelled_rows(self) -> Any:
-        """Return which rows have a label [R]."""
-        name = next(name for name in ("label", "score", "tags", "start") if name in self.columns)
-        values = self.columns[name]
-        there = ~np.isnan(values) if name == "score" else values != IGNORE
-        return there.any(axis=1) if there.ndim == 2 else there
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A loader's worker reads the labels again.
@@ -123,20 +116,13 @@ class LabelledRows(Examples):
             labels[TYPES] = ((place_L >= second_B[:, None]) & (second_B > 0)[:, None]).to(
                 torch.uint8
             ) * torch.from_numpy(tokens[:, :length].astype(np.uint8))
-        counts = {"labelled": int(self._labelled(labels, tokens))}
+        counts = {"labelled": int(_labelled(rows).sum())}
         labels["number"] = rows["number"]
         return packed_batch(ids, labels, counts, cls_id=self.special.cls, pad_id=self.special.pad)
 
-    def _labelled(self, labels: Mapping[str, Tensor], tokens: Any) -> int:
-        if "score" in labels:
-            return int((~labels["score"].isnan()).sum())
-        name = next(name for name in ("class", "tags", "start") if name in labels)
-        return int((labels[name] != IGNORE).sum())
-
     def fullest(self, ids: Any, numbers: Any, token: int) -> Batch:
         """Return rows of the whole length as a micro-batch."""
-        found = self.rows(ids, None, numbers)
-        return self.batch(found)
+        return self.batch(self.rows(ids, None, numbers))
 
 
 class LabelledExamples(LabelledRows):
@@ -256,17 +242,22 @@ def task_head_of(who: str, loaded: Loaded, output: Output) -> TaskHead:
     """Return the trained head of a loaded model; RunError if it has none."""
     if loaded.saved is None:
         raw = read_config(who, loaded.folder)
-        tensors = read_tensors(who, loaded.folder, pickled=True)
-        own = head_tensors(loaded.model, tensors)
-        return read_task_head(who, raw, own, loaded.model, output)
-    # In a checkpoint the head lies beside the encoder.
-    labels = loaded.saved.state.get("labels")
-    if labels is None or labels["output"] != output:
-        raise RunError(f"{who}: is a run of another task, without a head for this one")
-    raw = {"id2label": dict(enumerate(labels["names"]))}
-    prefix = f"{HEAD}.model."
-    own = {name.removeprefix(prefix): t for name, t in loaded.saved.adapters().items()}
-    return read_task_head(who, raw, own, loaded.model, output)
+    else:
+        labels = loaded.saved.state.get("labels")
+        if labels is None or labels["output"] != output:
+            raise RunError(f"{who}: is a run of another task, without a head for this one")
+        raw = {"id2label": dict(enumerate(labels["names"]))}
+    return read_task_head(who, raw, _own_tensors(who, loaded), loaded.model, output)
+
+
+def _own_tensors(who: str, loaded: Loaded) -> dict[str, Tensor]:
+    """Return the weights of a loaded model that are not its encoder's, as transformers names them.
+
+    In a checkpoint the head lies beside the encoder.
+    """
+    if loaded.saved is not None:
+        return saved_head(loaded.saved.adapters())
+    return head_tensors(loaded.model, read_tensors(who, loaded.folder, pickled=True))
 
 
 def first_weights(config: RunConfig, student: MaskedLM, head: TaskHead) -> list[str]:
@@ -285,10 +276,7 @@ def first_weights(config: RunConfig, student: MaskedLM, head: TaskHead) -> list[
     def read(loaded: Loaded) -> dict[str, Tensor]:
         if loaded.model.config.model_type != student.config.model_type:
             return {}
-        if loaded.saved is not None:
-            prefix = f"{HEAD}.model."
-            return {n.removeprefix(prefix): t for n, t in loaded.saved.adapters().items()}
-        return head_tensors(loaded.model, read_tensors(str(init), loaded.folder, pickled=True))
+        return _own_tensors(str(init), loaded)
 
     tensors = {} if init is None else read_model(init, read, needs_head=False, of_task=True)
     with torch.no_grad():
@@ -307,6 +295,13 @@ def correct_term() -> SignalTerm:
         return (student.task_logits.argmax(-1) == labels).float().sum()
 
     return SignalTerm("accuracy", constant(0.0), "labelled", total, False)
+
+
+def _labelled(columns: Mapping[str, Any]) -> Tensor:
+    """Return which rows have a label [R], or which of their tokens [R, L]."""
+    name = next(name for name in ("label", "score", "tags", "start") if name in columns)
+    values = torch.as_tensor(columns[name])
+    return ~values.isnan() if name == "score" else values != IGNORE
 
 
 def _array(column: Any) -> Any:

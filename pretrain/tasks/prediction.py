@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from torch import Tensor
 
 from data_prep.disk import sync
 from data_prep.shards import Manifest
@@ -46,26 +47,44 @@ def predict(
     """Return the logits of all rows, in fp32: [R, C], of tags [R, L, C], of answers [R, L, 2]."""
     shards, pad = rows.shards, rows.special.pad
     ids = shards.rows(np.arange(len(shards)))
+
+    def logits_of(some: NDArray[np.int64]) -> NDArray[np.float32]:
+        batch = rows.batch(rows.rows(ids[some], None, some)).to(device)
+        # The longest first, as they are given: the batch is in their order.
+        assert np.array_equal(batch.labels["number"].cpu().numpy(), some)
+        packing = find_documents(batch.input_ids, batch.cu_seqlens, batch.max_length, pad_id=pad)
+        output = encode(model, batch.input_ids, packing, types=batch.labels.get(TYPES))
+        logits: Tensor = head(output.last_hidden_state, packing.token_mask)
+        return logits.float().cpu().numpy()
+
+    with torch.inference_mode():
+        return by_length(ids, pad, logits_of)
+
+
+def by_length(
+    ids: NDArray[Any], pad: int, logits_of: Callable[[NDArray[np.int64]], NDArray[np.float32]]
+) -> NDArray[np.float32]:
+    """Return the logits of rows, of which few at a time are computed, the longest first.
+
+    Args:
+        ids: of the rows [R, L].
+        pad: the id of padding.
+        logits_of: returns the logits of the rows at some places [N]: [N, C], or of tokens
+            [N, l, C], where l is at most L. The rest of a row is 0.
+    """
+    found: NDArray[np.float32] | None = None
     # Rows of a like length together: little padding.
     order = np.argsort(-np.count_nonzero(ids != pad, axis=1), kind="stable")
-    found: NDArray[np.float32] | None = None
-    with torch.inference_mode():
-        for begin in range(0, len(order), ROWS):
-            some = order[begin : begin + ROWS]
-            batch = rows.batch(rows.rows(ids[some], None, some)).to(device)
-            packing = find_documents(
-                batch.input_ids, batch.cu_seqlens, batch.max_length, pad_id=pad
-            )
-            output = encode(model, batch.input_ids, packing, types=batch.labels.get(TYPES))
-            logits = head(output.last_hidden_state, packing.token_mask).float().cpu().numpy()
-            if found is None:
-                shape = (len(shards), *((shards.row_length,) if logits.ndim == 3 else ()))
-                found = np.zeros((*shape, logits.shape[-1]), dtype=np.float32)
-            places = batch.labels["number"].cpu().numpy()
-            if logits.ndim == 3:
-                found[places, : logits.shape[1]] = logits
-            else:
-                found[places] = logits
+    for begin in range(0, len(order), ROWS):
+        some = order[begin : begin + ROWS]
+        logits = logits_of(some)
+        if found is None:
+            shape = ids.shape if logits.ndim == 3 else ids.shape[:1]
+            found = np.zeros((*shape, logits.shape[-1]), dtype=np.float32)
+        if logits.ndim == 3:
+            found[some, : logits.shape[1]] = logits
+        else:
+            found[some] = logits
     assert found is not None
     return found
 

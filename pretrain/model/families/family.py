@@ -114,6 +114,10 @@ class Family(ABC):
         """Return after how many layers their kinds repeat."""
         return 1
 
+    def has_types(self, config: Any) -> bool:
+        """Return whether a model tells the second text of a pair by the types of its tokens."""
+        return getattr(config, "type_vocab_size", 0) > 1
+
     def first_position(self, config: Any) -> int:
         """Return the position of a document's first token."""
         if not self.begins_after_padding:

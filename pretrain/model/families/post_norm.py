@@ -50,7 +50,7 @@ class PostNorm(Family):
             positions = positions + first
         # Without token types, transformers takes type 0.
         more = {}
-        if types is not None and getattr(model.config, "type_vocab_size", 0) > 1:
+        if types is not None and self.has_types(model.config):
             more = {"token_type_ids": types.long()}
         embedded: Tensor = model.base_model.embeddings(
             input_ids=input_ids, position_ids=positions, **more

@@ -91,7 +91,7 @@ def walk(
 
 def has_types(model: MaskedLM) -> bool:
     """Return whether a model tells the second text of a pair by the types of its tokens."""
-    return getattr(model.config, "type_vocab_size", 0) > 1
+    return family_of(model).has_types(model.config)
 
 
 def shape_of(model: MaskedLM) -> Shape:
