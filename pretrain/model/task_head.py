@@ -159,9 +159,9 @@ def check_head(who: str, raw: Mapping[str, Any], output: Output) -> None:
             f"{who}: it is a {names[0]}, which has no head for {head}; fine-tune it on the task "
             "first"
         )
-    labels = labels_of(raw, output)
-    if output == "score" and raw.get("architectures") and len(raw.get("id2label") or "ab") != 1:
-        raise RunError(f"{who}: it gives {max(2, len(labels))} classes, and the task is a score")
+    num = len(labels_of(raw, "classes"))
+    if output == "score" and raw.get("architectures") and num != 1:
+        raise RunError(f"{who}: it gives {num} classes, and the task is a score")
 
 
 def read_task_head(
