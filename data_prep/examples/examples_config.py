@@ -78,7 +78,7 @@ class ExamplesConfig(Keys):
     train: Path
     validation: Path | Annotated[float, Field(gt=0, lt=1)] | None = None
     test: Path | None = None
-    unlabelled: Path | None = None  # more training texts, for a teacher's soft labels alone
+    unlabelled: Path | None = None  # more training texts, only for soft labels of a teacher
     tokenizer: Annotated[str, Field(min_length=1)] | VocabularyTokenizer | JsonTokenizer
     max_length: RowLength = 128
     longer: Literal["refuse", "cut"] = "refuse"

@@ -105,7 +105,7 @@ class Examples(Stage):
         return "begun" if self.config.output.exists() else "new"
 
     def run(self, how: How) -> int:
-        """Make them, or compare those that are there."""
+        """Make them, or compare the finished ones."""
         examples_and_show(self.config)
         return ExitCode.DONE
 

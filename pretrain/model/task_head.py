@@ -71,7 +71,7 @@ class TaskHead(nn.Module):
         return {name.removeprefix("model."): t for name, t in self.state_dict().items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Take the weights that are there and fit; return the names of the others."""
+        """Take the weights that fit; return the names of the others."""
         own, missing = self.tensors(), []
         for name, tensor in own.items():
             given = tensors.get(name)

@@ -305,7 +305,7 @@ def _labelled(columns: Mapping[str, Any]) -> Tensor:
 
 
 def _array(column: Any) -> Any:
-    """Return a column as an array of its own, [R] or [R, width]."""
+    """Return a copy of a column, [R] or [R, width]."""
     if hasattr(column.type, "list_size"):
         width = column.type.list_size
         return np.from_dlpack(column.flatten()).reshape(-1, width).copy()
