@@ -106,6 +106,7 @@ setup(
             "setuptools>=68",
             *EXTRAS["tasks"],
             "tensorboard>=2.15",
+            "torchmetrics>=1.4",
             # torch brings it where it is built for GPUs; the tests interpret the kernels without.
             "triton>=3.2; sys_platform == 'linux'",
             "types-PyYAML",

@@ -25,13 +25,12 @@ from pretrain.model.model_files import read_tokenizer
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.teacher import Teacher
-from pretrain.monitor.figures import Figure
+from pretrain.monitor.figures import Figure, interval, resamples
 from pretrain.run_folder import onnx_file, sealed_state
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
 MEASURED = "evaluation.json"  # in a run's folder
 FEWEST_PAIRS = 5
-_RESAMPLES = 200  # of the bootstrap
 _COLUMNS = ("sentence1", "sentence2", "score")
 _STSB = (5, 6, 4)  # the places of these in STS-B's own file, which names none
 Vectors = NDArray[np.float32]
@@ -202,7 +201,7 @@ def compare_vectors(student: Vectors, teacher: Vectors) -> dict[str, Figure]:
     found = {}
     if ours.shape[1] == theirs.shape[1]:
         cosines = (ours * theirs).sum(1)
-        found["cosine"] = interval(lambda drawn: float(cosines[drawn].mean()), len(ours))
+        found["cosine"] = of_items(lambda drawn: float(cosines[drawn].mean()), len(ours))
     s, t = ours @ ours.T, theirs @ theirs.T
 
     first, second = np.triu_indices(len(ours), 1)
@@ -212,11 +211,11 @@ def compare_vectors(student: Vectors, teacher: Vectors) -> dict[str, Figure]:
         different = a != b  # a text that was drawn twice is not a pair
         return spearman(s[a[different], b[different]], t[a[different], b[different]])
 
-    found["similarity"] = interval(of_pairs, len(ours))
+    found["similarity"] = of_items(of_pairs, len(ours))
     np.fill_diagonal(s, -np.inf)
     np.fill_diagonal(t, -np.inf)
     same = s.argmax(1) == t.argmax(1)
-    found["neighbour"] = interval(lambda drawn: float(same[drawn].mean()), len(ours))
+    found["neighbour"] = of_items(lambda drawn: float(same[drawn].mean()), len(ours))
     return found
 
 
@@ -235,17 +234,15 @@ def correlation(
 ) -> Figure:
     """Return one correlation of the pairs' cosines with people's scores."""
     cosines = (unit(first) * unit(second)).sum(1)
-    return interval(lambda drawn: kind(cosines[drawn], scores[drawn]), len(scores))
+    return of_items(lambda drawn: kind(cosines[drawn], scores[drawn]), len(scores))
 
 
-def interval(statistic: Callable[[NDArray[np.int64]], float], size: int) -> Figure:
-    """Return a statistic of `size` items, and the middle 95 % of it over resamples of them."""
-    draw = np.random.default_rng(0)
+def of_items(statistic: Callable[[NDArray[np.int64]], float], size: int) -> Figure:
+    """Return a statistic of `size` items with the interval of a bootstrap over them."""
     # A few pairs drawn again may have equal scores, whose correlation is not defined.
     with np.errstate(invalid="ignore", divide="ignore"):
-        values = [statistic(draw.integers(size, size=size)) for _ in range(_RESAMPLES)]
-    low, high = np.nanpercentile(values, [2.5, 97.5])
-    return Figure(statistic(np.arange(size)), float(low), float(high))
+        drawn = [statistic(some) for some in resamples(size)]
+    return interval(statistic(np.arange(size)), drawn)
 
 
 def unit(vectors: Vectors) -> NDArray[np.float64]:

@@ -5,8 +5,8 @@ Shapes: T terms, C counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,15 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from data_prep.shards import check, open_shards
 from pretrain.contracts.terms import TeacherLabels
-from pretrain.deploy.heads import evaluate_padded
-from pretrain.device.gpu import check_kernels
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM
-from pretrain.model.folder import Loaded, read_model
-from pretrain.model.loading import check_row_length
 from pretrain.model.student import build_student
 from pretrain.model.teacher import (
     Teacher,
-    check_vocabulary,
-    load_teacher,
     parameters_sha256,
 )
-from pretrain.run_folder import noted_layers, onnx_file, recorded, sealed_state
-from pretrain.tasks.mlm.head_figures import measure_head
+from pretrain.run_folder import noted_layers, recorded, sealed_state
 from pretrain.tasks.task import Measure
 
 UNTRAINED = "the same layers, untrained"
@@ -109,72 +101,6 @@ def evaluate(
     totals = dict(zip((term.name for term in terms), totals_T.tolist(), strict=True))
     counts = dict(zip(measure.counts, counts_C.tolist(), strict=True))
     return measure.figures(totals, counts, tally_X, step)
-
-
-def evaluate_folder(model: Path, shards: Path, **options: Any) -> dict[str, float]:
-    """Evaluate one model, without its student at step 0; see `evaluate_folders`."""
-    return evaluate_folders([str(model)], shards, starts=False, **options)[str(model)]
-
-
-def evaluate_folders(
-    models: Sequence[str],
-    shards: Path,
-    *,
-    teacher: str | None = None,
-    same_vocabulary: bool = False,
-    rows: int = 1024,
-    starts: bool = True,
-    warn: Callable[[str], None],
-) -> dict[str, dict[str, float]]:
-    """Evaluate runs' newest checkpoints, or any folders with a model, on a corpus.
-
-    With a teacher the students of runs before training are evaluated, too, unless `starts` is
-    False. With `same_vocabulary` tokenizers may differ or be missing; see `RunConfig`.
-
-    Returns:
-        the figures of `evaluate` for each model, by name.
-
-    Raises:
-        RunError, CorpusError: a model, teacher or shards cannot be used, or do not fit together.
-    """
-    manifest = check(shards)
-    if any(onnx_file(Path(name)) for name in [*models, teacher or ""]):
-        return evaluate_padded(models, shards, teacher, rows, same_vocabulary=same_vocabulary)
-
-    def load_student(name: str) -> MaskedLM:
-        def load(loaded: Loaded) -> MaskedLM:
-            config, required = loaded.model.config, not same_vocabulary
-            check_vocabulary(name, loaded.folder, config, manifest, required=required)
-            return loaded.model
-
-        student = read_model(name, load, warn=warn)
-        check_row_length(name, student.config, manifest)
-        return student
-
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    check_kernels(accelerator.device)
-    known: Teacher | None = None
-
-    def figures(student: MaskedLM) -> dict[str, float]:
-        return evaluate(
-            student.to(accelerator.device),
-            known.model.to(accelerator.device) if known is not None else None,
-            measure_head(open_shards(shards, "validation"), teacher=known is not None),
-            rows=rows,
-            accelerator=accelerator,
-            autocast=nullcontext(),  # fp32, also where this process trained in another precision
-        )
-
-    found = {}
-    for name in models:
-        student = load_student(name)
-        if teacher is not None and known is None:
-            known = load_teacher(teacher, manifest, shards, same_vocabulary=same_vocabulary)
-        found[name] = figures(student)
-    if known is not None and starts:
-        for name, start in students_at_start(models, known).items():
-            found[name] = figures(start)
-    return found
 
 
 def students_at_start(

@@ -30,7 +30,7 @@ from pretrain.model.loading import check_row_length
 from pretrain.model.model_files import read_config
 from pretrain.model.task_head import TaskHead, check_head, labels_of
 from pretrain.model.teacher import check_tokenizer
-from pretrain.monitor.figures import Figure
+from pretrain.monitor.figures import Figure, interval, resamples
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.classification.class_metrics import of_classes, of_scores
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, check_labels, task_head_of
@@ -39,7 +39,6 @@ from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
 from pretrain.tasks.similarity.cosines import cosines
 from pretrain.tasks.token_classification.entities import counts
 
-RESAMPLES = 200  # of the bootstrap
 MEANINGS = {
     "score": "the figure of the task: its `metric`",
     "accuracy": "share of the examples, or words, whose label is right",
@@ -190,7 +189,7 @@ def logits_of_file(
 def figures(measured: Measured, metric: str) -> dict[str, Figure]:
     """Return all figures with their intervals, the task's first."""
     values = with_score(measured.statistics(np.arange(measured.size)), metric)
-    drawn = [with_score(measured.statistics(some), metric) for some in _resamples(measured.size)]
+    drawn = [with_score(measured.statistics(some), metric) for some in resamples(measured.size)]
     return {name: interval(value, [one[name] for one in drawn]) for name, value in values.items()}
 
 
@@ -201,18 +200,7 @@ def retention(ours: Measured, theirs: Measured, metric: str) -> Figure:
         other = theirs.score(metric, some)
         return ours.score(metric, some) / other if other else 0.0
 
-    return interval(ratio(np.arange(ours.size)), [ratio(some) for some in _resamples(ours.size)])
-
-
-def interval(value: float, drawn: Sequence[float]) -> Figure:
-    """Return a value with the interval, of 95 %, of its resamples; it lies inside."""
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return Figure(value, min(float(low), value), max(float(high), value))
-
-
-def _resamples(size: int) -> list[NDArray[np.int64]]:
-    draw = np.random.default_rng(0)
-    return [draw.integers(size, size=size) for _ in range(RESAMPLES)]
+    return interval(ratio(np.arange(ours.size)), [ratio(some) for some in resamples(ours.size)])
 
 
 def with_score(values: Mapping[str, float], metric: str) -> dict[str, float]:

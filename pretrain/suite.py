@@ -16,9 +16,9 @@ import numpy as np
 from data_prep.shards import load_manifest, open_shards
 from data_prep.shards.manifest import Split
 from pretrain import RunError
-from pretrain.monitor.figures import Figure
+from pretrain.monitor.figures import RESAMPLES, Figure, interval
 from pretrain.run_folder import recorded
-from pretrain.scores import RESAMPLES, Measured, interval, measure, metric_of
+from pretrain.scores import Measured, measure, metric_of
 
 
 class Scored(NamedTuple):

@@ -188,7 +188,8 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
     from data_prep.messages import warn
     from launch.config import load_config
     from pretrain.config import RunConfig
-    from pretrain.evaluate import UNTRAINED, evaluate_folder
+    from pretrain.evaluate import UNTRAINED
+    from pretrain.lm_heads import GUESSING, evaluate_heads
     from pretrain.monitor.figures import share
 
     teacher = load_config(RunConfig, Path("shipped:demo.yaml")).teacher
@@ -199,12 +200,13 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
         name: AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32).eval()
         for name, folder in folders.items()
     }
-    found = {
-        name: evaluate_folder(
-            folders[name], output / "shards", teacher=teacher, rows=64 if quick else 512, warn=warn
-        )
-        for name in ("student", "alone")
-    }
+    found = evaluate_heads(
+        [str(folders[name]) for name in ("student", "alone")],
+        output / "shards",
+        teacher=teacher,
+        rows=64 if quick else 512,
+        warn=warn,
+    )
     entries = map(json.loads, (output / "student" / "metrics.jsonl").read_text().splitlines())
     start = next(e for e in entries if e["kind"] == "evaluation" and e["step"] == 0)
     # Forward passes in fp32 on the CPU. The models take turns, so that all meet the same load.
@@ -216,16 +218,16 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
 
     speeds = {name: ids.numel() / s for name, s in seconds_of(models, forward).items()}
     sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
-    teachers = {"accuracy": found["student"]["teacher_accuracy"]}
-    figures, rows, keys = {}, [], ("accuracy", "agreement")
-    count = found["student"]["masked_tokens"]
+    keys, rows = ("accuracy", "agreement"), []
+    begun = {key: share(start[key], start["masked_tokens"]) for key in keys}
+    figures: dict[str, Any] = {}
     for text, name, values in (
-        ("teacher", "teacher", teachers),
-        ("student", "student", found["student"]),
-        (UNTRAINED, "student", start),
-        (ALONE, "alone", found["alone"]),
+        ("teacher", "teacher", found[teacher]),
+        ("student", "student", found[str(folders["student"])]),
+        (UNTRAINED, "student", begun),
+        (ALONE, "alone", found[str(folders["alone"])]),
     ):
-        shares = {key: share(values[key], count) for key in keys if key in values}
+        shares = {key: values[key] for key in keys if key in values}
         figures[text] = {**shares, "parameters": sizes[name], "tokens/s": round(speeds[name])}
         cells = [f"{shares[key].value:.1%}" if key in shares else "" for key in keys]
         rows.append(
@@ -240,7 +242,7 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
         "meaning": [
             f"{_SENTENCE}  the student's [MASK] = {words}",
             "masked accuracy: the share of hidden tokens that a model guesses; always guessing the "
-            f"most frequent one gives {found['student']['constant_accuracy']:.1%}",
+            f"most frequent one gives {found[GUESSING]['accuracy'].value:.1%}",
             "agreement: the share of hidden tokens where a model and the teacher guess the same",
             "tokens/s: forward pass in fp32 on this CPU",
         ],

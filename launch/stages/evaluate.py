@@ -25,15 +25,7 @@ if TYPE_CHECKING:
     from pretrain.monitor.figures import Figure
 
 FIGURES = "figures.json"  # in the output
-CODE = 1  # raised when the same inputs would give other figures
-
-
-OF_HEADS = {
-    "accuracy": "share of the masked tokens that a model guesses; guessing: the most frequent one",
-    "agreement": "share of them where a model and the teacher guess the same",
-    "loss": "masked cross-entropy in nats; guessing: from the tokens' frequencies",
-    "kl": "divergence of a model from the teacher at masked tokens, in nats",
-}
+CODE = 2  # raised when the same inputs would give other figures
 
 
 class Evaluate(Stage):
@@ -156,8 +148,8 @@ def measure(
     Vectors are what models with and without an LM head have in common.
     """
     from data_prep.messages import warn
-    from pretrain import encoders
-    from pretrain.evaluate import evaluate_folders
+    from pretrain import encoders, head_sums
+    from pretrain.lm_heads import evaluate_heads
     from pretrain.run_folder import is_run
 
     quiet()
@@ -186,10 +178,16 @@ def measure(
         if len(models) == 1 and is_run(Path(models[0])):
             encoders.keep_figures(Path(models[0]), data, teacher, found)
         return found, encoders.MEANINGS
-    options: dict[str, Any] = {"teacher": teacher, "same_vocabulary": same_vocabulary}
-    measured = evaluate_folders(models, data, rows=rows or 1024, warn=warn, **options)
-    say(f"{measured[models[0]]['masked_tokens']:,.0f} masked tokens of {data}")
-    return of_heads(measured, teacher), OF_HEADS
+    found = evaluate_heads(
+        models,
+        data,
+        teacher=teacher,
+        same_vocabulary=same_vocabulary,
+        rows=rows or 1024,
+        say=say,
+        warn=warn,
+    )
+    return found, head_sums.MEANINGS
 
 
 def row_names(models: Iterable[str]) -> dict[str, str]:
@@ -206,43 +204,27 @@ def row_names(models: Iterable[str]) -> dict[str, str]:
     return names if len(set(names.values())) == len(names) else {model: model for model in names}
 
 
-def of_heads(
-    found: Mapping[str, Mapping[str, float]], teacher: str | None
-) -> dict[str, dict[str, Figure]]:
-    """Return the figures of language-model heads, with rows for the teacher and for guessing."""
-    from pretrain.monitor.figures import Figure, share
-
-    first = next(iter(found.values()))
-    count = first["masked_tokens"]
-
-    def figures(values: Mapping[str, float]) -> dict[str, Figure]:
-        shares = {"accuracy", "agreement"} & set(values)
-        return {
-            name: share(values[name], count) if name in shares else Figure(values[name])
-            for name in OF_HEADS
-            if name in values
-        }
-
-    rows: dict[str, dict[str, Figure]] = {}
-    if teacher is not None:
-        known = {"accuracy": first["teacher_accuracy"], "loss": first["teacher_loss"]}
-        rows[teacher] = figures(known)
-    rows |= {name: figures(values) for name, values in found.items()}
-    guess = {"accuracy": first["constant_accuracy"], "loss": first["unigram_loss"]}
-    return rows | {"guessing": figures(guess)}
-
-
 def show_figures(found: Mapping[str, Mapping[str, Figure]], meanings: Mapping[str, str]) -> None:
-    """Print a table of figures with their intervals, a model in each row, and what they mean."""
+    """Print a table of figures with their intervals, a model in each row, and what they mean.
+
+    Figures whose names begin as a meaning does, such as those of each layer, are a table of their
+    own.
+    """
     from launch.console import print_table, show
     from pretrain.evaluate import UNTRAINED
 
-    columns = dict.fromkeys(name for figures in found.values() for name in figures)
-    cells = [
-        [model, *(str(figures.get(name, "")) for name in columns)]
-        for model, figures in found.items()
-    ]
-    print_table(["", *columns], cells)
-    show(*(f"{name}: {meanings[name]}" for name in columns))
+    names = list(dict.fromkeys(name for figures in found.values() for name in figures))
+    series = [p for p in meanings if p not in names and any(n.startswith(p) for n in names)]
+    for prefix in ["", *series]:
+        columns = [name for name in names if name.startswith(prefix)]
+        if not prefix:
+            columns = [name for name in columns if not name.startswith(tuple(series))]
+        cells = [
+            [model, *(str(figures.get(name, "")) for name in columns)]
+            for model, figures in found.items()
+            if not figures.keys().isdisjoint(columns)
+        ]
+        print_table([prefix.strip(), *(name.removeprefix(prefix) for name in columns)], cells)
+        show(*(f"{name.strip()}: {meanings[name]}" for name in ([prefix] if prefix else columns)))
     if UNTRAINED in found:
         show(f"{UNTRAINED}: the student before its first step, with the teacher's weights")

@@ -6,7 +6,13 @@ metrics.jsonl keeps the short names.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 200  # of a bootstrap
 
 _TERMS = {
     "cosine": "1 - cos",  # the term is a distance: 0 is best
@@ -44,3 +50,19 @@ def share(value: float, count: float) -> Figure:
     """Return a share of `count` independent items with the interval of the normal distribution."""
     half = 1.96 * math.sqrt(max(value * (1 - value), 0.0) / max(count, 1.0))
     return Figure(value, max(value - half, 0.0), min(value + half, 1.0))
+
+
+def resamples(size: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the places [size] that each resample of a bootstrap draws, the same at every call."""
+    draw = np.random.default_rng(0)
+    for _ in range(RESAMPLES):
+        yield draw.integers(size, size=size)
+
+
+def interval(value: float, drawn: Sequence[float] | NDArray[np.float64]) -> Figure:
+    """Return a value with the middle 95 % of its resamples; the value lies inside.
+
+    A resample in which the figure is not defined is NaN, and is left out.
+    """
+    low, high = np.nanpercentile(drawn, [2.5, 97.5])
+    return Figure(value, min(float(low), value), max(float(high), value))

@@ -19,8 +19,9 @@ from support.traps import edit
 
 from data_prep.shards import open_shards
 from pretrain.contracts.packing import block_diagonal_mask, find_documents
-from pretrain.evaluate import evaluate, evaluate_folder
+from pretrain.evaluate import evaluate
 from pretrain.export.export import export
+from pretrain.lm_heads import evaluate_heads
 from pretrain.tasks.mlm.examples import evaluation_masking, masked_batch
 from pretrain.tasks.mlm.head_figures import measure_head, weak_teacher
 from pretrain.tasks.mlm.masking import Masked
@@ -130,6 +131,6 @@ def test_a_run_made_before_in_the_same_process_does_not_change_the_figures(
     for precision in ("no", "bf16"):
         AcceleratorState._reset_state()
         Accelerator(cpu=True, mixed_precision=precision)
-        found.append(evaluate_folder(tmp_path, corpus, rows=8, warn=print))
+        found.append(evaluate_heads([str(tmp_path)], corpus, rows=8, warn=print))
     AcceleratorState._reset_state()
     assert found[0] == found[1]

@@ -20,8 +20,8 @@ from transformers import AutoModel
 
 from pretrain.config import RunConfig, Student
 from pretrain.contracts.terms import Shape, Signal, SignalTerm
-from pretrain.evaluate import evaluate_folder
 from pretrain.export.export import export
+from pretrain.lm_heads import evaluate_heads
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import shape_of
 from pretrain.model.student import build_student
@@ -270,4 +270,4 @@ def test_a_student_without_a_head_is_saved_and_exported_without_one(
     start(continued, progress=said)
     assert any("got a new one, tied to its embeddings" in line for line in said.lines)
     with refused("has no trained masked-language-model head"):
-        evaluate_folder(Path(values["output"]), Path(values["shards"]), warn=pytest.fail)
+        evaluate_heads([values["output"]], Path(values["shards"]), warn=pytest.fail)

@@ -29,13 +29,12 @@ from pretrain import RunError
 from pretrain.deploy import quantise as quantise_module
 from pretrain.deploy.asked import Onnx, check_onnx
 from pretrain.deploy.graph import clean, compare, load_graph, precision_of, write, write_graph
-from pretrain.deploy.heads import evaluate_padded
 from pretrain.deploy.quality import HeadQuality, Quality
 from pretrain.deploy.quantise import groups_of, quantise, search
 from pretrain.deploy.session import Session
 from pretrain.encoders import encode, load_encoder
-from pretrain.evaluate import evaluate_folders
 from pretrain.export.export import export, export_model
+from pretrain.lm_heads import GUESSING, evaluate_heads
 from pretrain.run_folder import onnx_file
 from pretrain.tasks.embedding.modules import write_modules
 
@@ -235,15 +234,19 @@ def test_heads_have_the_figures_of_the_packed_walk(of_head: Path, corpus: Path) 
     """Measure the file on padded documents, and its folder on packed rows."""
     file, teacher = str(of_head / "onnx"), str(of_head.parent / "teacher")
     options: dict[str, Any] = {"rows": 5, "warn": pytest.fail, "starts": False}
-    packed = evaluate_folders([str(of_head)], corpus, teacher=teacher, **options)[str(of_head)]
-    found = evaluate_folders([file], corpus, teacher=teacher, **options)[file]
-    assert found["masked_tokens"] == packed["masked_tokens"] > 10
-    assert found == pytest.approx(packed, rel=1e-4, abs=1e-5)
+    packed = evaluate_heads([str(of_head)], corpus, teacher=teacher, **options)
+    found = evaluate_heads([file], corpus, teacher=teacher, **options)
+    assert found[GUESSING] == packed[GUESSING] and list(found) == [teacher, file, GUESSING]
+    for padded, other in ((found[file], packed[str(of_head)]), (found[teacher], packed[teacher])):
+        assert padded.keys() == {name for name in other if "layer" not in name}
+        for name, figure in padded.items():
+            assert figure == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
     # Two files can be compared, too.
     int8 = str(of_head / "onnx" / "model_quantized.onnx")
-    both = evaluate_padded([int8, file], corpus, file, 5)
-    assert both[file]["agreement"] == 1 and both[file]["kl"] == pytest.approx(0, abs=1e-9)
-    assert 0.9 <= both[int8]["agreement"] <= 1 and both[int8]["kl"] > 0
+    both = evaluate_heads([int8, file], corpus, teacher=file, **options)
+    same, rounded = both[file], both[int8]
+    assert same["accuracy"] == found[file]["accuracy"]
+    assert 0.9 <= rounded["agreement"].value <= 1 and rounded["kl"].value > 0
 
 
 def test_shards_of_other_words_are_refused(of_head: Path, tmp_path: Path, corpus: Path) -> None:
@@ -260,7 +263,7 @@ def test_shards_of_other_words_are_refused(of_head: Path, tmp_path: Path, corpus
     }
     prepare(CorpusConfig.model_validate(values))
     with refused("its vocabulary has other tokens or ids than the shards'"):
-        evaluate_padded([str(of_head / "onnx")], tmp_path / "shards", None, 5)
+        evaluate_heads([str(of_head / "onnx")], tmp_path / "shards", rows=5, warn=pytest.fail)
     wanted = Onnx(int8=True, data=tmp_path / "shards")
     with refused("--data", "its vocabulary has other tokens or ids than the shards'"):
         export(of_head.parent / "run", tmp_path / "exported", pytest.fail, onnx=wanted)
@@ -424,8 +427,8 @@ def test_head_quality_is_masked_accuracy(of_head: Path, corpus: Path) -> None:
     assert (quality.of_all, quality.guesses_well) == (1.0, False)
     quality.of_all = float((quality.in_fp32 == quality.labels).mean())
     quality.guesses_well = True  # as of a trained model
-    all_rows = evaluate_folders([str(of_head)], corpus, rows=10**6, warn=pytest.fail)[str(of_head)]
-    assert quality.of_all == pytest.approx(all_rows["accuracy"], abs=1e-9)
+    all_rows = evaluate_heads([str(of_head)], corpus, rows=10**6, warn=pytest.fail)[str(of_head)]
+    assert quality.of_all == pytest.approx(all_rows["accuracy"].value, abs=1e-9)
     assert quality.measure(file) == (quality.of_all, 1.0)
     assert quality.measure(file, part=True)[1] == 1.0
 

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from seqeval.metrics import f1_score as seqeval_f1
+from torchmetrics.functional.text.squad import squad
 
 from pretrain.scores import Measured, figures, retention
 from pretrain.tasks.classification.class_metrics import of_classes, of_scores
@@ -94,6 +95,34 @@ def test_answers_are_compared_as_squads_script_does(
 ) -> None:
     assert exact_match(guess, answers) == exact
     assert f1(guess, answers) == pytest.approx(words)
+
+
+def test_random_answers_have_the_values_of_another_program() -> None:
+    """Compare with torchmetrics, whose functions are those of SQuAD's script."""
+    draw = random.Random(0)
+    words = "the The a An. A Paris paris, (London) U.S. 1,000 co-op don't it's !"
+    kinds = [
+        *words.split(),
+        "caf\u00e9",
+        "don\u2019t",
+        "\u2014",
+        "\u5317\u4eac",
+        "no\u00a0break",
+        "\t",
+        " ",
+    ]
+
+    def text() -> str:
+        return draw.choice([" ", "  ", "\n"]).join(draw.choices(kinds, k=draw.randint(0, 4)))
+
+    for _ in range(500):
+        guess, answers = text(), [text() for _ in range(draw.randint(1, 3))]
+        known = squad(
+            {"prediction_text": guess, "id": "1"},
+            {"answers": {"text": answers, "answer_start": [0] * len(answers)}, "id": "1"},
+        )
+        assert 100 * exact_match(guess, answers) == float(known["exact_match"])
+        assert 100 * f1(guess, answers) == pytest.approx(float(known["f1"]), abs=1e-4)
 
 
 def test_the_best_span_is_that_of_all_pairs() -> None:
