@@ -48,7 +48,7 @@ MEANINGS = {
     "spearman": "the same, of ranks",
     "entity f1": "of whole entities, as CoNLL counts them",
     "exact match": "share of the questions whose answer is one of the data's",
-    "retention": "the score divided by the teacher's, with its interval over the same examples",
+    "retention": "the score divided by the teacher's over the same examples; none if that is 0",
 }
 _SCORES = {
     "accuracy": ("accuracy",),
@@ -106,7 +106,7 @@ def evaluate_tasks(
         found[name] = figures(measured, metric_of(manifest))
         if name == teacher:
             theirs = measured
-        elif theirs is not None:
+        elif theirs is not None and theirs.score(metric_of(manifest)) > 0:
             found[name]["retention"] = retention(measured, theirs, metric_of(manifest))
     return found
 
@@ -194,11 +194,11 @@ def figures(measured: Measured, metric: str) -> dict[str, Figure]:
 
 
 def retention(ours: Measured, theirs: Measured, metric: str) -> Figure:
-    """Return our score divided by the teacher's; both are resampled together."""
+    """Return our score divided by the teacher's, which is above 0; both are resampled together."""
 
     def ratio(some: NDArray[np.int64]) -> float:
         other = theirs.score(metric, some)
-        return ours.score(metric, some) / other if other else 0.0
+        return ours.score(metric, some) / other if other > 0 else np.nan
 
     return interval(ratio(np.arange(ours.size)), [ratio(some) for some in resamples(ours.size)])
 

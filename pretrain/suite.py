@@ -91,7 +91,8 @@ def figures_of(
             if all(task in middle for task in some):
                 found[model][name] = _interval([middle[task] for task in some], None)
         theirs = {t: _middle(runs) for t, runs in table.get(teacher or "", {}).items()}
-        if model != teacher and theirs and all(task in middle and task in theirs for task in rest):
+        both = all(task in middle and task in theirs for task in rest)
+        if model != teacher and both and sum(theirs[task].score for task in rest) > 0:
             found[model]["retention"] = _interval(
                 [middle[task] for task in rest], [theirs[task] for task in rest]
             )
@@ -114,7 +115,7 @@ def _interval(ours: Sequence[Scored], theirs: Sequence[Scored] | None) -> Figure
         if theirs is None:
             return mean(ours, draws)
         other = mean(theirs, draws)
-        return mean(ours, draws) / other if other else 0.0
+        return mean(ours, draws) / other if other > 0 else np.nan
 
     draw = np.random.default_rng(0)
     sizes = [one.measured.size for one in ours]

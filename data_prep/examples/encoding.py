@@ -133,6 +133,7 @@ class Examples:
         longer = []
         for begin in range(0, len(examples), _TOGETHER):
             some = examples[begin : begin + _TOGETHER]
+            self._check_questions(where, begin, some)
             with explained(self.tokens.origin, "this tokenizer cannot encode a text"):
                 texts = [e.text if e.pair is None else (e.text, e.pair) for e in some]
                 encodings = self._backend().encode_batch(texts, add_special_tokens=True)
@@ -152,6 +153,26 @@ class Examples:
                 f"{where}: {len(longer):,} of {len(examples):,} examples have more than "
                 f"{self.config.max_length} tokens (the first is example {longer[0]}): raise "
                 "max_length, or set longer: cut"
+            )
+
+    def _check_questions(self, where: str, first: int, some: Sequence[Example]) -> None:
+        """Refuse a question that leaves no room for a part of its context."""
+        if self.columns.name != "question_answering":
+            return
+        backend, config = self.tokens.backend, self.config
+        backend.no_truncation()
+        room = config.max_length - config.stride - backend.num_special_tokens_to_add(True)
+        with explained(self.tokens.origin, "this tokenizer cannot encode a text"):
+            questions = backend.encode_batch([e.text for e in some], add_special_tokens=False)
+        for number, (example, question) in enumerate(zip(some, questions, strict=True), first):
+            if len(question) < room or len(backend.encode(example.text, example.pair)) <= (
+                config.max_length
+            ):
+                continue
+            raise CorpusError(
+                f"{where}: example {number}: its question has {len(question)} tokens, and windows "
+                f"of {config.max_length} that share {config.stride} have room for {room - 1}: "
+                "raise max_length, lower stride, or shorten it"
             )
 
     def _others(self, encoding: Any) -> list[Any]:
@@ -183,6 +204,7 @@ class Examples:
                 raise CorpusError(f"{where}: {self.text!r} is not a list of words")
             # Words are joined: a model is later given text, and not words.
             words = [word.strip() or "-" for word in words]
+            _check_characters(where, self.text, "".join(words))
             text, pair = " ".join(words), None
             labels = {} if record.get(self.label) is None else self._tags(where, record, words)
             return Example(str(id), text, pair, labels | {"words": words} if labels else labels)
@@ -200,6 +222,7 @@ class Examples:
         value = self._value(where, record, column)
         if not isinstance(value, str):
             raise CorpusError(f"{where}: {column!r} is {type(value).__name__}, not text")
+        _check_characters(where, column, value)
         return value
 
     def _labels(self, where: str, record: Record, pair: str | None) -> dict[str, Any]:
@@ -248,6 +271,8 @@ class Examples:
         kind, labels = self.columns.name, example.labels
         sequence = encoding.sequence_ids
         second = sequence.index(1) if 1 in sequence else 0
+        if example.pair is not None and not second and kind != "question_answering":
+            second = len(sequence) - 1  # an empty text: its part is the last special token
         found: dict[str, Any] = {"second": second}
         if kind == "classification":
             found["label"] = self._number_of(where, labels.get("label"))
@@ -296,6 +321,17 @@ class Examples:
 
 def _given(column: str | int | None, usual: str) -> str | int:
     return usual if column is None else column
+
+
+def _check_characters(where: str, column: Any, text: str) -> None:
+    """Refuse half a character, which JSON can hold and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(
+            f"{where}: {column!r} has half a character, {text[error.start]!a}, at {error.start}: "
+            "remove it"
+        ) from None
 
 
 def _number(where: str, column: Any, value: Any) -> float:

@@ -9,7 +9,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ Record = Mapping[str | int, Any]
 _TOGETHER = 4096  # documents
 _SPLITS = ("train", "validation", "test", "dev")
 _LARGEST = 2**32  # bytes of a text file, which is read at once
+_BROKEN = 1000  # one line of so many in a TSV may lack columns, as in GLUE's QQP
+Warn = Callable[[str], None]
 
 
-def read_records(path: Path, names: bool) -> Iterator[Record]:
+def read_records(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
     """Yield the records of a file, or of the files of a folder in the order of their names.
 
     A folder holds Parquet or JSONL files, as the Hub lays them out, or a folder for each label with
@@ -37,33 +39,34 @@ def read_records(path: Path, names: bool) -> Iterator[Record]:
     Args:
         path: of a file or folder.
         names: whether a CSV or TSV begins with a line of names.
+        warn: receives how many lines of a TSV were left out.
 
     Raises:
         CorpusError: it is missing, of no known format, or damaged; names the line.
     """
     try:
         if path.is_dir():
-            yield from _of_folder(path, names)
+            yield from _of_folder(path, names, warn)
             return
         reader = _READERS.get(path.suffix.lower())
         if reader is None:
             kinds = ", ".join(_READERS)
             raise CorpusError(f"{path}: not a format of examples: rename it to one of {kinds}")
-        yield from reader(path, names)
+        yield from reader(path, names, warn)
     except (OSError, NotRegularError, UnicodeDecodeError, pa.ArrowException) as error:
         if isinstance(error, FileNotFoundError):
             raise CorpusError(f"{path}: no such file or folder: check the path") from None
         raise CorpusError(f"{path}: cannot be read ({error_line(error)})") from None
 
 
-def read_unlabelled(path: Path, text: str | int, names: bool) -> Iterator[Record]:
+def read_unlabelled(path: Path, text: str | int, names: bool, warn: Warn) -> Iterator[Record]:
     """Yield records with a text each: of a file, or the whole documents of shards.
 
     Raises:
         CorpusError: see `read_records`; or the shards keep no texts.
     """
     if not (path / MANIFEST).is_file():
-        yield from read_records(path, names)
+        yield from read_records(path, names, warn)
         return
     if not load_manifest(path).has_texts:
         raise CorpusError(f"{path}: keeps no texts: prepare that corpus with keep_text: true")
@@ -92,14 +95,14 @@ def files_of(path: Path) -> list[Path]:
     return sorted(texts or path.glob("*.txt"))
 
 
-def _of_folder(path: Path, names: bool) -> Iterator[Record]:
+def _of_folder(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
     files = files_of(path)
     if not files:
         raise CorpusError(f"{path}: holds no .parquet, .jsonl or .txt file: check the path")
     if any(file.suffix.lower() != ".txt" for file in files):
         for file in files:
             if file.suffix.lower() != ".txt":
-                yield from _READERS[file.suffix.lower()](file, names)
+                yield from _READERS[file.suffix.lower()](file, names, warn)
         return
     for file in files:
         if file.parent == path:
@@ -107,7 +110,7 @@ def _of_folder(path: Path, names: bool) -> Iterator[Record]:
         yield {"text": read_regular_text(file, _LARGEST), "label": file.parent.name}
 
 
-def _csv(path: Path, names: bool) -> Iterator[Record]:
+def _csv(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
     # A quotation mark in a TSV of GLUE is a character as any other.
     tabs = path.suffix.lower() == ".tsv"
     csv.field_size_limit(sys.maxsize)
@@ -122,8 +125,13 @@ def _csv(path: Path, names: bool) -> Iterator[Record]:
             head = next(reader, []) if names else []
             if len(set(head)) < len(head):
                 raise CorpusError(f"{path}: two columns have the same name: give each its own")
+            short, rows = [], 0
             for row in reader:
                 if not row:
+                    continue
+                rows += 1
+                if names and tabs and len(row) < len(head):
+                    short.append(reader.line_num)
                     continue
                 if names and len(row) != len(head):
                     raise CorpusError(
@@ -131,11 +139,21 @@ def _csv(path: Path, names: bool) -> Iterator[Record]:
                         f"line names {len(head)}: put texts with commas in quotation marks"
                     )
                 yield dict(zip(head, row, strict=False)) if names else dict(enumerate(row))
+            if len(short) > rows / _BROKEN:
+                raise CorpusError(
+                    f"{path}: {len(short):,} of {rows:,} lines have fewer columns than the first "
+                    f"line names, such as line {short[0]}: correct them"
+                )
+            if short:
+                warn(
+                    f"{path}: {len(short):,} of {rows:,} lines are left out: they have fewer "
+                    f"columns than the first line names, such as line {short[0]}"
+                )
         except csv.Error as error:
             raise CorpusError(f"{path}: line {reader.line_num}: {error_line(error)}") from None
 
 
-def _jsonl(path: Path, names: bool) -> Iterator[Record]:
+def _jsonl(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -149,13 +167,13 @@ def _jsonl(path: Path, names: bool) -> Iterator[Record]:
             yield record
 
 
-def _parquet(path: Path, names: bool) -> Iterator[Record]:
+def _parquet(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(use_threads=False):
             yield from batch.to_pylist()
 
 
-def _conll(path: Path, names: bool) -> Iterator[Record]:
+def _conll(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
     """Yield sentences: a word in the first column of a line, its tag in the last."""
     words: list[str] = []
     tags: list[str] = []
@@ -176,7 +194,7 @@ def _conll(path: Path, names: bool) -> Iterator[Record]:
             tags.append(parts[-1])
 
 
-def _squad(path: Path, names: bool) -> Iterator[Record]:
+def _squad(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
     """Yield the questions of SQuAD's JSON; one without an answer has none."""
     try:
         for article in json.loads(read_regular_text(path, _LARGEST))["data"]:

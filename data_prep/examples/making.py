@@ -35,7 +35,7 @@ from data_prep.shards.manifest import (
 from data_prep.shards.writing import file_record, write_batch
 from data_prep.tokens import Tokens, load
 
-BEHAVIOUR = 1  # raised when the same files would give other bytes
+BEHAVIOUR = 2  # raised when the same files would give other bytes
 _MULTIPLE = 8  # of tokens, that a row is long
 _BY_TEXT = ("question_answering", "similarity")  # measured on texts, not on rows
 
@@ -126,12 +126,12 @@ def _make(
     examples = Examples(config, tokens)
     found: dict[Split, list[Example]] = {}
     for split, path in config.files().items():
-        records = read_records(path, examples.names)
+        records = read_records(path, examples.names, warn)
         found[split] = examples.read(str(path), records, labelled=split != "test")
     _divide(config, found)
     examples.find_labels(str(config.train), found["train"])
     if config.unlabelled is not None:
-        spare = read_unlabelled(config.unlabelled, examples.text, examples.names)
+        spare = read_unlabelled(config.unlabelled, examples.text, examples.names, warn)
         found["train"] += examples.spare(str(config.unlabelled), spare)
     rows: dict[Split, list[Row]] = {}
     for split, some in found.items():

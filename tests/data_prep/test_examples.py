@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
+from transformers import BertTokenizerFast
 
 from data_prep import CorpusError
 from data_prep.audit import documents_of_row, rows_of_document
@@ -103,6 +104,32 @@ def test_pairs_have_the_place_of_the_second_text(tmp_path: Path) -> None:
     rows, columns = made(config(tmp_path, "a.jsonl", task=task))
     assert rows == [ids("[CLS] good [SEP] the film [SEP]")]
     assert columns["second"] == [3] and columns["score"] == [4.5]
+
+
+def test_an_empty_second_text_has_the_types_of_transformers(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl", '{"q": "good film", "p": "", "label": 4.5}\n')
+    task = {"name": "regression", "text": "q", "pair": "p"}
+    rows, columns = made(config(tmp_path, "a.jsonl", task=task))
+    known = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))(["good film"], [""])
+    assert rows == known["input_ids"] == [ids("[CLS] good film [SEP] [SEP]")]
+    assert [int(i >= columns["second"][0]) for i in range(5)] == known["token_type_ids"][0]
+
+
+def test_few_lines_of_a_tsv_that_lack_columns_are_left_out(tmp_path: Path) -> None:
+    """Read a file as GLUE's QQP is said to be; with more such lines it is refused."""
+    lines = ["text\tlabel", *(f"good film\t{i % 2}" for i in range(1500)), "good"]
+    write(tmp_path, "a.tsv", "\n".join([*lines, "a film\t1"]) + "\n")
+    said: list[str] = []
+    manifest, _ = make_examples(config(tmp_path, "a.tsv"), said.append)
+    assert manifest.splits["train"].rows == 1501
+    assert said == [
+        f"{tmp_path / 'a.tsv'}: 1 of 1,502 lines are left out: they have fewer columns than the "
+        "first line names, such as line 1502"
+    ]
+    write(tmp_path, "b.tsv", "\n".join([*lines, "good"]) + "\n")
+    settings = config(tmp_path, "b.tsv", output=str(tmp_path / "other"))
+    with pytest.raises(CorpusError, match="2 of 1,502 lines have fewer columns"):
+        make_examples(settings, said.append)
 
 
 def test_parquet_of_the_hub_and_probabilities(tmp_path: Path) -> None:
@@ -223,6 +250,20 @@ def test_other_labels_are_another_digest(tmp_path: Path) -> None:
         ("a.csv", "text,label\ngood\n", {}, "line 2 has 1 columns, and the first line names 2"),
         ("a.csv", "label,text\n1,hello, world\n", {}, "line 2 has 3 columns"),
         ("a.csv", "text,text,label\na,b,1\n", {}, "two columns have the same name"),
+        (
+            "a.jsonl",
+            '{"text": "a \\ud83d film", "label": 1}\n',
+            {},
+            "example 0: 'text' has half a character, '\\ud83d', at 2: remove it",
+        ),
+        (
+            "a.json",
+            squad("the film " * 9, "film", 4).replace(
+                '"film", "answers"', '"a a a a a a", "answers"'
+            ),
+            {"task": {"name": "question_answering"}, "max_length": 12, "stride": 3},
+            "example 0: its question has 6 tokens, and windows of 12 that share 3 have room for 5",
+        ),
         (
             "a.csv",
             "text,label\ngood,1\nbad,3\n",
