@@ -21,14 +21,19 @@ IGNORE = -100  # label of a slot without a prediction: the default of torch's cr
 Rows = dict[str, Tensor]
 
 
+# (begin, length) of each document in the B * L positions, without padding
+Documents = tuple[tuple[int, int], ...]
+
+
 class Batch(NamedTuple):
-    """Hold a micro-batch; its counts are numbers on the host, so that no sync is needed."""
+    """Hold a micro-batch; numbers are on the host, so that they need no sync."""
 
     input_ids: Tensor  # [B, L] packed rows, as the student reads them
     cu_seqlens: Tensor  # [S + 1] int32, starts of documents in the B * L positions, and the end
     max_length: int  # tokens of the longest document
     labels: Mapping[str, Tensor]  # [B, ...] by the task's names
     counts: Mapping[str, int]  # what terms are means over, by name
+    documents: Documents
     # Documents and padding; computed on the device, before a term reads it.
     packing: Packing = None  # type: ignore[assignment]
 
@@ -70,14 +75,16 @@ def packed_batch(
     begins = np.flatnonzero(starts)
     lengths = np.diff(begins, append=ids.size)
     max_length = int(lengths.max(initial=0))
-    lengths = lengths[token.flat[begins]]
+    real = token.flat[begins]
+    documents = tuple(zip(begins[real].tolist(), lengths[real].tolist(), strict=True))
+    lengths = lengths[real]
     found = {
         "tokens": int(np.count_nonzero(token)),
         "sequences": len(lengths),
         "pairs": int(np.square(lengths).sum()),
     }
     cu_seqlens = torch.from_numpy(np.append(begins, ids.size).astype(np.int32))
-    return Batch(input_ids, cu_seqlens, max_length, labels, {**found, **counts})
+    return Batch(input_ids, cu_seqlens, max_length, labels, {**found, **counts}, documents)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

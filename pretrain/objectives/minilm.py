@@ -191,8 +191,7 @@ def relation_term(
         assert theirs is not None
         x, y = (ours.signals[signal] for signal in student)
         tx, ty = (theirs.signals[signal] for signal in teacher)
-        packing = batch.packing
-        return relation_divergence((x, y), (tx, ty), packing.cu_seqlens, packing.token_mask, heads)
+        return relation_divergence((x, y), (tx, ty), batch.documents, heads)
 
     needs = frozenset(student), frozenset(teacher)
     return SignalTerm(name, constant(1.0), "tokens", total, True, *needs)

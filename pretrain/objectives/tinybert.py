@@ -239,13 +239,11 @@ def scores_term(weight: float, *, heads: int, layers: Sequence[tuple[int, int]])
     ) -> Tensor:
         assert teacher is not None
         # One layer at a time, so that only its scores are in memory.
-        packing, sums = batch.packing, []
+        sums = []
         for (query, key), (teacher_query, teacher_key) in both:
             ours = student.signals[query], student.signals[key]
             theirs = teacher.signals[teacher_query], teacher.signals[teacher_key]
-            sums.append(
-                score_difference(ours, theirs, packing.cu_seqlens, packing.token_mask, heads)
-            )
+            sums.append(score_difference(ours, theirs, batch.documents, heads))
         return torch.stack(sums).sum()
 
     needs = (frozenset(signal for pair in both for signal in pair[i]) for i in (0, 1))

@@ -217,7 +217,8 @@ def really(module: Distillation, dtype: torch.dtype | None) -> None:
     slots = torch.arange(5).repeat(4, 1)
     counts: dict[str, int] = {"tokens": 128, "masked": 20, "sequences": 8, "pairs": 8 * 256}
     labels = {"positions": slots, "masked": slots + 5}
-    batch = Batch(ids, torch.arange(0, 129, 16).int(), 16, labels, counts)
+    documents = tuple((begin, 16) for begin in range(0, 128, 16))
+    batch = Batch(ids, torch.arange(0, 129, 16).int(), 16, labels, counts, documents)
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         loss, _ = module(batch, torch.ones(3))
     (loss / 128).backward()

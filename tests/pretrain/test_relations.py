@@ -16,6 +16,9 @@ from pretrain.objectives import minilm, tinybert
 
 LENGTHS = [[5, 3], [8], [2, 1, 5]]  # of documents in rows of 8; the last of row 2 is padding
 PADDED = 2
+STARTS = torch.tensor([0, *accumulate(chain(*LENGTHS))], dtype=torch.int32)
+# Where the documents are, without the padding.
+DOCUMENTS = tuple(zip(STARTS[:5].tolist(), STARTS.diff()[:5].tolist(), strict=True))
 
 
 def kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -62,12 +65,11 @@ def by_formula(
     compare: Callable[..., Tensor],
     student: tuple[Tensor, Tensor],
     teacher: tuple[Tensor, Tensor],
-    starts: Tensor,
     tokens: Tensor,
     heads: int,
 ) -> Tensor:
     """Compute the formula in the paper's file."""
-    same = block_diagonal_mask(starts, *tokens.shape)[:, 0]
+    same = block_diagonal_mask(STARTS, *tokens.shape)[:, 0]
     if compare is relation_divergence:
         both = (minilm.relation(x, y, same, heads) for x, y in (student, teacher))
         return minilm.divergence(*both, tokens)
@@ -79,6 +81,7 @@ def by_formula(
 COMPARISONS = [(relation_divergence, kl, 1), (score_difference, squares, 10)]
 
 
+@pytest.mark.parametrize("filled", [0.0, 0.8, 1.0])
 @pytest.mark.parametrize("elements", [1, 200, 2**20])
 @pytest.mark.parametrize("itself", [True, False])
 @pytest.mark.parametrize(("compare", "formula", "size"), COMPARISONS, ids=["kl", "squares"])
@@ -88,25 +91,27 @@ def test_value_and_gradients_equal_a_loop(
     size: int,
     itself: bool,
     elements: int,
+    filled: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(relations._ELEMENTS, "cpu", elements)
+    monkeypatch.setattr(relations, "_FILLED", filled)
+    relations._blocks.cache_clear()
     generator = torch.Generator().manual_seed(0)
     x, y, tx, ty = (
-        size * torch.randn(3, 8, width, generator=generator, dtype=torch.float64)
+        size * torch.randn(8, 3, width, generator=generator, dtype=torch.float64).transpose(0, 1)
         for width in (12, 12, 24, 24)
     )
     if itself:
         y, ty = x, tx
-    starts = torch.tensor([0, *accumulate(chain(*LENGTHS))], dtype=torch.int32)
     tokens = torch.ones(3, 8, dtype=torch.bool)
     tokens[PADDED, 3:] = False
     x, y = x.requires_grad_(), y.requires_grad_()
     expected = naive(x, y, tx, ty, tokens, 6, formula)
     inputs = [x] if itself else [x, y]
     gradients = torch.autograd.grad(3 * expected, inputs)
-    for function in (compare, partial(by_formula, compare)):
-        found = function((x, y), (tx, ty), starts, tokens, 6)
+    for function, where in ((compare, DOCUMENTS), (partial(by_formula, compare), tokens)):
+        found = function((x, y), (tx, ty), where, 6)
         assert expected > 1 and (found - expected).abs() < 1e-9 * expected
         for ours, theirs in zip(torch.autograd.grad(3 * found, inputs), gradients, strict=True):
             assert theirs.abs().max() > 0.1
@@ -118,9 +123,8 @@ def test_a_score_of_minus_100_counts_as_0_and_gets_no_gradient() -> None:
     # Head 0: [[1, -200], [0.5, -100]] and [[2, 6], [-50, -150]]; head 1: [[1, 2], [1, 2]] and 0.
     q, k = torch.tensor([[[2, 1], [1, 1], [9, 9]], [[0.5, 1], [-100, 2], [9, 9]]]).unsqueeze(1)
     tq, tk = torch.tensor([[[2.0, 0], [-50, 0], [5, 5]], [[1, 0], [3, 0], [5, 5]]]).unsqueeze(1)
-    starts, tokens = torch.tensor([0, 2, 3]).int(), torch.tensor([[True, True, False]])
     q, k = q.requires_grad_(), k.requires_grad_()
-    found = score_difference((q, k), (tq, tk), starts, tokens, 2)
+    found = score_difference((q, k), (tq, tk), ((0, 2),), 2)
     assert found.item() == ((1 + 6**2 + 50.5**2 + 0) + (1 + 4 + 1 + 4)) / 2
     grad_q, grad_k = torch.autograd.grad(found, [q, k])
     assert grad_q.tolist() == [[[-0.5, 5], [25.25, 5], [0, 0]]]
@@ -134,12 +138,12 @@ def test_half_precision_is_computed_in_fp32(dtype: torch.dtype, bound: float) ->
     """Compare with the loop on the same rounded inputs; gradients are rounded once, at the end."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(3, 8, width, generator=generator).to(dtype) for width in (12, 24)]
-    starts = torch.tensor([0, *accumulate(chain(*LENGTHS))], dtype=torch.int32)
+    documents = (*DOCUMENTS, (19, 5))  # the padding is one, too
     tokens = torch.ones(3, 8, dtype=torch.bool)
     exact, tx = (t.double() for t in drawn)
     x, exact = drawn[0].requires_grad_(), exact.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):  # which it leaves
-        found = relation_divergence((x, x), (drawn[1], drawn[1]), starts, tokens, 6)
+        found = relation_divergence((x, x), (drawn[1], drawn[1]), documents, 6)
     expected = naive(exact, exact, tx, tx, tokens, 6)
     assert found.dtype == torch.float32
     assert (found - expected).abs() < 1e-5 * expected
@@ -156,14 +160,14 @@ def test_scores_do_not_outlive_their_chunk(
 ) -> None:
     """Count what autograd keeps: the gradient of a relation with itself, and nothing else."""
     monkeypatch.setitem(relations._ELEMENTS, "cpu", 8 * 8)
+    relations._blocks.cache_clear()
     x = torch.randn(3, 8, 12, requires_grad=True)
-    starts = torch.tensor([0, *accumulate(chain(*LENGTHS))], dtype=torch.int32)
-    tokens, kept = torch.ones(3, 8, dtype=torch.bool), set[int]()
+    kept = set[int]()
 
     def keep(tensor: Tensor) -> Tensor:
         kept.add(tensor.untyped_storage().nbytes())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        compare((x, x), (x.detach(), x.detach()), starts, tokens, 6)
+        compare((x, x), (x.detach(), x.detach()), DOCUMENTS, 6)
     assert kept == {3 * 8 * 12 * 4}

@@ -189,7 +189,8 @@ def of_micro_step(
         ids = torch.zeros(B, L, dtype=torch.int64, device=device)
         slots = torch.zeros(B, K, dtype=torch.int64, device=device)
         labels = {"positions": slots, "masked": slots.clone()}
-        batch = Batch(ids, cu_seqlens, longest, labels, counts)
+        documents = tuple(zip(begins, cu_seqlens.diff().tolist(), strict=True))
+        batch = Batch(ids, cu_seqlens, longest, labels, counts, documents)
         with torch.autocast(device, autocast, enabled=autocast is not None):
             loss, _ = shapes(batch, torch.ones(len(shapes.terms), device=device))
         (loss * (1 / batch.counts["tokens"])).backward()
