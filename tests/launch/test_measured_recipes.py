@@ -1,0 +1,92 @@
+"""Run the recipes that measured tasks, at tiny size, in the order in which they need each other."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.shipped import CONFIGS
+from support.task_data import WORDS, save_model, sentence
+from transformers import AutoTokenizer
+
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
+
+
+def write_inputs() -> None:
+    """Write what the recipes name, in the working directory."""
+    draw = random.Random(0)
+
+    def example() -> tuple[int, str]:
+        label = draw.randrange(2)
+        return label, f"{WORDS[label]} {sentence(draw)}"
+
+    for folder in ("glue/SST-2", "glue/STS-B", "aclImdb/train/neg", "aclImdb/train/pos"):
+        Path(folder).mkdir(parents=True)
+    for split, num in (("train", 96), ("dev", 40)):
+        lines = [f"{text}\t{label}\n" for label, text in (example() for _ in range(num))]
+        Path(f"glue/SST-2/{split}.tsv").write_text("sentence\tlabel\n" + "".join(lines))
+        rows = [
+            ["a", "b", "c", "d", label, text, sentence(draw)]
+            for label, text in (example() for _ in range(num))
+        ]
+        table = "".join("\t".join(map(str, row)) + "\n" for row in rows)
+        Path(f"glue/STS-B/sts-{split}.csv").write_text(table)
+    for number in range(120):
+        label, text = example()
+        Path(f"aclImdb/train/{('neg', 'pos')[label]}/{number}_5.txt").write_text(text)
+    body = save_model(Path("minilm-l6-body"), "bert", "classification", num_hidden_layers=3)
+    body.bert.save_pretrained("minilm-l6-body")
+    AutoTokenizer.from_pretrained("minilm-l6-body").save_pretrained("minilm-l6-body")
+    Path("texts.txt").write_text("\n".join(sentence(draw) for _ in range(400)), encoding="utf-8")
+    corpus = {
+        "output": "shards/wiki-sentences",
+        "tokenizer": "minilm-l6-body",
+        "row_length": 64,
+        "sources": [{"kind": "text", "path": "texts.txt", "document": "line"}],
+        "deduplicate": {"documents": "exact"},
+        "validation": 0.1,
+        "workers": 1,
+    }
+    prepare(CorpusConfig.model_validate(corpus))
+
+
+def scores_of(distil: Any, name: str, *without: str) -> dict[str, Any]:
+    """Run a recipe on one task with one seed, without some arms of a sweep; return its scores."""
+    values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
+    fewer = {"train.seed": "[0]", "shards": "[shards/tasks/sst2]"}  # new ones each: no aliases
+    for run in values["runs"]:
+        if "max_steps" in run.get("train", {}):
+            run["train"]["max_steps"] = 3
+        if "sweep" in run:
+            run["sweep"] = {
+                k: yaml.safe_load(fewer[k]) if k in fewer else v
+                for k, v in run["sweep"].items()
+                if k not in without
+            }
+    models = values["runs"][-1]["models"]
+    if isinstance(runs := models["teacher"], list):
+        models["teacher"] = [run for run in runs if run.endswith("sst2")]
+    Path("recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    code, out, err = distil("recipe", "recipe.yaml")
+    assert code == 0, out + err
+    scores = Path(values["runs"][-1]["output"], "scores.json")
+    found: dict[str, Any] = json.loads(scores.read_text(encoding="utf-8"))["figures"]
+    return found
+
+
+@pytest.mark.slow
+def test_the_measured_recipes_score_their_students(distil: Any) -> None:
+    write_inputs()
+    found = scores_of(distil, "tasks-english")
+    assert {*found} == {"teacher", "student labels", "student kd"}
+    assert {*found["student kd"]} == {"sst2", "average", "retention"}
+    found = scores_of(distil, "imdb-soft-labels", "labels", "kd")
+    assert {*found} == {"teacher", "student soft"} and "imdb" in found["student soft"]
+    found = scores_of(distil, "tasks-pretrained", "minilm")
+    assert {*found} == {"teacher", "student embedding", "student alone"}
+    assert {*found["student alone"]} == {"sst2", "average", "retention"}
