@@ -21,6 +21,7 @@ from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards import load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig
+from pretrain.model.hub import look_up
 
 RESULT = "result.json"  # what a run of a sweep keeps in place of its checkpoints
 VECTORS = "vectors.safetensors"  # in the output, where `vectors` names no other file
@@ -197,14 +198,19 @@ def check_model(folder: Path) -> None:
 
 
 def check_inputs(
-    config: RunConfig, made: Sequence[Path] = (), *, needs_shards: bool = True
+    config: RunConfig,
+    made: Sequence[Path] = (),
+    *,
+    needs_shards: bool = True,
+    ask_hub: bool = False,
 ) -> None:
-    """Refuse missing shards, a path without a model, and a run without a checkpoint.
+    """Refuse missing shards, a path or name without a model, and a run without a checkpoint.
 
     Args:
         config: the run.
         made: outputs of runs that are trained before it, which need not be there yet.
         needs_shards: refuse missing shards.
+        ask_hub: for models of a new run that are no folders; else they are found when loaded.
 
     Raises:
         CorpusError, RunError: names the path.
@@ -215,9 +221,12 @@ def check_inputs(
         load_manifest(config.shards)
     if config.resume_from is not None and Path(os.path.realpath(config.resume_from)) not in later:
         check_run(config.resume_from)
+    ask_hub &= sealed_state(config.output) is None  # a finished run needs no model
     for key, name in config.sources().items():
         if Path(os.path.realpath(name)) not in later:
             check_source(key, name)
+            if ask_hub and onnx_file(Path(name)) is None:
+                look_up(f"{key} {name}", name)
 
 
 def check_source(key: str, name: str) -> None:

@@ -41,7 +41,7 @@ def pretrain(
         if is_first:
             show(config_line(config))
             check_output(settings)
-            check_inputs(settings)
+            check_inputs(settings, ask_hub=not dry_run)
             accumulation_steps(settings, int(os.environ.get("WORLD_SIZE", 1)))
             found = plan(settings, {}, needs_shards=True)
             if dry_run:

@@ -43,7 +43,7 @@ class Train(Stage):
         config = self.config
         check_output(config)
         needs_shards = not dry_run and real(config.shards) not in made
-        check_inputs(config, list(made), needs_shards=needs_shards)
+        check_inputs(config, list(made), needs_shards=needs_shards, ask_hub=not dry_run)
         if not dry_run:
             _check_batch(config, how.launch)
         found = plan(config, made, needs_shards=needs_shards)

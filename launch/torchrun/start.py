@@ -73,7 +73,9 @@ def start(asked: Launch) -> int:
         if not (asked.dry_run or asked.public):
             check_private(head, here=ranks == [0])
     if not asked.dry_run:
-        check_inputs(config)  # the first rank would report this too, but half a minute later
+        check_inputs(
+            config, ask_hub=True
+        )  # the first rank would report this too, but half a minute later
     if not (asked.dry_run or asked.slurm):  # a queued job may follow the run that works now
         refuse_if_held(config.output, "pretrain", who="distil pretrain")
     processes = asked.gpus or (preset.processes if preset else 1)  # else there may be more

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
+from huggingface_hub import ModelCard, snapshot_download
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from data_prep.disk import hash_file
-from data_prep.messages import first_line, warn
+from data_prep.messages import warn
 from pretrain import RunError
 from pretrain.checkpoint import Saved, read_newest
 from pretrain.files import writing_to
 from pretrain.model.families import Family, MaskedLM, family_of
+from pretrain.model.hub import config_file, not_there
 from pretrain.model.loading import assemble, known_family
 from pretrain.model.model_files import SETTINGS, read_config, read_tensors
 from pretrain.run_folder import is_run, no_checkpoint, taken
@@ -143,12 +144,7 @@ def fetch(who: str, name: str) -> tuple[Path, str | None]:
             if any(folder.glob(weights)):
                 break
     except Exception as error:  # hub, proxy and network raise unrelated classes
-        why = f"the hub does not give it ({first_line(error)})"
-        if "Connect" in f"{type(error)} {error}" or "offline" in str(error).lower():
-            why = "the hub cannot be reached from this machine"
-        raise RunError(
-            f"{who}: no such folder here, and {why}; check the name, or give the path of a folder"
-        ) from error
+        raise not_there(who, error) from error
     return folder, folder.name
 
 
@@ -161,12 +157,7 @@ def model_config(who: str, name: str) -> dict[str, Any]:
     """
     if Path(name).is_dir():
         return newest(Path(name), lambda folder, _: read_config(who, folder))
-    source, _, revision = name.partition("@")
-    try:
-        file = hf_hub_download(source, "config.json", revision=revision or None)
-    except ValueError as error:  # a name that no hub has
-        raise OSError(str(error)) from error
-    return read_config(who, Path(file).parent)
+    return read_config(who, config_file(name).parent)
 
 
 def write_model(

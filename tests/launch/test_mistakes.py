@@ -71,6 +71,19 @@ def test_missing_shards_are_refused_without_torch(trained: Path, tmp_path: Path)
     check_refused(message, "launch", "shipped:demo.yaml", f"shards={tmp_path}")
 
 
+@pytest.mark.parametrize("name", ["nobody/nothing", "a b"], ids=["unreachable", "no name"])
+def test_a_model_that_is_nowhere_is_refused_without_torch(
+    name: str, shards: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    values = {"output": str(tmp_path / "out"), "shards": str(shards), "teacher": name}
+    config.write_text(json.dumps({"runs": [values]}), encoding="utf-8")
+    check_refused(f"teacher {name}: no such folder here, and the hub", "recipe", config)
+    config.write_text(json.dumps(values), encoding="utf-8")
+    for command in ("pretrain", "launch"):
+        check_refused(f"teacher {name}: no such folder here, and the hub", command, config)
+
+
 def test_another_recipe_than_the_checkpoints_is_refused_without_torch(
     shards: Path, tmp_path: Path, seal: Callable[[Path, Mapping[str, Any]], Path]
 ) -> None:
