@@ -31,12 +31,14 @@ def look_up(who: str, name: str) -> None:
     Raises:
         RunError: it is not there, or the hub does not answer.
     """
+    if Path(name).is_dir():
+        return
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     source, _, revision = name.partition("@")
     try:
         known = try_to_load_from_cache(source, "config.json", revision=revision or None)
-        if not Path(name).is_dir() and not isinstance(known, str):
+        if not isinstance(known, str):
             HfApi().model_info(source, revision=revision or None)
     except Exception as error:  # hub, proxy and network raise unrelated classes
         raise not_there(who, error) from error
