@@ -16,6 +16,7 @@ from pydantic import (
 from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.device.precision import PrecisionName
+from pretrain.kernels.products import ProductsName
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.known import Objective, with_objective
 from pretrain.tasks.folders import TASKS, AnyTask
@@ -183,7 +184,8 @@ class Train(Keys):
     `global_batch_size` counts the rows of one optimizer step over all ranks; gradient accumulation
     follows from it. `micro_batch_size: auto`, the default, is the most rows that fit a GPU, found
     before the first step. On a CPU it is at most 8, a divisor of a rank's rows. `precision: auto`
-    is bf16 or fp16 where the hardware is faster in it, else fp32. `max_steps` wins over `epochs`.
+    is bf16 or fp16 where the hardware is faster in it, else fp32. `products` is the library of a
+    CPU's matrix products in fp32. `max_steps` wins over `epochs`.
     `skip_non_finite` is the number of steps that may be left out because their loss or gradient was
     not finite; one more stops the run. Every `compare_every` steps, and before a checkpoint, the
     ranks compare their weights (0: never). `compile` makes steps faster and the first one slower.
@@ -195,6 +197,7 @@ class Train(Keys):
     global_batch_size: int = Field(4096, ge=1, le=2**24)  # the paper's "up to 4K"
     micro_batch_size: int | Literal["auto"] | None = None  # rows at a time of one rank
     precision: PrecisionName = "auto"
+    products: ProductsName = "auto"  # `head`: oneDNN for logits; `mixed`: not for weights
     seed: int = Field(0, ge=0, lt=2**64)  # of weights, order, masks and dropout
     num_workers: int = Field(1, ge=0, le=256)  # one masks tens of millions of tokens a second
     skip_non_finite: int = Field(0, ge=0)  # 0: a NaN is looked at before it is trained over
@@ -322,7 +325,7 @@ class RunConfig(Keys):
         Paths, speed and frequencies may change.
         """
         freely_changed = {"micro_batch_size", "num_workers", "skip_non_finite", "compare_every"}
-        freely_changed |= {"compile", "activation_checkpointing"}
+        freely_changed |= {"compile", "activation_checkpointing", "products"}
         others = ["output", "resume_from", "shards", "teacher", "teacher_vocabulary"]
         others += ["vectors", "evaluation", "checkpoint", "logging"]
         exclude: Any = {**dict.fromkeys(others, True), "train": freely_changed, "task": {"logits"}}

@@ -21,6 +21,7 @@ from pretrain.data.hashing import root
 from pretrain.data.order import Order
 from pretrain.data.rows import Skip, StepDataset, check_workers, with_skip
 from pretrain.device.precision import PRECISIONS, choose
+from pretrain.kernels import products
 from pretrain.model import tokenizer_files
 from pretrain.model.distillation import parameters_by_name
 from pretrain.model.families import MaskedLM, family_of, has_types, shape_of
@@ -115,6 +116,7 @@ def load_inputs(
         saved, parts = read_branch(config.resume_from, config.optimizer, steps, progress.say)
         notes.append(f"continued from step {saved.step:,} of another run")
     config = resolve_precision(config, ranks.device, saved and saved.state, progress.say)
+    config = resolve_products(config, ranks.device, saved and saved.state, progress.say)
     teacher = load_run_teacher(config, manifest)
     if teacher is not None and teacher.note and saved is None:
         notes.append(teacher.note)
@@ -295,6 +297,23 @@ def resolve_precision(
             text += f"; this machine would choose {chosen} ({reason})"
     say(f"precision auto: {text}")
     return config.with_train(precision=precision)
+
+
+def resolve_products(
+    config: RunConfig,
+    device: torch.device,
+    state: Mapping[str, Any] | None,
+    say: Callable[[str], None],
+) -> RunConfig:
+    """Replace `products: auto` by the checkpoint's choice, or in a new run by the table's."""
+    if config.train.products != "auto":
+        return config
+    name, reason = products.choose() if device.type == "cpu" else (products.USUAL, "")
+    if state is not None:
+        name, reason = state["config"]["train"].get("products", products.USUAL), "as before"
+    if device.type == "cpu" and config.train.precision == "fp32":
+        say(f"products auto: {name} ({reason})")
+    return config.with_train(products=name)
 
 
 def read_branch(

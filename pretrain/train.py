@@ -31,6 +31,7 @@ from pretrain.environment import GRACE
 from pretrain.evaluate import evaluate
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
+from pretrain.kernels import products
 from pretrain.load import load_inputs
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Clock, Progress, Silent
@@ -106,6 +107,13 @@ def train(
                 {"choice for train.precision auto": inputs.config.train.precision},
                 "the machines differ: set train.precision, to fp32 for instance",
             )
+        if config.train.products == "auto":
+            same_everywhere(
+                ranks,
+                {"choice for train.products auto": inputs.config.train.products},
+                "the machines differ: set train.products, to mkl for instance",
+            )
+        stack.enter_context(products.using(inputs.config.train.products))
         # Before the first collective call on tensors: ranks with other files would hang there, or
         # train on different data.
         same_everywhere(ranks, inputs.names(stop_after))

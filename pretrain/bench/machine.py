@@ -84,7 +84,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
         b = torch.randn(inner, size, device=device).to(dtype)
         # Time each library that our layers use.
         products: list[Callable[[], Tensor]] = [partial(torch.matmul, a, b)]
-        if have_product(a, b):
+        if have_product("forward", a, b):
             products.append(partial(product, a, b.t(), None))
         for _ in range(5):
             for multiply in products:

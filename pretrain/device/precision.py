@@ -8,15 +8,13 @@ run keeps it. A run in fp16 therefore continues on GPUs only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pretrain import RunError
+from pretrain.kernels.products import processor
 
 if TYPE_CHECKING:
     import torch  # at run time inside functions: a config must load without it
-
-CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +100,10 @@ def choose(device: torch.device) -> tuple[str, str]:
         return max(faster, key=faster.__getitem__), name
     if device.type != "cpu":
         return "fp32", f"not known of {device.type}"
-    try:
-        text = CPUINFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not Linux
-        text = ""
-    # The first processor is enough: up to the first empty line.
-    lines = [line.partition(":") for line in text.partition("\n\n")[0].splitlines()]
-    fields = {key.strip(): value.strip() for key, _, value in lines}
-    flags = set(fields.get("flags", "").split())
+    vendor, flags = processor()
     if {"amx_bf16", "amx_tile"} <= flags:
         return "bf16", "CPU with AMX"
-    if fields.get("vendor_id") == "AuthenticAMD" and "avx512_bf16" in flags:
+    if vendor == "AuthenticAMD" and "avx512_bf16" in flags:
         return "bf16", "AMD CPU with AVX512-BF16"
     return "fp32", "CPU without AMX or AMD's AVX512-BF16"
 

@@ -3,11 +3,9 @@
 The layers run in student and teacher, training and evaluation, unless they are compiled. `Linear`
 computes exactly torch's formula; `Dropout` has torch's distribution, but other random numbers.
 
-Linear layers in fp32 use oneDNN if it is available: on x86, torch uses MKL for fp32 products and
-oneDNN, which it also ships, only for half precision. On an EPYC with AVX-512 oneDNN computes
-`x W^T` of an encoder 9 to 26 % faster, its gradient to x up to 19 %, and logits, few rows by the
-whole vocabulary, 1.5 to 2.4 times as fast. A weight's own gradient stays with MKL, which is no
-slower. Other processors: not measured.
+Linear layers in fp32 use the library that `products.py` chooses. On an EPYC with AVX-512 oneDNN
+computes `x W^T` of an encoder 9 to 26 % faster than MKL, its gradient to x up to 19 %, and logits,
+few rows by the whole vocabulary, 1.5 to 2.4 times as fast.
 
 Dropout takes four random numbers from one draw, where torch makes a draw for each: 1 ms for 1,024
 positions of width 768 instead of 8.
@@ -24,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from pretrain.kernels.products import Kind, by_onednn
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 LANES, LEVELS = 4, 2**15  # int16 numbers per draw of 64 bits, and the number of their values
@@ -54,7 +54,9 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return `input W^T + b` [..., E] of input [..., D]."""
         # The compiler replaces linear layers itself, see `product`.
-        if torch.compiler.is_compiling() or not have_product(input, self.weight, self.bias):
+        if torch.compiler.is_compiling() or not have_product(
+            "forward", input, self.weight, self.bias
+        ):
             return F.linear(input, self.weight, self.bias)
         # The teacher's pass: no graph, so no autograd function around the product.
         if not torch.is_grad_enabled():
@@ -80,10 +82,11 @@ class Dropout(nn.Dropout):
 _OURS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Linear, nn.Dropout: Dropout}
 
 
-def have_product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Return whether `product` supports these and is faster; for a mistake torch has the error."""
+def have_product(kind: Kind, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Return whether `product` supports these and is chosen; for a mistake torch has the error."""
     return (
         _X86
+        and by_onednn(kind)
         and input.device.type == "cpu"
         and input.dtype == weight.dtype == torch.float32
         and input.shape[-1:] == weight.shape[1:]
@@ -114,12 +117,16 @@ class _Linear(torch.autograd.Function):
         input, weight_ED = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         grad_NE, input_ND = (t.reshape(-1, t.shape[-1]) for t in (grad, input))
-        return (
-            product(grad, weight_ED.t(), None) if needs_input else None,
-            # By MKL, which is not slower here than oneDNN (docs/LOG.md).
-            grad_NE.t() @ input_ND if needs_weight else None,
-            grad_NE.sum(0) if needs_bias else None,
-        )
+        of_input = of_weight = None
+        if needs_input and by_onednn("input gradient"):
+            of_input = product(grad, weight_ED.t(), None)
+        elif needs_input:
+            of_input = grad @ weight_ED
+        if needs_weight and by_onednn("weight gradient") and len(grad_NE):  # it takes no 0 rows
+            of_weight = product(grad_NE.t(), input_ND.t(), None)
+        elif needs_weight:
+            of_weight = grad_NE.t() @ input_ND
+        return of_input, of_weight, grad_NE.sum(0) if needs_bias else None
 
 
 def drop_levels(dropout: float) -> int:

@@ -85,7 +85,7 @@ def test_a_config_is_measured_as_it_trains(
     precision: str, tmp_path: Path, config: Path, distil: Distil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text("flags : amx_bf16 amx_tile\n", encoding="utf-8")
-    monkeypatch.setattr("pretrain.device.precision.CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("pretrain.kernels.products.CPUINFO", tmp_path / "cpuinfo")
     changes = f"train.precision={precision}", "student.num_layers=1"
     file = tmp_path / "bench.json"
     options = ("--documents", "--repeats", 1, "--json", file)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,12 +22,20 @@ from pretrain.kernels.cpu_layers import (
     use_cpu_layers,
     use_torch_layers,
 )
+from pretrain.kernels.head.vocabulary import Projection
+from pretrain.kernels.products import ONEDNN, using
 from pretrain.model.distillation import Distillation
 from pretrain.objectives.distilbert import DistilBert
 
-needs_onednn = pytest.mark.skipif(
-    not have_product(torch.zeros(1, 1), torch.zeros(1, 1)), reason="oneDNN's products are for x86"
-)
+with using("onednn"):
+    HAVE_ONEDNN = have_product("forward", torch.zeros(1, 1), torch.zeros(1, 1))
+needs_onednn = pytest.mark.skipif(not HAVE_ONEDNN, reason="oneDNN's products are for x86")
+
+
+@pytest.fixture(autouse=True)
+def _the_same_library_on_every_processor() -> Iterator[None]:
+    with using("mixed"):
+        yield
 
 
 def layers(*, width: int = 48, out: int = 80, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
@@ -48,10 +57,11 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 @needs_onednn
+@pytest.mark.parametrize("library", ONEDNN)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 48), (2, 5, 48), (1, 48), (48,), (2, 0, 48)])
-def test_a_linear_layer_in_fp64(shape: tuple[int, ...], bias: bool) -> None:
-    """Compare output and gradients with fp64: the error is no larger than torch's."""
+def test_a_linear_layer_in_fp64(shape: tuple[int, ...], bias: bool, library: str) -> None:
+    """Compare output and gradients of each choice with fp64: no larger an error than torch's."""
     theirs, ours = layers(bias=bias)
     torch.manual_seed(1)
     input, grad = torch.randn(shape), torch.randn(*shape[:-1], 80)
@@ -62,7 +72,9 @@ def test_a_linear_layer_in_fp64(shape: tuple[int, ...], bias: bool) -> None:
         assert y.shape == grad.shape and y.dtype == dtype
         return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], grad.to(dtype))]
 
-    found, expected = made(ours, torch.float32), made(copy.deepcopy(theirs).double(), torch.float64)
+    with using(library):
+        found = made(ours, torch.float32)
+    expected = made(copy.deepcopy(theirs).double(), torch.float64)
     assert len(found) == 3 + bias
     for mine, exact in zip(found, expected, strict=True):
         assert mine.shape == exact.shape
@@ -107,6 +119,26 @@ def test_onednn_computes_fp32_products() -> None:
     with Operators() as called:
         layer(x.double())
     assert name not in called.names
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("library", "times"), [("mkl", 0), ("head", 0), ("mixed", 2), ("onednn", 3)]
+)
+def test_each_kind_of_product_has_its_library(library: str, times: int) -> None:
+    """Count a layer's products forward and backward, then the logits of a head."""
+    _, layer = layers()
+    x = torch.randn(3, 48, requires_grad=True)
+    name = "mkldnn._linear_pointwise.default"
+    with using(library):
+        with Operators() as called:
+            layer(x).sum().backward()
+        assert called.names.count(name) == times
+        head = Projection(x.detach(), layer.weight.detach(), layer.bias.detach())
+        with Operators() as called:
+            logits = head.logits(slice(None), None)
+        assert called.names.count(name) == (library != "mkl")
+    assert relative(logits, F.linear(*(t.double() for t in head))) < 1e-6
 
 
 def test_errors_are_torch_s_own() -> None:

@@ -41,7 +41,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         file.unlink(missing_ok=True)
         if text is not None:
             file.write_text(text, encoding="utf-8")
-        monkeypatch.setattr("pretrain.device.precision.CPUINFO", file)
+        monkeypatch.setattr("pretrain.kernels.products.CPUINFO", file)
 
     return set_cpuinfo
 

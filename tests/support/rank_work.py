@@ -47,7 +47,7 @@ def with_small_buckets(values: dict[str, Any]) -> None:
 
 def on_machines(values: dict[str, Any], cpuinfo: Path, file: Path) -> None:
     """Call `answered` with a /proc/cpuinfo of its own for each rank."""
-    pretrain.device.precision.CPUINFO = cpuinfo.with_suffix(f".{os.environ['RANK']}")
+    pretrain.kernels.products.CPUINFO = cpuinfo.with_suffix(f".{os.environ['RANK']}")
     answered([values], file)
 
 

@@ -53,7 +53,8 @@ class Projection(NamedTuple):
         """Return logits [n, V] of some positions, in the first rows of a tile if there is one."""
         hidden = self.hidden_ND[rows]
         if tile_nV is None:
-            return product(hidden, self.weight_VD, self.bias_V)
+            by_onednn = have_product("head", hidden, self.weight_VD, self.bias_V)
+            return (product if by_onednn else F.linear)(hidden, self.weight_VD, self.bias_V)
         out = tile_nV[: hidden.shape[0]]
         return torch.addmm(self.bias_V, hidden, self.weight_VD.t(), out=out)
 
@@ -201,7 +202,7 @@ class _VocabularyLosses(torch.autograd.Function):
 
 def _tile(rows: int, model: Projection) -> Tensor | None:
     """Allocate logits [rows, V]; return None if `product`, which allocates its own, is faster."""
-    if have_product(model.hidden_ND, model.weight_VD):
+    if have_product("head", model.hidden_ND, model.weight_VD):
         return None
     vocabulary, like = len(model.weight_VD), model.hidden_ND
     # On a GPU each row is aligned for tensor cores.
