@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.contracts.packing import Packing
@@ -21,8 +22,9 @@ IGNORE = -100  # label of a slot without a prediction: the default of torch's cr
 Rows = dict[str, Tensor]
 
 
-# (begin, length) of each document in the B * L positions, without padding
-Documents = tuple[tuple[int, int], ...]
+# (begin, length) of each document in the B * L positions, without padding [S, 2]. An array, because
+# DDP and DeepSpeed look into every tuple that they pass on.
+Documents = NDArray[np.int64]
 
 
 class Batch(NamedTuple):
@@ -76,7 +78,7 @@ def packed_batch(
     lengths = np.diff(begins, append=ids.size)
     max_length = int(lengths.max(initial=0))
     real = token.flat[begins]
-    documents = tuple(zip(begins[real].tolist(), lengths[real].tolist(), strict=True))
+    documents = np.stack([begins[real], lengths[real]], axis=1)
     lengths = lengths[real]
     found = {
         "tokens": int(np.count_nonzero(token)),

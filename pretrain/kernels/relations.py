@@ -100,18 +100,15 @@ class _Block(NamedTuple):
 
 
 @lru_cache(maxsize=8)  # the relations, and layers, of a micro-batch share them
-def _blocks(
-    documents: Documents, heads: int, limit: int, device: torch.device
-) -> tuple[_Block, ...]:
+def _blocks(documents: bytes, heads: int, limit: int, device: torch.device) -> tuple[_Block, ...]:
     """Return the documents by their lengths, as many at a time as fit with all their heads."""
-    found, lengths = [], sorted(documents, key=lambda document: -document[1])
-    while lengths:
-        longest = lengths[0][1]
+    rest = np.frombuffer(documents, np.int64).reshape(-1, 2)
+    rest, found = rest[np.argsort(-rest[:, 1], kind="stable")], []
+    while len(rest):
+        longest = int(rest[0, 1])
         most = max(1, limit // (heads * longest * longest))
-        num = 1
-        while num < min(most, len(lengths)) and lengths[num][1] >= _FILLED * longest:
-            num += 1
-        some, lengths = np.array(lengths[:num]), lengths[num:]
+        num = min(most, int(np.count_nonzero(rest[:, 1] >= _FILLED * longest)))
+        some, rest = rest[:num], rest[num:]
         inside = np.arange(longest) < some[:, 1:]
         places = torch.from_numpy(some[:, :1] + np.arange(longest) * inside)
         mask = None if inside.all() else send(torch.from_numpy(inside), device)
@@ -145,7 +142,9 @@ class _Compared(torch.autograd.Function):
 
         limit = _ELEMENTS.get(x_BLD.device.type, _ELEMENTS["cuda"])
         with torch.autocast(x_BLD.device.type, enabled=False):
-            for places_nP, inside_nP in _blocks(documents, heads, limit, x_BLD.device):
+            for places_nP, inside_nP in _blocks(
+                documents.astype(np.int64).tobytes(), heads, limit, x_BLD.device
+            ):
                 num, longest = places_nP.shape
                 behind = None if inside_nP is None else ~inside_nP[:, None, None]
                 parts_nAPd = [

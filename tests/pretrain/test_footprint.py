@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,7 +218,7 @@ def really(module: Distillation, dtype: torch.dtype | None) -> None:
     slots = torch.arange(5).repeat(4, 1)
     counts: dict[str, int] = {"tokens": 128, "masked": 20, "sequences": 8, "pairs": 8 * 256}
     labels = {"positions": slots, "masked": slots + 5}
-    documents = tuple((begin, 16) for begin in range(0, 128, 16))
+    documents = np.array([(begin, 16) for begin in range(0, 128, 16)])
     batch = Batch(ids, torch.arange(0, 129, 16).int(), 16, labels, counts, documents)
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         loss, _ = module(batch, torch.ones(3))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, chain
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ LENGTHS = [[5, 3], [8], [2, 1, 5]]  # of documents in rows of 8; the last of row
 PADDED = 2
 STARTS = torch.tensor([0, *accumulate(chain(*LENGTHS))], dtype=torch.int32)
 # Where the documents are, without the padding.
-DOCUMENTS = tuple(zip(STARTS[:5].tolist(), STARTS.diff()[:5].tolist(), strict=True))
+DOCUMENTS = np.stack([STARTS[:5].numpy(), STARTS.diff()[:5].numpy()], axis=1).astype(np.int64)
 
 
 def kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ def test_a_score_of_minus_100_counts_as_0_and_gets_no_gradient() -> None:
     q, k = torch.tensor([[[2, 1], [1, 1], [9, 9]], [[0.5, 1], [-100, 2], [9, 9]]]).unsqueeze(1)
     tq, tk = torch.tensor([[[2.0, 0], [-50, 0], [5, 5]], [[1, 0], [3, 0], [5, 5]]]).unsqueeze(1)
     q, k = q.requires_grad_(), k.requires_grad_()
-    found = score_difference((q, k), (tq, tk), ((0, 2),), 2)
+    found = score_difference((q, k), (tq, tk), np.array([[0, 2]]), 2)
     assert found.item() == ((1 + 6**2 + 50.5**2 + 0) + (1 + 4 + 1 + 4)) / 2
     grad_q, grad_k = torch.autograd.grad(found, [q, k])
     assert grad_q.tolist() == [[[-0.5, 5], [25.25, 5], [0, 0]]]
@@ -138,7 +139,7 @@ def test_half_precision_is_computed_in_fp32(dtype: torch.dtype, bound: float) ->
     """Compare with the loop on the same rounded inputs; gradients are rounded once, at the end."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(3, 8, width, generator=generator).to(dtype) for width in (12, 24)]
-    documents = (*DOCUMENTS, (19, 5))  # the padding is one, too
+    documents = np.concatenate([DOCUMENTS, [[19, 5]]])  # the padding is one, too
     tokens = torch.ones(3, 8, dtype=torch.bool)
     exact, tx = (t.double() for t in drawn)
     x, exact = drawn[0].requires_grad_(), exact.requires_grad_()

@@ -220,7 +220,7 @@ def soft(s: Any, mask: Any, temperature: float, **labels: Any) -> float:
     packing = Packing(torch.from_numpy(mask), *[torch.zeros(0)] * 2, 0)
     tensors = {name: torch.from_numpy(values) for name, values in labels.items()}
     nothing = torch.zeros(0)
-    batch = Batch(nothing, nothing, 0, tensors, {}, (), packing)
+    batch = Batch(nothing, nothing, 0, tensors, {}, np.zeros((0, 2), np.int64), packing)
     ours = Encoded(nothing, {}, torch.from_numpy(s))
     term = soft_term(1.0, temperature)
     return term.total(ours, None, batch, torch.nn.ModuleDict()).item()

@@ -16,6 +16,7 @@ from itertools import chain
 from math import inf, prod
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -189,7 +190,7 @@ def of_micro_step(
         ids = torch.zeros(B, L, dtype=torch.int64, device=device)
         slots = torch.zeros(B, K, dtype=torch.int64, device=device)
         labels = {"positions": slots, "masked": slots.clone()}
-        documents = tuple(zip(begins, cu_seqlens.diff().tolist(), strict=True))
+        documents = np.stack([begins, cu_seqlens.diff().numpy()], axis=1)
         batch = Batch(ids, cu_seqlens, longest, labels, counts, documents)
         with torch.autocast(device, autocast, enabled=autocast is not None):
             loss, _ = shapes(batch, torch.ones(len(shapes.terms), device=device))
