@@ -198,19 +198,14 @@ def check_model(folder: Path) -> None:
 
 
 def check_inputs(
-    config: RunConfig,
-    made: Sequence[Path] = (),
-    *,
-    needs_shards: bool = True,
-    ask_hub: bool = False,
+    config: RunConfig, made: Sequence[Path] = (), *, needs_shards: bool = True
 ) -> None:
-    """Refuse missing shards, a path or name without a model, and a run without a checkpoint.
+    """Refuse missing shards, a path without a model, and a run without a checkpoint.
 
     Args:
         config: the run.
         made: outputs of runs that are trained before it, which need not be there yet.
         needs_shards: refuse missing shards.
-        ask_hub: for models of a new run that are no folders; else they are found when loaded.
 
     Raises:
         CorpusError, RunError: names the path.
@@ -221,12 +216,24 @@ def check_inputs(
         load_manifest(config.shards)
     if config.resume_from is not None and Path(os.path.realpath(config.resume_from)) not in later:
         check_run(config.resume_from)
-    ask_hub &= sealed_state(config.output) is None  # a finished run needs no model
     for key, name in config.sources().items():
         if Path(os.path.realpath(name)) not in later:
             check_source(key, name)
-            if ask_hub and onnx_file(Path(name)) is None:
-                look_up(f"{key} {name}", name)
+
+
+def check_hub(config: RunConfig, made: Sequence[Path] = ()) -> None:
+    """Refuse a model of a new run that neither a folder nor the hub has; ask it last.
+
+    Args:
+        config: the run.
+        made: see `check_inputs`.
+    """
+    if sealed_state(config.output) is not None:  # a finished run needs no model
+        return
+    later = [Path(os.path.realpath(output)) for output in made]
+    for key, name in config.sources().items():
+        if Path(os.path.realpath(name)) not in later and onnx_file(Path(name)) is None:
+            look_up(f"{key} {name}", name)
 
 
 def check_source(key: str, name: str) -> None:

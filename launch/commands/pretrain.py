@@ -31,7 +31,7 @@ def pretrain(
         from launch.config import config_line, load_config
         from pretrain.config import RunConfig, accumulation_steps
         from pretrain.plan import plan
-        from pretrain.run_folder import check_inputs, check_output
+        from pretrain.run_folder import check_hub, check_inputs, check_output
 
         settings = load_config(RunConfig, config, overrides or [])
         skipped = [parse_rows(text) for text in skip_rows or []]
@@ -41,12 +41,13 @@ def pretrain(
         if is_first:
             show(config_line(config))
             check_output(settings)
-            check_inputs(settings, ask_hub=not dry_run)
+            check_inputs(settings)
             accumulation_steps(settings, int(os.environ.get("WORLD_SIZE", 1)))
             found = plan(settings, {}, needs_shards=True)
             if dry_run:
                 show(*found.lines)
                 return
+            check_hub(settings)
         from pretrain.train import train
 
         quiet()

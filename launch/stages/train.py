@@ -16,7 +16,7 @@ from pretrain.config import RunConfig, accumulation_steps
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.plan import plan
-from pretrain.run_folder import check_inputs, check_output, is_run, sealed_state
+from pretrain.run_folder import check_hub, check_inputs, check_output, is_run, sealed_state
 
 if TYPE_CHECKING:
     from launch.torchrun.start import Launch
@@ -43,10 +43,12 @@ class Train(Stage):
         config = self.config
         check_output(config)
         needs_shards = not dry_run and real(config.shards) not in made
-        check_inputs(config, list(made), needs_shards=needs_shards, ask_hub=not dry_run)
+        check_inputs(config, list(made), needs_shards=needs_shards)
         if not dry_run:
             _check_batch(config, how.launch)
         found = plan(config, made, needs_shards=needs_shards)
+        if not dry_run:
+            check_hub(config, list(made))
         return {real(config.output): found.student}, list(found.lines)
 
     def state(self) -> State:

@@ -31,7 +31,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.device.precision import check_precision
 from pretrain.exit_codes import ExitCode
-from pretrain.run_folder import check_inputs, check_output
+from pretrain.run_folder import check_hub, check_inputs, check_output
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ def start(asked: Launch) -> int:
         if not (asked.dry_run or asked.public):
             check_private(head, here=ranks == [0])
     if not asked.dry_run:
-        check_inputs(
-            config, ask_hub=True
-        )  # the first rank would report this too, but half a minute later
+        check_inputs(config)  # the first rank would report this too, but half a minute later
     if not (asked.dry_run or asked.slurm):  # a queued job may follow the run that works now
         refuse_if_held(config.output, "pretrain", who="distil pretrain")
     processes = asked.gpus or (preset.processes if preset else 1)  # else there may be more
     accumulation_steps(config, asked.nodes * processes)  # raises if they do not divide
+    if not (asked.dry_run or asked.slurm):
+        check_hub(config)
 
     # torch takes seconds to import: the mistakes above are answered before.
     import torch
