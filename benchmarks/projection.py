@@ -1,41 +1,21 @@
-"""Estimate how long the paper's run takes on several systems, or check the estimate's formula.
+"""Estimate how long the paper's run takes on several systems.
 
-    python benchmarks/projection.py [--share 0.4] [--tokens 4e9] [--epochs 3]      seconds
-    python benchmarks/projection.py --check [--layers 12]                        a few minutes
+    python benchmarks/projection.py [--share 0.4] [--tokens 4e9] [--epochs 3]
 
-The first command prints the table of docs/performance.md: seconds of an optimizer step by the cost
-model (`pretrain/bench/measure.py`) at an assumed share of the peak, its all-reduce at an assumed
+Prints the table of docs/performance.md: seconds of an optimizer step by the cost model
+(`pretrain/bench/measure.py`) at an assumed share of the peak, its all-reduce at an assumed
 bandwidth, and the whole run. Nothing in that table is measured.
-
-`--check` measures a micro-batch, the all-reduce of the gradients and the optimizer with two gloo
-processes on this machine. It prints the steps of 1, 2 and 4 micro-batches that these predict, and
-the measured ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
-from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 from pretrain.bench.measure import flops_per_token
-from pretrain.contracts.terms import Term
-from pretrain.model.distillation import Distillation
-from pretrain.objectives.distilbert import cosine_term
-from pretrain.objectives.vocabulary_terms import kl_term, mlm_term
-from pretrain.tasks.mlm.examples import masked_batch
 
 ROW_LENGTH, ROWS = 512, 4096  # of the paper's optimizer step
 BYTES_OF_GRADIENT = 4  # fp32
@@ -103,22 +83,13 @@ def all_reduce(system: System, size: float) -> float:
 
 
 def main() -> None:
-    """Print the table, or check the formula."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     share = "share of the data-sheet peak; by default a roofline's, for each system"
     parser.add_argument("--share", type=float, help=share)
     parser.add_argument("--tokens", type=float, default=4e9, help="of the corpus")
     parser.add_argument("--epochs", type=float, default=3)
-    parser.add_argument("--check", action="store_true", help="time real steps of two processes")
-    parser.add_argument("--layers", type=int, default=12, help="of the teacher, with --check")
-    options = parser.parse_args()
-    if not options.check:
-        print(table(options))
-        return
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        start_processes(check, args=(folder, options.layers), nprocs=2, start_method="spawn")
-        print((folder / "table.md").read_text(encoding="utf-8"))
+    print(table(parser.parse_args()))
 
 
 def table(options: argparse.Namespace) -> str:
@@ -157,72 +128,6 @@ def models(layers: int) -> tuple[DistilBertForMaskedLM, BertForMaskedLM]:
     teacher = BertForMaskedLM(BertConfig(num_hidden_layers=layers))
     student = DistilBertForMaskedLM(DistilBertConfig(n_layers=layers // 2))
     return student.train(), teacher.eval().requires_grad_(False)
-
-
-def check(rank: int, folder: Path, layers: int) -> None:
-    """Measure steps as one of two ranks; rank 0 writes predicted and measured seconds."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    student, teacher = models(layers)
-    terms: list[Term] = [kl_term(5.0, temperature=2.0), mlm_term(2.0), cosine_term(1.0)]
-    model = DistributedDataParallel(
-        Distillation(student, teacher, terms, pad_id=0), gradient_as_bucket_view=True
-    )
-    optimizer = torch.optim.AdamW(student.parameters(), fused=True)
-    # One row is one document of 512 random tokens, of which 77 are masked.
-    draw = torch.Generator().manual_seed(rank)
-    ids = torch.randint(1000, 30522, (1, ROW_LENGTH), generator=draw)
-    ids[:, 0], ids[:, -1] = 101, 102
-    positions = torch.randperm(ROW_LENGTH - 2, generator=draw)[None, :77] + 1
-    labels = ids.gather(1, positions)
-    masked = ids.scatter(1, positions, 103)
-    batch, ones = masked_batch(masked, positions, labels, cls_id=101, pad_id=0), torch.ones(3)
-
-    def accumulate(micro_batches: int, *, reduce: bool) -> None:
-        for i in range(micro_batches):
-            last = i == micro_batches - 1
-            with nullcontext() if reduce and last else model.no_sync():
-                loss, _ = model(batch, ones)
-                (loss / batch.counts["tokens"]).backward()
-
-    def step(micro_batches: int) -> None:
-        accumulate(micro_batches, reduce=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    def timed(work: Callable[..., object], *arguments: Any, **options: Any) -> float:
-        seconds = []
-        for _ in range(3):
-            dist.barrier()  # all ranks start together
-            start = time.perf_counter()
-            work(*arguments, **options)
-            seconds.append(time.perf_counter() - start)
-        return median(seconds)
-
-    gradients = torch.zeros(sum(p.numel() for p in student.parameters()))
-    step(1)  # allocates gradients and the optimizer's state
-    accumulate(1, reduce=False)
-    parts = {
-        "micro-batch": timed(accumulate, 2, reduce=False) / 2,
-        "all-reduce": timed(dist.all_reduce, gradients),
-        "optimizer": timed(optimizer.step),
-    }
-    optimizer.zero_grad(set_to_none=True)
-    lines = [
-        ", ".join(f"{name} {seconds:.3f} s" for name, seconds in parts.items()),
-        "",
-        "| micro-batches a step | predicted | measured | ratio |",
-        "|---|---|---|---|",
-    ]
-    for number in (1, 2, 4):
-        predicted = number * parts["micro-batch"] + parts["all-reduce"] + parts["optimizer"]
-        measured = timed(step, number)
-        ratio = measured / predicted
-        lines.append(f"| {number} | {predicted:.2f} s | {measured:.2f} s | {ratio:.2f} |")
-    if rank == 0:
-        (folder / "table.md").write_text("\n".join(lines), encoding="utf-8")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

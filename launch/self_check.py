@@ -57,7 +57,9 @@ SPEED = (
 )
 _WORDS = [f"{a}{b}{c}" for a in "bdfgl" for b in "aeiou" for c in "kprst"]
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-_KILLED = 40  # steps of the run that is killed, after the first 10
+# Steps of the run that is killed once it has a checkpoint, of step 10. A GPU makes one in 5 ms, and
+# with 40 steps it was at the end before it was killed.
+_KILLED = 120
 
 
 class Check(NamedTuple):

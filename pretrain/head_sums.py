@@ -9,7 +9,6 @@ Shapes: R rows, N masked tokens, V vocabulary, S resamples.
 from __future__ import annotations
 
 import json
-import math
 
 import numpy as np
 import torch
@@ -103,7 +102,9 @@ class HeadSums:
                 drawn_S = (drawn_SR @ sums_R) / (drawn_SR @ counts_R)
             found[name] = interval(float(sums_R.sum() / counts_R.sum()), drawn_S)
             if name == "loss":
-                found["perplexity"] = Figure(*(math.exp(x) for x in found["loss"] if x is not None))
+                with np.errstate(over="ignore"):  # a diverged model's is infinite
+                    perplexity = np.exp([x for x in found["loss"] if x is not None])
+                found["perplexity"] = Figure(*perplexity.tolist())
         return found
 
 

@@ -156,7 +156,8 @@ class _MaskedRows:
 
     def run_padded(self, name: str, teacher: str | None) -> Sums:
         """Run an ONNX file or another model, and a teacher, on documents one by one."""
-        pad = self.split.manifest.tokenizer.special_ids.pad
+        tokenizer = self.split.manifest.tokenizer
+        pad, num = tokenizer.special_ids.pad, tokenizer.vocab_size  # more embeddings are padding
         documents = list(masked_documents(self.split.folder, np.arange(self.num_rows)))
         ours, theirs = self.sums(), self.sums()
         known: Iterator[NDArray[np.float32] | None] = iter([None] * len(documents))
@@ -165,8 +166,8 @@ class _MaskedRows:
         logits = logits_at_masks(head_of(name), documents, pad)
         for document, ours_NV, theirs_NV in zip(documents, logits, known, strict=True):
             rows_N = np.full(len(document.labels), document.row)
-            other = None if theirs_NV is None else torch.from_numpy(theirs_NV)
-            ours.add_logits(rows_N, document.labels, torch.from_numpy(ours_NV), other)
+            other = None if theirs_NV is None else torch.from_numpy(theirs_NV[:, :num])
+            ours.add_logits(rows_N, document.labels, torch.from_numpy(ours_NV[:, :num]), other)
             if other is not None:
                 theirs.add_logits(rows_N, document.labels, other)
         return ours, theirs

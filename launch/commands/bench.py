@@ -1,4 +1,4 @@
-"""Implement `distil bench`: time our step next to the baseline."""
+"""Implement `distil bench`: time our step next to two baselines."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def bench(
 ) -> None:
     """Time a step next to its objective in plain transformers, after comparing their results.
 
-    Both have the same weights, rows and masks. `--self-check` tells whether this machine computes
+    All have the same weights, rows and masks. "usual" is the form of Hugging Face's distillation
+    code; "careful" computes logits only where a loss reads them, with the same matrix library as
+    ours. On Linux all keep freed memory. `--self-check` tells whether this machine computes
     what it should: losses of every objective and family, compilation, a killed run, then the speed
     of four shipped configs. It takes no other option but --minutes and --record, `--model` no other
     but --card and --record, and `--products` none but --repeats and --record.
@@ -111,12 +113,12 @@ def bench(
 
     given = (config, *(overrides or ()), synthetic, micro_batch, precision, kl, json_file)
     if products:
-        if any((*given, documents, compiled, self_check, minutes, model, card)):
+        if any((*given, documents, compiled, self_check, minutes is not None, model, card)):
             raise RunError("--products: takes --repeats and --record alone; leave out the others")
         compare_products(repeats, record)
         return
     if model or card:
-        if any((*given, documents, compiled, self_check, minutes)) or not model:
+        if any((*given, documents, compiled, self_check, minutes is not None)) or not model:
             raise RunError("--model: takes --card and --record alone; leave out the others")
         compare_models(model, card=card, record=record)
         return
@@ -309,7 +311,7 @@ def check_itself(minutes: float, record: Path | None) -> None:
 
 
 def recorded(cell: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a record: both steps of a cell."""
+    """Return the rows of a record: the steps of a cell."""
     size = f"{cell['micro_batch']} rows"
     title = " ".join(filter(None, (cell["precision"], cell["kl"] and f"KL {cell['kl']}", size)))
     found = []
@@ -323,14 +325,14 @@ def recorded(cell: dict[str, Any]) -> list[dict[str, Any]]:
         if step["mfu"]:
             figures["MFU"] = step["mfu"]
         figures["tokens/s"] = step["tokens_per_second"]
-        if name == "ours" and cell["ratio"]:
-            figures["times as fast"] = cell["ratio"]
+        if "ratio" in step:
+            figures["times as long as ours"] = step["ratio"]
         found.append(row(f"{title}: {name}", figures))
     return found
 
 
 def show_rows(found: Sequence[dict[str, Any]], peaks: dict[str, float]) -> None:
-    """Print time, memory and speed of both steps in each cell."""
+    """Print time, memory and speed of the steps in each cell."""
 
     def number(value: float) -> str:
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -344,7 +346,7 @@ def show_rows(found: Sequence[dict[str, Any]], peaks: dict[str, float]) -> None:
             if "error" in step:
                 lines.append([title, name, "-", step["error"], "-", "-", "-", "-"])
                 continue
-            gain = f"{cell['ratio']:.2f}" if cell["ratio"] and name == "ours" else ""
+            gain = f"{step['ratio']:.2f}" if "ratio" in step else ""
             lines.append(
                 [
                     title,
@@ -360,8 +362,8 @@ def show_rows(found: Sequence[dict[str, Any]], peaks: dict[str, float]) -> None:
     print_table(("precision KL rows", "step", "ms", "tokens/s", "MB", "above", "MFU", "x"), lines)
     show(
         "ms: the median. MB: the most at a time, weights and gradients included, no optimizer "
-        "state; above: of it, above the encoders. x: the baseline's time divided by this one, "
-        "the median of pairs timed one after the other; small models and rows gain nothing",
+        "state; above: of it, above the encoders. x: how many times as long as ours, the median "
+        "of pairs timed one after the other; small models and rows gain nothing",
         "MFU: the share that goes into the loss of what matrix products reached here in this "
         "run, " + ", ".join(f"{peak / 1e9:.1f} GFLOP/s ({p})" for p, peak in peaks.items()),
     )

@@ -21,6 +21,7 @@ class Hardware:
     processes: int  # on each node
     precision: str
     micro_batch_size: int | Literal["auto"]
+    rate: float  # FLOP/s of a process, of a CPU of a core: docs/performance.md
     tried: bool = False
 
     def overrides(self, given: Sequence[str]) -> list[str]:
@@ -33,11 +34,13 @@ class Hardware:
 # For DistilBERT's size and rows of 512 tokens. A CPU process takes 6.1 GB; on a GPU `auto` finds
 # how many rows fit. The GPU presets are untried starting points.
 PRESETS = (
-    Hardware("cpu", "cpu", processes=1, precision="fp32", micro_batch_size=8, tried=True),
-    Hardware("1xv100-16gb", "cuda", processes=1, precision="fp16", micro_batch_size="auto"),
-    Hardware("8xv100-16gb", "cuda", processes=8, precision="fp16", micro_batch_size="auto"),
-    Hardware("a100", "cuda", processes=8, precision="bf16", micro_batch_size="auto"),
-    Hardware("h200", "cuda", processes=1, precision="bf16", micro_batch_size="auto"),
+    Hardware(
+        "cpu", "cpu", processes=1, precision="fp32", micro_batch_size=8, rate=8e10, tried=True
+    ),
+    Hardware("1xv100-16gb", "cuda", 1, "fp16", micro_batch_size="auto", rate=0.33 * 125e12),
+    Hardware("8xv100-16gb", "cuda", 8, "fp16", micro_batch_size="auto", rate=0.33 * 125e12),
+    Hardware("a100", "cuda", 8, "bf16", micro_batch_size="auto", rate=0.49 * 312e12),
+    Hardware("h200", "cuda", 1, "bf16", micro_batch_size="auto", rate=0.33 * 989e12),
 )
 PRESET_NAMES = ", ".join(preset.name for preset in PRESETS)
 

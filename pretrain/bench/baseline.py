@@ -1,6 +1,6 @@
 """Compute each objective as one would write it with transformers: what `distil bench` compares.
 
-The baseline sums the means of an objective's terms with their weights, runs the backward pass, and
+A baseline sums the means of an objective's terms with their weights, runs the backward pass, and
 reads each term back with `.item()`. Both models are called as they are, with padded sequences of
 one document each and a 2-D mask. Hidden states and attention probabilities come from
 `output_hidden_states` and `output_attentions`; query, key and value, which transformers does not
@@ -8,7 +8,12 @@ return, from forward hooks on their linear layers. Every tensor exists in full. 
 `sdpa`, the default of transformers, and `eager` only where probabilities are asked for, which no
 other returns.
 
-A new objective is a function here and a line in `FORMULATIONS`.
+There are two baselines. "usual" is the form of Hugging Face's distillation code, with torch's
+layers. "careful" computes logits only where a loss reads them, copies none of them, and has our
+layers, so both its library of matrix products and ours are the same.
+
+A new objective is a function here and a line in `USUAL`; and one in `CAREFUL` if a careful reader
+would compute its terms in another way.
 
 Shapes: B sequences, L length, V vocabulary, D width, A heads, N selected positions.
 """
@@ -16,6 +21,7 @@ Shapes: B sequences, L length, V vocabulary, D width, A heads, N selected positi
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +36,7 @@ from pretrain import RunError
 from pretrain.contracts.batch import IGNORE, Batch
 from pretrain.contracts.terms import Shape
 from pretrain.device.precision import PRECISIONS, Precision
-from pretrain.kernels.cpu_layers import use_torch_layers
+from pretrain.kernels.cpu_layers import linear, use_cpu_layers, use_torch_layers
 from pretrain.model.families import MaskedLM, family_of, shape_of
 from pretrain.model.families.post_norm import PostNorm
 from pretrain.objectives.distilbert import DistilBert
@@ -208,14 +214,14 @@ def shapes_of(student: MaskedLM, teacher: MaskedLM | None) -> tuple[Shape, Shape
     return shape_of(student), theirs._replace(vector_size=theirs.hidden_size)
 
 
-def twin(model: Model) -> Model:
-    """Return the same model and parameters with torch's layers.
+def twin(model: Model, *, torch_layers: bool = True) -> Model:
+    """Return the same model and parameters, with torch's layers or with ours.
 
     It has its own configuration and dropout; weights and their gradients are shared.
     """
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     other = copy.deepcopy(model, shared)
-    use_torch_layers(other)
+    (use_torch_layers if torch_layers else use_cpu_layers)(other)
     return other
 
 
@@ -310,18 +316,87 @@ def embedding(objective: Embedding, inputs: Inputs) -> dict[str, Tensor]:
     return means
 
 
-FORMULATIONS: Mapping[type[Objective], Formulation] = {
+def careful_distilbert(objective: DistilBert, inputs: Inputs) -> dict[str, Tensor]:
+    """Compute the triple loss with logits only at the positions of its terms, each once."""
+    weights = {key: getattr(objective, key) for key in TRIPLE_LOSS}
+    temperature = objective.temperature
+    if sum(weights.values()) == weights["mlm"]:  # no other term is computed
+        inputs = inputs._replace(teacher=None)
+    models: tuple[Any, Any] = inputs.student, inputs.teacher
+    outputs = inputs.outputs()
+    labels = inputs.batch.labels.flatten()
+    tokens = inputs.batch.attention_mask.flatten().nonzero()[:, 0]
+    masked = (labels != IGNORE).nonzero()[:, 0]
+    divergences = weights["kl"] or weights["mse"]
+    chosen = tokens if divergences and objective.kl_positions == "all" else masked
+    hidden = [out and out.last_hidden_state.flatten(0, 1) for out in outputs]
+    means: dict[str, Tensor] = {}
+    if divergences or weights["mlm"]:
+        student_NV, teacher_NV = (
+            model and logits(model, at(hidden_ND, chosen))
+            for model, hidden_ND in zip(models, hidden, strict=True)
+        )
+    if weights["kl"]:
+        log_q, log_p = (F.log_softmax(x / temperature, -1) for x in (student_NV, teacher_NV))
+        divergence = partial(F.kl_div, reduction="batchmean", log_target=True)
+        if objective.divergence == "forward":
+            name, kl = "kl", divergence(log_q, log_p)
+        elif objective.divergence == "reverse":
+            name, kl = "reverse_kl", divergence(log_p, log_q)
+        else:
+            log_middle = torch.logaddexp(log_q, log_p) - math.log(2)
+            name, kl = "js", (divergence(log_middle, log_q) + divergence(log_middle, log_p)) / 2
+        means[name] = kl * temperature**2
+    if weights["mlm"]:
+        where = (labels[chosen] != IGNORE).nonzero()[:, 0]
+        means["mlm"] = F.cross_entropy(at(student_NV, where), labels[masked])
+    if weights["cosine"] or weights["hidden_mse"]:
+        student_ND, teacher_ND = (at(hidden_ND, tokens) for hidden_ND in hidden)
+    if weights["cosine"]:
+        means["cosine"] = 1 - F.cosine_similarity(student_ND, teacher_ND).mean()
+    if weights["mse"]:
+        means["mse"] = F.mse_loss(student_NV, teacher_NV, reduction="sum") / len(chosen)
+    if weights["hidden_mse"]:
+        means["hidden_mse"] = F.mse_loss(student_ND, teacher_ND)
+    return means
+
+
+def careful_mlm(objective: MaskedLanguageModel, inputs: Inputs) -> dict[str, Tensor]:
+    """Compute masked language modelling with logits only where a token is masked."""
+    labels = inputs.batch.labels.flatten()
+    masked = (labels != IGNORE).nonzero()[:, 0]
+    hidden_ND = inputs.outputs()[0].last_hidden_state.flatten(0, 1)
+    return {"mlm": F.cross_entropy(logits(inputs.student, hidden_ND[masked]), labels[masked])}
+
+
+def at(rows_NX: Tensor, positions: Tensor) -> Tensor:
+    """Return some rows, without a copy if all are meant."""
+    return rows_NX if len(positions) == len(rows_NX) else rows_NX[positions]
+
+
+def logits(model: MaskedLM, hidden_ND: Tensor) -> Tensor:
+    """Return logits [N, V], by the library that computes those of our step."""
+    return linear(*family_of(model).projection(model, hidden_ND), kind="head")
+
+
+USUAL: Mapping[type[Objective], Formulation] = {
     DistilBert: distilbert,
     MaskedLanguageModel: mlm,
     MiniLM: minilm,
     TinyBert: tinybert,
     Embedding: embedding,
 }
+CAREFUL: Mapping[type[Objective], Formulation] = {
+    DistilBert: careful_distilbert,
+    MaskedLanguageModel: careful_mlm,
+}
 
 
-def formulation(objective: Objective) -> Formulation:
+def formulation(objective: Objective, *, careful: bool = False) -> Formulation:
     """Return the formulation of an objective, or raise RunError."""
-    found = FORMULATIONS.get(type(objective))
+    found = USUAL.get(type(objective))
+    if careful:
+        found = CAREFUL.get(type(objective), found)
     if found is None:
         raise RunError(
             f"objective {objective.name}: distil bench has no plain formulation to "
@@ -337,11 +412,13 @@ def baseline_step(
     objective: Objective,
     precision: Precision,
     adapters: nn.ModuleDict,
+    *,
+    careful: bool = False,
 ) -> BaselineStep:
     """Return the baseline step of an objective."""
     terms = objective.terms(*shapes_of(student, teacher))
     weights = {term.name: term.weight(0) for term in terms}
-    losses = partial(formulation(objective), objective)
+    losses = partial(formulation(objective, careful=careful), objective)
     return BaselineStep(student, teacher, batch, losses, weights, precision, adapters)
 
 

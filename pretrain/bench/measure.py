@@ -1,6 +1,6 @@
-"""Compare our micro-step with the baseline: first their values, then time and memory.
+"""Compare our micro-step with two baselines: first their values, then time and memory.
 
-Both steps take the same weights, rows and masks. With dropout 0 their loss terms and gradients must
+All take the same weights, rows and masks. With dropout 0 their loss terms and gradients must
 agree. Then they are timed in turn in one process, with dropout, forward and backward. A step that
 does not fit into memory is reported as such, and the others are still measured.
 
@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -29,9 +30,9 @@ from pretrain import NumericalError
 from pretrain.bench.baseline import BaselineStep, baseline_step, padded, shapes_of, twin
 from pretrain.contracts.batch import Batch
 from pretrain.contracts.terms import Shape
+from pretrain.device.hardware import head_kernel
 from pretrain.device.memory import out_of_memory
 from pretrain.device.precision import PRECISIONS, Precision
-from pretrain.kernels.head.triton_support import use_triton
 from pretrain.model.distillation import Distillation, parameters_by_name
 from pretrain.model.families import MaskedLM
 from pretrain.objectives.objective import Objective
@@ -332,22 +333,22 @@ def without_dropout(*models: nn.Module) -> Iterator[None]:
 
 
 Result = TypeVar("Result")
+BASELINES = ("usual", "careful")  # see `pretrain.bench.baseline`
 OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Hold one set of weights on a device, from which both steps are made.
+    """Hold one set of weights on a device, from which the steps are made.
 
-    Our teacher is in the precision of its step, as in a run. The baseline's computes in it under
+    Our teacher is in the precision of its step, as in a run. The baselines' computes in it under
     autocast.
     """
 
     student: MaskedLM
     teachers: Mapping[str, MaskedLM]  # ours, by precision
-    usual_student: MaskedLM
-    usual_teacher: MaskedLM | None
-    adapters: nn.ModuleDict  # of the objective, trained by both
+    baselines: Mapping[str, tuple[MaskedLM, MaskedLM | None]]  # student and teacher of `BASELINES`
+    adapters: nn.ModuleDict  # of the objective, trained by all
     device: torch.device
     pad_id: int
     compiled: bool
@@ -366,7 +367,7 @@ class Pair:
         compiled: bool = False,
         recompute: bool = False,
     ) -> Pair:
-        """Move both models to the device and make the baseline's twins."""
+        """Move both models to the device and make the baselines' twins."""
         adapters = adapters or nn.ModuleDict()
         for module in (student, adapters, *([teacher] if teacher is not None else [])):
             nn.Module.to(module, device)
@@ -377,18 +378,26 @@ class Pair:
                 # memory.
                 same = dtype == torch.float32
                 teachers[name] = teacher if same else nn.Module.to(copy.deepcopy(teacher), dtype)
-        twins = twin(student), None if teacher is None else twin(teacher)
-        return cls(student, teachers, *twins, adapters, device, pad_id, compiled, recompute)
+        baselines = {}
+        for name in BASELINES:
+            copied = partial(twin, torch_layers=name == "usual")
+            baselines[name] = copied(student), None if teacher is None else copied(teacher)
+        return cls(student, teachers, baselines, adapters, device, pad_id, compiled, recompute)
+
+    @property
+    def teacher(self) -> MaskedLM | None:
+        """Return the teacher with torch's layers."""
+        return self.baselines["usual"][1]
 
     @property
     def shapes(self) -> tuple[Shape, Shape | None]:
         """Return the sizes of both models, for an objective."""
-        return shapes_of(self.student, self.usual_teacher)
+        return shapes_of(self.student, self.teacher)
 
     def ours(self, objective: Objective, batch: Batch, precision: str) -> OurStep:
         """Return our step on a micro-batch in the host's memory."""
         weight, task = next(self.student.parameters()), objective.tasks[0]
-        width = (self.usual_teacher or self.student).config.hidden_size
+        width = (self.teacher or self.student).config.hidden_size
         batch, labels = TASKS[task](name=task).drawn(batch, width, pad_id=self.pad_id)
         module = Distillation(
             self.student,
@@ -397,64 +406,73 @@ class Pair:
             pad_id=self.pad_id,
             adapters=self.adapters,
             teacher_labels=labels,
-            backend="compiled" if self.compiled and not use_triton("auto", weight) else "auto",
+            backend="compiled" if head_kernel(weight, self.compiled) == "compiled" else "auto",
             compiled=self.compiled,
             recompute=self.recompute,
         )
         return OurStep(module, batch.to(self.device), PRECISIONS[precision])
 
-    def usual(self, objective: Objective, batch: Batch, precision: str) -> BaselineStep:
-        """Return the baseline step on the same data."""
+    def baseline(
+        self, name: str, objective: Objective, batch: Batch, precision: str
+    ) -> BaselineStep:
+        """Return the step of one of `BASELINES` on the same data."""
         return baseline_step(
-            self.usual_student,
-            self.usual_teacher,
+            *self.baselines[name],
             padded(batch.to(self.device), pad_id=self.pad_id),
             objective,
             PRECISIONS[precision],
             self.adapters,
+            careful=name == "careful",
         )
 
 
 def agreement(pair: Pair, objective: Objective, batch: Batch, precision: str) -> dict[str, Any]:
-    """Return the differences between the two steps.
+    """Return the largest differences between our step and a baseline.
 
     Raises:
         NumericalError: they are larger than rounding explains.
     """
-    ours, usual = pair.ours(objective, batch, precision), pair.usual(objective, batch, precision)
-    found = attempt(lambda: check(ours, usual, precision))
-    return {"error": OUT_OF_MEMORY} if found is None else found._asdict()
+    ours, worst = pair.ours(objective, batch, precision), Agreement(0.0, 0.0)
+    for name in BASELINES:
+        step = pair.baseline(name, objective, batch, precision)
+        found = attempt(lambda step=step: check(ours, step, precision))  # type: ignore[misc]
+        if found is None:
+            return {"error": OUT_OF_MEMORY}
+        worst = Agreement(*map(max, worst, found))
+    return worst._asdict()
 
 
 def rows(
     pair: Pair, objective: Objective, batch: Batch, precision: str, repeats: int
 ) -> dict[str, Any]:
-    """Measure both steps on rows of one document each: the gain of head and encoder."""
+    """Measure the steps on rows of one document each: the gain of head and encoder."""
     ours = pair.ours(objective, batch, precision)
-    both: dict[str, Step] = {"ours": ours, "usual": pair.usual(objective, batch, precision)}
+    all_steps: dict[str, Step] = {"ours": ours}
+    for name in BASELINES:
+        all_steps[name] = pair.baseline(name, objective, batch, precision)
     taken = {}
-    for name, step in both.items():
+    for name, step in all_steps.items():
         fits = attempt(lambda step=step: memory(step, pair.device))  # type: ignore[misc]
         if fits is not None:
             taken[name] = fits
         forget(step)
-    times = timings({name: both[name] for name in taken}, repeats, pair.device)
+    times = timings({name: all_steps[name] for name in taken}, repeats, pair.device)
 
-    steps: dict[str, dict[str, Any]] = {name: {"error": OUT_OF_MEMORY} for name in both}
+    steps: dict[str, dict[str, Any]] = {name: {"error": OUT_OF_MEMORY} for name in all_steps}
     for name, milliseconds in times.items():
         steps[name] = {
             **rates(milliseconds, batch.counts["tokens"]),
             "peak_bytes": taken[name].peak,
             "above_trunk_bytes": taken[name].above_trunk,
         }
-        # Both are credited with the same work, that of the loss.
+        # All are credited with the same work, that of the loss.
         steps[name]["flops"] = flops(ours, steps[name]["milliseconds"])
-    found: dict[str, Any] = {"tokens": batch.counts["tokens"], "steps": steps, "ratio": None}
-    if len(times) == 2:
-        found["ratio"] = ratio(times["usual"], times["ours"])
-        above = [steps[name]["above_trunk_bytes"] for name in ("ours", "usual")]
-        found["above_trunk_share"] = above[0] / above[1]
-    return found
+    for name in BASELINES:
+        if name in times and "ours" in times:
+            above = [steps[key]["above_trunk_bytes"] for key in ("ours", name)]
+            steps[name]["ratio"] = ratio(times[name], times["ours"])
+            steps[name]["above_trunk_share"] = above[0] / above[1]
+    return {"tokens": batch.counts["tokens"], "steps": steps}
 
 
 def documents(
@@ -475,7 +493,7 @@ def documents(
     steps: dict[str, Step] = {
         f"ours {name}": pair.ours(objective, batch, precision) for name, batch in batches.items()
     }
-    steps["usual padded"] = pair.usual(objective, batches["padded"], precision)
+    steps["usual padded"] = pair.baseline("usual", objective, batches["padded"], precision)
     fills = {
         name: batch.counts["tokens"] / batch.input_ids.numel() for name, batch in batches.items()
     }

@@ -1,6 +1,6 @@
 """Hold the rows of one forward and backward pass, with what a task knows about them.
 
-Shapes: R or B rows, L row length, S documents.
+Shapes: R or B rows, L row length, S documents, E examples of up to P tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import Tensor
 from pretrain.contracts.packing import Packing
 
 IGNORE = -100  # label of a slot without a prediction: the default of torch's cross-entropy
+# Of a task with a head, among the labels: where the tokens of each example are in the B * L
+# positions [examples, longest], and -1 behind an example.
+PLACES = "places"
 
 # The rows of a rank in a step, as a loader's worker sends them: `input_ids` [R, L] in the shards'
 # narrow type, and the task's own tensors [R, ...].
@@ -33,7 +36,7 @@ class Batch(NamedTuple):
     input_ids: Tensor  # [B, L] packed rows, as the student reads them
     cu_seqlens: Tensor  # [S + 1] int32, starts of documents in the B * L positions, and the end
     max_length: int  # tokens of the longest document
-    labels: Mapping[str, Tensor]  # [B, ...] by the task's names
+    labels: Mapping[str, Tensor]  # [B, ...] or [E, ...] by the task's names
     counts: Mapping[str, int]  # what terms are means over, by name
     documents: Documents
     # Documents and padding; computed on the device, before a term reads it.
@@ -87,6 +90,18 @@ def packed_batch(
     }
     cu_seqlens = torch.from_numpy(np.append(begins, ids.size).astype(np.int32))
     return Batch(input_ids, cu_seqlens, max_length, labels, {**found, **counts}, documents)
+
+
+def apart(hidden_BLD: Tensor, places_EP: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the examples of packed rows, padded with 0 [E, P, D], and where they are [E, P].
+
+    Args:
+        hidden_BLD: of packed rows.
+        places_EP: as `PLACES`; of documents in general, too.
+    """
+    there_EP = places_EP >= 0
+    hidden = hidden_BLD.flatten(0, 1).index_select(0, places_EP.clamp(min=0).flatten())
+    return hidden.view(*places_EP.shape, -1).masked_fill(~there_EP[..., None], 0.0), there_EP
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

@@ -32,7 +32,7 @@ def find_documents(
     Padding at the end of a row is a document of its own, so that every query has a key.
     """
     index = torch.arange(input_ids.numel(), device=input_ids.device)
-    begin = cu_seqlens.long()[_numbers(cu_seqlens, index)]
+    begin = cu_seqlens.long()[document_numbers(cu_seqlens, index)]
     position_ids = (index - begin).view_as(input_ids)
     return Packing(input_ids != pad_id, position_ids, cu_seqlens, max_length)
 
@@ -40,11 +40,11 @@ def find_documents(
 def block_diagonal_mask(cu_seqlens: Tensor, num_rows: int, row_length: int) -> Tensor:
     """Return [B, 1, L, L] bool, True where a query may attend to a key."""
     index = torch.arange(num_rows * row_length, device=cu_seqlens.device)
-    number_BL = _numbers(cu_seqlens, index).view(num_rows, row_length)
+    number_BL = document_numbers(cu_seqlens, index).view(num_rows, row_length)
     return (number_BL[:, :, None] == number_BL[:, None, :])[:, None]
 
 
-def _numbers(cu_seqlens: Tensor, index: Tensor) -> Tensor:
-    # Document of each position. `right` skips the empty documents at the end and puts a start into
-    # its own document.
+def document_numbers(cu_seqlens: Tensor, index: Tensor) -> Tensor:
+    """Return the number of each position's document."""
+    # `right` skips the empty documents at the end and puts a start into its own document.
     return torch.searchsorted(cu_seqlens.long(), index, right=True) - 1

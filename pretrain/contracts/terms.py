@@ -68,7 +68,7 @@ class Encoded(NamedTuple):
 
     last_hidden_state: Tensor  # [B, L, D], after the encoder's final norm where it has one
     signals: Mapping[Signal, Tensor] = {}  # [B, L, D], those that the terms name
-    task_logits: Tensor | None = None  # of a task's head: [B, C] or [B, L, C]
+    task_logits: Tensor | None = None  # of a task's head: [E, C] or [E, P, C]
 
 
 class VocabularyTerm(NamedTuple):

@@ -8,7 +8,7 @@ so a run may change from one to the other and from any number of ranks to anothe
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -48,16 +48,22 @@ class DDP:
         self.model, self.optimizer = accelerator.prepare(module, optimizer)
 
     def forward_backward(
-        self, batch: Batch, factors_T: Tensor, scale: float, *, last: bool
+        self,
+        batch: Batch,
+        factors_T: Tensor,
+        scale: float,
+        *,
+        last: bool,
+        running: Sequence[bool] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Add a micro-batch's gradients times `scale`; return its loss [] and term sums [T].
 
-        Only the `last` micro-batch of a step communicates.
+        Only the `last` micro-batch of a step communicates. `running`: see `Objective`.
         """
         # DDP reduces gradients inside a backward pass. Without `no_sync` each micro-batch would
         # send all of them.
         with nullcontext() if last else self.accelerator.no_sync(self.model):
-            loss, sums_T = self.model(batch, factors_T)
+            loss, sums_T = self.model(batch, factors_T, running)
             # DDP averages over ranks, but the loss needs the sum.
             self.accelerator.backward(loss * (scale * self.accelerator.num_processes))
         return loss.detach(), sums_T
@@ -165,11 +171,17 @@ class ZeRO:
                 safe_set_full_fp32_param(parameter, exact[name])
 
     def forward_backward(
-        self, batch: Batch, factors_T: Tensor, scale: float, *, last: bool
+        self,
+        batch: Batch,
+        factors_T: Tensor,
+        scale: float,
+        *,
+        last: bool,
+        running: Sequence[bool] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Add a micro-batch's gradients; ZeRO 2 communicates at every micro-batch."""
         self.engine.set_gradient_accumulation_boundary(last)
-        loss, sums_T = self.engine(batch, factors_T)
+        loss, sums_T = self.engine(batch, factors_T, running)
         self.engine.backward(loss * (scale * self.accelerator.num_processes))
         return loss.detach(), sums_T
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from pretrain import RunError
+from pretrain.kernels.triton_support import missing, reason_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -35,6 +36,9 @@ def check_compiler(device: torch.device) -> None:
         RunError: it cannot, for instance because no C++ compiler is installed.
     """
 
+    if device.type == "cuda" and (obstacle := missing()):
+        raise RunError(f"train.compile: {obstacle}, or set train.compile=false")
+
     def negative(x: torch.Tensor) -> torch.Tensor:
         return -x
 
@@ -46,9 +50,8 @@ def check_compiler(device: torch.device) -> None:
                 f"train.compile: torch's compiler fails in a path with a space, such as TMPDIR "
                 f"{tempfile.gettempdir()}; set TMPDIR to another folder, or train.compile=false"
             ) from None
-        reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
         raise RunError(
-            f"train.compile: {reason.strip()[:200]}. It needs a working C++ compiler and Python's "
+            f"train.compile: {reason_of(error)}. It needs a working C++ compiler and Python's "
             "headers: install them (`apt install g++ python3-dev`, or name one in CXX), or set "
             "train.compile=false"
         ) from None

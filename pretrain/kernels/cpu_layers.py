@@ -53,16 +53,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input W^T + b` [..., E] of input [..., D]."""
-        # The compiler replaces linear layers itself, see `product`.
-        if torch.compiler.is_compiling() or not have_product(
-            "forward", input, self.weight, self.bias
-        ):
-            return F.linear(input, self.weight, self.bias)
-        # The teacher's pass: no graph, so no autograd function around the product.
-        if not torch.is_grad_enabled():
-            return product(input, self.weight, self.bias)
-        output: Tensor = _Linear.apply(input, self.weight, self.bias)
-        return output
+        return linear(input, self.weight, self.bias)
 
 
 class Dropout(nn.Dropout):
@@ -80,6 +71,20 @@ class Dropout(nn.Dropout):
 
 
 _OURS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Linear, nn.Dropout: Dropout}
+
+
+def linear(
+    input: Tensor, weight_ED: Tensor, bias_E: Tensor | None, kind: Kind = "forward"
+) -> Tensor:
+    """Return `input weight^T + bias` [..., E] by the library of this kind, with its gradients."""
+    # The compiler replaces linear layers itself, see `product`.
+    if torch.compiler.is_compiling() or not have_product(kind, input, weight_ED, bias_E):
+        return F.linear(input, weight_ED, bias_E)
+    # The teacher's pass: no graph, so no autograd function around the product.
+    if not torch.is_grad_enabled():
+        return product(input, weight_ED, bias_E)
+    output: Tensor = _Linear.apply(input, weight_ED, bias_E)
+    return output
 
 
 def have_product(kind: Kind, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

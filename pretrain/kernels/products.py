@@ -31,6 +31,7 @@ ONEDNN: dict[str, frozenset[Kind]] = {
 # (vendor, widest instructions, torch) -> what is fastest there
 _TABLE: dict[tuple[str, str, str], str] = {
     ("AuthenticAMD", "avx2", "2.13"): "head",  # docs/LOG.md, 2026-11-26
+    ("AuthenticAMD", "avx512f", "2.13"): "onednn",  # docs/LOG.md, 2026-11-27
 }
 _used: list[str] = []  # the innermost choice is the last
 

@@ -4,8 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention import attended, compare, inputs, relative
+from support.attention import (
+    LONGEST,
+    SCALE,
+    attended,
+    bounds,
+    compare,
+    inputs,
+    relative,
+    with_gradients,
+)
 
+from pretrain.contracts.packing import Packing
+from pretrain.kernels.attention import attend as attend_packed
 from pretrain.kernels.attention.dispatch import flash, masked, memory_efficient, usable
 
 
@@ -37,3 +48,21 @@ def test_the_kernels_of_a_gpu(
     size = (tensors[3].double() * output.double()).abs().sum()
     assert abs(one - other) < 1e-2 * size
     assert relative(output.cpu(), found[0].cpu().double()) > 0.1  # something was dropped
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [3, 26, 192])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_heads_of_any_width(dtype: torch.dtype, width: int) -> None:
+    """Compare with the formula: a kernel takes multiples of 8, and the others are padded."""
+    drawn = inputs(width=width, dtype=dtype)
+    drawn[0] = (drawn[0] * (8 / width) ** 0.5).detach()  # else wide heads have one-hot softmaxes
+    tensors = [t.detach().to("cuda").requires_grad_() for t in drawn]
+    nothing = torch.empty(0, device="cuda")
+    packing = Packing(nothing, nothing, bounds("cuda"), LONGEST)
+    # The formula's scale, which is not that of this width.
+    query = tensors[0] * (SCALE * width**0.5)
+    flat = (t.transpose(1, 2).flatten(2) for t in (query, *tensors[1:3]))
+    output = attend_packed(*flat, packing, 3, 0.0).unflatten(2, (3, width))
+    found = with_gradients(output, tensors)
+    compare(found, tensors, 1e-5 if dtype == torch.float32 else 2e-2)

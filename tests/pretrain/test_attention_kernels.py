@@ -1,5 +1,6 @@
 """Compare attention within documents with plain formulas, with gradients and dropout."""
 
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -77,6 +78,28 @@ def test_a_common_part_of_all_keys_costs_no_precision() -> None:
     q, k, v = (t[0, 0, 13:].detach() for t in tensors[:3])
     plain = (q @ k.T * SCALE).softmax(-1) @ v
     assert relative(plain, exact[0, 13:, 0]) > 5e-2
+
+
+@PRECISIONS
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_dense_kernel_takes_short_documents_apart(
+    dtype: torch.dtype, bound: float, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Count the scores: of documents of 5 tokens and none, not of rows."""
+    seams = [0, 5, 5, 8, 13, 18, 20, 24, 29, 33, 38, 43, 48, 48]
+    monkeypatch.setattr("support.attention.BOUNDS", seams)
+    monkeypatch.setattr("support.attention.LONGEST", 5)
+    masks, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+
+    def seen(*tensors: Tensor, attn_mask: Tensor, **more: Any) -> Tensor:
+        masks.append(attn_mask.shape)
+        return sdpa(*tensors, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", seen)
+    tensors = inputs(dtype=dtype)
+    found = attended(tensors, attend=masked, window=window)
+    assert masks == [(13, 1, 1 if window is None else 5, 5)]
+    compare(found, tensors, bound, window=window)
 
 
 # Dropout
@@ -219,6 +242,26 @@ def test_the_operator_of_compiled_graphs_equals_the_kernel(
 # Kernels of GPUs
 
 
+def test_a_gpu_kernel_gets_heads_of_a_multiple_of_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check zeros, scale and cut with `masked` in its place; a GPU runs the kernel itself."""
+    module, widths = import_module("pretrain.kernels.attention.attend"), []
+
+    def kernel(q: Tensor, *others: Any) -> Tensor:
+        widths.append(q.shape[-1])
+        return masked(q, *others)
+
+    monkeypatch.setattr(module, "flash", kernel)
+    monkeypatch.setattr(module, "usable", lambda *_: [kernel])
+    for width, padded in ((26, 32), (3, 8), (64, 64)):
+        tensors = inputs(width=width)
+        query = tensors[0] * (SCALE * width**0.5)  # the formula's scale is not that of this width
+        flat = (t.transpose(1, 2).flatten(2) for t in (query, *tensors[1:3]))
+        packing = Packing(torch.empty(0), torch.empty(0), bounds(), LONGEST)
+        output = module.attend(*flat, packing, 3, 0.0).unflatten(2, (3, width))
+        compare(with_gradients(output, tensors), tensors, 1e-12)
+        assert widths.pop() == padded
+
+
 def test_which_kernel_is_used_where() -> None:
     def names(device: str, dtype: torch.dtype, width: int = 64, *more: Any) -> list[str]:
         return [b.__name__ for b in usable(torch.device(device), dtype, width, *more)]
@@ -227,7 +270,7 @@ def test_which_kernel_is_used_where() -> None:
     assert names("meta", torch.bfloat16) == ["flash", "memory_efficient", "masked"]
     assert names("meta", torch.float32) == ["memory_efficient", "masked"]
     assert names("meta", torch.float64) == ["masked"]
-    assert names("meta", torch.bfloat16, 20) == ["masked"]
+    assert names("meta", torch.bfloat16, 20) == ["flash", "memory_efficient", "masked"]
     assert names("mps", torch.float16) == ["masked"]
     assert names("cpu", torch.float32, 64, 64) == ["masked"]
     assert names("meta", torch.bfloat16, 64, 64) == ["flash", "masked"]

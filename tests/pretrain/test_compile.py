@@ -1,5 +1,6 @@
 """Check compiled encoders and LM head: the same run, few compilations, the same files."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -188,6 +189,7 @@ def test_compiled_gradients_have_the_same_bits_every_time_with_several_threads()
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("DISTIL_TORTURE" not in os.environ, reason="`make torture` runs it")
 def test_two_processes_compile_and_agree(settings: Settings, cache: Path) -> None:
     usual = settings("usual", micro_batch_size=2)
     fast = settings("fast", micro_batch_size=2, compile=True, activation_checkpointing=True)

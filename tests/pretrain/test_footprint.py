@@ -27,9 +27,10 @@ from pretrain.bench.baseline import TRIPLE_LOSS, BaselineStep, Padded, triple_lo
 from pretrain.contracts.batch import Batch
 from pretrain.contracts.packing import find_documents
 from pretrain.device.precision import PRECISIONS
-from pretrain.kernels import cpu_layers, relations
+from pretrain.kernels import cpu_layers
 from pretrain.kernels.attention.dispatch import flash
 from pretrain.kernels.head import closed_form, vocabulary
+from pretrain.kernels.relations import compare as relations
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import encode, shape_of
 from pretrain.objectives.distilbert import DistilBert

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForMaskedLM
 
 from data_prep.shards import open_shards
 from pretrain.contracts.packing import block_diagonal_mask, find_documents
+from pretrain.head_sums import HeadSums
 from pretrain.lm_heads import GUESSING, evaluate_heads
 from pretrain.tasks.mlm.examples import evaluation_masking, masked_batch
 from pretrain.tasks.mlm.masking import Masked
@@ -106,3 +108,16 @@ def test_layers_of_another_width_are_not_compared(tmp_path: Path, corpus: Path) 
         [student], corpus, teacher=str(tmp_path / "teacher"), rows=2, warn=pytest.fail
     )
     assert "kl" in found[student] and not [name for name in found[student] if "layer" in name]
+
+
+def test_figures_of_a_model_that_diverged_are_infinite_or_nan() -> None:
+    """Take a loss whose e to the loss fp64 cannot hold, and logits that are no numbers."""
+    for size in (3000.0, math.nan):
+        sums = HeadSums(2, np.zeros(3, np.int64))
+        logits = size * torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sums.add_logits(np.array([0, 1]), np.array([1, 2]), logits)
+            found = sums.figures()
+        assert str(found["loss"].value) == ("nan" if math.isnan(size) else "3000.0")
+        assert str(found["perplexity"].value) == ("nan" if math.isnan(size) else "inf")

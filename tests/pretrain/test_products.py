@@ -39,7 +39,7 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]
             AMD.replace("avx2", "avx2 avx512f"),
             "2.13.0",
             ("AuthenticAMD", "avx512f", "2.13"),
-            "mixed",
+            "onednn",
         ),
         (
             AMD.replace("AuthenticAMD", "GenuineIntel"),

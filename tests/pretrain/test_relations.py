@@ -1,17 +1,22 @@
 """Compare relations in fp64: the kernel, the formula in the paper's file, and a loop."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, chain
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.relation_kernels import needs_triton
 from torch import Tensor
 
 from pretrain.contracts.packing import block_diagonal_mask
-from pretrain.kernels import relations
+from pretrain.kernels.relations import compare as relations
 from pretrain.kernels.relations import relation_divergence, score_difference
 from pretrain.objectives import minilm, tinybert
 
@@ -172,3 +177,19 @@ def test_scores_do_not_outlive_their_chunk(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         compare((x, x), (x.detach(), x.detach()), DOCUMENTS, 6)
     assert kept == {3 * 8 * 12 * 4}
+
+
+@needs_triton
+def test_the_triton_kernel_computes_the_same(tmp_path: Path) -> None:
+    """Run it interpreted: as one long row in a program, and as several rows in one."""
+    code = (
+        "from support.relation_kernels import kernel_errors, relation_errors\n"
+        "found = [kernel_errors(longest) for longest in (1, 16, 37)]\n"
+        "assert max(max(errors.values()) for errors in found) < 1e-5, found\n"
+        "assert relation_errors() < 1e-5"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    # Other users of Triton in this process need TRITON_INTERPRET unset.
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    subprocess.run(command, env=environment, check=True, timeout=300)

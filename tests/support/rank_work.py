@@ -140,9 +140,11 @@ def collectives(values: dict[str, Any], file: Path) -> None:
     for kind in (pretrain.distributed.parallel.DDP, pretrain.distributed.parallel.ZeRO):
         original = kind.forward_backward
 
-        def counting(self: Any, *inputs: Any, last: bool, original: Any = original) -> Any:
+        def counting(
+            self: Any, *inputs: Any, last: bool, original: Any = original, **more: Any
+        ) -> Any:
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                result = original(self, *inputs, last=last)
+                result = original(self, *inputs, last=last, **more)
             names = [event.key for event in profiler.key_averages() for _ in range(event.count)]
             made.append([last, sum(name.startswith("c10d::") for name in names)])
             return result

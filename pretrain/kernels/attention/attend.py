@@ -11,10 +11,11 @@ Shapes: B rows, L row length, H heads, D head width.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.contracts.packing import Packing
-from pretrain.kernels.attention.dispatch import usable
+from pretrain.kernels.attention.dispatch import MULTIPLE, flash, memory_efficient, usable
 
 
 def attend(
@@ -37,8 +38,14 @@ def attend(
         query, key, value = (
             t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value)
         )
-    q, k, v = (t.view(split).transpose(1, 2) for t in (query, key, value))
+    query, key, value = (t.view(split) for t in (query, key, value))
+    width = query.shape[-1]
     # Chosen at each call, because autocast decides the dtype.
-    kernel = usable(device, q.dtype, q.shape[-1], window, dropout)[0]
+    kernel = usable(device, query.dtype, width, window, dropout)[0]
+    if (missing := -width % MULTIPLE) and kernel in (flash, memory_efficient):
+        # Numbers of 0 change no product of query and key, and give outputs of 0.
+        query, key, value = (F.pad(t, (0, missing)) for t in (query, key, value))
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     documents = packing.cu_seqlens, packing.max_length
-    return kernel(q, k, v, *documents, dropout, q.shape[-1] ** -0.5, window).flatten(2)
+    output = kernel(q, k, v, *documents, dropout, width**-0.5, window)
+    return output[..., :width].flatten(2)

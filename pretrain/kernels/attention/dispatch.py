@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.contracts.packing import block_diagonal_mask
+from pretrain.contracts.batch import apart
+from pretrain.contracts.packing import block_diagonal_mask, document_numbers
 from pretrain.kernels.attention import efficient
 from pretrain.kernels.attention.cpu import by_document
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float, int | None], Tensor]
 _HALF = (torch.float16, torch.bfloat16)
+MULTIPLE = 8  # of the head width, in `flash` and `memory_efficient`; `attend` pads others with 0
 
 
 def usable(
@@ -47,12 +49,12 @@ def usable(
         return [masked]
     # The kernels' own limits of dtype, head width and compute capability.
     found: list[Backend] = []
-    if dtype in _HALF and capability >= (8, 0) and head_width % 8 == 0 and head_width <= 192:
+    if dtype in _HALF and capability >= (8, 0) and head_width <= 192:
         found.append(flash)
     dtypes = (torch.float32, *_HALF) if capability >= (8, 0) else (torch.float32, torch.float16)
     # With the bounds of documents, torch's forward pass begins every document's and head's draws at
     # the same number and its backward pass does not, so it drops others (torch 2.11 and 2.13).
-    if dtype in dtypes and head_width % 8 == 0 and window is None and not dropout:
+    if dtype in dtypes and window is None and not dropout:
         found.append(memory_efficient)
     return [*found, masked]
 
@@ -117,13 +119,38 @@ def masked(
     window: int | None = None,
 ) -> Tensor:
     """Attend with a mask: any device and dtype, and the reference for the other kernels."""
-    # [rows, 1, length, length]: the memory that the other kernels avoid.
-    mask = block_diagonal_mask(cu, len(q), q.shape[2])
+    rows, heads, length, width = q.shape
+    # `len` would freeze the number of documents in a compiled graph.
+    documents, index = cu.shape[0] - 1, torch.arange(max(length, max_length), device=q.device)
+    near = None
     if window is not None:
-        index = torch.arange(q.shape[2], device=q.device)
-        mask = mask & ((index[:, None] - index).abs() <= window)
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-    return output.transpose(1, 2)
+        near = (index[:, None] - index).abs() <= window
+    if documents * max_length**2 >= rows * length**2:
+        # [rows, 1, length, length]: the memory that the other kernels avoid.
+        mask = block_diagonal_mask(cu, rows, length)
+        mask = mask if near is None else mask & near[:length, :length]
+        output = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale
+        )
+        return output.transpose(1, 2)
+    # Documents apart take less: [documents, 1, 1, longest] without a window.
+    index, begins = index[:max_length], cu[:-1].long()
+    there = index < cu.diff()[:, None]
+    places = torch.where(there, begins[:, None] + index, -1)
+    # An empty document has one key, too: a softmax over none would be NaN.
+    mask = (there | (index == 0))[:, None, None]
+    mask = mask if near is None else mask & near[:max_length, :max_length]
+    query, key, value = (
+        apart(t.transpose(1, 2).flatten(2), places)[0].unflatten(-1, (heads, width)).transpose(1, 2)
+        for t in (q, k, v)
+    )
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
+    )
+    every = torch.arange(rows * length, device=q.device)
+    numbers = document_numbers(cu, every)
+    slots = numbers * max_length + every - begins[numbers]
+    return output.transpose(1, 2).flatten(0, 1).index_select(0, slots).unflatten(0, (rows, length))
 
 
 def _positions(t_BHLD: Tensor) -> Tensor:

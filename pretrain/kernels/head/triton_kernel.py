@@ -1,7 +1,7 @@
 """Compute KL and cross-entropy of a chunk of logits with their gradient, in one Triton kernel.
 
 It computes exactly `kl_divergence` and `cross_entropy` of `vocabulary_terms.py`, and their
-gradients. It runs on GPUs of compute capability 8.0 or more.
+gradients. `triton_support.py` says where it runs.
 
 There is one program per row. The first pass over the vocabulary accumulates maxima and sums of the
 softmaxes; the second writes the gradient over the student's logits. A row of both models has

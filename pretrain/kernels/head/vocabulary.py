@@ -7,7 +7,8 @@ At 64 x 512 positions and 30,522 tokens of vocabulary, student and teacher logit
 softmaxes take tens of gigabytes. Here only one chunk of them exists. Each chunk's gradient is
 computed with its logits, in the forward pass, so the backward pass only scales it.
 
-Shapes: N positions, M of them with a label, n positions of a chunk, D width, V vocabulary, T terms.
+Shapes: N positions, M of them with a label, n positions of a chunk, D width, V vocabulary (P of it
+and padding), T terms.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pretrain.contracts.terms import VocabularyTerm
 from pretrain.kernels.cpu_layers import have_product, product
 from pretrain.kernels.head import closed_form, compiled
 from pretrain.kernels.head.closed_form import Values, Weights
-from pretrain.kernels.head.triton_support import use_triton
+from pretrain.kernels.triton_support import use_triton
 
 # Positions at a time: smaller chunks would be slower matrix products.
 CHUNK = {"cpu": 512}
@@ -32,6 +33,12 @@ CHUNK_GPU = 2048
 # Tokens at a time in a product of half precision, 13 MB of BERT-base's 47; on a GPU all, in one
 # kernel.
 WORDS = {"cpu": 8192}
+# On a GPU weights, bias and logits are padded with zeros to such a multiple:
+# tensor cores take 16 bytes at a time also along the vocabulary, and BERT's has 30,522 tokens.
+_MULTIPLE = 64
+
+# Whether this torch (2.8 and later) has products of half precision on GPUs with sums in fp32.
+_SUMS_IN_FP32 = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 Backend = Literal["auto", "torch", "compiled", "triton"]
 
@@ -48,6 +55,14 @@ class Projection(NamedTuple):
         if num_tokens is None or num_tokens == len(self.weight_VD):
             return self
         return Projection(self.hidden_ND, self.weight_VD[:num_tokens], self.bias_V[:num_tokens])
+
+    def cast(self, dtype: torch.dtype) -> Projection:
+        """Return copies in this dtype, padded along the vocabulary where that is faster."""
+        hidden, weight, bias = (tensor.to(dtype) for tensor in self)
+        missing = -len(weight) % _MULTIPLE
+        if hidden.is_cuda and missing:
+            weight, bias = F.pad(weight, (0, 0, 0, missing)), F.pad(bias, (0, missing))
+        return Projection(hidden, weight, bias)
 
     def logits(self, rows: slice, tile_nV: Tensor | None) -> Tensor:
         """Return logits [n, V] of some positions, in the first rows of a tile if there is one."""
@@ -82,7 +97,7 @@ def vocabulary_losses(
         terms: over all N positions ("tokens") or the first M ("masked"). One KL and one
             cross-entropy at most are computed by `backend`; with other terms, all by autograd.
         factors_T: the factor of each term's sum.
-        backend: "auto" is Triton on a GPU of compute capability 8.0 or more, else plain torch.
+        backend: "auto" is Triton where `use_triton` allows it, else plain torch.
     """
     result: tuple[Tensor, Tensor] = _VocabularyLosses.apply(
         *student, teacher, labels_M, terms, factors_T, backend, torch.is_grad_enabled()
@@ -110,9 +125,8 @@ class _VocabularyLosses(torch.autograd.Function):
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else hidden_ND.dtype
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        student = Projection(hidden_ND.to(dtype), weight_VD.to(dtype), bias_V.to(dtype))
-        if teacher is not None:
-            teacher = Projection(*(tensor.to(dtype) for tensor in teacher))
+        student = Projection(hidden_ND, weight_VD, bias_V).cast(dtype)
+        teacher = None if teacher is None else teacher.cast(dtype)
         # Without a gradient (evaluation) only the sums are computed.
         with_grad = grad_enabled and any(ctx.needs_input_grad)
         factors_T = factors_T.to(wide)
@@ -122,7 +136,7 @@ class _VocabularyLosses(torch.autograd.Function):
         formulas = [term.fused for term in terms]
         if None in formulas or len(set(formulas)) < len(formulas):
             chunk_losses = partial(_autograd_losses, terms)
-        elif use_triton(backend, hidden_ND):
+        elif use_triton(backend, student.hidden_ND):
             from pretrain.kernels.head import triton_kernel  # needs the package triton
 
             chunk_losses = partial(_fused_losses, triton_kernel.losses_and_gradient, terms)
@@ -142,7 +156,8 @@ class _VocabularyLosses(torch.autograd.Function):
         tiles = [_tile(min(chunk, N), model) for model in (student, teacher) if model]
         sums_T = torch.zeros(len(terms), dtype=wide, device=hidden_ND.device)
         grad_weight: Tensor | None = None
-        logits, hidden = student.hidden_ND.new_empty(0, V), student.hidden_ND[:0]
+        hidden = student.hidden_ND[:0]
+        logits_nP = hidden.new_empty(0, len(student.weight_VD))
         if with_grad:
             grad_hidden = torch.empty_like(hidden_ND)
             grad_bias = torch.zeros_like(bias_V, dtype=wide)
@@ -153,13 +168,13 @@ class _VocabularyLosses(torch.autograd.Function):
                 # The chunk before this one. Its product waits until here so that the last one is
                 # left over for the backward pass.
                 if with_grad and start:
-                    grad_weight = _add_product(grad_weight, logits, hidden, wide)
-                del logits  # without a tile, two chunks would be in memory
+                    grad_weight = _add_product(grad_weight, logits_nP, hidden, wide)
+                del logits_nP  # without a tile, two chunks would be in memory
                 hidden = student.hidden_ND[rows]
-                logits = student.logits(rows, tiles[0])  # overwritten by their gradient
+                logits_nP = student.logits(rows, tiles[0])  # overwritten by their gradient
                 chunk_T = chunk_losses(
-                    logits,
-                    teacher.logits(rows, tiles[1]) if teacher else None,
+                    logits_nP[:, :V],
+                    teacher.logits(rows, tiles[1])[:, :V] if teacher else None,
                     labels_M[rows],
                     masks_TN[:, rows],
                     factors_T,
@@ -167,15 +182,15 @@ class _VocabularyLosses(torch.autograd.Function):
                 )
                 sums_T += chunk_T
                 if with_grad:
-                    # The tile now holds d loss / d logits [n, V]: the chain rule for logits =
-                    # hidden W^T + b.
-                    grad_hidden[rows] = logits @ student.weight_VD
-                    grad_bias += logits.sum(0, dtype=wide)
+                    # The tile now holds d loss / d logits [n, V], and 0 behind them: the chain rule
+                    # for logits = hidden W^T + b.
+                    grad_hidden[rows] = logits_nP @ student.weight_VD
+                    grad_bias += logits_nP[:, :V].sum(0, dtype=wide)
 
         if with_grad:
             # Leave the last chunk's product to the backward pass: by then the teacher's tile is
             # free, and with one chunk the embedding's gradient does not exist before.
-            ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, logits, hidden)
+            ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, logits_nP, hidden)
             ctx.dtypes = weight_VD.dtype, bias_V.dtype
         ctx.mark_non_differentiable(sums_T)
         # Not `sums @ factors`: autocast would round a matrix product to bf16, and in fp16 it
@@ -191,7 +206,8 @@ class _VocabularyLosses(torch.autograd.Function):
         # In place, because a copy is as large as the embedding. Autograd notices the change and
         # refuses a second backward pass through the same graph.
         wide = grad_bias.dtype
-        grad_weight = _add_product(grad_weight, grad_logits, hidden, wide).mul_(scale)
+        grad_weight = _add_product(grad_weight, grad_logits, hidden, wide)[: len(grad_bias)]
+        grad_weight = grad_weight.mul_(scale)
         return (
             (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype),
             grad_weight.to(ctx.dtypes[0]),
@@ -204,10 +220,7 @@ def _tile(rows: int, model: Projection) -> Tensor | None:
     """Allocate logits [rows, V]; return None if `product`, which allocates its own, is faster."""
     if have_product("head", model.hidden_ND, model.weight_VD):
         return None
-    vocabulary, like = len(model.weight_VD), model.hidden_ND
-    # On a GPU each row is aligned for tensor cores.
-    stride = vocabulary if like.device.type == "cpu" else -(-vocabulary // 64) * 64
-    return torch.empty(rows, stride, dtype=like.dtype, device=like.device)[:, :vocabulary]
+    return model.hidden_ND.new_empty(rows, len(model.weight_VD))
 
 
 def _add_product(
@@ -219,6 +232,11 @@ def _add_product(
         if total_VD is None:
             return grad_logits_nV.t() @ hidden_nD
         return total_VD.addmm_(grad_logits_nV.t(), hidden_nD)
+    if hidden_nD.is_cuda and _SUMS_IN_FP32:
+        factors = grad_logits_nV.t(), hidden_nD
+        if total_VD is None:
+            return torch.mm(*factors, out_dtype=wide)
+        return torch.addmm(total_VD, *factors, out_dtype=wide, out=total_VD)
     vocabulary = grad_logits_nV.shape[1]
     # The product is in half precision first: computed for some tokens at a time, it takes little
     # memory. In fp16 a sum over thousands of positions may exceed 65,504, hence `shrink`.

@@ -1,10 +1,9 @@
-"""Compare how the tokens of a document are related in two models, as MiniLM and TinyBERT do.
+"""Compute relations and their gradient in blocks of documents, with the kernel of the device.
 
 It computes `divergence` of the relations in `objectives/minilm.py`, and `squared_difference` of the
 scores in `objectives/tinybert.py`; `tests/pretrain/test_relations.py` compares them in fp64. The
-sum over heads and tokens is computed in blocks of documents, or of heads of one document, together
-with its gradient: the cost is that of the documents, whatever the length of a row, and nothing of
-size [heads, length, length] outlives its block.
+cost is that of the documents, whatever the length of a row. A block holds documents of similar
+lengths, or some heads of one, and nothing of size [heads, length, length] outlives its block.
 
 Shapes: B rows, L row length, n documents of up to P tokens, D width, A relation heads, d = D / A.
 """
@@ -21,15 +20,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pretrain.contracts.batch import Documents, send
+from pretrain.kernels.relations.formulas import divergence, squared_difference
+from pretrain.kernels.triton_support import use_triton
 
-# Scores at a time: 1 MB in fp32 on a CPU, 64 MB on a GPU. On an EPYC, one thread, 4 x 512 and 48
-# heads, 1 MB takes 2.3 s, 4 MB 2.6, 16 MB 3.0 and 64 MB 6.7. On a GPU the speed is not measured.
-_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+# Scores at a time: 1 MB in fp32 on a CPU. On an EPYC, one thread, 4 x 512 and 48 heads, 1 MB takes
+# 2.3 s, 4 MB 2.6, 16 MB 3.0 and 64 MB 6.7. On an H100 a step of MiniLM, 32 x 512, takes 110 ms with
+# 64 MB, 87 with 128 and 45 with 256: a launch costs more than its work. The Triton kernel has two
+# tensors of them, plain torch seven.
+_ELEMENTS = {"cpu": 2**18, "cuda": 2**24, "triton": 2**26}
 _FILLED = 0.8  # share of the longest document of a block that the others reach
-_MASKED = -1e2  # TinyBERT's authors take scores up to this one for masked positions
 
-# (student's scores, teacher's scores, each [n, A, P, P], the keys behind a document [n, 1, 1, P] or
-# None) -> (values, the derivative of their sum by the student's scores)
+# A function of `formulas.py`, or of `fused.py`.
 Formula = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
@@ -49,7 +50,7 @@ def relation_divergence(
         documents: of the rows.
         heads: relation heads, which divide both widths.
     """
-    total: Tensor = _Compared.apply(*student, *teacher, documents, heads, _kl)
+    total: Tensor = _Compared.apply(*student, *teacher, documents, heads, divergence)
     return total
 
 
@@ -67,36 +68,24 @@ def score_difference(
     Args:
         student .. heads: as in `relation_divergence`; X is query, and Y is key.
     """
-    total: Tensor = _Compared.apply(*student, *teacher, documents, heads, _squares)
+    total: Tensor = _Compared.apply(*student, *teacher, documents, heads, squared_difference)
     return total
 
 
-def _kl(student: Tensor, teacher: Tensor, behind: Tensor | None) -> tuple[Tensor, Tensor]:
-    if behind is not None:
-        student, teacher = (s.masked_fill_(behind, -torch.inf) for s in (student, teacher))
-    log_s, log_t = student.log_softmax(-1), teacher.log_softmax(-1)
-    p, difference = log_t.exp(), log_t - log_s
-    if behind is not None:
-        difference.masked_fill_(behind, 0.0)  # both are -inf, and p is 0
-    # In place, because nothing reads log_s after this.
-    return difference.mul_(p), log_s.exp_().sub_(p)
+def _kernel_of(formula: Formula, longest: int) -> Formula:
+    """Return the Triton kernel of a formula, if documents are short enough for it."""
+    from pretrain.kernels.relations import fused  # needs the package triton
 
-
-def _squares(student: Tensor, teacher: Tensor, behind: Tensor | None) -> tuple[Tensor, Tensor]:
-    # Found before the scores are replaced: a constant 0 has no slope.
-    dropped = student <= _MASKED
-    teacher = teacher.masked_fill_(teacher <= _MASKED, 0.0)
-    difference = student.masked_fill_(dropped, 0.0).sub_(teacher)
-    if behind is not None:
-        difference.masked_fill_(behind, 0.0)
-    return difference.square(), (2 * difference).masked_fill_(dropped, 0.0)
+    if longest > fused.LONGEST:
+        return formula
+    return fused.divergence if formula is divergence else fused.squared_difference
 
 
 class _Block(NamedTuple):
     """Hold documents of similar lengths, up to P tokens, that are computed together."""
 
     places_nP: Tensor  # of their tokens; behind a document its first place again
-    inside_nP: Tensor | None  # None if all are equally long
+    lengths_n: Tensor | None  # None if all are P
 
 
 @lru_cache(maxsize=8)  # the relations, and layers, of a micro-batch share them
@@ -109,10 +98,12 @@ def _blocks(documents: bytes, heads: int, limit: int, device: torch.device) -> t
         most = max(1, limit // (heads * longest * longest))
         num = min(most, int(np.count_nonzero(rest[:, 1] >= _FILLED * longest)))
         some, rest = rest[:num], rest[num:]
-        inside = np.arange(longest) < some[:, 1:]
-        places = torch.from_numpy(some[:, :1] + np.arange(longest) * inside)
-        mask = None if inside.all() else send(torch.from_numpy(inside), device)
-        found.append(_Block(send(places, device), mask))
+        starts, lengths = some[:, :1], some[:, 1:]
+        index = np.arange(longest)
+        places = torch.from_numpy(starts + index * (index < lengths))
+        even = bool((lengths == longest).all())
+        sizes = None if even else send(torch.from_numpy(lengths[:, 0].copy()), device)
+        found.append(_Block(send(places, device), sizes))
     return tuple(found)
 
 
@@ -140,43 +131,45 @@ class _Compared(torch.autograd.Function):
         grad_x = torch.zeros(x_BLD.shape, dtype=wide, device=x_BLD.device)
         grad_y = grad_x if ctx.itself else torch.zeros_like(grad_x)
 
-        limit = _ELEMENTS.get(x_BLD.device.type, _ELEMENTS["cuda"])
+        by_triton = use_triton("auto", total)
+        limit = _ELEMENTS.get("triton" if by_triton else x_BLD.device.type, _ELEMENTS["cuda"])
         with torch.autocast(x_BLD.device.type, enabled=False):
-            for places_nP, inside_nP in _blocks(
+            for places_nP, lengths_n in _blocks(
                 documents.astype(np.int64).tobytes(), heads, limit, x_BLD.device
             ):
                 num, longest = places_nP.shape
-                behind = None if inside_nP is None else ~inside_nP[:, None, None]
-                parts_nAPd = [
+                x_nAPd, y_nAPd, teacher_x_nAPd, teacher_y_nAPd = (
                     t.flatten(0, 1)[places_nP].unflatten(-1, (heads, -1)).transpose(1, 2).to(wide)
                     for t in (x_BLD, y_BLD, teacher_x, teacher_y)
-                ]
+                )
+                scale = x_nAPd.shape[-1] ** -0.5
+                # X is scaled, which has fewer numbers than the scores. Not in place: Y may be X.
+                x_nAPd = x_nAPd * scale
+                teacher_x_nAPd = teacher_x_nAPd * teacher_x_nAPd.shape[-1] ** -0.5
+                compare = _kernel_of(formula, longest) if by_triton else formula
                 # All heads of several documents, or some heads of one.
                 at_once = heads if num > 1 else max(1, limit // (longest * longest))
                 for head in range(0, heads, at_once):
                     some = slice(head, head + at_once)
-                    x, y, tx, ty = (part[:, some] for part in parts_nAPd)
-                    scale = x.shape[-1] ** -0.5
-                    theirs = tx @ ty.mT * tx.shape[-1] ** -0.5
-                    values, slope = formula(x @ y.mT * scale, theirs, behind)
-                    if inside_nP is not None:  # a query behind its document counts nothing
-                        values *= inside_nP[:, None, :, None]
-                        slope *= inside_nP[:, None, :, None]
-                    total += values.sum() / heads  # the mean over heads
-                    slope *= scale / heads  # d total / d (x y^T)
+                    x, y = x_nAPd[:, some], y_nAPd[:, some]
+                    theirs = teacher_x_nAPd[:, some] @ teacher_y_nAPd[:, some].mT
+                    value, slope = compare(x @ y.mT, theirs, lengths_n)
+                    total += value
                     width = slice(head * x.shape[-1], (head + x.shape[1]) * x.shape[-1])
-                    for grad, value in ((grad_x, slope @ y), (grad_y, slope.mT @ x)):
+                    for grad, part in ((grad_x, (slope @ y).mul_(scale)), (grad_y, slope.mT @ x)):
                         # A place that occurs again, behind its document, gets zeros.
                         grad.flatten(0, 1)[:, width].index_add_(
-                            0, places_nP.flatten(), value.transpose(1, 2).flatten(2).flatten(0, 1)
+                            0, places_nP.flatten(), part.transpose(1, 2).flatten(2).flatten(0, 1)
                         )
+        ctx.heads = heads
         ctx.save_for_backward(grad_x, grad_y)
-        return total
+        return total / heads  # the mean over heads
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_y = ctx.saved_tensors
+        grad = grad / ctx.heads
         x = (grad_x * grad).to(ctx.dtype)
         # The one of a relation with itself holds both parts.
         y = None if ctx.itself else (grad_y * grad).to(ctx.dtype)
