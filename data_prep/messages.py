@@ -61,6 +61,13 @@ def error_line(error: BaseException, limit: int = 200) -> str:
     return one_line(str(error), limit) or type(error).__name__
 
 
+def duration(seconds: float) -> str:
+    """Return a span of time in seconds, minutes or hours."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def complain(text: str) -> None:
     """Print lines to standard error; others' strings in them are spelled out."""
     print(printable(text), file=sys.stderr, flush=True)

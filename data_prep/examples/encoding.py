@@ -19,15 +19,24 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import CorpusError
-from data_prep.examples.examples_config import ExamplesConfig
-from data_prep.examples.labelled_files import Record
+from data_prep.examples.examples_config import ExamplesConfig, Split
+from data_prep.examples.labelled_files import LEFT_OUT, Record
+from data_prep.examples.values import (
+    as_answers,
+    as_number,
+    check_characters,
+    class_name,
+    is_missing,
+    is_secret,
+)
 from data_prep.messages import one_line
 from data_prep.tokens import Tokens
 from data_prep.tokens.failures import explained
@@ -63,7 +72,11 @@ class Examples:
 
     def __init__(self, config: ExamplesConfig, tokens: Tokens) -> None:
         self.config, self.columns, self.tokens = config, config.task, tokens
-        self.labels, self.left_out, self._secret = config.task.labels, 0, False
+        self.labels, self.left_out, self.lost = config.task.labels, 0, 0
+        self._secret = self._soft = False  # of the file that is read: see `read`
+        # Then a number in a file is the place of a label, as the Hub's files have it.
+        named = config.task.labels
+        self._words = bool(named) and not any(label.isdecimal() for label in named)
         kind = config.task.name
         first = {"token_classification": "tokens", "question_answering": "question"}
         target = {"token_classification": "tags", "question_answering": "answers"}
@@ -76,37 +89,60 @@ class Examples:
         chosen = [config.task.text, config.task.pair, config.task.label, config.task.id]
         self.names = not any(isinstance(column, int) for column in chosen)
 
-    def read(self, where: str, records: Iterator[Record], *, labelled: bool) -> list[Example]:
+    def read(
+        self, where: str, records: Iterator[Record], split: Split, warn: Callable[[str], None]
+    ) -> list[Example]:
         """Return all examples of a file.
 
         Args:
             where: the file, for messages.
             records: of it.
-            labelled: refuse a file without labels.
+            split: of a test file labels may be missing.
+            warn: receives how many examples have no label.
 
         Raises:
             CorpusError: a column is missing or of the wrong type, or there is no example.
         """
-        # The Hub's test files have -1 where a label is kept secret.
-        self._secret = not labelled and "-1" not in self.labels
-        found = [self._example(f"{where}: example {i}", i, r) for i, r in enumerate(records)]
-        if not found:
+        numbered = list(_numbered(records))
+        if not numbered:
             raise CorpusError(f"{where}: holds no example")
+        # The Hub's test files have -1 everywhere: their labels are kept secret. Some have it where
+        # people did not agree, too, as SNLI does.
+        values = (record.get(self.label) for _, record in numbered)
+        self._secret = "-1" not in self.columns.labels and (
+            self._words or (split == "test" and all(is_missing(v) or is_secret(v) for v in values))
+        )
+        # A large model answers for the training examples; people may have labelled the others.
+        names = self.columns.probabilities
+        first: Any = names[0] if isinstance(names, tuple) else names
+        self._soft = split == "train" or not all(is_missing(r.get(first)) for _, r in numbered)
+        found = [self.example(f"{where}: example {i}", i, r) for i, r in numbered]
         known = sum(bool(example.labels) for example in found)
-        if labelled and not known:
+        if split != "test" and not known:
             raise CorpusError(
                 f"{where}: no example has a label: set task.label to the column that holds it"
             )
-        ids = [example.id for example in found]
-        if len(set(ids)) < len(ids):
-            twice = next(id for id in ids if ids.count(id) > 1)
-            raise CorpusError(f"{where}: two examples have the id {one_line(twice, 60)!r}")
+        without = [i for i, record in numbered if self.label not in record]
+        if 0 < len(without) < len(found):
+            raise CorpusError(
+                f"{where}: example {without[0]}: no column {self.label!r}, which other examples "
+                "have; give it null if there is no label"
+            )
+        if split != "test" and self.columns.probabilities is None and known < len(found):
+            warn(f"{where}: {len(found) - known:,} of {len(found):,} examples have no label")
+        id, times = Counter(example.id for example in found).most_common(1)[0]
+        if times > 1:
+            raise CorpusError(f"{where}: two examples have the id {one_line(id, 60)!r}")
         return found
 
     def spare(self, where: str, records: Iterator[Record]) -> list[Example]:
         """Return examples without labels; CorpusError if a text is missing."""
-        found = [self._example(f"{where}: example {i}", i, r) for i, r in enumerate(records)]
-        return [e._replace(id=f"unlabelled-{e.id}", labels={}, spare=True) for e in found]
+        found = []
+        for i, record in _numbered(records):
+            unlabelled = {**record, self.label: None}
+            example = self.example(f"{where}: example {i}", i, unlabelled)
+            found.append(example._replace(id=f"unlabelled-{example.id}", labels={}, spare=True))
+        return found
 
     def find_labels(self, where: str, examples: Sequence[Example]) -> None:
         """Take the classes of these examples where the config names none."""
@@ -122,7 +158,17 @@ class Examples:
                 "task.label, or name them in task.labels"
             )
         numeric = all(re.fullmatch(r"-?\d+", value) for value in seen)
-        self.labels = tuple(sorted(seen, key=int if numeric else None))
+        if numeric and self.columns.name == "token_classification":
+            raise CorpusError(
+                f"{where}: the tags in {self.label!r} are numbers: name them in task.labels, in "
+                "their order"
+            )
+        if odd := next((v for v in seen if re.fullmatch(r"-?\d+\.\d*[1-9]\d*", v)), None):
+            raise CorpusError(
+                f"{where}: {self.label!r} has the label {odd}: take task.name: regression for "
+                "scores, or name the classes in task.labels"
+            )
+        self.labels = tuple(sorted(seen, key=(lambda v: (int(v), v)) if numeric else None))
 
     def rows(self, where: str, examples: Sequence[Example]) -> Iterator[Row]:
         """Yield the rows of examples, in their order.
@@ -145,8 +191,12 @@ class Examples:
                         self.left_out += 1
                         continue
                     longer.append(number)
-                for part in (encoding, *self._others(encoding)):
-                    columns = self._side(f"{where}: example {number}", example, part)
+                parts = [encoding, *self._others(encoding)]
+                sides = [self._side(f"{where}: example {number}", example, p) for p in parts]
+                self.lost += bool(example.labels.get("answers")) and not any(
+                    side["end"] > 0 for side in sides
+                )
+                for part, columns in zip(parts, sides, strict=True):
                     yield Row(self._ids(part), {"id": example.id, **columns})
         if longer and self.config.longer == "refuse":
             raise CorpusError(
@@ -194,17 +244,19 @@ class Examples:
         special = np.array(encoding.special_tokens_mask, dtype=bool)
         return np.where(special, ids, self.tokens.safe[ids])
 
-    def _example(self, where: str, number: int, record: Record) -> Example:
+    def example(self, where: str, number: int, record: Record) -> Example:
+        """Return an example; CorpusError if a column is missing or of the wrong type."""
         id = record.get("id", number) if self.columns.name == "question_answering" else number
         if self.columns.id is not None:
             id = self._value(where, record, self.columns.id)
+        check_characters(where, self.columns.id or "id", str(id))
         if self.columns.name == "token_classification":
             words = self._value(where, record, self.text)
             if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
                 raise CorpusError(f"{where}: {self.text!r} is not a list of words")
             # Words are joined: a model is later given text, and not words.
             words = [word.strip() or "-" for word in words]
-            _check_characters(where, self.text, "".join(words))
+            check_characters(where, self.text, "".join(words))
             text, pair = " ".join(words), None
             labels = {} if record.get(self.label) is None else self._tags(where, record, words)
             return Example(str(id), text, pair, labels | {"words": words} if labels else labels)
@@ -222,28 +274,30 @@ class Examples:
         value = self._value(where, record, column)
         if not isinstance(value, str):
             raise CorpusError(f"{where}: {column!r} is {type(value).__name__}, not text")
-        _check_characters(where, column, value)
+        check_characters(where, column, value)
         return value
 
     def _labels(self, where: str, record: Record, pair: str | None) -> dict[str, Any]:
         columns, found = self.columns, dict[str, Any]()
-        if columns.probabilities is not None:
+        if columns.probabilities is not None and self._soft:
             found["probs"] = self._probabilities(where, record, columns.probabilities)
         value = record.get(self.label)
-        if value is None or value == "" or (self._secret and value in (-1, "-1")):
+        if isinstance(self.label, int) and self.label not in record and not self._secret:
+            raise CorpusError(f"{where}: has no column {self.label}, that of the label: correct it")
+        if is_missing(value) or (self._secret and is_secret(value)):
             return found
         if columns.name in ("regression", "similarity"):
-            return found | {"score": _number(where, self.label, value)}
+            return found | {"score": as_number(where, self.label, value)}
         if columns.name == "question_answering":
-            return found | {"answers": _answers(where, value, pair or "")}
-        return found | {"label": _class_name(where, self.label, value)}
+            return found | {"answers": as_answers(where, value, pair or "")}
+        return found | {"label": class_name(where, self.label, value)}
 
     def _tags(self, where: str, record: Record, words: list[str]) -> dict[str, Any]:
         tags = record[self.label]
         if not isinstance(tags, list) or len(tags) != len(words):
             count = len(tags) if isinstance(tags, list) else 0
             raise CorpusError(f"{where}: {len(words)} words and {count} tags in {self.label!r}")
-        return {"tags": [_class_name(where, self.label, tag) for tag in tags]}
+        return {"tags": [class_name(where, self.label, tag) for tag in tags]}
 
     def _probabilities(
         self, where: str, record: Record, names: str | int | tuple[str | int, ...]
@@ -262,7 +316,7 @@ class Examples:
                 f"{where}: {names!r} does not hold {len(self.labels)} probabilities, one for each "
                 "of task.labels"
             )
-        found = [_number(where, names, value) for value in values]
+        found = [as_number(where, names, value) for value in values]
         if min(found) < 0 or not math.isclose(sum(found), 1.0, abs_tol=1e-2):
             raise CorpusError(f"{where}: {names!r} is {found}: probabilities add up to 1")
         return [value / sum(found) for value in found]
@@ -276,7 +330,7 @@ class Examples:
         found: dict[str, Any] = {"second": second}
         if kind == "classification":
             found["label"] = self._number_of(where, labels.get("label"))
-            if self.columns.probabilities is not None:
+            if "probs" in labels:
                 found["probs"] = labels["probs"]
         elif kind in ("regression", "similarity"):
             found["score"] = labels.get("score", math.nan)
@@ -291,13 +345,11 @@ class Examples:
             return IGNORE
         if name in self.labels:
             return self.labels.index(name)
-        # The place of a label, as the Hub's files have it, where labels are words.
-        words = not any(label.isdecimal() for label in self.labels)
-        if words and name.isdecimal() and int(name) < len(self.labels):
+        if self._words and name.isdecimal() and int(name) < len(self.labels):
             return int(name)
         raise CorpusError(
             f"{where}: the label {one_line(name, 40)!r} is none of {', '.join(self.labels)}: "
-            "correct it, or name it in task.labels"
+            "correct it, or name all labels in their order in task.labels"
         )
 
     def _first_pieces(
@@ -323,61 +375,9 @@ def _given(column: str | int | None, usual: str) -> str | int:
     return usual if column is None else column
 
 
-def _check_characters(where: str, column: Any, text: str) -> None:
-    """Refuse half a character, which JSON can hold and no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise CorpusError(
-            f"{where}: {column!r} has half a character, {text[error.start]!a}, at {error.start}: "
-            "remove it"
-        ) from None
-
-
-def _number(where: str, column: Any, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise CorpusError(f"{where}: {column!r} is {one_line(str(value), 40)!r}, not a number")
-    return number
-
-
-def _class_name(where: str, column: Any, value: Any) -> str:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise CorpusError(
-            f"{where}: {column!r} is {one_line(str(value), 40)!r}, not a label: a text or a number"
-        )
-    return str(value)
-
-
-def _answers(where: str, value: Any, context: str) -> list[tuple[int, str]]:
-    """Return (begin, text) of each answer, of SQuAD's JSON or the Hub's layout."""
-    pairs: list[tuple[Any, Any]] | None = None
-    if isinstance(value, dict):
-        begins, texts = value.get("answer_start"), value.get("text")
-        if isinstance(begins, list) and isinstance(texts, list) and len(begins) == len(texts):
-            pairs = list(zip(begins, texts, strict=True))
-    elif isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        pairs = [(entry.get("answer_start"), entry.get("text")) for entry in value]
-    if pairs is None:
-        raise CorpusError(
-            f"{where}: its answers are not those of SQuAD: text and answer_start, as many of each"
-        )
-    for begin, text in pairs:
-        if isinstance(begin, bool) or not isinstance(begin, int) or not isinstance(text, str):
-            raise CorpusError(f"{where}: an answer without text or answer_start")
-        if not text:
-            raise CorpusError(f"{where}: an answer is empty: leave it out of the list")
-        if begin < 0 or context[begin : begin + len(text)] != text:
-            raise CorpusError(
-                f"{where}: the answer {one_line(text, 40)!r} is not in its text at character "
-                f"{begin}: correct answer_start"
-            )
-    return pairs
+def _numbered(records: Iterator[Record]) -> Iterator[tuple[int, Record]]:
+    """Yield records with their numbers; a line that is left out has one, too."""
+    return ((i, record) for i, record in enumerate(records) if record is not LEFT_OUT)
 
 
 def _span(answers: list[tuple[int, str]] | None, encoding: Any, second: int) -> tuple[int, int]:

@@ -51,6 +51,8 @@ class Columns(Keys):
             raise ValueError("similarity compares two texts: name the column of the second in pair")
         if self.name not in ("classification", "token_classification") and self.labels:
             raise ValueError(f"{self.name} has no classes: remove labels")
+        if any(label != label.strip() for label in self.labels):
+            raise ValueError("labels: remove the space around a label")
         if len(set(self.labels)) < len(self.labels) or len(self.labels) == 1:
             raise ValueError("labels: give two or more, each once")
         if self.probabilities is not None and self.name != "classification":

@@ -23,6 +23,8 @@ from data_prep.shards import Segments, load_manifest, open_shards
 from data_prep.shards.manifest import MANIFEST
 
 Record = Mapping[str | int, Any]
+AUGMENTED, TEXTS = "augmented.json", "texts.jsonl"  # in the folder of a stage augment
+LEFT_OUT: Record = {}  # stands for a line that is left out: the others keep their numbers
 _TOGETHER = 4096  # documents
 _SPLITS = ("train", "validation", "test", "dev")
 _LARGEST = 2**32  # bytes of a text file, which is read at once
@@ -59,12 +61,26 @@ def read_records(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
         raise CorpusError(f"{path}: cannot be read ({error_line(error)})") from None
 
 
-def read_unlabelled(path: Path, text: str | int, names: bool, warn: Warn) -> Iterator[Record]:
-    """Yield records with a text each: of a file, or the whole documents of shards.
+def read_unlabelled(
+    path: Path, text: str | int, pair: str | int | None, names: bool, warn: Warn
+) -> Iterator[Record]:
+    """Yield records with a text each: of a file, the whole documents of shards, or new texts.
+
+    Args:
+        path: of a file or folder.
+        text, pair: the columns of the task's own files.
+        names, warn: see `read_records`.
 
     Raises:
         CorpusError: see `read_records`; or the shards keep no texts.
     """
+    if (path / AUGMENTED).is_file():
+        for record in _jsonl(path / TEXTS, names, warn):
+            if (pair is not None) != ("pair" in record):
+                held = "pairs" if "pair" in record else "single texts"
+                raise CorpusError(f"{path}: holds {held}, which does not fit task.pair")
+            yield {text: record["text"], **({} if pair is None else {pair: record["pair"]})}
+        return
     if not (path / MANIFEST).is_file():
         yield from read_records(path, names, warn)
         return
@@ -107,7 +123,11 @@ def _of_folder(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
     for file in files:
         if file.parent == path:
             raise CorpusError(f"{file}: lies in no folder that names its label: move it into one")
-        yield {"text": read_regular_text(file, _LARGEST), "label": file.parent.name}
+        yield {"text": _text_of(file), "label": file.parent.name}
+
+
+def _text_of(path: Path) -> str:
+    return read_regular_text(path, _LARGEST).removeprefix("\ufeff")
 
 
 def _csv(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
@@ -118,25 +138,32 @@ def _csv(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
         if not tabs:
             tabs = "\t" in lines.readline()
             lines.seek(0)
+        # Strict, so that a quotation mark that is never closed does not swallow the rest.
         reader = (
-            csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines)
+            csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+            if tabs
+            else csv.reader(lines, strict=True)
         )
+        begun = 1  # the line where a row begins
         try:
             head = next(reader, []) if names else []
             if len(set(head)) < len(head):
                 raise CorpusError(f"{path}: two columns have the same name: give each its own")
-            short, rows = [], 0
+            short, rows, begun = [], 0, reader.line_num + 1
             for row in reader:
+                begun = reader.line_num + 1
                 if not row:
                     continue
                 rows += 1
                 if names and tabs and len(row) < len(head):
                     short.append(reader.line_num)
+                    yield LEFT_OUT
                     continue
                 if names and len(row) != len(head):
+                    fix = "remove tabs from texts" if tabs else "put texts with commas in quotes"
                     raise CorpusError(
                         f"{path}: line {reader.line_num} has {len(row)} columns, and the first "
-                        f"line names {len(head)}: put texts with commas in quotation marks"
+                        f"line names {len(head)}: {fix}"
                     )
                 yield dict(zip(head, row, strict=False)) if names else dict(enumerate(row))
             if len(short) > rows / _BROKEN:
@@ -150,7 +177,10 @@ def _csv(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
                     f"columns than the first line names, such as line {short[0]}"
                 )
         except csv.Error as error:
-            raise CorpusError(f"{path}: line {reader.line_num}: {error_line(error)}") from None
+            raise CorpusError(
+                f"{path}: the row that begins in line {begun}: {error_line(error)}: correct its "
+                "quotation marks"
+            ) from None
 
 
 def _jsonl(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
@@ -177,7 +207,7 @@ def _conll(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
     """Yield sentences: a word in the first column of a line, its tag in the last."""
     words: list[str] = []
     tags: list[str] = []
-    text = read_regular_text(path, _LARGEST)
+    text = _text_of(path)
     for number, line in enumerate([*text.split("\n"), ""], start=1):
         parts = line.rstrip("\r").split("\t") if "\t" in line else line.split(" ")
         parts = [part for part in parts if part.strip()]
@@ -185,8 +215,8 @@ def _conll(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
             if words:
                 yield {"tokens": words, "tags": tags}
             words, tags = [], []
-        elif re.match(r"# \w+ = ", line) and not words:
-            continue  # a comment of CoNLL-U
+        elif re.match(r"# (\w+ = |(id|newdoc|newpar)\b)", line) and not words:
+            continue  # a comment of CoNLL-U or MultiCoNER
         elif len(parts) < 2:
             raise CorpusError(f"{path}: line {number} has no tag: a line is a word and its tag")
         else:
@@ -197,7 +227,7 @@ def _conll(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
 def _squad(path: Path, names: bool, warn: Warn) -> Iterator[Record]:
     """Yield the questions of SQuAD's JSON; one without an answer has none."""
     try:
-        for article in json.loads(read_regular_text(path, _LARGEST))["data"]:
+        for article in json.loads(_text_of(path))["data"]:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
                     yield {

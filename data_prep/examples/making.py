@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ from data_prep import CorpusError
 from data_prep.disk import hash_file, lock, sync, write_file
 from data_prep.examples.encoding import IGNORE, Example, Examples, Row
 from data_prep.examples.examples_config import ExamplesConfig, Split
-from data_prep.examples.labelled_files import files_of, read_records, read_unlabelled
+from data_prep.examples.labelled_files import LEFT_OUT, files_of, read_records, read_unlabelled
 from data_prep.pipeline.code import installed
 from data_prep.shards import Manifest, load_manifest, verify, write_shard
 from data_prep.shards.manifest import (
@@ -35,8 +35,9 @@ from data_prep.shards.manifest import (
 from data_prep.shards.writing import file_record, write_batch
 from data_prep.tokens import Tokens, load
 
-BEHAVIOUR = 2  # raised when the same files would give other bytes
+BEHAVIOUR = 3  # raised when the same files would give other bytes
 _MULTIPLE = 8  # of tokens, that a row is long
+_LETTERS = 4.5  # of a token, for an estimate
 _BY_TEXT = ("question_answering", "similarity")  # measured on texts, not on rows
 
 
@@ -77,6 +78,32 @@ def make_examples(config: ExamplesConfig, warn: Callable[[str], None]) -> tuple[
     if problems := verify(folder):
         raise CorpusError(problems[0])
     return manifest, False
+
+
+def expected(config: ExamplesConfig) -> tuple[int, int]:
+    """Return about how many training rows and tokens there will be, without a tokenizer.
+
+    Texts of `unlabelled` are not counted.
+
+    Raises:
+        CorpusError: the file cannot be read, or lacks a column.
+    """
+    num = letters = 0
+    examples = Examples(config, cast(Tokens, None))  # which only encoding needs
+    for record in read_records(config.train, examples.names, lambda text: None):
+        if num == 0 and record is not LEFT_OUT:
+            examples.example(f"{config.train}: example 0", 0, record)
+        for name in (examples.text, examples.pair):
+            text = record.get(name, "") if name is not None else ""
+            letters += len(" ".join(map(str, text)) if isinstance(text, list) else str(text))
+        num += 1
+    each = min(config.max_length, 3 + letters / _LETTERS / max(1, num))
+    if isinstance(config.validation, float):
+        num -= max(1, round(num * config.validation))
+    num = min(num, config.most or num)
+    if num < 1:
+        raise CorpusError(f"{config.train}: too few examples: none is left for training")
+    return num, round(num * each)
 
 
 def _content(config: ExamplesConfig) -> dict[str, Any]:
@@ -127,11 +154,13 @@ def _make(
     found: dict[Split, list[Example]] = {}
     for split, path in config.files().items():
         records = read_records(path, examples.names, warn)
-        found[split] = examples.read(str(path), records, labelled=split != "test")
+        found[split] = examples.read(str(path), records, split, warn)
     _divide(config, found)
     examples.find_labels(str(config.train), found["train"])
     if config.unlabelled is not None:
-        spare = read_unlabelled(config.unlabelled, examples.text, examples.names, warn)
+        spare = read_unlabelled(
+            config.unlabelled, examples.text, examples.pair, examples.names, warn
+        )
         found["train"] += examples.spare(str(config.unlabelled), spare)
     rows: dict[Split, list[Row]] = {}
     for split, some in found.items():
@@ -141,6 +170,8 @@ def _make(
             f"{config.unlabelled}: {examples.left_out:,} texts have more than {config.max_length} "
             "tokens and are left out"
         )
+    if examples.lost:
+        warn(f"{examples.lost:,} answers fit in no row, and count as none: raise max_length")
     # No longer than the longest example: every row of a shard has this length.
     longest = max(len(row.ids) for some in rows.values() for row in some)
     length = min(config.max_length, max(8, -(-longest // _MULTIPLE) * _MULTIPLE))

@@ -188,6 +188,11 @@ class Manifest(BaseModel):
         return str(self.content.get(EXAMPLES, {}).get("task", {}).get("name", ""))
 
     @property
+    def pairs(self) -> bool:
+        """Return whether a task's examples are pairs of texts."""
+        return self.content.get(EXAMPLES, {}).get("task", {}).get("pair") is not None
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Return the classes of a task's examples, in the order of their numbers."""
         return tuple(self.content.get(EXAMPLES, {}).get("labels", ()))

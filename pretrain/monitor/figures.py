@@ -64,5 +64,7 @@ def interval(value: float, drawn: Sequence[float] | NDArray[np.float64]) -> Figu
 
     A resample in which the figure is not defined is NaN, and is left out.
     """
+    if np.isnan(drawn).all():
+        return Figure(value)
     low, high = np.nanpercentile(drawn, [2.5, 97.5])
     return Figure(value, min(float(low), value), max(float(high), value))

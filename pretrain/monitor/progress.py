@@ -19,6 +19,7 @@ def describe(run: Run) -> None:
     """Show the sizes of model, data and schedule before the first step."""
     config, accelerator, manifest = run.config, run.accelerator, run.manifest
     say = run.progress.say
+    say("; ".join(f"{name}: {kernel}" for name, kernel in run.hardware.items()))
     student: Any = run.student
     saved = student if config.objective.needs_logits else student.base_model
     size = sum(p.numel() for p in saved.parameters())
@@ -61,10 +62,9 @@ def describe(run: Run) -> None:
             usable(device, dtype, model.hidden_size // model.num_attention_heads, window)[0]
             is masked
         ):
-            length = manifest.row_length
             say(
-                f"note: {device.type} has no attention kernel with a window: local "
-                f"layers take a dense mask [rows, {length}, {length}]"
+                f"note: {device.type} has no attention kernel with a window: local layers compute "
+                "all pairs of tokens of a row, or of its documents where these are fewer"
             )
             break
     if config.train.compile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,9 @@ def test_few_lines_of_a_tsv_that_lack_columns_are_left_out(tmp_path: Path) -> No
     said: list[str] = []
     manifest, _ = make_examples(config(tmp_path, "a.tsv"), said.append)
     assert manifest.splits["train"].rows == 1501
+    table = map_labels(next(tmp_path.glob("*/labels/train-00000.arrow")))
+    ids = table.column("id").to_pylist()
+    assert ids[-2:] == ["1499", "1501"]  # the line has a number, as predictions for a test have it
     assert said == [
         f"{tmp_path / 'a.tsv'}: 1 of 1,502 lines are left out: they have fewer columns than the "
         "first line names, such as line 1502"
@@ -247,6 +251,36 @@ def test_other_labels_are_another_digest(tmp_path: Path) -> None:
         ("a.csv", "text,label\n", {}, "holds no example"),
         ("a.csv", "text,other\ngood,1\n", {}, "no example has a label"),
         ("a.csv", "text,label\ngood,1\nbad,1\n", {}, "1 label(s) in 'label'"),
+        (
+            "a.csv",
+            'text,label\ngood,1\n"bad,0\nfilm,1\nfilm,0\n',
+            {},
+            "the row that begins in line 3: unexpected end of data: correct its quotation marks",
+        ),
+        (
+            "a.csv",
+            'text,label\ngood,1\n"bad,0\nfilm,1\n"film",0\n',
+            {},
+            "the row that begins in line 3: ',' expected after '\"': correct its quotation marks",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "good", "label": 1}\n{"text": "bad", "lable": 0}\n',
+            {},
+            "example 1: no column 'label', which other examples have; give it null",
+        ),
+        (
+            "a.jsonl",
+            '{"tokens": ["a", "film"], "tags": [0, 1]}\n',
+            {"task": {"name": "token_classification"}},
+            "the tags in 'tags' are numbers: name them in task.labels",
+        ),
+        (
+            "a.csv",
+            "text,label\ngood,0.5\nbad,1\n",
+            {},
+            "'label' has the label 0.5: take task.name: regression for scores",
+        ),
         ("a.csv", "text,label\ngood\n", {}, "line 2 has 1 columns, and the first line names 2"),
         ("a.csv", "label,text\n1,hello, world\n", {}, "line 2 has 3 columns"),
         ("a.csv", "text,text,label\na,b,1\n", {}, "two columns have the same name"),
@@ -256,6 +290,31 @@ def test_other_labels_are_another_digest(tmp_path: Path) -> None:
             {},
             "example 0: 'text' has half a character, '\\ud83d', at 2: remove it",
         ),
+        (
+            "a.jsonl",
+            '{"text": "good", "label": "x\\ud800"}\n',
+            {},
+            "example 0: 'label' has half a character, '\\ud800', at 1: remove it",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "good", "label": 1, "key": "\\ud800"}\n',
+            {"task": {"name": "classification", "id": "key"}},
+            "example 0: 'key' has half a character, '\\ud800', at 0: remove it",
+        ),
+        (
+            "a.csv",
+            "text,label\ngood,1\nbad,-1e39\n",
+            {"task": {"name": "regression"}},
+            "example 1: 'label' is -1e+39, which fp32 cannot hold: scale it",
+        ),
+        (
+            "a.tsv",
+            "good\t1\nbad\n",
+            {"task": {"name": "classification", "text": 0, "label": 1}},
+            "example 1: has no column 1, that of the label: correct it",
+        ),
+        ("a.tsv", "text\tlabel\ngood\t1\t2\n", {}, "names 2: remove tabs from texts"),
         (
             "a.json",
             squad("the film " * 9, "film", 4).replace(
@@ -363,6 +422,112 @@ def test_columns_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         config(tmp_path, "a.csv", task=task)
+
+
+def test_only_a_test_file_without_labels_has_minus_one_for_all(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "text,label\ngood,1\nbad,-1\nfilm,0\n")
+    write(tmp_path, "secret.csv", "text,label\ngood,-1\nbad,-1\n")
+    for name, test, expected in (("a", "a.csv", [2, 0, 1]), ("b", "secret.csv", [-100, -100])):
+        values = {"output": str(tmp_path / name), "test": str(tmp_path / test)}
+        make_examples(config(tmp_path, "a.csv", **values), lambda text: None)
+        table = map_labels(tmp_path / name / "labels" / "test-00000.arrow")
+        assert table.column("label").to_pylist() == expected
+    values = {"output": str(tmp_path / "c"), "test": str(tmp_path / "a.csv")}
+    values |= {"task": {"name": "regression"}}
+    make_examples(config(tmp_path, "a.csv", **values), lambda text: None)
+    table = map_labels(tmp_path / "c" / "labels" / "test-00000.arrow")
+    assert table.column("score").to_pylist() == [1.0, -1.0, 0.0]
+
+
+def test_minus_one_stands_for_no_label_where_it_is_no_class(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "text,label\ngood,e\nbad,-1\nfilm,c\n")
+    write(tmp_path, "b.csv", "text,label\ngood,1\nbad,-1\n")
+    write(tmp_path, "minus.csv", "text,label\ngood,-1\nbad,-1\n")
+    write(tmp_path, "score.csv", "text,label\ngood,-1.0\nbad,-1.0\n")
+    words = {"name": "classification", "labels": ["e", "n", "c"]}
+    numbers = {"name": "classification", "labels": ["-1", "1"]}
+    score = {"name": "regression"}
+    for number, (task, train, test, column, expected) in enumerate(
+        [
+            (words, "a.csv", "b.csv", "label", [1, -100]),  # SNLI's, where people did not agree
+            (numbers, "b.csv", "minus.csv", "label", [0, 0]),
+            (score, "b.csv", "score.csv", "score", [math.nan, math.nan]),
+        ]
+    ):
+        values = {"output": str(tmp_path / str(number)), "test": str(tmp_path / test), "task": task}
+        make_examples(config(tmp_path, train, **values), lambda text: None)
+        table = map_labels(tmp_path / str(number) / "labels" / "test-00000.arrow")
+        assert table.column(column).to_pylist() == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_number_is_the_place_of_a_label_only_in_a_given_order(tmp_path: Path) -> None:
+    """MNLI's files have words, and the Hub's numbers in another order than that of the alphabet."""
+    write(tmp_path, "a.csv", "text,label\ngood,entailment\nbad,neutral\nfilm,contradiction\n")
+    write(tmp_path, "hub.csv", "text,label\ngood,0\nbad,1\nfilm,2\n")
+    values = {"validation": str(tmp_path / "hub.csv")}
+    with pytest.raises(CorpusError, match="the label '0' is none of contradiction, entailment"):
+        make_examples(config(tmp_path, "a.csv", **values), lambda text: None)
+    labels = ["entailment", "neutral", "contradiction"]
+    values |= {"output": str(tmp_path / "b"), "task": {"name": "classification", "labels": labels}}
+    make_examples(config(tmp_path, "a.csv", **values), lambda text: None)
+    for split in ("train", "validation"):
+        table = map_labels(tmp_path / "b" / "labels" / f"{split}-00000.arrow")
+        assert table.column("label").to_pylist() == [0, 1, 2]
+
+
+def test_examples_without_a_label_are_counted(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "text,label\ngood,1\nbad, \nfilm,0 \n")
+    said: list[str] = []
+    make_examples(config(tmp_path, "a.csv"), said.append)
+    assert said == [f"{tmp_path / 'a.csv'}: 1 of 3 examples have no label"]
+    assert load_manifest(tmp_path / "shards").labels == ("0", "1")
+    table = map_labels(tmp_path / "shards" / "labels" / "train-00000.arrow")
+    assert table.column("label").to_pylist() == [1, -100, 0]
+
+
+def test_probabilities_of_training_examples_are_enough(tmp_path: Path) -> None:
+    line = '{"text": "good", "label": 0, "p": [0.9, 0.1]}\n'
+    write(tmp_path, "a.jsonl", line)
+    write(tmp_path, "b.jsonl", '{"text": "good", "label": 0}\n')
+    task = {"name": "classification", "labels": ["a", "b"], "probabilities": "p"}
+    values = {"task": task, "validation": str(tmp_path / "b.jsonl")}
+    make_examples(config(tmp_path, "a.jsonl", **values), lambda text: None)
+    for split, has in (("train", True), ("validation", False)):
+        table = map_labels(tmp_path / "shards" / "labels" / f"{split}-00000.arrow")
+        assert ("probs" in table.schema.names) is has
+    write(tmp_path, "a.csv", "text,label,p,q\ngood,a,0.9,0.1\n")
+    write(tmp_path, "b.csv", "text,label,p,q\ngood,a,,\n")
+    task_of_csv = task | {"probabilities": ["p", "q"]}
+    changes = {"task": task_of_csv, "validation": str(tmp_path / "b.csv")}
+    make_examples(
+        config(tmp_path, "a.csv", **changes, output=str(tmp_path / "csv")), lambda text: None
+    )
+    write(tmp_path, "b.jsonl", line + '{"text": "bad", "label": 0}\n')
+    values["output"] = str(tmp_path / "other")
+    with pytest.raises(CorpusError, match="example 1: no column 'p'"):
+        make_examples(config(tmp_path, "a.jsonl", **values), lambda text: None)
+
+
+def test_the_space_around_an_answer_is_no_part_of_it(tmp_path: Path) -> None:
+    write(tmp_path, "a.json", squad("the good film ", "film ", 9))
+    task = {"name": "question_answering"}
+    _, columns = made(config(tmp_path, "a.json", task=task, stride=2))
+    assert columns["start"] == columns["end"] and columns["start"][0] > 0
+    context = " ".join(["a"] * 30)
+    write(tmp_path, "b.json", squad(context, context, 0))
+    said: list[str] = []
+    values = {"task": task, "stride": 2, "output": str(tmp_path / "long")}
+    make_examples(config(tmp_path, "b.json", **values), said.append)
+    assert any("1 answers fit in no row" in text for text in said)
+
+
+@pytest.mark.parametrize("comment", ["# id 7\tdomain=en", "# text = good film", "# newpar"])
+def test_comments_of_conll_are_no_words(comment: str, tmp_path: Path) -> None:
+    write(tmp_path, "a.conll", f"\ufeff{comment}\ngood O\nfilm B-X\n\n# O\nbad O\n")
+    settings = config(tmp_path, "a.conll", task={"name": "token_classification"})
+    rows, _ = made(settings)
+    assert load_manifest(settings.output).labels == ("B-X", "O") and len(rows) == 2
+    assert rows[0] == ids("[CLS] good film [SEP]")
 
 
 def test_text_never_becomes_a_special_token(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ CLASSES = {
     "question_answering": AutoModelForQuestionAnswering,
 }
 TAGS = ("O", "B-X", "I-X")
+TASK = {"regression": "classification"}  # of the runs on a kind of examples
 
 
 def sentence(draw: random.Random, longest: int = 12) -> str:
@@ -144,3 +145,29 @@ def save_model(folder: Path, family: str, kind: str, *, seed: int = 0, **changes
     texts = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(texts), encoding="utf-8")
     return model
+
+
+def run_of(folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
+    """Return the settings of a run on a kind's examples."""
+    values: dict[str, Any] = {
+        "output": str(folder / "run"),
+        "shards": str(folder / "shards"),
+        "task": {"name": TASK.get(kind, kind)},
+        "objective": {"name": "finetune"},
+        "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1.0, "warmup_ratio": 0.1},
+        "train": {
+            "max_steps": 20,
+            "global_batch_size": 12,
+            "micro_batch_size": 4,
+            "precision": "fp32",
+            "num_workers": 0,
+        },
+        "evaluation": {"every": 0, "rows": 24},
+        "checkpoint": {"every": 0},
+        "logging": {"every": 1},
+    }
+    for section, change in changes.items():
+        known = values.get(section)
+        both = isinstance(known, dict) and isinstance(change, dict)
+        values[section] = {**known, **change} if both else change
+    return values
