@@ -197,7 +197,9 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], location: Sequence[
     if close and not having:
         return f"unknown key {key}; did you mean {'.'.join(map(str, [*parent, close[0]]))}?"
     if (tag := union.get("propertyName")) is not None and tag in section:
-        others = f" ({' and '.join(having)} ha{'s' if len(having) == 1 else 've'})" * bool(having)
+        *first, last = having or [""]
+        listed = f"{', '.join(first)} and {last}" if first else last
+        others = f" ({listed} ha{'ve' if first else 's'})" * bool(having)
         names = [part for part in parent if isinstance(part, str)]
         what = tag if tag == "stage" else names[-1]
         return (

@@ -42,6 +42,23 @@ class ExamplesKeys(ExamplesConfig):
     stage: Literal["examples"] = "examples"
 
 
+class AugmentKeys(Keys):
+    """Configure more texts like the training examples of a task: pretrain/tasks/augmentation.py.
+
+    They are the `unlabelled` of a later stage `examples`, and learn what a teacher says of them.
+    """
+
+    stage: Literal["augment"] = "augment"
+    output: Path
+    shards: Path  # of the task
+    words: str  # a masked language model with the shards' tokenizer
+    probability: float = Field(0.4, gt=0, le=1)  # that a word is replaced, in a copy
+    candidates: int = Field(15, ge=1, le=1000)  # for each word
+    copies: int = Field(20, ge=1, le=1000)  # of each text
+    frequent: int = Field(50, ge=0)  # so many of the most frequent words stay
+    seed: int = Field(0, ge=0, lt=2**63)
+
+
 class EvaluateKeys(Keys):
     """Configure a measurement of a recipe, as `distil evaluate MODELS --data DATA` makes it."""
 
@@ -74,21 +91,29 @@ class ScoresKeys(Keys):
 
     A model is what runs have in common but task and seed: a list of runs, or a sweep, whose named
     entries are models of their own. `teacher` is the model that the others are compared with, and
-    `without` lists tasks that a second average leaves out.
+    `without` lists tasks that a second average leaves out. `published` are rows of others' figures,
+    by the names of columns, to be printed beside ours. Of `baseline` the difference of each other
+    model is printed, and whether its sign is resolved. `timed` adds the size of each model, and
+    the seconds of a pass over the examples, one at a time on the CPU.
     """
 
     stage: Literal["scores"] = "scores"
     output: Path
     models: dict[str, tuple[str, ...]] = Field(min_length=1)
     teacher: str | None = None
+    baseline: str | None = None
     without: tuple[str, ...] = ()
+    published: dict[str, dict[str, float]] = Field({})
+    timed: bool = False
     split: Split = "validation"
 
     @model_validator(mode="after")
-    def teacher_is_a_model(self) -> ScoresKeys:
-        """Refuse a teacher that is not scored: nothing is kept of an unknown score."""
-        if self.teacher is not None and self.teacher not in self.models:
-            raise ValueError(f"teacher {self.teacher}: is none of models; add its runs there")
+    def names_are_models(self) -> ScoresKeys:
+        """Refuse a teacher, or a baseline, that is not scored."""
+        for key in ("teacher", "baseline"):
+            if (name := getattr(self, key)) not in (None, *self.models):
+                known = ", ".join(self.models)
+                raise ValueError(f"{key} {name}: is none of models, which are {known}")
         return self
 
 
@@ -103,7 +128,16 @@ class SweepKeys(Keys):
     groups: dict[str, str]  # of each run: its entry of the table, where runs differ by their seeds
 
 
-Stages = TrainKeys | PrepareKeys | ExamplesKeys | ScoresKeys | EvaluateKeys | ExportKeys | SweepKeys
+Stages = (
+    TrainKeys
+    | PrepareKeys
+    | ExamplesKeys
+    | AugmentKeys
+    | ScoresKeys
+    | EvaluateKeys
+    | ExportKeys
+    | SweepKeys
+)
 Entry = Annotated[Stages, Field(discriminator="stage")]
 
 

@@ -21,7 +21,8 @@ from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.known import Objective, with_objective
 from pretrain.tasks.folders import TASKS, AnyTask
 
-ROWS_ON_HOST = 8  # the most rows of a run on CPUs that gives no `micro_batch_size`
+# The most rows, and examples, of a run on CPUs that gives no `micro_batch_size`.
+ROWS_ON_HOST, EXAMPLES_ON_HOST = 8, 16
 _Share = Annotated[float, Field(ge=0, lt=1)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -72,15 +73,16 @@ class Model(Keys):
 class Student(Keys):
     """Hold the depth of the student and the source of its weights.
 
-    `architecture` is "distilbert", the default for a BERT or DistilBERT teacher, or "same": the
-    teacher's own. `init` is "teacher" (its layers, evenly spaced up to the last), a list of teacher
-    layers counted from 0, "random", or a folder to continue from. `num_layers` defaults to half the
-    teacher's. The other sizes are the teacher's by default, and others need `init: random` or a
-    folder.
+    `architecture` is "distilbert", the default for a BERT or DistilBERT teacher, "same", the
+    teacher's own, or "bilstm", which is not a Transformer (families/bi_lstm.py): `hidden_size` is
+    that of both directions, `intermediate_size` that of its classifier. `init` is "teacher" (its
+    layers, evenly spaced up to the last), a list of teacher layers counted from 0, "random", or a
+    folder to continue from. `num_layers` defaults to half the teacher's. The other sizes are the
+    teacher's by default, and others need `init: random` or a folder.
     """
 
     # None: the teacher's own, but a BERT's student is a DistilBERT.
-    architecture: Literal["distilbert", "same"] | None = None
+    architecture: Literal["distilbert", "same", "bilstm"] | None = None
     num_layers: int | None = Field(None, ge=1, le=256)  # None: half the teacher's
     hidden_size: int | None = Field(None, ge=1, le=2**14)  # None: as the teacher's, and so below
     num_attention_heads: int | None = Field(None, ge=1, le=2**10)
@@ -88,6 +90,11 @@ class Student(Keys):
     init: tuple[int, ...] | str = "teacher"  # the paper loses 3.7 points of GLUE with "random"
     dropout: float = Field(0.1, ge=0, lt=1)  # the config's own, also for a folder that has another
     attention_dropout: float = Field(0.1, ge=0, lt=1)
+    # Only of a bilstm: how many numbers a word has, at first random (None: 300). Or vectors that
+    # stay as they are, beside trained ones: a text file, or "teacher" for its input embeddings.
+    word_vectors: (
+        Annotated[int, Field(ge=1, le=2**14)] | Annotated[str, Field(min_length=1)] | None
+    ) = None
 
     @field_validator("architecture", mode="wrap")
     @classmethod
@@ -95,8 +102,30 @@ class Student(Keys):
         try:
             return check(value)
         except ValueError:
-            message = "give distilbert, or same, which is the teacher's own family"
+            message = "give distilbert, or same, which is the teacher's own family, or bilstm"
             raise ValueError(message) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_layers_to_copy(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("architecture") == "bilstm":
+            return {"init": "random", **values}
+        return values
+
+    @model_validator(mode="after")
+    def _fits_a_bilstm(self) -> Student:
+        if self.architecture != "bilstm":
+            if self.word_vectors is not None:
+                raise ValueError("word_vectors are of a bilstm: remove them, or set architecture")
+        elif self.init == "teacher" or not isinstance(self.init, str):
+            raise ValueError("init: a bilstm has no layers of its teacher; remove it")
+        elif self.init != "random" and self.word_vectors is not None:
+            raise ValueError("init: a folder has its own words: remove word_vectors")
+        elif self.num_attention_heads is not None or self.attention_dropout != 0.1:
+            raise ValueError("a bilstm has no attention: remove its heads and attention_dropout")
+        elif (self.hidden_size or 2) % 2:
+            raise ValueError("hidden_size of a bilstm is that of both directions: an even number")
+        return self
 
     @model_validator(mode="after")
     def _layers_agree(self) -> Student:
@@ -183,7 +212,8 @@ class Train(Keys):
 
     `global_batch_size` counts the rows of one optimizer step over all ranks; gradient accumulation
     follows from it. `micro_batch_size: auto`, the default, is the most rows that fit a GPU, found
-    before the first step. On a CPU it is at most 8, a divisor of a rank's rows. `precision: auto`
+    before the first step. On a CPU it is at most 8, or 16 examples of a task, a divisor of a rank's
+    rows. `precision: auto`
     is bf16 or fp16 where the hardware is faster in it, else fp32. `products` is the library of a
     CPU's matrix products in fp32. `max_steps` wins over `epochs`.
     `skip_non_finite` is the number of steps that may be left out because their loss or gradient was
@@ -274,6 +304,8 @@ class RunConfig(Keys):
     @model_validator(mode="before")
     @classmethod
     def _objective_by_default(cls, values: Any) -> Any:
+        if isinstance(values, dict):  # a run's config.json also says what computed it
+            values = {key: value for key, value in values.items() if key != "hardware"}
         return with_objective(values)
 
     @model_validator(mode="after")
@@ -284,6 +316,8 @@ class RunConfig(Keys):
                 f"not {self.task.name}: set task.name, or take another objective"
             )
         self.task.check(self)
+        if self.student.architecture == "bilstm" and self.train.compile:
+            raise ValueError("a bilstm is not compiled: remove train.compile")
         return self
 
     @model_serializer(mode="wrap")
@@ -335,15 +369,17 @@ class RunConfig(Keys):
 def with_defaults(config: RunConfig, device: str, num_processes: int) -> RunConfig:
     """Fill in `micro_batch_size`. If it is missing it is `auto` on a GPU, which is resolved later.
 
-    On a CPU both are the largest number of rows, up to 8, that divides a rank's share. More rows
-    are hardly faster there, and the system kills a process that runs out of memory.
+    On a CPU both are the largest number of rows, up to 8, that divides a rank's share, and up to 16
+    examples of a task, which are shorter. More are hardly faster there, and the system kills a
+    process that runs out of memory.
     """
     if isinstance(config.train.micro_batch_size, int) or (
         device == "cuda" and config.train.micro_batch_size == "auto"
     ):
         return config
     share = config.train.global_batch_size // num_processes
-    rows = next(rows for rows in range(ROWS_ON_HOST, 0, -1) if share % rows == 0)
+    most = EXAMPLES_ON_HOST if config.task.has_head else ROWS_ON_HOST
+    rows = next(rows for rows in range(most, 0, -1) if share % rows == 0)
     return config.with_train(micro_batch_size="auto" if device == "cuda" else rows)
 
 

@@ -16,7 +16,7 @@ from data_prep.shards import Manifest, load_manifest
 from pretrain import RunError, checkpoint
 from pretrain.checkpoint import Saved, check_optimizer, load_adapters
 from pretrain.config import Optimizer, RunConfig, accumulation_steps, with_defaults
-from pretrain.contracts.terms import Term
+from pretrain.contracts.terms import SignalTerm, Term
 from pretrain.data.hashing import root
 from pretrain.data.order import Order
 from pretrain.data.rows import Skip, StepDataset, check_workers, with_skip
@@ -29,6 +29,7 @@ from pretrain.model.folder import load_model
 from pretrain.model.loading import check_row_length, reinitialise
 from pretrain.model.student import build_model, build_student
 from pretrain.model.teacher import Teacher, load_teacher
+from pretrain.model.word_vectors import check_vectors
 from pretrain.monitor.metrics import Progress
 from pretrain.plan import num_steps
 from pretrain.run_folder import (
@@ -134,6 +135,14 @@ def load_inputs(
     theirs = examples.shape(shape_of(teacher.model) if teacher is not None else None)
     shapes = shape_of(student), theirs
     terms, adapters = config.objective.terms(*shapes), config.objective.adapters(*shapes)
+    signals = any(isinstance(term, SignalTerm) and term.student for term in terms)
+    if not family_of(student).attends and signals:
+        raise RunError(
+            f"objective {config.objective.name}: compares layers with the teacher's, and a "
+            f"{student.config.model_type} has none like them; take objective kd, or another student"
+        )
+    if saved is not None:
+        check_vectors(config.student, saved.state.get("notes", []))
     attached = dict(config.task.attach(student, manifest))
     assert not attached.keys() & adapters.keys(), "modules of task and objective share a name"
     adapters.update(attached)

@@ -56,6 +56,43 @@ class Sizes(NamedTuple):
         )
 
 
+class Planned(NamedTuple):
+    """Hold the training rows of shards, also of those that an earlier stage makes."""
+
+    rows: int
+    tokens: int
+    row_length: int
+    vocab_size: int
+
+
+def flop(config: RunConfig, student: Sizes, teacher: Sizes | None, rows: Planned) -> float:
+    """Return the operations of a run for one training token, two for a multiply-add.
+
+    Forward, a layer of width D and inner width F takes 8 D^2 + 4 D F + 4 S D in texts of S tokens,
+    and a head with vocabulary V 2 D^2 + 2 D V; a backward pass takes twice that.
+    """
+    objective = config.objective
+    logits = [part for part in objective.parts if part.logits]
+    share = 1.0 if any(part.over == "tokens" for part in logits) else config.masking.ends[0] or 0.0
+    # In a corpus a row is about one document; of a task it is one example, without its padding.
+    span = rows.tokens / max(1, rows.rows) if config.task.has_head else rows.row_length
+
+    def forward(sizes: Sizes) -> float:
+        width, inner = sizes.hidden_size, sizes.intermediate_size
+        layer = 8 * width**2 + 4 * width * inner + 4 * span * width
+        head = share * (2 * width**2 + 2 * width * rows.vocab_size) if logits else 0.0
+        return sizes.num_hidden_layers * layer + head
+
+    return 3 * forward(student) + (forward(teacher) if teacher and objective.compares else 0.0)
+
+
+def checkpoint_bytes(student: Sizes, rows: Planned) -> int:
+    """Return the bytes of a checkpoint: weights in fp32, and both moments."""
+    width, inner = student.hidden_size, student.intermediate_size
+    layer = 4 * width**2 + 2 * width * inner
+    return 12 * (student.num_hidden_layers * layer + (rows.vocab_size + rows.row_length) * width)
+
+
 def student_sizes(config: Student, teacher: Sizes) -> Sizes:
     """Return the sizes of a student that does not continue from a folder.
 
@@ -63,6 +100,14 @@ def student_sizes(config: Student, teacher: Sizes) -> Sizes:
         RunError: the teacher lacks a layer or a layer of these sizes, or heads do not divide.
     """
     family = teacher.family
+    if config.architecture == "bilstm":
+        own = config.hidden_size or 300, config.num_layers or 1, 1
+        return Sizes("bilstm", *own, config.intermediate_size or 200)
+    if family == "bilstm":
+        raise RunError(
+            "a bilstm has no layers to copy: set student.architecture to bilstm, or continue from "
+            "the teacher's folder with student.init, too"
+        )
     # By default a BERT is cut down to a DistilBERT, as in the paper, and others to their own kind.
     if family in _CUT_TO_IT:
         family = family if config.architecture == "same" else _DISTILBERT
@@ -120,20 +165,30 @@ class Plan(NamedTuple):
 
     student: Sizes | None  # None where a hub's name hides it
     lines: tuple[str, ...]  # to show, in plain words
+    flop: float | None = None  # of the whole run, where sizes and rows are known
+    disk: int = 0  # bytes of its checkpoints
 
 
-def plan(config: RunConfig, made: Mapping[Path, Sizes | None], *, needs_shards: bool) -> Plan:
+def plan(
+    config: RunConfig, made: Mapping[Path, Sizes | Planned | None], *, needs_shards: bool
+) -> Plan:
     """Check the sizes of a run's models, and return what it would do.
 
     Args:
         config: the run.
-        made: real paths of the outputs of runs that come before it, with their students' sizes.
+        made: real paths of the outputs of stages that come before it, with their students' sizes or
+            their rows, where these are known.
         needs_shards: refuse missing shards; otherwise a line says that they do not exist yet.
 
     Raises:
         RunError: sizes do not fit each other or the objective; names the key.
         CorpusError: the shards are missing, or their manifest cannot be read.
     """
+    vectors = config.student.word_vectors
+    begins = sealed_state(config.output) is None  # otherwise a checkpoint holds them
+    is_file = isinstance(vectors, str) and vectors != "teacher"
+    if is_file and begins and not Path(str(vectors)).is_file():
+        raise RunError(f"student.word_vectors {vectors}: no such file: check the path")
     teacher = _sizes_at(config.teacher, made)
     init = config.student.init
     student: Sizes | None = None
@@ -152,19 +207,32 @@ def plan(config: RunConfig, made: Mapping[Path, Sizes | None], *, needs_shards: 
     lines = [f"{name}: {sizes}" for name, sizes in both.items() if sizes]
     if config.teacher is not None and teacher is None:
         lines.insert(0, f"teacher: {config.teacher}, whose sizes are read when it is loaded")
-    if not needs_shards and not (config.shards / "manifest.json").exists():
-        lines.append(f"steps: known once {config.shards} exists")
-        return Plan(student, tuple(lines))
-    manifest = load_manifest(config.shards)
-    rows, train = manifest.splits["train"].rows, config.train
-    steps = num_steps(config, rows)
-    epochs = steps * train.global_batch_size / rows
-    tokens = round(manifest.splits["train"].tokens * epochs)
+    if needs_shards or (config.shards / "manifest.json").exists():
+        manifest = load_manifest(config.shards)
+        split = manifest.splits["train"]
+        size = manifest.tokenizer.vocab_size
+        there = Planned(split.rows, split.tokens, manifest.row_length, size)
+        about = ""
+    else:
+        planned = made.get(Path(os.path.realpath(config.shards)))
+        if not isinstance(planned, Planned):
+            lines.append(f"steps: known once {config.shards} exists")
+            return Plan(student, tuple(lines))
+        there, about = planned, "about "
+    train, steps = config.train, num_steps(config, there.rows)
+    epochs = steps * train.global_batch_size / there.rows
+    tokens = round(there.tokens * epochs)
     lines.append(
-        f"steps: {steps:,} of {train.global_batch_size:,} rows x {manifest.row_length} tokens, "
+        f"steps: {about}{steps:,} of {train.global_batch_size:,} rows x {there.row_length} tokens, "
         f"{epochs:.3g} epochs, {tokens:,} tokens"
     )
-    return Plan(student, (*lines, *length_notes(config, rows)))
+    lines += length_notes(config, there.rows)
+    if student is None:
+        return Plan(None, tuple(lines))
+    # The newest checkpoints, and the one that is being written.
+    num = config.checkpoint.keep + 1 if config.checkpoint.every else 1
+    disk = num * checkpoint_bytes(student, there)
+    return Plan(student, tuple(lines), flop(config, student, teacher, there) * tokens, disk)
 
 
 def num_steps(config: RunConfig, num_rows: int) -> int:
@@ -177,6 +245,7 @@ def length_notes(config: RunConfig, num_rows: int) -> Iterator[str]:
     """Yield what a user should know of a short run, and of a length that is given twice."""
     train, steps = config.train, num_steps(config, num_rows)
     epochs = steps * train.global_batch_size / num_rows
+    yield from config.objective.notes(steps)
     written = train.model_fields_set
     if train.max_steps and "epochs" in written and written < set(type(train).model_fields):
         unused = f"epochs: {train.epochs:g} is not used"
@@ -195,14 +264,15 @@ def length_notes(config: RunConfig, num_rows: int) -> Iterator[str]:
         )
 
 
-def _sizes_at(name: str | None, made: Mapping[Path, Sizes | None]) -> Sizes | None:
+def _sizes_at(name: str | None, made: Mapping[Path, Sizes | Planned | None]) -> Sizes | None:
     """Return the sizes of a model in a folder or run, made or to be made; None if not known."""
     if name is None:
         return None
     place = Path(os.path.realpath(name))
     sealed = sealed_state(place)
     if sealed is None and place in made:
-        return made[place]
+        sizes = made[place]
+        return sizes if isinstance(sizes, Sizes) else None
     folder = sealed[0] / "student" if sealed is not None else place
     try:
         return Sizes.of(parse_object(read_regular(folder / "config.json", _LONGEST)))

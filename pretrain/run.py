@@ -16,14 +16,14 @@ from data_prep.shards import Manifest, ShardSet, open_shards
 from pretrain.checkpoint import Writer
 from pretrain.config import Optimizer, RunConfig
 from pretrain.data.rows import StepDataset, split
+from pretrain.device.hardware import hardware_of
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.parallel import DDP, Parallel, ZeRO, uses_deepspeed
-from pretrain.distributed.processes import jointly
+from pretrain.distributed.processes import jointly, same_everywhere
 from pretrain.kernels.compilation import check_compiler
-from pretrain.kernels.head.triton_support import use_triton
 from pretrain.load import Inputs
 from pretrain.model.distillation import Distillation, parameters_by_name
-from pretrain.model.families import MaskedLM
+from pretrain.model.families import MaskedLM, family_of
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Metrics, Progress
@@ -45,6 +45,7 @@ class Run:
     """
 
     config: RunConfig
+    hardware: dict[str, str]  # device, attention and LM head, by name
     accelerator: Accelerator
     progress: Progress
     heartbeat: Heartbeat
@@ -117,11 +118,28 @@ def build(
         # The sha256 is computed and the student has its layers: fp32 is no longer needed.
         nn.Module.to(online, device, PRECISIONS[train.precision].dtype)
         examples.to(device)
+    predecessor = None
+    if config.objective.replaces:
+        assert teacher is not None
+        predecessor = teacher.model
+        nn.Module.to(predecessor, device)
     student.to(device)
     if train.compile:
         jointly(accelerator, lambda: check_compiler(device))
-    # Triton's head reads the logits less often. The compiled one is for devices without it.
-    compiled_head = train.compile and not use_triton("auto", next(student.parameters()))
+    with_head = config.objective.needs_logits
+    kernels = hardware_of(
+        student,
+        device,
+        train.precision,
+        compiled=train.compile,
+        head=with_head,
+        attends=family_of(student).attends,
+    )
+    same_everywhere(
+        accelerator,
+        {f"kernel for {name}": kernel for name, kernel in kernels.items() if name != "device"},
+        "the machines differ: start on GPUs of one kind, with a C compiler on all of them or none",
+    )
     module = Distillation(
         student,
         online,
@@ -130,10 +148,14 @@ def build(
         num_tokens=manifest.tokenizer.vocab_size,
         adapters=inputs.adapters.to(device),
         teacher_labels=examples.teacher_labels,
-        backend="compiled" if compiled_head else "auto",
+        backend="compiled" if kernels.get("LM head") == "compiled" else "auto",
         compiled=train.compile,
         recompute=train.activation_checkpointing,
+        predecessor=predecessor,
     )
+    if config.objective.replaces:
+        module.requires_grad_(False)
+        family_of(student).layers(student).requires_grad_(True)
     if not config.objective.needs_logits:
         freeze_unreached(module, inputs, device)
     # Then wrap: DDP or ZeRO owns the optimizer from here on.
@@ -155,6 +177,7 @@ def build(
         )
     return Run(
         config=config,
+        hardware=kernels,
         accelerator=accelerator,
         progress=progress,
         heartbeat=heartbeat,

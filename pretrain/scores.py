@@ -126,7 +126,7 @@ def measure(name: str, shards: ShardSet, *, same_vocabulary: bool = False) -> Me
     if (file := onnx_file(Path(name))) is not None:
         check_file_fits(name, model_folder(file), manifest)
         return measured_by(rows, logits_of_file(Session(file), rows))
-    model, head = _load(name, shards, rows, same_vocabulary=same_vocabulary)
+    model, head = load_for_task(name, shards, rows, same_vocabulary=same_vocabulary)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_kernels(device)
     torch.nn.Module.to(model, device)
@@ -160,7 +160,7 @@ def check_file_fits(who: str, folder: Path, manifest: Manifest) -> None:
     """
     raw, output = read_config(who, folder), OUTPUTS[manifest.kind]
     check_head(who, raw, output)
-    check_labels(who, labels_of(raw, output), manifest)
+    check_labels(who, labels_of(raw, output), manifest.labels)
     check_fit(who, folder, manifest)
 
 
@@ -215,16 +215,18 @@ def metric_of(manifest: Manifest) -> str:
     return task.get("metric") or _USUAL[manifest.kind]
 
 
-def _load(
-    name: str, shards: ShardSet, rows: LabelledRows, *, same_vocabulary: bool
+def load_for_task(
+    name: str, shards: ShardSet, rows: LabelledRows, *, same_vocabulary: bool = False
 ) -> tuple[MaskedLM, TaskHead]:
+    """Return a model and its head for a task in fp32; RunError if it does not fit the shards."""
+
     def read(loaded: Loaded) -> tuple[MaskedLM, TaskHead]:
         manifest = shards.manifest
         check_tokenizer(
             name, loaded.folder, loaded.model, manifest, shards.folder, required=not same_vocabulary
         )
         head = task_head_of(name, loaded, OUTPUTS[rows.kind])
-        check_labels(name, head.labels, manifest)
+        check_labels(name, head.labels, manifest.labels)
         return loaded.model.eval(), head
 
     model, head = read_model(name, read, needs_head=False, of_task=True)

@@ -87,6 +87,8 @@ def train_step(run: Run, rows: Rows | None, signals: Sequence[int]) -> Step | No
         for weight, term in zip(weights, terms, strict=True)
     ]
     factors_T = send(torch.tensor(factors), device)
+    num_layers = run.student.config.num_hidden_layers
+    running = config.objective.running(state.step, config.train.seed, num_layers)
     losses, totals = [], []
     for i, batch in enumerate(batches):
         if world == 1 and signals:
@@ -95,7 +97,7 @@ def train_step(run: Run, rows: Rows | None, signals: Sequence[int]) -> Step | No
         heartbeat.at(state.step, "forward")
         last = i == run.accumulation - 1
         loss, totals_T = parallel.forward_backward(
-            batch.to(device), factors_T, 1 / max(counts["tokens"], 1), last=last
+            batch.to(device), factors_T, 1 / max(counts["tokens"], 1), last=last, running=running
         )
         losses.append(loss)
         totals.append(totals_T)

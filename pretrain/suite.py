@@ -6,19 +6,23 @@ kept, comes from resampling the examples of every task, the teacher's and the mo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from data_prep.shards import load_manifest, open_shards
 from data_prep.shards.manifest import Split
 from pretrain import RunError
 from pretrain.monitor.figures import RESAMPLES, Figure, interval
 from pretrain.run_folder import recorded
-from pretrain.scores import Measured, measure, metric_of
+from pretrain.scores import Measured, load_for_task, measure, metric_of
+from pretrain.tasks.labelled import LabelledRows
+from pretrain.tasks.prediction import predict
 
 
 class Scored(NamedTuple):
@@ -30,6 +34,7 @@ class Scored(NamedTuple):
     metric: str
 
 
+TIMED = ("M parameters", "seconds")
 Table = dict[str, dict[str, list[Scored]]]  # by model and task, the seeds in their order
 
 
@@ -97,6 +102,66 @@ def figures_of(
                 [middle[task] for task in rest], [theirs[task] for task in rest]
             )
     return found
+
+
+def differences(table: Table, baseline: str) -> dict[str, Figure]:
+    """Return how far each model's mean over seeds and tasks is ahead of a baseline's.
+
+    The tasks are those that both have. A resample draws examples, the same ones for both models,
+    and seeds of each model.
+    """
+    found = {}
+    for model, ours in table.items():
+        both = [(ours[task], theirs) for task, theirs in table[baseline].items() if task in ours]
+        if model != baseline and both:
+            draw = np.random.default_rng(0)
+            drawn = [_gap(both, draw) for _ in range(RESAMPLES)]
+            found[model] = interval(_gap(both, None), drawn)
+    return found
+
+
+def _gap(
+    pairs: Sequence[tuple[Sequence[Scored], Sequence[Scored]]], draw: np.random.Generator | None
+) -> float:
+    """Return the mean difference over tasks; with `draw` of a resample."""
+    gaps = []
+    for pair in pairs:
+        size = pair[0][0].measured.size
+        some = None if draw is None else draw.integers(size, size=size)
+        means = []
+        for runs in pair:
+            places = range(len(runs)) if draw is None else draw.integers(len(runs), size=len(runs))
+            scores = {i: runs[i].measured.score(runs[i].metric, some) for i in {*places}}
+            means.append(np.mean([scores[i] for i in places]))
+        gaps.append(float(means[0] - means[1]))
+    return float(np.mean(gaps))
+
+
+def sign(difference: Figure) -> str:
+    """Return what the interval of a difference says of its sign."""
+    if difference.low is None or difference.high is None:
+        return ""
+    if difference.low > 0:
+        return "ahead"
+    return "behind" if difference.high < 0 else "not resolved"
+
+
+def timed(run: str, split: Split, say: Callable[[str], None]) -> dict[str, float]:
+    """Return the parameters of a run's model, and the seconds of a pass, one example at a time.
+
+    It runs on the CPU, in fp32, as in the third table of DistilBERT.
+    """
+    config = recorded(Path(run))
+    assert config is not None  # `score_runs` has read it
+    shards = open_shards(config.shards, split)
+    rows = LabelledRows(shards)
+    model, head = load_for_task(run, shards, rows)
+    size = sum(p.numel() for part in (model.base_model, head) for p in part.parameters())
+    begun = time.perf_counter()
+    predict(model, head, rows, torch.device("cpu"), together=1)
+    seconds = time.perf_counter() - begun
+    say(f"{run}: {size:,} parameters, {seconds:.1f} s for {len(rows.ids):,} examples")
+    return dict(zip(TIMED, (round(size / 1e6, 2), round(seconds, 2)), strict=True))
 
 
 def _middle(runs: Sequence[Scored]) -> Scored:

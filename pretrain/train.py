@@ -252,7 +252,8 @@ def save_checkpoint(run: Run, *, wait: bool) -> None:
 def open_output(run: Run) -> None:
     """Start the run's files: write the config, drop the old exit status and later metrics."""
     output = run.config.output
-    replace_json(output / "config.json", run.config.model_dump(mode="json"))
+    values = run.config.model_dump(mode="json") | {"hardware": run.hardware}
+    replace_json(output / "config.json", values)
     (output / STATUS).unlink(missing_ok=True)
     run.metrics.open(run.state.step)
 

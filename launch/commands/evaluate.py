@@ -61,6 +61,7 @@ def evaluate(
     from launch.config import find_shipped
     from launch.console import show
     from pretrain import RunError
+    from pretrain.model.hub import look_up
     from pretrain.run_folder import check_model, check_source, teacher_of_runs
 
     say = warn if as_json else show
@@ -96,6 +97,11 @@ def evaluate(
         except RunError as error:
             say(f"without the runs' teacher: {error}")
             teacher = None
+
+    # Last, because a hub that does not answer is waited for.
+    for who, name in [("model", model) for model in models] + [("teacher", teacher or "")]:
+        if name and not Path(name).exists():
+            look_up(f"{who} {name}", name)
 
     # torch takes seconds to import: a wrong path is answered before.
     found, meanings = measure(models, data, teacher, same_vocabulary, rows, chosen, say)

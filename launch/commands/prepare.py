@@ -186,6 +186,8 @@ def show_estimate(estimate: Estimate, workers: int) -> None:
     """Print the figures of a dry run, by source and in total."""
     from rich.filesize import decimal
 
+    from data_prep.messages import duration
+
     for source in estimate.sources:
         rows = ", ".join(
             f"{count:,} rows of {length} ({source.fill[length]:.1%} full)"
@@ -198,14 +200,11 @@ def show_estimate(estimate: Estimate, workers: int) -> None:
             f"  {source.tokens:,} tokens, {source.tokens / max(source.words, 1):.2f} a word, "
             f"{source.unknown:.3%} unknown; {rows}",
         )
-    seconds = estimate.seconds
-    duration = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-    duration = f"{seconds:.0f} s" if seconds < 120 else duration
     trained = " (trained on the sample)" if estimate.trained else ""
     show(
         f"in all {sum(s.tokens for s in estimate.sources):,} tokens of a vocabulary of "
         f"{estimate.vocab_size:,}{trained}; duplicates are not taken off",
         f"disk: {decimal(estimate.shard_bytes)} of shards, {decimal(estimate.work_bytes)} of "
         "work files until they are finished",
-        f"time: about {duration} with workers={workers}",
+        f"time: about {duration(estimate.seconds)} with workers={workers}",
     )

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep import CorpusError
 from data_prep.disk import hash_file
 from data_prep.shards import load_manifest
 from data_prep.shards.manifest import Split
 from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import EvaluateKeys
-from launch.stages.stage import How, Made, Stage, State, digest, made_by, names_in, not_ours, real
+from launch.stages.stage import Compared, How, Made, digest, made_by, names_in, not_ours, real
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
@@ -28,7 +27,7 @@ FIGURES = "figures.json"  # in the output
 CODE = 2  # raised when the same inputs would give other figures
 
 
-class Evaluate(Stage):
+class Evaluate(Compared):
     """Measure models, unless the same were measured on the same data before."""
 
     keys = EvaluateKeys
@@ -60,12 +59,9 @@ class Evaluate(Stage):
         lines = [f"models: {', '.join(self.config.models)}", f"data: {self.config.data}"]
         return {real(self.config.output): None}, lines
 
-    def state(self) -> State:
+    def is_kept(self) -> bool:
         """Return whether figures of these very inputs are there."""
-        try:
-            return "done" if self._is_kept(self._identity()) else "new"
-        except (OSError, RunError, CorpusError):
-            return "new"  # an input is made by an earlier stage
+        return self._is_kept(self._identity())
 
     def run(self, how: How) -> int:
         """Measure, print the table and keep it."""

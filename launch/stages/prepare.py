@@ -14,10 +14,14 @@ from launch.console import counts, keep_going, show, stages
 from launch.recipe_config import ExamplesKeys, PrepareKeys
 from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.exit_codes import ExitCode
+from pretrain.plan import Planned
 
 if TYPE_CHECKING:
     from data_prep.pipeline.engines import Engine
     from data_prep.shards import Manifest
+
+
+_VOCABULARY = 30522  # of a task's tokenizer, for an estimate of the disk
 
 
 class Prepare(Stage):
@@ -48,9 +52,31 @@ class Prepare(Stage):
             inputs = source.inputs(1 << 30)
             lines.append(f"{source.label}: {len(inputs):,} input(s)")
         # A finished corpus is compared in its turn.
+        rows: dict[int, Planned] = {}
         if self.state() != "done":
             check_folders(config)
-        return {real(folder): None for folder in self.outputs()}, lines
+            if dry_run:
+                rows = self._estimate(lines)
+        folders = zip(config.row_lengths, self.outputs(), strict=True)
+        return {real(folder): rows.get(length) for length, folder in folders}, lines
+
+    def _estimate(self, lines: list[str]) -> dict[int, Planned]:
+        """Return the rows of each length by a sample of the sources; `lines` gets what to say."""
+        from rich.filesize import decimal
+
+        from data_prep.estimate import estimate
+        from data_prep.messages import duration
+
+        found, config = estimate(self.config), self.config
+        tokens = sum(source.tokens for source in found.sources)
+        rows = {n: sum(s.rows[n] for s in found.sources) for n in config.row_lengths}
+        lines.append(
+            f"about {tokens:,} tokens in "
+            + ", ".join(f"{num:,} rows x {length}" for length, num in rows.items())
+            + f"; {decimal(found.shard_bytes)} of shards, {duration(found.seconds)} with "
+            f"workers={config.workers}"
+        )
+        return {n: Planned(max(1, num), tokens, n, found.vocab_size) for n, num in rows.items()}
 
     def state(self) -> State:
         """Return whether all folders have a manifest."""
@@ -96,7 +122,17 @@ class Examples(Stage):
             if not path.exists():
                 raise CorpusError(f"{split} {path}: no such file or folder: check the path")
             lines.append(f"{split}: {path}")
-        return {real(config.output): None}, lines
+        rows = None
+        if dry_run and self.state() != "done":
+            from data_prep.examples.making import expected
+
+            num, tokens = expected(config)
+            spare = config.unlabelled and made.get(real(config.unlabelled))
+            if isinstance(spare, Planned):
+                num, tokens = num + spare.rows, tokens + spare.tokens
+            rows = Planned(num, tokens, config.max_length, _VOCABULARY)
+            lines.append(f"train: about {rows.rows:,} rows, {rows.tokens:,} tokens")
+        return {real(config.output): rows}, lines
 
     def state(self) -> State:
         """Return whether the folder has a manifest."""

@@ -6,22 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_prep import CorpusError
 from data_prep.shards import load_manifest
 from launch.commands import quiet
 from launch.console import print_table, show
 from launch.recipe_config import ScoresKeys
-from launch.stages.stage import How, Made, Stage, State, digest, names_in, not_ours, real
+from launch.stages.stage import Compared, How, Made, digest, names_in, not_ours, real
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.run_folder import recorded
 
 SCORES = "scores.json"  # in the output
-CODE = 1  # raised when the same inputs would give other scores
+CODE = 2  # raised when the same inputs would give other scores
 
 
-class Scores(Stage):
+class Scores(Compared):
     """Score runs on their tasks, unless the same were scored before."""
 
     keys = ScoresKeys
@@ -49,12 +48,9 @@ class Scores(Stage):
         lines = [f"{name}: {len(runs)} run(s)" for name, runs in self.config.models.items()]
         return {real(self.config.output): None}, lines
 
-    def state(self) -> State:
+    def is_kept(self) -> bool:
         """Return whether scores of these very runs are there."""
-        try:
-            return "done" if self._kept() == self._identity() else "new"
-        except (OSError, RunError, CorpusError):
-            return "new"  # a run is made by an earlier stage
+        return self._kept() == self._identity()
 
     def run(self, how: How) -> int:
         """Score the runs, print the table and keep it."""
@@ -62,20 +58,32 @@ class Scores(Stage):
         if self._kept() == identity:
             show(f"{config.output / SCORES}: up to date")
             return ExitCode.DONE
-        from pretrain.suite import figures_of, score_runs
+        from pretrain.suite import differences, figures_of, score_runs, sign, timed
 
         quiet()
         table = score_runs(config.models, config.split, show)
         figures = figures_of(table, config.teacher, config.without)
-        columns = dict.fromkeys(name for of_model in figures.values() for name in of_model)
-        cells = [
-            [model, *(str(found.get(name, "")) for name in columns)]
-            for model, found in figures.items()
-        ]
-        print_table(["", *columns], cells)
+        rows: dict[str, dict[str, Any]] = {model: {**found} for model, found in figures.items()}
+        if config.baseline is not None:
+            for model, figure in differences(table, config.baseline).items():
+                rows[model] |= {f"against {config.baseline}": figure, "sign": sign(figure)}
+        if config.timed:
+            for model, runs in config.models.items():
+                rows[model] |= timed(runs[0], config.split, show)
+        for name, known in config.published.items():
+            rows[f"{name}, published"] = {column: f"{value:g}" for column, value in known.items()}
+        columns = dict.fromkeys(name for row in rows.values() for name in row)
+        print_table(
+            ["", *columns],
+            [
+                [name, *(str(row.get(column, "")) for column in columns)]
+                for name, row in rows.items()
+            ],
+        )
         show(
             "of several seeds the median; ±: 95 % interval of a bootstrap over the examples; "
-            "retention: of the teacher's average, over the same tasks"
+            "retention: of the teacher's average, over the same tasks; a difference: of means over "
+            "seeds, with both drawn"
         )
         seeds = {
             model: {task: {one.seed: one.score for one in runs} for task, runs in of_task.items()}
@@ -85,7 +93,12 @@ class Scores(Stage):
             m: {name: f._asdict() for name, f in found.items()} for m, found in figures.items()
         }
         config.output.mkdir(parents=True, exist_ok=True)
-        kept = {"inputs": identity, "figures": values, "seeds": seeds}
+        others = {
+            name: {k: v for k, v in row.items() if k not in figures[name]}
+            for name, row in rows.items()
+            if name in figures
+        }
+        kept = {"inputs": identity, "figures": values, "seeds": seeds, "others": others}
         replace_json(config.output / SCORES, kept)
         return ExitCode.DONE
 
@@ -112,7 +125,10 @@ class Scores(Stage):
             "models": {name: list(names) for name, names in config.models.items()},
             "runs": runs,
             "teacher": config.teacher,
+            "baseline": config.baseline,
             "without": list(config.without),
             "split": config.split,
+            "timed": config.timed,
+            "published": config.published,
             "code": CODE,
         }

@@ -9,20 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from data_prep import CorpusError
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.deploy.session import model_folder
-from pretrain.plan import Sizes
+from pretrain.plan import Planned, Sizes
 from pretrain.run_folder import onnx_file, sealed_state
 
 if TYPE_CHECKING:
     from launch.torchrun.start import Launch
 
 State = Literal["new", "begun", "done"]  # as the folder looks; what is done is compared in its turn
-# Real paths of what earlier stages make; with the sizes of a model, where they are known.
-Made = Mapping[Path, Sizes | None]
+# Real paths of what earlier stages make; with the sizes of a model, or the rows of shards, where
+# they are known.
+Made = Mapping[Path, Sizes | Planned | None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Stage(ABC):
     keys: ClassVar[type[Keys]]
     of: ClassVar[type[Keys] | None] = None
     everywhere: ClassVar[bool] = False  # do all nodes take part? Otherwise the first one does it
+    flop: float | None = 0.0  # that it takes, once `check` has estimated it; None: not known
+    disk: int = 0  # bytes of the checkpoints that it keeps
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -78,6 +82,25 @@ class Stage(ABC):
     @abstractmethod
     def run(self, how: How) -> int:
         """Make the output, or what is left of it; return an exit code."""
+
+
+class Compared(Stage):
+    """Make a result that is kept with what it was made of, and made again for anything else."""
+
+    @abstractmethod
+    def is_kept(self) -> bool:
+        """Return whether the result of these very inputs is there.
+
+        Raises:
+            OSError, RunError, CorpusError: an input is not there.
+        """
+
+    def state(self) -> State:
+        """Return whether the result of these very inputs is there."""
+        try:
+            return "done" if self.is_kept() else "new"
+        except (OSError, RunError, CorpusError):
+            return "new"  # an input is made by an earlier stage
 
 
 def real(path: Path | str) -> Path:

@@ -88,15 +88,24 @@ class Sweep(Stage):
                 raise not_ours(self.config.output, name, "sweep")
         if how.launch is not None:  # each run is trained on one node
             how = replace(how, launch=replace(how.launch, nodes=1))
-        outputs: dict[Path, Sizes | None] = {real(self.config.output): None}
-        lines = []
+        outputs: dict[Path, Any] = {real(self.config.output): None}
+        said: dict[str, list[str]] = {}
         for label, run in self.runs.items():
             model, about = run.check(made, how, dry_run=dry_run)
             outputs |= model
-            lines += [f"{label}: {line}" for line in about]
-            if (sizes := next(iter(model.values()))) is not None:
+            for line in about:
+                said.setdefault(line, []).append(label)
+            if isinstance(sizes := next(iter(model.values())), Sizes):
                 self.num_parameters[label] = num_parameters(sizes, run.config)
         self._check_start()
+        lines = []
+        for line, labels in said.items():
+            if len(labels) == len(self.runs) > 1:  # true of all runs, so it is said once
+                labels = ["each"]
+            lines += [f"{label}: {line}" for label in labels]
+        flops, disks = [r.flop for r in self.runs.values()], [r.disk for r in self.runs.values()]
+        self.flop = None if None in flops else sum(f or 0.0 for f in flops)
+        self.disk = sum(disks) if self.config.keep_weights else max(disks, default=0)
         return outputs, lines
 
     def state(self) -> State:
@@ -230,7 +239,18 @@ class Sweep(Stage):
             groups = [gpus[i : i + per] for i in range(0, len(gpus) - per + 1, per)]
             if not groups:
                 raise RunError(f"a run takes {per} GPUs, and {len(gpus)} can be seen here")
-            return [{"CUDA_VISIBLE_DEVICES": ",".join(g)} for g in groups[: self.config.at_once]]
+            at_once = min(self.config.at_once or len(groups), len(self.runs))
+            if at_once > len(groups) and any(
+                not isinstance(run.config.train.micro_batch_size, int) for run in self.runs.values()
+            ):
+                raise RunError(
+                    f"sweep {self.config.output}: at_once {at_once} lets runs share {len(groups)} "
+                    "GPU(s), where micro_batch_size: auto, the default, takes what one alone can "
+                    "hold; set train.micro_batch_size"
+                )
+            return [
+                {"CUDA_VISIBLE_DEVICES": ",".join(groups[i % len(groups)])} for i in range(at_once)
+            ]
         most = max(self.num_parameters.values(), default=0)
         memory = psutil.virtual_memory().total // (per * (_PER_RUN + _PER_PARAMETER * most))
         at_once = self.config.at_once or max(1, min(cores() // per, memory))

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from launch.console import show
+from launch.stages.augment import Augment
 from launch.stages.evaluate import Evaluate
 from launch.stages.export import Export
 from launch.stages.prepare import Examples, Prepare
 from launch.stages.scores import Scores
 from launch.stages.stage import How, Stage, made_by, real
 from launch.stages.sweep import Sweep
-from launch.stages.train import Train
+from launch.stages.train import Train, cost_lines
 from launch.torchrun.nodes import Nodes
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
-from pretrain.plan import Sizes
 from pretrain.signals import end_on_signal
 
 # A new stage is a file with a subclass of `Stage`, and a line here. The first is the default.
@@ -26,6 +26,7 @@ STAGES: dict[str, type[Stage]] = {
     "train": Train,
     "prepare": Prepare,
     "examples": Examples,
+    "augment": Augment,
     "evaluate": Evaluate,
     "scores": Scores,
     "export": Export,
@@ -49,7 +50,7 @@ def check_all(stages: Sequence[Stage], how: How, *, dry_run: bool) -> list[list[
         RunError, CorpusError: of the first that cannot be made; names the key and the fix.
     """
     check_order(stages)
-    made: dict[Path, Sizes | None] = {}  # inputs may be outputs of earlier stages
+    made: dict[Path, Any] = {}  # inputs may be outputs of earlier stages
     lines = []
     for stage in stages:
         outputs, about = stage.check(made, how, dry_run=dry_run)
@@ -80,7 +81,8 @@ def make_all(
         place = f"{first} and {len(more)} more" if len(more) > 2 else ", ".join([first, *more])
         show("", f"run {number} of {len(stages)}: {place}, {stage.title} ({stage.state()})")
         if dry_run:
-            show(*lines[number - 1])
+            costs = cost_lines(stage.flop, stage.disk, how.launch, stage.everywhere)
+            show(*lines[number - 1], *costs)
             continue
         # A stage continues after the last file that it wrote. While it trains, a signal saves.
         with end_on_signal("stopped; the same command continues"):
@@ -90,6 +92,12 @@ def make_all(
                 code = nodes.first(f"run {number}", partial(stage.run, how))
         if code != ExitCode.DONE:
             return code
+    known = [stage for stage in stages if stage.flop]
+    if dry_run and known:
+        total = sum(stage.flop or 0.0 for stage in known), sum(stage.disk for stage in known)
+        unknown = sum(stage.flop is None for stage in stages)
+        left = f", without {unknown} stage(s) whose rows or models are not known" * (unknown > 0)
+        show("", *(f"in all: {line}{left}" for line in cost_lines(*total, how.launch)))
     return ExitCode.DONE
 
 

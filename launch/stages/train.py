@@ -7,11 +7,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from rich.filesize import decimal
+
+from data_prep.messages import duration
 from launch.commands import quiet
 from launch.console import Training, show
 from launch.recipe_config import TrainKeys
 from launch.stages.stage import How, Made, Stage, State, real
-from launch.torchrun.hardware import hardware
+from launch.torchrun.hardware import cores, hardware
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
@@ -49,6 +52,7 @@ class Train(Stage):
         found = plan(config, made, needs_shards=needs_shards)
         if not dry_run:
             check_hub(config, list(made))
+        self.flop, self.disk = found.flop, found.disk
         return {real(config.output): found.student}, list(found.lines)
 
     def state(self) -> State:
@@ -82,6 +86,22 @@ class Train(Stage):
             show("the same command continues")
             return ExitCode.REQUEUE
         return ExitCode.DONE
+
+
+def cost_lines(
+    flop: float | None, disk: int, launch: Launch | None, everywhere: bool = True
+) -> list[str]:
+    """Return the estimate of time and disk, on all nodes or one; none for what is not known."""
+    if not flop:
+        return []
+    preset = hardware(launch.hardware if launch and launch.hardware else "cpu")
+    rate = preset.rate * (launch.nodes if launch and everywhere else 1)
+    place = preset.name
+    if preset.device == "cpu":
+        rate, place = rate * cores(), f"cpu with {cores()} core(s)"
+    else:
+        rate *= launch.gpus if launch and launch.gpus else preset.processes
+    return [f"estimate: {duration(flop / rate)} on {place}, {decimal(disk)} of checkpoints"]
 
 
 def _check_batch(config: RunConfig, launch: Launch | None) -> None:

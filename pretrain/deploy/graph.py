@@ -152,6 +152,9 @@ def write_graph(graph: Graph, file: Path, metadata: Mapping[str, str]) -> None:
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
+    # A cache of torch 2.13 hides the exporter's loop over the length of an LSTM from the second
+    # export of a process, whose file would read texts of one length.
+    torch.ops.aten.lstm.input._dispatch_cache.clear()
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from data_prep.messages import one_line
 from pretrain.config import OF_INIT
+from pretrain.model.families import family_of
 from pretrain.monitor.figures import label
 from pretrain.monitor.tables import escaped, markdown
 from pretrain.objectives.known import objective_of, task_of
@@ -85,7 +86,7 @@ def model_card(
         # Checkpoints of older versions have no notes.
         *(["\n".join(f"- {escaped(note)}" for note in notes)] if notes else []),
         "## Use",
-        f"```python\n{use.code}\n```",
+        f"```python\n{family_of(student).imports}{use.code}\n```",
         "## Validation figures",
         *figures,
         "## Data",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from pretrain.contracts.batch import IGNORE, Batch
+from pretrain.contracts.batch import IGNORE, PLACES, Batch, apart
 from pretrain.contracts.packing import Packing, find_documents
 from pretrain.contracts.terms import (
     Encoded,
@@ -44,6 +44,7 @@ class Distillation(nn.Module):
         backend: of the LM head, see `vocabulary_losses`.
         compiled: compile both encoders, at the first call and again for each new shape.
         recompute: keep only each layer's input of the student; see `families.encode`.
+        predecessor: a teacher whose layers stand in for the student's; see `families.walk`.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class Distillation(nn.Module):
         backend: Backend = "auto",
         compiled: bool = False,
         recompute: bool = False,
+        predecessor: MaskedLM | None = None,
     ) -> None:
         super().__init__()
         self.student, self.adapters = student, adapters or nn.ModuleDict()
         needed = any(term.needs_teacher for term in terms)
         # In a tuple nn.Module does not register it as a submodule.
         self._teacher = (teacher if needed else None,)
+        self._predecessor = (predecessor,)
         self._teacher_labels = teacher_labels
         self.vocabulary_terms = [term for term in terms if isinstance(term, VocabularyTerm)]
         self.signal_terms = [term for term in terms if isinstance(term, SignalTerm)]
@@ -74,7 +77,7 @@ class Distillation(nn.Module):
         self._teacher_needs = frozenset[Signal]().union(*(t.teacher for t in self.signal_terms))
         self.pad_id, self.num_tokens = pad_id, num_tokens
         self.backend, self.compiled, self.recompute = backend, compiled, recompute
-        for model in (student, self.teacher):
+        for model in (student, self.teacher, predecessor):
             if model is not None:
                 use_cpu_layers(model)
         self._walk, self._encode = walk, encode
@@ -90,17 +93,23 @@ class Distillation(nn.Module):
         """Return the frozen teacher; None if no term needs one."""
         return self._teacher[0]
 
-    def forward(self, batch: Batch, factors_T: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Batch, factors_T: Tensor, running: Sequence[bool] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (sum over terms of factor * sum [], sums [T] in the order of `self.terms`).
 
         Args:
             batch: on the device; DDP and DeepSpeed pass it on.
             factors_T: the factor of each term's sum; the caller divides by a count.
+            running: which of the student's layers run, if there is a predecessor.
         """
-        packing, student, teacher = self.encode(batch)
+        packing, student, teacher = self.encode(batch, running)
         batch = batch._replace(packing=packing)
         input_ids, labels, counts = batch.input_ids, batch.labels, batch.counts
         loss = student.last_hidden_state.new_zeros((), dtype=torch.float32)
+        for layer, runs in zip(self._layers(), running or (), strict=False):
+            if not runs:  # DDP waits for a gradient of each parameter, and a resumed run has one
+                loss = loss + 0.0 * sum(parameter.sum() for parameter in layer.parameters())
         sums = []
 
         # Terms on logits: the LM head computes them for N positions, the M masked ones first.
@@ -154,25 +163,39 @@ class Distillation(nn.Module):
                 batch = batch._replace(labels={**labels, **self._teacher_labels(teacher, batch)})
         if HEAD in self.adapters:
             # Once for all terms: its dropout is drawn once.
-            logits = self.adapters[HEAD](student.last_hidden_state, packing.token_mask)
+            logits = self.adapters[HEAD](*apart(student.last_hidden_state, labels[PLACES]))
             student = student._replace(task_logits=logits)
         for term, factor in zip(self.signal_terms, factors_T[num:], strict=True):
             total = term.total(student, teacher, batch, self.adapters)
             loss, sums = loss + factor * total, [*sums, total.detach()]
         return loss, torch.stack(sums)
 
-    def encode(self, batch: Batch) -> tuple[Packing, Encoded, Encoded | None]:
+    def _layers(self) -> nn.ModuleList:
+        return family_of(self.student).layers(self.student)
+
+    def encode(
+        self, batch: Batch, running: Sequence[bool] | None = None
+    ) -> tuple[Packing, Encoded, Encoded | None]:
         """Return (packing, the student's output, the teacher's output or None)."""
         input_ids, cu_seqlens, max_length = batch[:3]
         types = batch.labels.get(TYPES)
         if self.compiled:
+            longest, max_length = max_length, input_ids.shape[1]
+            if PLACES in batch.labels:
+                # Examples without padding: as many positions as they have tokens. For few shapes,
+                # pad these up to a power of two, in documents that are no longer than an example.
+                num, all = input_ids.numel(), _power_of_two(input_ids.numel())
+                input_ids = nn.functional.pad(input_ids, (0, all - num), value=self.pad_id)
+                types = None if types is None else nn.functional.pad(types, (0, all - num))
+                ends = torch.arange(num, all, longest, device=input_ids.device) + longest
+                cu_seqlens = torch.cat([cu_seqlens, ends.clamp(max=all).to(cu_seqlens.dtype)])
+                max_length = min(all, _power_of_two(longest))
             # For few shapes, repeat the end up to a power of two of documents, and let the length
             # of a row bound theirs. Uncompiled, kernels take memory for the real documents alone.
             num = len(cu_seqlens) - 1
-            more = (1 << (num - 1).bit_length()) - num
+            more = _power_of_two(num) - num
             cu_seqlens = nn.functional.pad(cu_seqlens, (0, more), value=input_ids.numel())
             torch._dynamo.mark_dynamic(cu_seqlens, 0)
-            max_length = input_ids.shape[1]
         packing = find_documents(input_ids, cu_seqlens, max_length, pad_id=self.pad_id)
         # Compiled or not, the same function; compiled once per shape of the rows.
         student = self._walk(
@@ -181,6 +204,8 @@ class Distillation(nn.Module):
             packing,
             self._student_needs,
             recompute=self.recompute,
+            other=self._predecessor[0],
+            running=running,
         )
         # An objective without a teacher, for instance MLM, costs no second forward pass.
         if self.teacher is None:
@@ -196,6 +221,11 @@ def parameters_by_name(student: nn.Module, adapters: nn.ModuleDict) -> dict[str,
     """Return all that a run may train: by the student's own names, and `adapters.NAME`."""
     others = adapters.named_parameters(prefix="adapters")
     return {**dict(student.named_parameters()), **dict(others)}
+
+
+def _power_of_two(number: int) -> int:
+    """Return the next power of two."""
+    return 1 << (number - 1).bit_length()
 
 
 @contextmanager

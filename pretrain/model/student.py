@@ -15,10 +15,12 @@ from pretrain import RunError
 from pretrain.config import Model, Student
 from pretrain.model.families import FAMILIES, Family, MaskedLM, family_of
 from pretrain.model.families.bert import Bert
+from pretrain.model.families.bi_lstm import BiLstm
 from pretrain.model.families.distil_bert import DistilBert
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length, reinitialise
 from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
+from pretrain.model.word_vectors import read_vectors
 from pretrain.plan import Sizes, default_layers, student_sizes
 from pretrain.run_folder import check_source
 
@@ -54,6 +56,14 @@ def build_student(
     architecture, num_layers = planned.family, planned.num_hidden_layers
     family = FAMILIES[architecture]
     sizes = {name: getattr(config, name) for name in _SIZES if getattr(config, name) is not None}
+    vectors = None
+    if architecture == BiLstm.model_type and not continues:
+        vectors = read_vectors(config, teacher)
+        sizes = {n: getattr(planned, n) for n in ("hidden_size", "intermediate_size")}
+        width = config.word_vectors or 300 if vectors is None else vectors.width
+        sizes |= {"embedding_size": width, "fixed_vectors": vectors is not None}
+        if teacher.manifest is not None and teacher.manifest.pairs:
+            sizes |= {"siamese": True, "sep_token_id": teacher.manifest.tokenizer.special_ids.sep}
     if continues:
         if config.num_layers is not None:
             sizes["num_hidden_layers"] = config.num_layers
@@ -94,6 +104,9 @@ def build_student(
     notes.append(f"the student began from {begun if layers else 'random weights'}")
     if not layers:
         reinitialise(student, seed)
+        family.initialise(student, seed)
+        if vectors is not None:
+            notes.append(vectors.put(student.bilstm))
     elif architecture == kind:
         copy_same(teacher.model, student, layers)
     else:

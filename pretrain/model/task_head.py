@@ -39,7 +39,7 @@ _DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
 
 
 class TaskHead(nn.Module):
-    """Compute the logits of a task: [B, C], of tags [B, L, C], of answers [B, L, 2].
+    """Compute the logits of a task: [E, C], of tags [E, P, C], of answers [E, P, 2].
 
     Args:
         config: of the encoder; the head's dropout is that of its hidden states.
@@ -57,10 +57,13 @@ class TaskHead(nn.Module):
         setattr(self.model, prefix, _Given(getattr(encoder, "pooler", None)))
         self.to_empty(device="cpu")
 
-    def forward(self, hidden_BLD: Tensor, token_mask_BL: Tensor) -> Tensor:
-        """Return logits of the encoder's output."""
+    def forward(self, hidden_EPD: Tensor, there_EP: Tensor) -> Tensor:
+        """Return logits of the encoder's output, one example a row."""
         # The encoder's place returns what it is given as embeddings.
-        found = self.model(inputs_embeds=hidden_BLD, attention_mask=token_mask_BL.long())
+        # An example that is left out has one place here, of zeros: a mean over none would be NaN.
+        mask_EP = there_EP.long()
+        mask_EP[:, 0] = 1
+        found = self.model(inputs_embeds=hidden_EPD, attention_mask=mask_EP)
         if self.output == "span":
             return torch.stack([found.start_logits, found.end_logits], dim=-1)
         logits: Tensor = found.logits
@@ -175,7 +178,7 @@ def read_task_head(
 
     Args:
         who: the beginning of an error's message.
-        raw: its config.json.
+        raw: its config.json, which `check_head` has passed.
         tensors: of its weights.
         encoder: of the folder.
         output: what the head must predict.
@@ -183,7 +186,6 @@ def read_task_head(
     Raises:
         RunError: it has no such head.
     """
-    check_head(who, raw, output)
     labels = labels_of(raw, output)
     head = TaskHead(encoder.config, output, labels)
     with torch.no_grad():
@@ -199,7 +201,8 @@ def read_task_head(
 
 def saved_head(modules: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the head's weights of a checkpoint, named as in a file of transformers."""
-    return {name.removeprefix(f"{HEAD}.model."): tensor for name, tensor in modules.items()}
+    begin = f"{HEAD}.model."
+    return {n.removeprefix(begin): t for n, t in modules.items() if n.startswith(begin)}
 
 
 def head_tensors(encoder: MaskedLM, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

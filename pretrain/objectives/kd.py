@@ -7,6 +7,10 @@ the same for any temperature (section 2). The soft term is a mean over all rows,
 without: of tags the mean over a row's tokens, of answers that of starts and ends. A score is
 compared by (s - t)^2, without a temperature. `L_labels` is that of `finetune.py`.
 
+With `divergence: squared` the soft term is the distilled BiLSTM's (Tang et al. 2019, arXiv
+1903.12136): sum over classes of (s - t)^2, without a temperature. Their code takes the mean over
+classes.
+
 t comes from a teacher with a head for the task, or, without one, from the probabilities q in the
 data: t = log q.
 """
@@ -39,6 +43,7 @@ class SoftLabels(Objective):
 
     name: Literal["kd"] = "kd"
     temperature: float = Field(2.0, gt=0, le=1000)
+    divergence: Literal["kl", "squared"] = "kl"
     soft: float = Field(0.5, ge=0, le=1e6)
     hard: float = Field(0.5, ge=0, le=1e6)
 
@@ -46,12 +51,17 @@ class SoftLabels(Objective):
     def _some_term(self) -> SoftLabels:
         if self.soft == self.hard == 0:
             raise ValueError("soft and hard are both 0: give a term a weight")
+        own = type(self).model_fields["temperature"].default
+        if self.divergence == "squared" and self.temperature != own:  # a checkpoint has all keys
+            raise ValueError("divergence squared has no temperature: remove one of the two keys")
         return self
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """Return the terms with a weight above 0."""
         soft = f"KL of soft labels at temperature {self.temperature:g}"
+        if self.divergence == "squared":
+            soft = "squared difference of the logits"
         found = (
             Part("soft", self.soft, soft, "sequences"),
             Part("hard", self.hard, "the loss of the labels", "labelled", teacher=False),
@@ -60,38 +70,46 @@ class SoftLabels(Objective):
 
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return the terms with a weight above 0."""
-        found = soft_term(self.soft, self.temperature), labels_term(self.hard)
+        temperature = None if self.divergence == "squared" else self.temperature
+        found = soft_term(self.soft, temperature), labels_term(self.hard)
         return tuple(t for t, w in zip(found, (self.soft, self.hard), strict=True) if w > 0)
 
 
-def soft_term(weight: float, temperature: float) -> SignalTerm:
-    """Return the comparison with the teacher's logits, "teacher_logits" of a batch."""
+def soft_term(weight: float, temperature: float | None) -> SignalTerm:
+    """Return the comparison with the teacher's logits, "teacher_logits" of a batch.
+
+    Without a temperature it is the squared difference, not the KL divergence.
+    """
     from torch.nn.functional import kl_div
+
+    from pretrain.contracts.batch import PLACES
 
     def total(
         student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
     ) -> Tensor:
         assert student.task_logits is not None
-        ours, mask_BL = wide(student.task_logits), batch.packing.token_mask
         labels = batch.labels
+        ours, there_EP = wide(student.task_logits), labels[PLACES] >= 0
         if "teacher_logits" in labels:
             theirs = labels["teacher_logits"].to(ours.dtype)
         else:
             theirs = labels["probs"].to(ours.dtype).clamp(min=1e-8).log()
-        if ours.shape[-1] == 1:
-            row_B = mask_BL[:, 0]
-            return ((ours - theirs).square().squeeze(-1) * row_B).sum()
+        if temperature is None or ours.shape[-1] == 1:
+            squares = (ours - theirs).square().sum(-1)
+            if squares.dim() == 2:  # of tags and answers a mean over the tokens of a row
+                squares = (squares * there_EP).sum(1) / there_EP.sum(1).clamp(min=1)
+            return (squares * there_EP[:, 0]).sum()
         scale = 1.0
         if "start" in labels:  # a distribution over the positions of a row
-            ours, theirs = (answers(logits, mask_BL).mT for logits in (ours, theirs))
+            ours, theirs = (answers(logits, there_EP).mT for logits in (ours, theirs))
             scale = 0.5
         log_s, log_t = ((logits / temperature).log_softmax(-1) for logits in (ours, theirs))
         values = kl_div(log_s, log_t, reduction="none", log_target=True).sum(-1)
         if "tags" in labels:
             # A mean over the tokens of a row, so that this term too is a mean over rows.
-            values = (values * mask_BL).sum(1) / mask_BL.sum(1).clamp(min=1)
+            values = (values * there_EP).sum(1) / there_EP.sum(1).clamp(min=1)
             return values.sum() * temperature**2
-        there = mask_BL[:, :1] if values.dim() == 2 else mask_BL[:, 0]
+        there = there_EP[:, :1] if values.dim() == 2 else there_EP[:, 0]
         return (values * there).sum() * scale * temperature**2
 
     return SignalTerm("soft", constant(weight), "sequences", total, True)

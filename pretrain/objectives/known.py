@@ -10,10 +10,13 @@ from pydantic import Field, TypeAdapter
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.embedding import Embedding
 from pretrain.objectives.finetune import FineTuning
+from pretrain.objectives.insights import Insights
 from pretrain.objectives.kd import SoftLabels
 from pretrain.objectives.minilm import MiniLM
 from pretrain.objectives.mlm import MaskedLanguageModel
 from pretrain.objectives.objective import Objective as AnyObjective
+from pretrain.objectives.pkd import PatientDistillation
+from pretrain.objectives.theseus import Theseus
 from pretrain.objectives.tinybert import TinyBert
 from pretrain.tasks.folders import TASKS
 from pretrain.tasks.task import Task
@@ -26,6 +29,9 @@ _PAPERS = (
     MaskedLanguageModel,
     FineTuning,
     SoftLabels,
+    PatientDistillation,
+    Theseus,
+    Insights,
 )
 OBJECTIVES: tuple[type[AnyObjective], ...] = (
     *_PAPERS,

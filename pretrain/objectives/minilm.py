@@ -161,7 +161,7 @@ def relation(x_BLD: Tensor, y_BLD: Tensor, same_BLL: Tensor, heads: int) -> Tens
 def divergence(student_BALL: Tensor, teacher_BALL: Tensor, tokens_BL: Tensor) -> Tensor:
     """Compute the sum over tokens of KL(teacher || student), the mean over heads, of relations.
 
-    `kernels/relations.py` computes it from X and Y in chunks, with its gradient.
+    `kernels/relations` computes it from X and Y in chunks, with its gradient.
     """
     import torch
 

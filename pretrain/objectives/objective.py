@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from data_prep.keys import Keys
+from pretrain import RunError
 from pretrain.contracts.terms import Shape, Term
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+def layer_pairs(
+    layers: Sequence[int], student: int, teacher: Shape, *, but: str = ""
+) -> tuple[tuple[int, int], ...]:
+    """Return each of a student's layers that learns with the teacher's layer for it.
+
+    Args:
+        layers: of the teacher, from `objective.layers`.
+        student: how many layers the student has.
+        teacher: its sizes.
+        but: " but the last" where the student's last layer does not learn from one.
+
+    Raises:
+        RunError: there are more or fewer than that, or the teacher has no such layer.
+    """
+    if len(layers) != student - bool(but):
+        raise RunError(
+            f"objective.layers has {len(layers)} layers, and the student has {student}; list a "
+            f"layer of the teacher for each{but}"
+        )
+    if beyond := [layer for layer in layers if layer >= teacher.num_layers]:
+        raise RunError(
+            f"objective.layers {beyond[0]}: the teacher has layers 0 to {teacher.num_layers - 1}"
+        )
+    return tuple(enumerate(layers))
 
 
 class Part(NamedTuple):
@@ -35,6 +62,9 @@ class Objective(Keys):
     # Also where no term compares: the student may be cut from it.
     sums_layers: ClassVar[bool] = False  # do its terms grow with the number of layers?
     needs_teacher: ClassVar[bool] = True
+    reads_layers: ClassVar[bool] = False  # of a task's teacher; its kept logits are not enough
+    # Do the teacher's layers stand in for the student's, whose other parts are frozen?
+    replaces: ClassVar[bool] = False
     # Keys of a run that have another default with this objective, by section.
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
@@ -52,6 +82,16 @@ class Objective(Keys):
     def compares(self) -> bool:
         """Return whether a term compares student and teacher."""
         return any(part.teacher for part in self.parts)
+
+    @property
+    def soft_labels(self) -> bool:
+        """Return whether a term reads logits of a task's teacher, or probabilities of its data."""
+        return any(part.key == "soft" for part in self.parts)
+
+    @property
+    def trains_head(self) -> bool:
+        """Return whether a term reads the logits of a task's head."""
+        return self.soft_labels or any(part.over == "labelled" for part in self.parts)
 
     @property
     def published(self) -> str:
@@ -73,6 +113,17 @@ class Objective(Keys):
         from torch import nn
 
         return nn.ModuleDict()
+
+    def running(self, step: int, seed: int, num_layers: int) -> tuple[bool, ...] | None:
+        """Return which of the student's layers run in a step; None: all, as in most papers.
+
+        Where one does not, the layers of the teacher that it replaces do.
+        """
+        return None
+
+    def notes(self, num_steps: int) -> list[str]:
+        """Return what a user should know of a run of so many steps."""
+        return []
 
     def check(self, student: Shape, teacher: Shape) -> None:
         """Refuse sizes that do not fit the objective; imports no torch.

@@ -1,10 +1,15 @@
-"""Define the general distillation of TinyBERT (Jiao et al. 2020, arXiv 1909.10351, section 3.1).
+"""Define the distillation of layers of TinyBERT (Jiao et al. 2020, arXiv 1909.10351, section 3.1).
 
     L = attention * L_att + hidden * L_hid + embedding * L_emb
 
 L_att = sum over the student's layers of MSE(S, S'),          S = Q K^T / sqrt(d) before the softmax
 L_hid = sum over the student's layers of MSE(W H + b, H'),    H = the output of a layer
 L_emb = MSE(W E + b, E'),                                     E = the output of the embeddings
+
+On a corpus it is the paper's general distillation. On the examples of a task, with a fine-tuned
+teacher, it is the first of two runs of its task distillation: the second, which continues with
+`student.init: RUN`, is objective `kd` with `temperature: 1`, `soft: 1` and `hard: 0`. Their code
+divides that cross-entropy by the number of classes, and of scores it compares labels.
 
 A prime marks the teacher. W and b are one linear layer for embeddings and all layers, also where
 both widths are equal, as in the authors' code. It is trained and not exported.
@@ -28,7 +33,8 @@ from pydantic import Field, model_validator
 
 from pretrain import RunError
 from pretrain.contracts.terms import Encoded, Shape, Signal, SignalTerm, Term, constant, wide
-from pretrain.objectives.objective import Objective, Part
+from pretrain.objectives.finetune import TASKS
+from pretrain.objectives.objective import Objective, Part, layer_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,6 +53,8 @@ class TinyBert(Objective):
 
     # The paper compares models on text without masks.
     defaults: ClassVar = {"masking": {"probability": 0.0}}
+    tasks: ClassVar = ("mlm", *TASKS)
+    reads_layers: ClassVar[bool] = True
     sums_layers: ClassVar[bool] = True
 
     name: Literal["tinybert"] = "tinybert"
@@ -66,7 +74,7 @@ class TinyBert(Objective):
     @property
     def published(self) -> str:
         """Return the paper's name if this is its objective; empty for a variant."""
-        paper = "the general distillation of TinyBERT, arXiv 1909.10351"
+        paper = "TinyBERT's distillation of layers, arXiv 1909.10351"
         return paper if self == TinyBert() else ""
 
     @property
@@ -110,16 +118,7 @@ class TinyBert(Objective):
             # Layer m of the paper, from 1, learns from layer m * theirs / ours.
             step = theirs // ours
             layers = tuple(range(step - 1, theirs, step))
-        if len(layers) != ours:
-            raise RunError(
-                f"objective.layers has {len(layers)} layers, and the student has {ours}; list a "
-                "layer of the teacher for each"
-            )
-        if beyond := [layer for layer in layers if layer >= theirs]:
-            raise RunError(
-                f"objective.layers {beyond[0]}: the teacher has layers 0 to {theirs - 1}"
-            )
-        return tuple(enumerate(layers))
+        return layer_pairs(layers, ours, teacher)
 
     def adapters(self, student: Shape, teacher: Shape | None) -> nn.ModuleDict:
         """Return the linear layer from the student's width to the teacher's."""
@@ -177,7 +176,7 @@ def squared_difference(student_BALL: Tensor, teacher_BALL: Tensor, pairs_BLL: Te
     """Compute the sum over pairs of (S - S')^2, the mean over heads; L_att of a layer is its mean.
 
     A score of -100 or less counts as 0 in either model, as in the authors' code.
-    `kernels/relations.py` computes it from Q and K in chunks, with its gradient.
+    `kernels/relations` computes it from Q and K in chunks, with its gradient.
 
     Args:
         student_BALL, teacher_BALL: scores of both models.

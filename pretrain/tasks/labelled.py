@@ -1,9 +1,10 @@
 """Read the rows of a task's shards with their labels: what all tasks with a head share.
 
-A row is one example. The rows of a step are the order's; they are sorted by length, so that the
-micro-batches which they are cut into have little padding, and each is as long as its longest row.
+A row is one example. The rows of a step are the order's. A micro-batch has their tokens without
+padding, as one packed row; only the head, behind the encoder, takes them apart. They are sorted by
+length, so that attention meets like lengths together.
 
-Shapes: R or B rows, L row length, C classes.
+Shapes: R or E examples, L row length, P tokens of the longest example, N of all, C classes.
 """
 
 from __future__ import annotations
@@ -21,15 +22,24 @@ from data_prep.shards import Manifest, ShardSet, check_file, open_shards
 from data_prep.shards.manifest import labels_file
 from data_prep.shards.reading import map_labels
 from pretrain import RunError
-from pretrain.contracts.batch import IGNORE, Batch, Rows, packed_batch
+from pretrain.contracts.batch import IGNORE, PLACES, Batch, Rows, apart
 from pretrain.contracts.terms import Encoded, SignalTerm, TeacherLabels, constant
 from pretrain.model.distillation import TYPES
 from pretrain.model.families import MaskedLM
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.model_files import read_config, read_tensors
-from pretrain.model.task_head import Output, TaskHead, head_tensors, read_task_head, saved_head
+from pretrain.model.task_head import (
+    Output,
+    TaskHead,
+    check_head,
+    head_tensors,
+    labels_of,
+    read_task_head,
+    saved_head,
+)
 from pretrain.model.teacher import Teacher
 from pretrain.tasks.task import Examples
+from pretrain.tasks.transfer import Transfer
 
 if TYPE_CHECKING:
     from pretrain.config import RunConfig
@@ -42,7 +52,6 @@ OUTPUTS: Mapping[str, Output] = {
     "question_answering": "span",
 }
 _LABELS = ("label", "score", "probs", "tags", "start", "end", "teacher_logits")
-_MULTIPLE = 8  # of tokens that a micro-batch is long
 
 
 class LabelledRows(Examples):
@@ -51,11 +60,14 @@ class LabelledRows(Examples):
     Args:
         shards: the split.
         logits: a file with a teacher's logits of these rows; see `prediction.py`.
+        transfer: changes the texts; one that differs has no label.
     """
 
-    def __init__(self, shards: ShardSet, logits: Path | None = None) -> None:
+    def __init__(
+        self, shards: ShardSet, logits: Path | None = None, transfer: Transfer | None = None
+    ) -> None:
         super().__init__(shards)
-        self.logits = logits
+        self.logits, self.transfer = logits, transfer
         self._mapped: Any = None
         manifest = shards.manifest
         self.kind, self.names = manifest.kind, manifest.labels
@@ -73,7 +85,7 @@ class LabelledRows(Examples):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A loader's worker reads the labels again.
-        return LabelledRows, (self.shards, self.logits)
+        return LabelledRows, (self.shards, self.logits, self.transfer)
 
     def _teacher_logits(self, numbers: Any) -> Any:
         if self._mapped is None:  # written at the start of a run, after this object was made
@@ -84,7 +96,7 @@ class LabelledRows(Examples):
         return self._mapped[numbers]
 
     def rows(self, ids: Any, epochs: Any, numbers: Any, step: int = 0, skipped: Any = None) -> Rows:
-        """Return rows with their labels, the longest first."""
+        """Return rows with their labels, the longest first; without epochs no text changes."""
         columns = {name: values[numbers] for name, values in self.columns.items()}
         if self.logits is not None:
             columns["teacher_logits"] = self._teacher_logits(numbers)
@@ -93,32 +105,48 @@ class LabelledRows(Examples):
             nothing = {"second": 0, "score": np.nan, "probs": 0, "teacher_logits": 0}
             for name, values in columns.items():
                 values[skipped] = nothing.get(name, IGNORE)
+        if self.transfer is not None and epochs is not None:
+            changed = self.transfer(ids, columns["second"], epochs, numbers)
+            for name in columns.keys() & {"label", "score"}:
+                columns[name][changed] = np.nan if name == "score" else IGNORE
         order = np.argsort(-np.count_nonzero(ids != self.special.pad, axis=1), kind="stable")
         found = {"input_ids": ids, "number": np.asarray(numbers, dtype=np.int64), **columns}
         return {name: torch.from_numpy(values[order]) for name, values in found.items()}
 
     def batch(self, rows: Rows) -> Batch:
         """Return a micro-batch; its count "labelled" is of labelled rows, or of tagged words."""
-        ids = rows["input_ids"]
-        tokens = ids.numpy() != self.special.pad
-        longest = max(1, int(tokens.sum(1).max(initial=0)))
-        length = min(ids.shape[1], -(-longest // _MULTIPLE) * _MULTIPLE)
-        ids = ids[:, :length].contiguous()
+        ids_EL = rows["input_ids"].numpy()
+        token_EL = ids_EL != self.special.pad
+        lengths_E = token_EL.sum(1)
+        longest = max(1, int(lengths_E.max(initial=0)))
+        ends_E = np.cumsum(lengths_E)
+        begins_E = ends_E - lengths_E
+        index_P = np.arange(longest)
+        places = np.where(index_P < lengths_E[:, None], begins_E[:, None] + index_P, -1)
         labels = {name: rows[name] for name in _LABELS if name in rows}
         if "label" in labels:
             labels["class"] = labels.pop("label")
         for name, tensor in labels.items():
             if name == "tags" or tensor.dim() == 3:  # an entry for each token
-                labels[name] = tensor[:, :length].contiguous()
-        second_B = rows["second"]
-        if bool((second_B > 0).any()):
-            place_L = torch.arange(length)
-            labels[TYPES] = ((place_L >= second_B[:, None]) & (second_B > 0)[:, None]).to(
-                torch.uint8
-            ) * torch.from_numpy(tokens[:, :length].astype(np.uint8))
-        counts = {"labelled": int(_labelled(rows).sum())}
-        labels["number"] = rows["number"]
-        return packed_batch(ids, labels, counts, cls_id=self.special.cls, pad_id=self.special.pad)
+                labels[name] = tensor[:, :longest].contiguous()
+        labels |= {"number": rows["number"], PLACES: torch.from_numpy(places)}
+        second_E1 = rows["second"].numpy()[:, None]
+        if (second_E1 > 0).any():
+            second = (np.arange(ids_EL.shape[1]) >= second_E1) & (second_E1 > 0)
+            labels[TYPES] = torch.from_numpy(second[token_EL][None].astype(np.uint8))
+        ids_1N, bounds = ids_EL[token_EL][None], np.append(0, ends_E)
+        if not ids_1N.size:  # all are left out: an encoder needs a position
+            ids_1N, bounds = np.array([[self.special.pad]], ids_EL.dtype), np.append(bounds, 1)
+        there = lengths_E > 0
+        counts = {
+            "tokens": int(ends_E[-1]),
+            "sequences": int(there.sum()),
+            "labelled": int(_labelled(rows).sum()),
+            "pairs": int(np.square(lengths_E).sum()),
+        }
+        documents = np.stack([begins_E[there], lengths_E[there]], axis=1)
+        bounds_S = torch.from_numpy(bounds.astype(np.int32))
+        return Batch(torch.from_numpy(ids_1N), bounds_S, longest, labels, counts, documents)
 
     def fullest(self, ids: Any, numbers: Any, token: int) -> Batch:
         """Return rows of the whole length as a micro-batch."""
@@ -133,6 +161,7 @@ class LabelledExamples(LabelledRows):
         teacher: of the run, if it compares with one.
         head: of that teacher.
         logits: the file that holds its logits, or will; then it does not run in a step.
+        transfer: changes the texts.
     """
 
     def __init__(
@@ -141,17 +170,17 @@ class LabelledExamples(LabelledRows):
         teacher: Teacher | None = None,
         head: TaskHead | None = None,
         logits: Path | None = None,
+        transfer: Transfer | None = None,
     ) -> None:
-        super().__init__(shards, logits)
+        super().__init__(shards, logits, transfer)
         self.teacher, self.head, self.digest = teacher, head, ""
         if teacher is not None and head is not None:
             weights = {name: t.numpy().tobytes() for name, t in sorted(head.tensors().items())}
             parts = [teacher.sha256, *(hashlib.sha256(w).hexdigest() for w in weights.values())]
             self.digest = hashlib.sha256(" ".join(parts).encode()).hexdigest()
-        if logits is None and head is not None:
+        self.runs_teacher = teacher is not None and logits is None
+        if head is not None and self.runs_teacher:
             self.teacher_labels = logits_by(head)
-        else:
-            self.runs_teacher = False
         if logits is not None and logits.is_file():
             from pretrain.tasks.prediction import check_logits
 
@@ -202,7 +231,7 @@ def logits_by(head: TaskHead) -> TeacherLabels:
         # In fp32 also where the encoder is in half precision: a head is small.
         hidden = teacher.last_hidden_state.float()
         with torch.inference_mode(), torch.autocast(hidden.device.type, enabled=False):
-            found = head(hidden, batch.packing.token_mask)
+            found = head(*apart(hidden, batch.labels[PLACES]))
         return {"teacher_logits": found.clone()}
 
     return logits
@@ -219,10 +248,9 @@ def check_kind(shards: Path, manifest: Manifest, name: str, kinds: Sequence[str]
         )
 
 
-def check_labels(who: str, labels: Sequence[str], manifest: Manifest) -> None:
-    """Refuse a model whose classes are others, or in another order; RunError names both."""
-    names = manifest.labels
-    if names and tuple(labels) != names:
+def check_labels(who: str, labels: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse classes that are not the shards' `names` in their order; RunError has both."""
+    if names and tuple(labels) != tuple(names):
         raise RunError(
             f"{who}: its labels are {', '.join(labels)}, those of the shards {', '.join(names)}; "
             "prepare the shards with task.labels in its order"
@@ -240,14 +268,20 @@ def load_task_head(who: str, name: str, output: Output) -> TaskHead:
 
 def task_head_of(who: str, loaded: Loaded, output: Output) -> TaskHead:
     """Return the trained head of a loaded model; RunError if it has none."""
+    raw = _config_of_head(who, loaded, output)
+    return read_task_head(who, raw, _own_tensors(who, loaded), loaded.model, output)
+
+
+def _config_of_head(who: str, loaded: Loaded, output: Output) -> dict[str, Any]:
+    """Return what a config.json says of a model's head; RunError if it is of another task."""
     if loaded.saved is None:
         raw = read_config(who, loaded.folder)
-    else:
-        labels = loaded.saved.state.get("labels")
-        if labels is None or labels["output"] != output:
-            raise RunError(f"{who}: is a run of another task, without a head for this one")
-        raw = {"id2label": dict(enumerate(labels["names"]))}
-    return read_task_head(who, raw, _own_tensors(who, loaded), loaded.model, output)
+        check_head(who, raw, output)
+        return raw
+    labels = loaded.saved.state.get("labels")
+    if labels is None or labels["output"] != output:
+        raise RunError(f"{who}: is a run of another task, without a head for this one")
+    return {"id2label": dict(enumerate(labels["names"]))}
 
 
 def _own_tensors(who: str, loaded: Loaded) -> dict[str, Tensor]:
@@ -264,6 +298,10 @@ def first_weights(config: RunConfig, student: MaskedLM, head: TaskHead) -> list[
     """Give a new head the weights that its model's folder has; return the names of the others.
 
     Of a student that is cut from its teacher these are the teacher's, where both are of one family.
+    A head for another task, or for other classes, gives none of its own weights.
+
+    Raises:
+        RunError: the model has these classes in a different order.
     """
     init = config.model.init if config.model is not None else None
     if config.model is None:
@@ -276,11 +314,28 @@ def first_weights(config: RunConfig, student: MaskedLM, head: TaskHead) -> list[
     def read(loaded: Loaded) -> dict[str, Tensor]:
         if loaded.model.config.model_type != student.config.model_type:
             return {}
-        return _own_tensors(str(init), loaded)
+        tensors = _own_tensors(str(init), loaded)
+        if _same_classes(f"model {init}", loaded, head):
+            return tensors
+        return {n: t for n, t in tensors.items() if not n.startswith(("classifier", "qa_outputs"))}
 
     tensors = {} if init is None else read_model(init, read, needs_head=False, of_task=True)
     with torch.no_grad():
         return head.load({name: tensor.float() for name, tensor in tensors.items()})
+
+
+def _same_classes(who: str, loaded: Loaded, head: TaskHead) -> bool:
+    """Return whether a model's head predicts the same; RunError for a different order."""
+    try:
+        names = labels_of(_config_of_head(who, loaded, head.output), head.output)
+    except RunError:  # of another task
+        return False
+    if all(name == f"LABEL_{i}" for i, name in enumerate(names)):  # nobody named them
+        return len(names) == len(head.labels)
+    if {*names} != {*head.labels}:
+        return False
+    check_labels(who, names, head.labels)
+    return True
 
 
 def correct_term() -> SignalTerm:

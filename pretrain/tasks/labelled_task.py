@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from data_prep.shards import Manifest, ShardSet
     from pretrain.config import RunConfig
     from pretrain.model.families import MaskedLM
+    from pretrain.tasks.transfer import Transfer
 
 
 class LabelledTask(Task):
@@ -27,7 +28,7 @@ class LabelledTask(Task):
     """
 
     has_head: ClassVar[bool] = True
-    counts: ClassVar = ("tokens", "sequences", "labelled")
+    counts: ClassVar = ("tokens", "sequences", "labelled", "pairs")
     kinds: ClassVar[tuple[str, ...]]  # of examples, as `distil prepare` names them
     pipeline: ClassVar[str]  # the hub's name of the task
 
@@ -60,7 +61,22 @@ class LabelledTask(Task):
             raise ValueError(
                 f"objective {name} needs `teacher:`, or, for shards with probabilities, `model:`"
             )
-        if self.logits is not None and not config.objective.compares:
+        if config.objective.reads_layers and config.teacher is None:
+            raise ValueError(f"objective {name} reads a teacher's layers: name `teacher:`")
+        if config.objective.reads_layers and self.logits is not None:
+            raise ValueError(f"objective {name} runs its teacher in each step: remove task.logits")
+        init = config.student.init
+        elsewhere = config.model is not None or (isinstance(init, str) and init != "teacher")
+        if config.objective.replaces and elsewhere:
+            raise ValueError(
+                f"objective {name} keeps its teacher's embeddings and head: remove model, and set "
+                "student.init to teacher or a list of its layers"
+            )
+        if config.objective.replaces and config.train.compile:
+            raise ValueError(
+                f"objective {name} runs other layers in each step: remove train.compile"
+            )
+        if self.logits is not None and not config.objective.soft_labels:
             raise ValueError(f"objective {name} reads no soft labels here: remove task.logits")
 
     def examples(self, start: Start) -> Examples:
@@ -77,15 +93,17 @@ class LabelledTask(Task):
         config, manifest = start.config, start.manifest
         check_kind(config.shards, manifest, self.name, self.kinds)
         shards, head = open_shards(config.shards), None
-        if start.teacher is not None and config.objective.compares:
-            who = f"teacher {start.teacher.name}"
-            head = load_task_head(who, start.teacher.name, OUTPUTS[manifest.kind])
-            check_labels(who, head.labels, manifest)
+        teacher = start.teacher if config.objective.compares else None
+        if teacher is not None and config.objective.soft_labels:
+            who = f"teacher {teacher.name}"
+            head = load_task_head(who, teacher.name, OUTPUTS[manifest.kind])
+            check_labels(who, head.labels, manifest.labels)
         if self.logits is not None and head is None and not self.logits.is_file():
             raise RunError(f"{self.logits}: no such file; name the teacher that writes it")
-        found = LabelledExamples(shards, start.teacher, head, self.logits)
+        transfer = self.transfer(config.shards, manifest, config.train.seed)
+        found = LabelledExamples(shards, teacher, head, self.logits, transfer)
         soft = head is not None or self.logits is not None or "probs" in found.columns
-        if config.objective.compares and not soft:
+        if config.objective.soft_labels and not soft:
             raise RunError(
                 f"{config.shards}: holds no probabilities, and there is no teacher: name one, or "
                 "prepare the examples with task.probabilities"
@@ -97,15 +115,26 @@ class LabelledTask(Task):
             )
         return found
 
+    def transfer(self, shards: Path, manifest: Manifest, seed: int) -> Transfer | None:
+        """Return what changes the texts of training examples; None if nothing does."""
+        return None
+
     def attach(self, student: MaskedLM, manifest: Manifest) -> nn.ModuleDict:
         """Return the head, with the weights that the model's folder has for it."""
         from torch import nn
 
         from pretrain.model.distillation import HEAD
+        from pretrain.model.families import family_of
         from pretrain.model.task_head import TaskHead
         from pretrain.tasks.labelled import OUTPUTS
 
-        head = TaskHead(student.config, OUTPUTS[manifest.kind], manifest.labels)
+        output = OUTPUTS[manifest.kind]
+        if not family_of(student).attends and output not in ("classes", "score"):
+            raise RunError(
+                f"student.architecture {student.config.model_type}: has a head for classes and "
+                f"scores, and task {self.name} needs another; take distilbert or same"
+            )
+        head = TaskHead(student.config, output, manifest.labels)
         return nn.ModuleDict({HEAD: head})
 
     def begin(self, config: RunConfig, student: MaskedLM, modules: nn.ModuleDict) -> list[str]:
@@ -115,19 +144,34 @@ class LabelledTask(Task):
 
         head: Any = modules[HEAD]
         new = first_weights(config, student, head)
+        if new and config.objective.replaces:
+            raise RunError(
+                f"objective {config.objective.name} keeps the teacher's head, and {config.teacher} "
+                f"has no {', '.join(new)} for this student: fine-tune the teacher on the task, and "
+                "set student.architecture: same"
+            )
+        note = f"the head of the task is new ({', '.join(new)})"
         if not new:
-            return ["the head of the task began from that of the model"]
-        return [f"the head of the task is new ({', '.join(new)})"]
+            note = "the head of the task began from that of the model"
+        if not config.objective.trains_head:
+            note += f"; objective {config.objective.name} does not train it"
+        return [note]
 
     def measure(
         self, examples: Examples, validation: ShardSet, terms: Sequence[Term], *, teacher: bool
     ) -> Measure:
         """Measure the terms on validation rows, and the share of right labels."""
+        from pretrain.objectives.finetune import labels_term
         from pretrain.tasks.labelled import LabelledRows, correct_term
 
         found = LabelledRows(validation, self.logits)
+        if not teacher and self.logits is None and "probs" not in found.columns:
+            # Only training rows have soft labels, so validation measures labels.
+            terms = [term for term in terms if not term.needs_teacher] or [labels_term(1.0)]
         own = own_terms(found, terms, self.counts)
-        if "label" not in found.columns and "tags" not in found.columns:
+        # An objective of layers leaves the head as it is.
+        guesses = any(term.over == "labelled" or term.name == "soft" for term in terms)
+        if not guesses or ("label" not in found.columns and "tags" not in found.columns):
             return own
         correct = correct_term()
 
@@ -156,10 +200,9 @@ class LabelledTask(Task):
         self, student: MaskedLM, state: Mapping[str, Any], modules: Mapping[str, Tensor]
     ) -> PreTrainedModel:
         """Return the encoder and its head as transformers' class for the task."""
-        from pretrain.model.distillation import HEAD
-        from pretrain.model.task_head import TaskHead, with_head
+        from pretrain.model.task_head import TaskHead, saved_head, with_head
 
         labels = state["labels"]
         head = TaskHead(student.config, labels["output"], labels["names"])
-        head.load_state_dict({n.removeprefix(f"{HEAD}."): t for n, t in modules.items()})
+        head.load(saved_head(modules))
         return with_head(student, head)

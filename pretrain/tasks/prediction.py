@@ -27,6 +27,7 @@ from torch import Tensor
 from data_prep.disk import sync
 from data_prep.shards import Manifest
 from pretrain import RunError
+from pretrain.contracts.batch import PLACES, apart
 from pretrain.contracts.packing import find_documents
 from pretrain.files import writing_to
 from pretrain.model.distillation import TYPES
@@ -42,9 +43,16 @@ _AGAIN = "remove it, or name another file in `task.logits`, which is then writte
 
 
 def predict(
-    model: MaskedLM, head: TaskHead, rows: LabelledRows, device: torch.device
+    model: MaskedLM,
+    head: TaskHead,
+    rows: LabelledRows,
+    device: torch.device,
+    together: int = ROWS,
 ) -> NDArray[np.float32]:
-    """Return the logits of all rows, in fp32: [R, C], of tags [R, L, C], of answers [R, L, 2]."""
+    """Return the logits of all rows, in fp32: [R, C], of tags [R, L, C], of answers [R, L, 2].
+
+    It computes `together` rows at a time.
+    """
     shards, pad = rows.shards, rows.special.pad
     ids = shards.rows(np.arange(len(shards)))
 
@@ -54,15 +62,18 @@ def predict(
         assert np.array_equal(batch.labels["number"].cpu().numpy(), some)
         packing = find_documents(batch.input_ids, batch.cu_seqlens, batch.max_length, pad_id=pad)
         output = encode(model, batch.input_ids, packing, types=batch.labels.get(TYPES))
-        logits: Tensor = head(output.last_hidden_state, packing.token_mask)
+        logits: Tensor = head(*apart(output.last_hidden_state, batch.labels[PLACES]))
         return logits.float().cpu().numpy()
 
     with torch.inference_mode():
-        return by_length(ids, pad, logits_of)
+        return by_length(ids, pad, logits_of, together)
 
 
 def by_length(
-    ids: NDArray[Any], pad: int, logits_of: Callable[[NDArray[np.int64]], NDArray[np.float32]]
+    ids: NDArray[Any],
+    pad: int,
+    logits_of: Callable[[NDArray[np.int64]], NDArray[np.float32]],
+    together: int = ROWS,
 ) -> NDArray[np.float32]:
     """Return the logits of rows, of which few at a time are computed, the longest first.
 
@@ -71,12 +82,13 @@ def by_length(
         pad: the id of padding.
         logits_of: returns the logits of the rows at some places [N]: [N, C], or of tokens
             [N, l, C], where l is at most L. The rest of a row is 0.
+        together: so many at a time.
     """
     found: NDArray[np.float32] | None = None
     # Rows of a like length together: little padding.
     order = np.argsort(-np.count_nonzero(ids != pad, axis=1), kind="stable")
-    for begin in range(0, len(order), ROWS):
-        some = order[begin : begin + ROWS]
+    for begin in range(0, len(order), together):
+        some = order[begin : begin + together]
         logits = logits_of(some)
         if found is None:
             shape = ids.shape if logits.ndim == 3 else ids.shape[:1]

@@ -85,6 +85,8 @@ def test_the_measured_recipes_score_their_students(distil: Any) -> None:
     found = scores_of(distil, "tasks-english")
     assert {*found} == {"teacher", "student labels", "student kd"}
     assert {*found["student kd"]} == {"sst2", "average", "retention"}
+    found = scores_of(distil, "tasks-methods", "labels", "kd")
+    assert {*found} == {"teacher", "student pkd", "student theseus"}
     found = scores_of(distil, "imdb-soft-labels", "labels", "kd")
     assert {*found} == {"teacher", "student soft"} and "imdb" in found["student soft"]
     found = scores_of(distil, "tasks-pretrained", "minilm")

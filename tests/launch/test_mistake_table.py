@@ -14,7 +14,7 @@ MISTAKES = [
     (
         "run",
         "objective={name: minilm, temperature: 2}",
-        "objective minilm has no temperature (distilbert and kd have)",
+        "objective minilm has no temperature (distilbert, kd and pkd have)",
         "version, relation_heads, teacher_layer",
     ),
     (

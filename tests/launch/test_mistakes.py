@@ -82,6 +82,8 @@ def test_a_model_that_is_nowhere_is_refused_without_torch(
     config.write_text(json.dumps(values), encoding="utf-8")
     for command in ("pretrain", "launch"):
         check_refused(f"teacher {name}: no such folder here, and the hub", command, config)
+    if "/" in name:  # as a folder's, the other name is missing here
+        check_refused(f"model {name}: no such folder here, and the hub", "evaluate", name, shards)
 
 
 def test_another_recipe_than_the_checkpoints_is_refused_without_torch(

@@ -31,7 +31,7 @@ def test_text_becomes_an_exported_student_in_one_command(
     distil: Distil, recipe: dict[str, Any]
 ) -> None:
     out = distil("recipe", write(recipe), "--dry-run").out
-    assert out.count("(new)") == 5 and "steps: known once" in out
+    assert out.count("(new)") == 5 and "steps: about" in out
     assert [path.name for path in Path().iterdir()] == ["recipe.yaml"]
     code, out, err = distil("recipe", "recipe.yaml")
     assert code == 0, out + err
@@ -105,7 +105,7 @@ def test_a_recipe_continues_when_its_corpus_is_unfinished(
     distil: Distil, recipe: dict[str, Any]
 ) -> None:
     Path("runs/own-encoder/shards/.work").mkdir(parents=True)  # what a kill leaves
-    assert distil("recipe", write(recipe), "--dry-run").out.count("steps: known once") == 2
+    assert distil("recipe", write(recipe), "--dry-run").out.count("steps: about") == 2
     assert distil("recipe", "recipe.yaml").code == 0
 
 

@@ -19,6 +19,10 @@ from scipy import stats
 from support.processes import wait_until
 
 from data_prep.disk import lock
+from launch.recipe_config import Recipe, SweepKeys
+from launch.stages.stage import How
+from launch.stages.sweep import Sweep
+from pretrain import RunError
 
 Distil = Callable[..., Any]
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
@@ -317,6 +321,27 @@ def test_a_model_to_continue_is_compared(distil: Distil, recipe: dict[str, Any])
         shutil.rmtree(folder)
     code, out, err = distil("recipe", "recipe.yaml", "runs.0.optimizer.learning_rate=0.05")
     assert code == 2 and "model.init is another one" in err, out
+
+
+def test_runs_share_gpus_where_their_micro_batches_are_given(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Say that there are two GPUs; what runs there is only planned."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def places(**changes: Any) -> list[str]:
+        entry = Recipe.model_validate({**recipe, "runs": [{**recipe["runs"][1], **changes}]}).runs[
+            0
+        ]
+        assert isinstance(entry, SweepKeys)
+        return [place["CUDA_VISIBLE_DEVICES"] for place in Sweep(entry)._places(How(None, False))]
+
+    assert places() == places(at_once=2) == ["0", "1"] and places(at_once=1) == ["0"]
+    for micro in ({}, {"micro_batch_size": "auto"}):
+        with pytest.raises(RunError, match=r"at_once 3 lets runs share 2 GPU\(s\)"):
+            places(at_once=3, train=micro)
+    assert places(at_once=9, train={"micro_batch_size": 2}) == ["0", "1", "0", "1"]
 
 
 def test_one_process_at_a_time_works_on_a_sweep(distil: Distil, recipe: dict[str, Any]) -> None:

@@ -107,7 +107,8 @@ def test_the_supervisor_prints_no_control_characters(capsys: pytest.CaptureFixtu
 def test_cards_hold_no_control_characters() -> None:
     parameters = SimpleNamespace(numel=lambda: 3)
     student: Any = SimpleNamespace(
-        config=SimpleNamespace(num_hidden_layers=1), parameters=lambda: [parameters]
+        config=SimpleNamespace(num_hidden_layers=1, model_type="distilbert"),
+        parameters=lambda: [parameters],
     )
     section = {"key": EVIL}
     state = {

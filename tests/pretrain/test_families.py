@@ -623,8 +623,8 @@ def test_a_modernbert_cut_shorter_keeps_the_period_of_global_layers(
     values["train"] |= {"max_steps": 1, "global_batch_size": 2}
     start(values, progress=said)
     assert any("last layer attends to 6 tokens" in line for line in said.lines), said.lines
-    masks = [line for line in said.lines if "no attention kernel with a window" in line]
-    assert len(masks) == 1 and "[rows, 32, 32]" in masks[0]  # once, for student and teacher
+    windows = [line for line in said.lines if "no attention kernel with a window" in line]
+    assert len(windows) == 1  # once, for student and teacher
 
 
 @every_family

@@ -136,11 +136,11 @@ def test_replay_equals_the_input_of_a_real_run(
     fed: list[tuple[Tensor, ...]] = []
     forward = Distillation.forward
 
-    def watched(self: Distillation, batch: Batch, factors: Tensor) -> Any:
+    def watched(self: Distillation, batch: Batch, *rest: Any) -> Any:
         if torch.is_grad_enabled():  # not an evaluation
             labels = (batch.labels[name].clone() for name in ("positions", "masked"))
             fed.append((batch.input_ids.clone(), *labels))
-        return forward(self, batch, factors)
+        return forward(self, batch, *rest)
 
     monkeypatch.setattr(Distillation, "forward", watched)
     values = run_config(

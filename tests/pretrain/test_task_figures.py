@@ -6,10 +6,13 @@ import random
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from seqeval.metrics import f1_score as seqeval_f1
 from torchmetrics.functional.text.squad import squad
 
+from pretrain.monitor.figures import Figure
 from pretrain.scores import Measured, figures, retention
+from pretrain.suite import Scored, differences, sign
 from pretrain.tasks.classification.class_metrics import of_classes, of_scores
 from pretrain.tasks.question_answering.spans import best_span, exact_match, f1
 from pretrain.tasks.token_classification.entities import Entity, counts, entities
@@ -30,7 +33,9 @@ def test_a_constant_guess_has_the_value_of_the_definition(num: int) -> None:
     labels = np.array([1, 1, 1, 0])
     found = of_classes(labels, np.ones(4, dtype=np.int64), num)
     assert found["accuracy"] == 0.75 and found["mcc"] == 0.0
-    assert found["f1"] == pytest.approx(6 / 7 if num == 2 else 6 / 7 / 3)
+    assert found["f1"] == pytest.approx(
+        6 / 7 if num == 2 else 6 / 7 / 2
+    )  # a third class does not occur
     nothing = of_classes(labels, np.zeros(4, dtype=np.int64), 2)
     assert nothing["f1"] == 0.0
 
@@ -62,6 +67,19 @@ def test_entities_are_those_of_seqeval(kinds: list[str], prefixes: str) -> None:
         right, ours, theirs = table.tolist()
         mine = 2 * right / (ours + theirs) if ours + theirs else 0.0
         assert mine == pytest.approx(seqeval_f1(given, guessed, zero_division=0))
+
+
+def test_figures_of_absent_classes_and_of_models_that_diverged() -> None:
+    labels = np.array([0, 0, 2])
+    assert of_classes(labels, labels, 3)["f1"] == 1.0
+    for bad in (np.nan, np.inf):
+        found = of_scores(np.array([bad, 1.0, 2.0]), np.array([0.0, 1.0, 2.0]))
+        assert found == {"pearson": 0.0, "spearman": 0.0}
+    assert entities(["B-X", "L-X", "U-X", "U-X"]) == [
+        Entity("X", 0, 2),
+        Entity("X", 2, 3),
+        Entity("X", 3, 4),
+    ]
 
 
 def test_entities_by_hand() -> None:
@@ -172,3 +190,37 @@ def test_retention_resamples_both_models_together() -> None:
     rare = np.arange(400) == 7
     found = retention(of(rare), of(rare), "accuracy")
     assert found == (1.0, 1.0, 1.0)
+
+
+def runs_of(*rights: NDArray[np.int64]) -> list[Scored]:
+    """Return runs, a seed each, that are right on these examples of two classes."""
+    found = []
+    for seed, right in enumerate(rights):
+        labels = np.zeros(len(right), dtype=np.int64)
+        measured = Measured(
+            len(right), lambda some, r=right, y=labels: of_classes(y[some], 1 - r[some], 2)
+        )
+        found.append(Scored(seed, float(right.mean()), measured, "accuracy"))
+    return found
+
+
+def test_a_difference_is_that_of_paired_examples_and_of_seeds() -> None:
+    draw = np.random.default_rng(0)
+    base = (draw.random(1500) < 0.80).astype(np.int64)
+    flipped = draw.random(1500) < 0.10  # correlated with the baseline, as models are
+    ours = np.where(flipped, 1, base)
+    table = {"base": {"t": runs_of(base)}, "ours": {"t": runs_of(ours), "other": runs_of(base)}}
+    [(name, found)] = differences(table, "base").items()
+    gaps = ours - base
+    half = 1.96 * gaps.std() / 1500**0.5
+    assert name == "ours" and found.value == pytest.approx(gaps.mean())
+    assert found.low == pytest.approx(gaps.mean() - half, abs=half / 4)
+    assert found.high == pytest.approx(gaps.mean() + half, abs=half / 4)
+    assert sign(found) == "ahead"
+    # Two seeds that differ by 20 points resolve nothing of 2, whatever the examples say.
+    low, high = (draw.random(1500) < 0.72), (draw.random(1500) < 0.92)
+    table["ours"] = {"t": runs_of(low.astype(np.int64), high.astype(np.int64))}
+    found = differences(table, "base")["ours"]
+    assert found.value == pytest.approx((low.mean() + high.mean()) / 2 - base.mean())
+    assert found.low is not None and found.low < -0.05 and sign(found) == "not resolved"
+    assert sign(Figure(-0.1, -0.2, -0.05)) == "behind"

@@ -15,23 +15,28 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import rank_work, ranks, runs, task_data
+from support.families import build
 from support.processes import ROOT
 from support.results import losses
+from support.runs import step_folder
+from support.task_data import run_of
 from support.tiny import as_teacher
+from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy, mse_loss
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data_prep.shards import open_shards
 from pretrain.config import Student
-from pretrain.contracts.batch import Batch
-from pretrain.contracts.packing import Packing
+from pretrain.contracts.batch import PLACES, Batch, apart
 from pretrain.contracts.terms import Encoded
 from pretrain.data.order import Order
 from pretrain.deploy.asked import Onnx
 from pretrain.export.export import export, export_model
 from pretrain.model.folder import read_model
 from pretrain.model.student import build_student
+from pretrain.model.task_head import TaskHead
 from pretrain.objectives.finetune import loss_of_labels
 from pretrain.objectives.kd import soft_term
 from pretrain.scores import evaluate_tasks
@@ -40,33 +45,6 @@ from pretrain.tasks.prediction import predict
 
 KINDS = ("classification", "regression", "token_classification", "question_answering")
 FAMILIES = ("bert", "distilbert", "roberta", "modernbert")
-TASK = {"regression": "classification"}  # of the runs on a kind of examples
-
-
-def run_of(folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
-    """Return the settings of a run on a kind's examples."""
-    values: dict[str, Any] = {
-        "output": str(folder / "run"),
-        "shards": str(folder / "shards"),
-        "task": {"name": TASK.get(kind, kind)},
-        "objective": {"name": "finetune"},
-        "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1.0, "warmup_ratio": 0.1},
-        "train": {
-            "max_steps": 20,
-            "global_batch_size": 12,
-            "micro_batch_size": 4,
-            "precision": "fp32",
-            "num_workers": 0,
-        },
-        "evaluation": {"every": 0, "rows": 24},
-        "checkpoint": {"every": 0},
-        "logging": {"every": 1},
-    }
-    for section, change in changes.items():
-        known = values.get(section)
-        both = isinstance(known, dict) and isinstance(change, dict)
-        values[section] = {**known, **change} if both else change
-    return values
 
 
 def no_dropout(folder: Path) -> dict[str, Any]:
@@ -136,11 +114,79 @@ def test_twenty_steps_equal_a_plain_loop(tmp_path: Path, kind: str, family: str)
     assert [*losses(values).values()] == pytest.approx(plain_losses(model, values, kind), rel=1e-5)
 
 
+def test_a_micro_batch_is_a_packed_row_of_its_examples(tmp_path: Path) -> None:
+    """Count tokens, find each one at its place, and leave rows out, at last all of them."""
+    task_data.make(tmp_path, "token_classification")
+    examples = LabelledRows(open_shards(tmp_path / "shards"))
+    numbers, pad = np.array([7, 2, 40]), examples.special.pad
+    ids = examples.shards.rows(numbers)
+    for out in ([], [0], [0, 1, 2]):
+        skipped = np.isin(np.arange(3), out)
+        rows = examples.rows(ids.copy(), None, numbers, 0, skipped)
+        batch = examples.batch(rows)
+        expected = [row[row != pad].tolist() for row in rows["input_ids"].numpy()]
+        lengths = [len(row) for row in expected]
+        assert lengths == sorted(lengths, reverse=True) and lengths.count(0) == len(out)
+        flat = [token for row in expected for token in row]
+        assert batch.input_ids.tolist() == [flat or [pad]]
+        places = batch.labels[PLACES]
+        assert places.shape == (3, max(1, *lengths)) == batch.labels["tags"].shape
+        for row, length, there in zip(expected, lengths, places, strict=True):
+            assert batch.input_ids[0, there[:length]].tolist() == row
+            assert (there[length:] == -1).all()
+        assert batch.counts["tokens"] == len(flat) and batch.counts["sequences"] == 3 - len(out)
+
+
+def test_a_compiled_run_of_a_task_has_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check it for pairs, whose tokens have types, and for few graphs; their code is torch's."""
+    kind = "classification"
+    task_data.make(tmp_path, kind)
+    task_data.save_model(tmp_path / "model", "bert", kind)
+
+    def traced(function: Any, *, whole: bool) -> Any:
+        return torch.compile(function, backend="aot_eager", dynamic=False, fullgraph=whole)
+
+    monkeypatch.setattr("pretrain.model.distillation.compile_static", traced)
+    monkeypatch.setattr("pretrain.run.check_compiler", lambda device: None)
+    counters.clear()
+    found = []
+    for compiled in (False, True):
+        # 16 at a time: what pads them to a power of two is longer than the model's positions.
+        train = {"compile": compiled, "max_steps": 3}
+        train |= {"global_batch_size": 32, "micro_batch_size": 16}
+        values = run_of(tmp_path, kind, model=no_dropout(tmp_path / "model"), train=train)
+        runs.start({**values, "output": str(tmp_path / str(compiled))})
+        found.append([*losses({**values, "output": str(tmp_path / str(compiled))}).values()])
+    assert 1 <= counters["stats"]["unique_graphs"] <= 8
+    torch._dynamo.reset()
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_an_example_that_is_left_out_gives_no_nan(pooling: str) -> None:
+    """Take ModernBERT's head, whose mean over no token would be 0 / 0."""
+    config = build("modernbert").config
+    config.classifier_pooling = pooling
+    head = TaskHead(config, "score")
+    torch.manual_seed(0)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden = torch.randn(2, 3, config.hidden_size, requires_grad=True)
+    places = torch.tensor([[0, 1, 2], [-1, -1, -1]])
+    logits = head(*apart(hidden.view(1, 6, -1), places))
+    logits[0].sum().backward()
+    assert logits.isfinite().all() and hidden.grad is not None and hidden.grad.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in head.parameters())
+
+
 def test_labels_in_another_order_are_other_classes_of_the_same_loss(tmp_path: Path) -> None:
     kind = "classification"
     columns = {"name": kind, "pair": "other", "labels": ["c", "a", "b"]}
     task_data.make(tmp_path, kind, task=columns)
-    model = task_data.save_model(tmp_path / "model", "bert", kind)
+    names = dict(enumerate("cab"))
+    model = task_data.save_model(tmp_path / "model", "bert", kind, id2label=names)
     values = run_of(tmp_path, kind, model=no_dropout(tmp_path / "model"))
     runs.start(values)
     assert [*losses(values).values()] == pytest.approx(plain_losses(model, values, kind), rel=1e-5)
@@ -217,10 +263,10 @@ def test_the_soft_loss_equals_its_formula(temperature: float) -> None:
 
 
 def soft(s: Any, mask: Any, temperature: float, **labels: Any) -> float:
-    packing = Packing(torch.from_numpy(mask), *[torch.zeros(0)] * 2, 0)
     tensors = {name: torch.from_numpy(values) for name, values in labels.items()}
+    tensors[PLACES] = torch.from_numpy(np.where(mask, 0, -1))
     nothing = torch.zeros(0)
-    batch = Batch(nothing, nothing, 0, tensors, {}, np.zeros((0, 2), np.int64), packing)
+    batch = Batch(nothing, nothing, 0, tensors, {}, np.zeros((0, 2), np.int64))
     ours = Encoded(nothing, {}, torch.from_numpy(s))
     term = soft_term(1.0, temperature)
     return term.total(ours, None, batch, torch.nn.ModuleDict()).item()
@@ -346,12 +392,37 @@ def test_what_does_not_fit_is_refused_before_training(tmp_path: Path, corpus: Pa
         runs.start(run_of(tmp_path, kind, teacher=str(tmp_path / "other"), **distilled))
     with runs.refused("no head for SequenceClassification"):
         runs.start(run_of(tmp_path, kind, teacher=str(tmp_path / "tagger"), **distilled))
+    labels_only = distilled | {"objective": {"name": "kd", "soft": 0.0, "hard": 1.0}}
+    student = {"architecture": "same", "num_layers": 2, "init": "teacher"}
+    with runs.refused("its labels are c, b, a, those of the shards a, b, c"):
+        teacher = str(tmp_path / "other")
+        runs.start(run_of(tmp_path, kind, teacher=teacher, **labels_only | {"student": student}))
+    with runs.refused("its labels are c, b, a, those of the shards a, b, c"):
+        runs.start(run_of(tmp_path, kind, model=no_dropout(tmp_path / "other")))
     with runs.refused("holds no probabilities, and there is no teacher"):
         runs.start(run_of(tmp_path, kind, model=model, objective={"name": "kd"}))
     long = task_data.save_model(tmp_path / "short", "bert", kind, max_position_embeddings=16)
     assert long.config.max_position_embeddings == 16
     with runs.refused("need as many positions"):
         runs.start(run_of(tmp_path, kind, model=no_dropout(tmp_path / "short")))
+
+
+@pytest.mark.parametrize("other", ["a tagger", "other classes", "without names"])
+def test_a_head_for_something_else_is_not_taken(other: str, tmp_path: Path) -> None:
+    """Its one weight has the same name and shape, and would begin as the wrong classes."""
+    task_data.make(tmp_path, "classification")
+    kind = "token_classification" if other == "a tagger" else "classification"
+    names = {"a tagger": "abc", "other classes": "xyz"}.get(other)
+    labels = {i: names[i] if names else f"LABEL_{i}" for i in range(3)}
+    task_data.save_model(tmp_path / "model", "bert", kind, id2label=labels)
+    values = run_of(tmp_path, "classification", model=no_dropout(tmp_path / "model"))
+    runs.start(values, stop_after=1)
+    found = load_file(step_folder(values["output"], 1) / "adapters.safetensors")
+    model = load_file(tmp_path / "model" / "model.safetensors")
+    [weight] = [t for name, t in found.items() if name.endswith("classifier.weight")]
+    # A step changes it by 0.001. transformers' own names say nothing of the order.
+    kept = (weight - model["classifier.weight"]).abs().max() < 0.01
+    assert kept == (other == "without names")
 
 
 def test_validation_drops_nothing_of_the_head(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compare TinyBERT's general distillation with its formula on Transformers' outputs, and train."""
+"""Compare TinyBERT's distillation of layers with its formula on transformers' outputs; train."""
 
 import copy
 import math
@@ -9,25 +9,34 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import rank_work, ranks
+from support import rank_work, ranks, task_data
 from support.batches import drawn_batch, mean_coefficients
 from support.families import build
 from support.results import difference, weights
 from support.runs import RECIPE, history, refused, start, step_folder
 from support.shipped import CONFIGS, SPECIAL
+from support.task_data import run_of
 from support.tiny import as_teacher, save_teacher, tiny_bert
 from torch import Tensor, nn
-from transformers import AutoModel, BertConfig
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+)
 
+from data_prep.shards import open_shards
 from launch.config import load_config
 from pretrain.config import RunConfig, Student
 from pretrain.contracts.terms import Shape
+from pretrain.data.order import Order
 from pretrain.export.export import export
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import FAMILIES, shape_of
 from pretrain.model.loading import reinitialise
 from pretrain.model.student import build_student
 from pretrain.objectives.tinybert import TinyBert
+from pretrain.tasks.labelled import LabelledRows
 
 NARROW = {
     "architecture": "same",
@@ -41,8 +50,11 @@ ZERO = (pytest.mark.slow, ranks.needs_deepspeed)
 Settings = Callable[..., dict[str, Any]]
 
 
-def inside(model: Any, document: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def inside(
+    model: Any, document: Tensor, types: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return the scores of each layer [A, n, n], and all hidden states [n, D], of one document."""
+    types = types if types is None else types[None]
     seen: list[list[Tensor]] = [[], []]
     hooks = [
         getattr(layer.attention.self, kind).register_forward_hook(
@@ -51,7 +63,8 @@ def inside(model: Any, document: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         for layer in model.bert.encoder.layer
         for kind, into in zip(("query", "key"), seen, strict=True)
     ]
-    hidden = model(input_ids=document[None], output_hidden_states=True).hidden_states
+    found = model(input_ids=document[None], token_type_ids=types, output_hidden_states=True)
+    hidden = found.hidden_states
     for hook in hooks:
         hook.remove()
     scores = []
@@ -263,3 +276,50 @@ def test_other_families_train_and_their_body_misses_nothing(
     assert not report["missing_keys"] and not report["unexpected_keys"]
     card = (tmp_path / "exported" / "README.md").read_text()
     assert ("pooler" in card) == (kind == "roberta")
+
+
+def test_a_task_is_distilled_in_two_runs(tmp_path: Path) -> None:
+    """Compare the loss of the first run with the formula, an example at a time; then go on."""
+    task_data.make(tmp_path, "classification")
+    task_data.save_model(tmp_path / "model", "bert", "classification", num_hidden_layers=4)
+    student = {**NARROW, "dropout": 0.0, "attention_dropout": 0.0}
+    base = {"teacher": str(tmp_path / "model"), "student": student}
+    values = run_of(tmp_path, "classification", objective={"name": "tinybert"}, **base)
+    still = values | {"optimizer": {"learning_rate": 1e-9}, "output": str(tmp_path / "still")}
+    start(still, stop_after=1)
+    folder = step_folder(still["output"], 1)
+    models = [
+        AutoModelForMaskedLM.from_pretrained(of).eval().double()
+        for of in (folder / "student", tmp_path / "model")
+    ]
+    adapters = {n: t.double() for n, t in load_file(folder / "adapters.safetensors").items()}
+    fit = adapters["hidden.weight"], adapters["hidden.bias"]
+    rows = LabelledRows(open_shards(tmp_path / "shards"))
+    numbers = Order(len(rows.shards), 12, 0).at(0)[1]
+    sums, pairs, tokens = torch.zeros(3).double(), 0, 0
+    for number, ids in zip(numbers, rows.shards.rows(numbers).astype("int64"), strict=True):
+        document, second = torch.from_numpy(ids[ids != 0]), rows.columns["second"][number]
+        types = (torch.arange(len(document)) >= second).long()
+        (s, h), (ts, th) = (inside(model, document, types) for model in models)
+        n, mse = len(document), nn.functional.mse_loss
+        pairs, tokens = pairs + n * n, tokens + n
+        adapted = [nn.functional.linear(x, *fit) for x in h]
+        sums[0] += sum(mse(s[i], ts[2 * i + 1]) for i in (0, 1)) * n * n
+        sums[1] += sum(mse(adapted[i + 1], th[2 * i + 2]) for i in (0, 1)) * n
+        sums[2] += mse(adapted[0], th[0]) * n
+    expected = (sums / torch.tensor([pairs, tokens, tokens])).sum().item()
+    assert history(still["output"])[1]["loss"] == pytest.approx(expected, rel=1e-5)
+
+    first = values | {"output": str(tmp_path / "layers"), "evaluation": {"every": 20, "rows": 24}}
+    start(first)
+    entries = history(first["output"])
+    measured = [entry for entry in entries if entry["kind"] == "evaluation"]
+    assert measured[-1]["loss"] < measured[0]["loss"] and "accuracy" not in measured[-1]
+    soft = {"name": "kd", "temperature": 1.0, "soft": 1.0, "hard": 0.0}
+    again = {"init": first["output"], "dropout": 0.0, "attention_dropout": 0.0}
+    second = run_of(tmp_path, "classification", objective=soft, **base)
+    second |= {"student": {"architecture": "same", **again}, "output": str(tmp_path / "second")}
+    start(second)
+    export(Path(second["output"]), tmp_path / "exported", warn=pytest.fail)
+    found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
+    assert found.config.hidden_size == 16 and found.config.num_labels == 3

@@ -35,6 +35,8 @@ class Family(ABC):
     # Sizes that config.json does not name as BERT does.
     own_names: ClassVar[Mapping[str, str]] = {}
     begins_after_padding = False  # is the first position the one after the id of padding?
+    attends = True  # does a layer have a query, a key and a value?
+    imports = ""  # what a user of an export must import first, where transformers has no such model
 
     def layers(self, model: Any) -> nn.ModuleList:
         """Return the layers, from the embeddings to the head."""
@@ -97,6 +99,10 @@ class Family(ABC):
             special: ids of the special tokens by role: pad, cls, sep.
         """
         return self.completed(self.config(**values, pad_token_id=special["pad"]))
+
+    def initialise(self, model: Any, seed: int) -> None:
+        """Draw first weights that are not those of BERT."""
+        return
 
     def kinds(self, teacher: Any, copied: Sequence[int]) -> dict[str, Any]:
         """Return the keys of config.json that say of which kind the copied layers are."""

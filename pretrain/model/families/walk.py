@@ -10,6 +10,7 @@ Shapes: B rows, L row length, D width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.contracts.packing import Packing
 from pretrain.contracts.terms import Encoded, Kind, Shape, Signal
 from pretrain.model.families.bert import Bert
+from pretrain.model.families.bi_lstm import BiLstm
 from pretrain.model.families.distil_bert import DistilBert
 from pretrain.model.families.family import Family, MaskedLM
 from pretrain.model.families.modern_bert import ModernBert
 from pretrain.model.families.roberta import Camembert, Roberta, XLMRoberta
 
 # A new family is a file with a subclass of `Family`, and a line here.
-_FAMILIES = (Bert, DistilBert, Roberta, XLMRoberta, Camembert, ModernBert)
+_FAMILIES = (Bert, DistilBert, Roberta, XLMRoberta, Camembert, ModernBert, BiLstm)
 FAMILIES: dict[str, Family] = {family.model_type: family() for family in _FAMILIES}
 
 
@@ -65,23 +67,41 @@ def walk(
     needs: frozenset[Signal] = frozenset(),
     *,
     recompute: bool = False,
+    other: MaskedLM | None = None,
+    running: Sequence[bool] | None = None,
 ) -> Encoded:
-    """Run the layers on the output of the embeddings; see `encode`."""
+    """Run the layers on the output of the embeddings; see `encode`.
+
+    Args:
+        other: a model of the same family and width, with a multiple of the layers.
+        running: which layers run; where one does not, its share of the other's layers does.
+    """
     family = family_of(model)
     # What depends only on the rows is computed once, not in each layer.
     prepared = family.prepare(model, hidden_BLD, packing)
+    layers = [(model, i, prepared) for i in range(len(family.layers(model)))]
+    if other is not None and running is not None and not all(running):
+        each = len(family.layers(other)) // len(layers)
+        # Prepared anew: its layers may be of kinds that the model has not.
+        shared = family.prepare(other, hidden_BLD, packing)
+        theirs = ([(other, i * each + j, shared) for j in range(each)] for i in range(len(layers)))
+        layers = [
+            layer
+            for own, block, runs in zip(layers, theirs, running, strict=True)
+            for layer in ([own] if runs else block)
+        ]
     embedded = Signal("hidden", -1)
     found = {embedded: hidden_BLD} if embedded in needs else {}
-    for i in range(len(family.layers(model))):
+    for source, i, prepared in layers:
         # A layer returns what is asked for, and no more: the rest of a teacher's is free at once.
         kinds = frozenset(signal.kind for signal in needs if signal.layer == i)
         # Evaluation keeps nothing for a backward pass anyway.
         if recompute and torch.is_grad_enabled():
             outputs: dict[Kind, Tensor] = checkpoint(
-                family.layer, model, i, hidden_BLD, prepared, kinds, use_reentrant=False
+                family.layer, source, i, hidden_BLD, prepared, kinds, use_reentrant=False
             )
         else:
-            outputs = family.layer(model, i, hidden_BLD, prepared, kinds)
+            outputs = family.layer(source, i, hidden_BLD, prepared, kinds)
         hidden_BLD = outputs["hidden"]
         for kind in kinds:
             found[Signal(kind, i)] = outputs[kind]

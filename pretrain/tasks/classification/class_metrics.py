@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 def of_classes(labels: NDArray[np.int64], chosen: NDArray[np.int64], num: int) -> dict[str, float]:
     """Return accuracy, F1 and Matthews' correlation of the labels that were chosen [R].
 
-    F1 is that of the second class where there are two, else the mean over classes.
+    F1 is that of the second class where there are two, else the mean over the classes that occur.
     """
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
@@ -29,7 +29,7 @@ def of_classes(labels: NDArray[np.int64], chosen: NDArray[np.int64], num: int) -
         f1 = f1_score(
             labels,
             chosen,
-            labels=[1] if binary else list(range(num)),
+            labels=[1] if binary else None,
             average="macro",
             zero_division=0,
         )
@@ -45,7 +45,8 @@ def of_scores(scores: Floats, given: Floats) -> dict[str, float]:
     """Return Pearson's and Spearman's correlation of scores [R] with those of people."""
     from scipy.stats import pearsonr, spearmanr
 
-    if len(scores) < 2 or np.ptp(scores) == 0 or np.ptp(given) == 0:
+    finite = np.isfinite(scores).all()  # a model that diverged has found nothing
+    if not finite or len(scores) < 2 or np.ptp(scores) == 0 or np.ptp(given) == 0:
         return {"pearson": 0.0, "spearman": 0.0}
     return {
         "pearson": float(pearsonr(scores, given).statistic),

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
 
 from pretrain.tasks.labelled_task import LabelledTask
+
+if TYPE_CHECKING:
+    from data_prep.shards import Manifest
+    from pretrain.config import RunConfig
+    from pretrain.tasks.transfer import Transfer
 
 
 class Classification(LabelledTask):
@@ -14,6 +22,36 @@ class Classification(LabelledTask):
     pipeline: ClassVar[str] = "text-classification"
 
     name: Literal["classification"] = "classification"
+    # How training texts change for a student that learns only from its teacher: tasks/transfer.py.
+    masked: float = Field(0.0, ge=0, lt=1)  # share of the words that become [MASK]
+    ngrams: float = Field(0.0, ge=0, le=1)  # share of the examples that keep a few words
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse changed texts that no teacher reads."""
+        super().check(config)
+        if self.masked == self.ngrams == 0:
+            return
+        name, objective = config.objective.name, config.objective
+        if config.teacher is None or not objective.compares:
+            raise ValueError(
+                f"task.masked and task.ngrams change texts, whose labels a teacher must tell: name "
+                f"`teacher:`, and an objective that compares with it (here {name})"
+            )
+        if self.logits is not None:
+            raise ValueError("task.logits are those of texts that do not change: remove the key")
+
+    def transfer(self, shards: Path, manifest: Manifest, seed: int) -> Transfer | None:
+        """Return what changes the texts of training examples; RunError if words are not known."""
+        if self.masked == self.ngrams == 0:
+            return None
+        from pretrain.tasks.mlm.examples import special_tokens, words_of
+        from pretrain.tasks.transfer import Transfer
+
+        words = words_of(shards, manifest, "task.masked", "remove it and task.ngrams")
+        special = special_tokens(manifest, len(words.goes_on))
+        ids = manifest.tokenizer.special_ids
+        frame = (ids.cls, ids.sep, ids.pad)
+        return Transfer(self.masked, self.ngrams, seed, words, special, ids.mask, ids.pad, frame)
 
 
 TASK = Classification

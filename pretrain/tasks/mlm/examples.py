@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.shards import Manifest, ShardSet, read_listed
@@ -93,12 +94,7 @@ def build_masking(
         table = json.loads(read_listed(folder, manifest, TOKEN_COUNTS))
         smoothing = np.asarray(table["smoothing"], dtype=np.int64)
     if config.mode in ("whole_word", "span"):
-        try:
-            words = borders_of(folder, manifest)
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(
-                f"masking.mode {config.mode}: {folder} holds no words: {error}; take mode uniform"
-            ) from None
+        words = words_of(folder, manifest, f"masking.mode {config.mode}", "take mode uniform")
     first, final = config.ends
     return replace(
         masking_over(manifest, first, seed),
@@ -121,6 +117,21 @@ def borders_of(folder: Path, manifest: Manifest) -> Borders:
     # Tokens that were added to the vocabulary later are words.
     later = max(0, manifest.tokenizer.vocab_size - len(found.goes_on))
     return Borders(*(np.pad(marks, (0, later)) for marks in found))
+
+
+def words_of(folder: Path, manifest: Manifest, key: str, fix: str) -> Borders:
+    """Return the borders of words; RunError with the key and the fix if the rows have no words."""
+    try:
+        return borders_of(folder, manifest)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{key}: {folder} holds no words: {error}; {fix}") from None
+
+
+def special_tokens(manifest: Manifest, size: int) -> NDArray[np.bool_]:
+    """Return which of the first `size` ids are special."""
+    found = np.zeros(size, dtype=bool)
+    found[[*special_ids(manifest)]] = True
+    return found
 
 
 def unspaced_note(config: MaskingConfig, folder: Path, manifest: Manifest) -> str:

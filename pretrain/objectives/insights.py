@@ -1,0 +1,124 @@
+"""Define the seven losses of the BERT-Insights study (amandalmia14/bert-insights).
+
+    L = L_labels + (logits L_log + hidden sum over i of L_i + embedding L_emb) / K
+
+L_log = KL(softmax(t) || softmax(s))
+L_i   = mean (LN(H_i) - LN(H'_i))^2,      H = the output of a layer
+L_emb = mean (LN(E) - LN(E'))^2,          E = the output of the embeddings
+
+LN normalises all numbers of an example together, its tokens and width, without weights; the means
+are over those, and over examples. K is the number of terms that are on, each layer of the student
+counted. A prime marks the teacher, and s and t are logits. The study has the cross-entropy for
+L_log, which is larger by the teacher's entropy, a constant.
+
+The authors' code does something else: their student holds the teacher's own layers, so that the
+teacher trains, too; L_log has no gradient beside another term; dropout is off, the teacher's head
+random, and padding counts. docs/objectives.md has the published grid, and what that makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from pretrain import RunError
+from pretrain.contracts.terms import Encoded, Shape, Signal, SignalTerm, Term, constant, wide
+from pretrain.objectives.finetune import labels_term
+from pretrain.objectives.kd import soft_term
+from pretrain.objectives.objective import Objective, Part, layer_pairs
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pretrain.contracts.batch import Batch
+
+_EPSILON = 1e-5  # of the normalisation, as torch's
+
+
+class Insights(Objective):
+    """Switch each loss on or off; `layers` has a layer of the teacher for each of the student's."""
+
+    tasks: ClassVar = ("classification",)
+    defaults: ClassVar = {"masking": {"probability": 0.0}}
+    reads_layers: ClassVar[bool] = True
+
+    name: Literal["insights"] = "insights"
+    logits: bool = False
+    hidden: bool = False
+    embedding: bool = False
+    layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _some_term(self) -> Insights:
+        if not (self.logits or self.hidden or self.embedding):
+            raise ValueError("logits, hidden and embedding are all off: set one of them to true")
+        return self
+
+    @property
+    def share(self) -> float:
+        """Return 1 / K."""
+        return 1.0 / (self.logits + self.hidden * len(self.layers) + self.embedding)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Return the terms that are on."""
+        squares = "squared difference of normalised"
+        found = {
+            "logits": Part("soft", self.share, "KL of soft labels at temperature 1", "sequences"),
+            "hidden": Part("hidden", self.share, f"{squares} hidden states", "sequences"),
+            "embedding": Part("embedding", self.share, f"{squares} embeddings", "sequences"),
+        }
+        labels = Part("", 1.0, "the loss of the labels", "labelled", teacher=False)
+        return (labels, *(part for name, part in found.items() if getattr(self, name)))
+
+    def check(self, student: Shape, teacher: Shape) -> None:
+        """Refuse layers that are not those of the models, and another width."""
+        layer_pairs(self.layers, student.num_layers, teacher)
+        if student.hidden_size != teacher.hidden_size and (self.hidden or self.embedding):
+            raise RunError(
+                f"objective insights: compares hidden states, and the student's have "
+                f"{student.hidden_size} numbers, the teacher's {teacher.hidden_size}; set "
+                f"student.hidden_size: {teacher.hidden_size}"
+            )
+
+    def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
+        """Return the labels' loss, and the terms that are on."""
+        assert teacher is not None
+        self.check(student, teacher)
+        share, pairs = self.share, layer_pairs(self.layers, student.num_layers, teacher)
+        found: list[Term] = [labels_term(1.0)]
+        found += [soft_term(share, 1.0)] if self.logits else []
+        found += [normalised_term("hidden", share, pairs)] if self.hidden else []
+        found += [normalised_term("embedding", share, [(-1, -1)])] if self.embedding else []
+        return tuple(found)
+
+
+def normalised_term(name: str, weight: float, pairs: Sequence[tuple[int, int]]) -> SignalTerm:
+    """Return the sum over pairs of layers, -1 for the embeddings, of L_i of the examples."""
+    from pretrain.contracts.batch import PLACES, apart
+
+    def normalised(hidden_BLD: Tensor, places_EP: Tensor) -> Tensor:
+        hidden_EPD, there_EP = apart(wide(hidden_BLD), places_EP)
+        there_EP1 = there_EP[..., None]
+        count_E = there_EP.sum(1).clamp(min=1).to(hidden_EPD.dtype) * hidden_EPD.shape[-1]
+        count_E11 = count_E[:, None, None]
+        mean_E11 = hidden_EPD.sum((1, 2), keepdim=True) / count_E11
+        centred_EPD = (hidden_EPD - mean_E11) * there_EP1
+        variance_E11 = centred_EPD.square().sum((1, 2), keepdim=True) / count_E11
+        return centred_EPD / (variance_E11 + _EPSILON).sqrt() / count_E11.sqrt()
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        assert teacher is not None
+        sums = []
+        for ours, theirs in pairs:
+            both = (student, Signal("hidden", ours)), (teacher, Signal("hidden", theirs))
+            s, t = (normalised(of.signals[name], batch.labels[PLACES]) for of, name in both)
+            sums.append((s - t).square().sum())
+        return sum(sums[1:], sums[0])
+
+    needs = (frozenset(Signal("hidden", pair[i]) for pair in pairs) for i in (0, 1))
+    return SignalTerm(name, constant(weight), "sequences", total, True, *needs)

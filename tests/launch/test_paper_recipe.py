@@ -1,0 +1,112 @@
+"""Run the DistilBERT paper's recipe at tiny size, from texts to its four tables."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.shipped import CONFIGS
+from support.task_data import sentence, write_data
+from support.tiny import save_teacher, tiny_bert
+
+TASKS = ("stsb",)
+SIZES = {"max_steps": 2, "global_batch_size": 8, "micro_batch_size": 4, "precision": "fp32"}
+
+
+def write_inputs(folder: Path) -> None:
+    """Write a BERT of 12 narrow layers, and a few texts in the form of each of the paper's."""
+    draw = random.Random(0)
+    save_teacher(folder / "bert", tiny_bert(12, width=16))
+    (folder / "books").mkdir()
+    for i in range(40):
+        text = "\n".join(sentence(draw, 30) for _ in range(10))
+        (folder / "books" / f"{i}.txt").write_text(text + "\n", encoding="utf-8")
+    for split in ("train", "dev"):
+        stsb = [
+            f"{sentence(draw)}\t{sentence(draw)}\t{draw.randint(0, 50) / 10}" for _ in range(24)
+        ]
+        (folder / "glue" / "STS-B").mkdir(parents=True, exist_ok=True)
+        lines = "\n".join(["sentence1\tsentence2\tscore", *stsb]) + "\n"
+        (folder / f"glue/STS-B/{split}.tsv").write_text(lines, encoding="utf-8")
+    for split in ("train", "test"):
+        for label in ("neg", "pos"):
+            reviews = folder / "aclImdb" / split / label
+            reviews.mkdir(parents=True)
+            for i in range(8):
+                (reviews / f"{i}.txt").write_text(sentence(draw), encoding="utf-8")
+    (folder / "squad").mkdir()
+    for seed, name in enumerate(("train", "dev")):
+        records = write_data(folder, "question_answering", 16, seed).read_text(encoding="utf-8")
+        paragraphs = []
+        for record in map(json.loads, records.splitlines()):
+            known = record["answers"]
+            answers = [
+                {"text": text, "answer_start": start}
+                for text, start in zip(known["text"], known["answer_start"], strict=True)
+            ]
+            asked = {"id": record["id"], "question": record["question"], "answers": answers}
+            paragraphs.append({"context": record["context"], "qas": [asked]})
+        data = json.dumps({"data": [{"paragraphs": paragraphs}]})
+        (folder / "squad" / f"{name}-v1.1.json").write_text(data, encoding="utf-8")
+
+
+def tiny(values: Any) -> Any:
+    """Return the recipe with one task of GLUE, one seed, two steps, and files in place of a hub."""
+    text = yaml.safe_dump(values, sort_keys=False).replace("bert-base-uncased", "bert")
+    recipe = yaml.safe_load(text.replace("runs/distilbert", "runs/distil"))
+    kept = []
+    for run in recipe["runs"]:
+        if run.get("stage") == "examples":
+            name = run["output"].removeprefix("shards/glue/")
+            if run["output"].startswith("shards/glue/") and name not in TASKS:
+                continue
+            run["max_length"] = 48
+            if run["task"]["name"] == "question_answering":
+                run["stride"] = 8
+        if run.get("stage") == "prepare":
+            run |= {"sources": [{"kind": "sentences", "path": "books"}], "workers": 1}
+            run |= {"row_length": 32, "validation": 0.1}
+        if "train" in run and "stage" not in run:
+            run["train"] = {**SIZES}
+            run["checkpoint"] = {"every": 0}
+        run.pop("without", None)
+        sweep = run.get("sweep", {})
+        if "shards" in sweep:
+            sweep |= {"shards": [f"shards/glue/{task}" for task in TASKS], "train.seed": [0]}
+        kept.append(run)
+    recipe["defaults"]["train"] = {**SIZES, "num_workers": 0}
+    return {**recipe, "runs": kept}
+
+
+def test_the_paper_from_texts_to_its_tables(
+    tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+
+    values = yaml.safe_load((CONFIGS / "distilbert-paper.yaml").read_text(encoding="utf-8"))
+    (tmp_path / "paper.yaml").write_text(
+        yaml.safe_dump(tiny(values), sort_keys=False), encoding="utf-8"
+    )
+    code, out, err = distil("recipe", "paper.yaml", "--hardware", "8xv100-16gb", "--dry-run")
+    assert code == 0, out + err
+    assert out.count("estimate: ") == 11 and "steps: about 2 of 8 rows" in out
+    assert out.splitlines()[-1].startswith("in all: estimate: ")
+    code, out, err = distil("recipe", "paper.yaml")
+    assert code == 0, out + err
+    for number in range(1, 5):
+        kept = json.loads((tmp_path / f"runs/paper/table-{number}/scores.json").read_bytes())
+        published = kept["inputs"]["published"]
+        for model, figures in published.items():
+            assert f"{model}, published" in out
+            assert all(f"{value:g}" in out for value in figures.values())
+        assert {*published} <= {*kept["figures"]}  # ours stands beside each published row
+        if number == 3:
+            sizes = {model: row["M parameters"] for model, row in kept["others"].items()}
+            assert sizes["DistilBERT"] < sizes["BERT-base"]
+    code, out, err = distil("recipe", "paper.yaml")
+    assert code == 0 and out.count("scores.json: up to date") == 4, out + err
