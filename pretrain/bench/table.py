@@ -95,6 +95,11 @@ def choose(
         configured = config.train.precision
         defaults = [choose_precision(device)[0] if configured == "auto" else configured]
         # Before models are loaded, which takes seconds.
+        if config.task.has_head:
+            raise RunError(
+                f"task {config.task.name}: distil bench measures runs on text, in rows of one "
+                "length; metrics.jsonl of a run on a task has its speed"
+            )
         formulation(config.objective)  # raises if there is none to compare with
         positions = [getattr(config.objective, "kl_positions", "")]
         if kl and positions == [""]:

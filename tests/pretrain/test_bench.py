@@ -150,16 +150,24 @@ def test_other_objectives_are_measured(
     assert (row["steps"]["ours"]["mfu"] is None) == (name == "minilm")
 
 
-def shipped() -> list[str]:
-    """Return the names of the configs of runs; the others are of corpora and recipes."""
+def shipped(*, task: bool) -> list[str]:
+    """Return the names of the configs of runs, on a task or not; others are of corpora, recipes."""
     loaded = {
         path.name: yaml.safe_load(path.read_text()) for path in (ROOT / "configs").glob("*.yaml")
     }
-    return sorted(name for name, values in loaded.items() if "shards" in values)
+    return sorted(
+        name for name, values in loaded.items() if "shards" in values and ("task" in values) == task
+    )
+
+
+def test_a_run_on_a_task_is_not_measured(distil: Distil) -> None:
+    for name in shipped(task=True):
+        code, _, err = distil("bench", ROOT / "configs" / name, "--synthetic")
+        assert code == 2 and "measures runs on text" in err, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", shipped(task=False))
 def test_a_shipped_config_is_measured_with_random_weights(
     name: str, tmp_path: Path, distil: Distil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
