@@ -32,6 +32,7 @@ ONEDNN: dict[str, frozenset[Kind]] = {
 _TABLE: dict[tuple[str, str, str], str] = {
     ("AuthenticAMD", "avx2", "2.13"): "head",  # docs/LOG.md, 2026-11-26
     ("AuthenticAMD", "avx512f", "2.13"): "onednn",  # docs/LOG.md, 2026-11-27
+    ("GenuineIntel", "avx512f", "2.13"): "mkl",  # docs/LOG.md, 2026-11-27, with AMX
 }
 _used: list[str] = []  # the innermost choice is the last
 

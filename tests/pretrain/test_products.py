@@ -47,6 +47,12 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]
             ("GenuineIntel", "avx2", "2.13"),
             "mixed",
         ),
+        (
+            AMD.replace("AuthenticAMD", "GenuineIntel").replace("avx2", "avx2 avx512f"),
+            "2.13.0",
+            ("GenuineIntel", "avx512f", "2.13"),
+            "mkl",
+        ),
         ("", "2.13.0", ("", "older", "2.13"), "mixed"),
     ],
 )
