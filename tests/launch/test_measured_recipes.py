@@ -39,7 +39,22 @@ def write_inputs() -> None:
     for number in range(120):
         label, text = example()
         Path(f"aclImdb/train/{('neg', 'pos')[label]}/{number}_5.txt").write_text(text)
-    body = save_model(Path("minilm-l6-body"), "bert", "classification", num_hidden_layers=3)
+    articles = Path("wiki/wikiextractor_enwiki_2015/text/AA")
+    articles.mkdir(parents=True)
+    (articles / "wiki_00").write_text(
+        "".join(
+            f'<doc id="{i}" url="" title="t{i}">\nt{i}\n\n'
+            f"{' '.join(sentence(draw) for _ in range(40))}\n</doc>\n"
+            for i in range(200)
+        )
+    )
+    body = save_model(
+        Path("minilm-l6-body"),
+        "bert",
+        "classification",
+        num_hidden_layers=6,
+        max_position_embeddings=128,
+    )
     body.bert.save_pretrained("minilm-l6-body")
     AutoTokenizer.from_pretrained("minilm-l6-body").save_pretrained("minilm-l6-body")
     Path("texts.txt").write_text("\n".join(sentence(draw) for _ in range(400)), encoding="utf-8")
@@ -85,10 +100,21 @@ def test_the_measured_recipes_score_their_students(distil: Any) -> None:
     found = scores_of(distil, "tasks-english")
     assert {*found} == {"teacher", "student labels", "student kd"}
     assert {*found["student kd"]} == {"sst2", "average", "retention"}
-    found = scores_of(distil, "tasks-methods", "labels", "kd")
-    assert {*found} == {"teacher", "student pkd", "student theseus"}
     found = scores_of(distil, "imdb-soft-labels", "labels", "kd")
     assert {*found} == {"teacher", "student soft"} and "imdb" in found["student soft"]
     found = scores_of(distil, "tasks-pretrained", "minilm")
     assert {*found} == {"teacher", "student embedding", "student alone"}
     assert {*found["student alone"]} == {"sst2", "average", "retention"}
+
+
+@pytest.mark.slow
+def test_every_system_of_the_seeds_is_in_one_table(distil: Any) -> None:
+    write_inputs()
+    found = scores_of(distil, "seeds")
+    assert {*found} == {"teacher", "bilstm labels", "bilstm distilled"}
+    file = Path("runs/seeds/scores/scores.json")
+    found = json.loads(file.read_text(encoding="utf-8"))["figures"]
+    arms = ("labels", "kd", "pkd", "theseus", "insights")
+    bodies = ("distilbert", "minilm", "tinybert", "alone")
+    names = {f"student {arm}" for arm in arms} | {f"body {name}" for name in bodies}
+    assert {*found} == {"teacher", "tinybert"} | names
