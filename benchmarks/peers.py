@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from data_prep.sources import Document, WikiExtractor
 from pretrain.bench import measure, models, table
 from pretrain.bench.baseline import BaselineStep, Inputs, padded
-from pretrain.bench.machine import freed_memory_kept
 from pretrain.config import RunConfig
+from pretrain.device.memory import freed_memory_kept
 from pretrain.encoders import compare_with_scores, read_pairs
 from pretrain.monitor.records import append_record, row
 from pretrain.objectives.distilbert import DistilBert

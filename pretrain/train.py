@@ -15,6 +15,7 @@ from data_prep.shards import check
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import Rows
 from pretrain.data.rows import explained_workers, loader, next_rows
+from pretrain.device.memory import freed_memory_kept
 from pretrain.device.micro_batch import explained, resolve_micro_batch
 from pretrain.device.precision import PRECISIONS
 from pretrain.distributed.agreement import compare_weights
@@ -114,6 +115,7 @@ def train(
                 "the machines differ: set train.products, to mkl for instance",
             )
         stack.enter_context(products.using(inputs.config.train.products))
+        stack.enter_context(freed_memory_kept())
         # Before the first collective call on tensors: ranks with other files would hang there, or
         # train on different data.
         same_everywhere(ranks, inputs.names(stop_after))

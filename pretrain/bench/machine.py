@@ -1,18 +1,14 @@
-"""Describe and measure the machine: hardware and versions, but no host and no path; its peak.
-
-Also keep freed memory while steps are timed.
-"""
+"""Describe and measure the machine: hardware and versions, but no host and no path; its peak."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -101,26 +97,3 @@ def peak_flops(device: torch.device, precision: str) -> float:
         if seconds > 0.1:  # a processor that has no products in bf16 would take minutes
             break
     return best
-
-
-@contextmanager
-def freed_memory_kept() -> Iterator[None]:
-    """Make glibc keep what is freed inside the block; elsewhere do nothing.
-
-    By default glibc returns each tensor of more than 32 MB to the system. New pages then take up to
-    a fifth of the time of a step whose logits exist whole, and more on virtual machines.
-    """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        yield
-        return
-    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # of glibc's malloc.h
-    libc.mallopt(mmap_max, 0)
-    libc.mallopt(trim_threshold, -1)
-    try:
-        yield
-    finally:  # the defaults; the thresholds as they are after a large block was freed
-        libc.mallopt(mmap_max, 65536)
-        libc.mallopt(mmap_threshold, 32 << 20)
-        libc.mallopt(trim_threshold, 64 << 20)
-        libc.malloc_trim(0)

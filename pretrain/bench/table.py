@@ -33,6 +33,7 @@ from pretrain.bench.models import (
 )
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import Batch
+from pretrain.device.memory import freed_memory_kept
 from pretrain.device.precision import PRECISIONS, allow_tf32
 from pretrain.device.precision import choose as choose_precision
 from pretrain.model.families import MaskedLM
@@ -288,7 +289,7 @@ def _documents(row: Document, special: SpecialIds) -> list[Document]:
     return [d for d in np.split(tokens, np.flatnonzero(tokens == special.cls)) if len(d)]
 
 
-@machine.freed_memory_kept()
+@freed_memory_kept()
 def compare(subject: Subject, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     """Compare our step with the baselines, then time all; return all figures.
 

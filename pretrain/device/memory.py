@@ -1,9 +1,12 @@
-"""Describe amounts of memory, and recognise errors about too little of it."""
+"""Describe amounts of memory, keep what is freed, and recognise errors about too little of it."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 # Matches the messages of torch, CUDA, Python and the system.
@@ -27,3 +30,27 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):  # torch raises it without a type of its own in places
         return bool(re.search(OUT_OF_MEMORY, str(error), re.IGNORECASE))
     return isinstance(error, MemoryError)
+
+
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Make glibc keep what is freed inside the block; elsewhere do nothing.
+
+    By default glibc returns each tensor of more than 32 MB to the system, so each gradient of the
+    embeddings and each tile of logits begins with new pages. These take up to a fifth of the time
+    of a step on CPUs (docs/performance.md).
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        yield
+        return
+    trim_threshold, mmap_threshold, mmap_max = -1, -3, -4  # of glibc's malloc.h
+    libc.mallopt(mmap_max, 0)
+    libc.mallopt(trim_threshold, -1)
+    try:
+        yield
+    finally:  # the defaults; the thresholds as they are after a large block was freed
+        libc.mallopt(mmap_max, 65536)
+        libc.mallopt(mmap_threshold, 32 << 20)
+        libc.mallopt(trim_threshold, 64 << 20)
+        libc.malloc_trim(0)

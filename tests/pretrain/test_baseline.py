@@ -1,9 +1,6 @@
 """Compare the baseline with the formulas and our step with the baseline; check the measurement."""
 
-import ctypes
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -283,30 +280,3 @@ def test_a_step_that_does_not_fit_is_reported(pair: measure.Pair, batch: Batch) 
     found = measure.documents(starving, objective, rows, "fp32", 1)
     assert found["steps"]["usual padded"] == {"error": "out of memory"}
     assert "against ours padded" in found and "against usual padded" not in found
-
-
-NEW_PAGES = """
-import resource, torch
-from pretrain.bench.machine import freed_memory_kept
-def new_pages():
-    for repeat in range(15):
-        if repeat == 5:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        first = torch.ones(1 << 25)  # 134 MB
-        second = first + 1
-        del first
-        third = second * 2
-        del second, third
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10
-with freed_memory_kept():
-    kept = new_pages()
-print(kept, new_pages())
-"""
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
-def test_freed_memory_is_kept_while_steps_are_timed() -> None:
-    command = [sys.executable, "-c", NEW_PAGES]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    kept, new = map(int, result.stdout.split())
-    assert kept < 100 and new > 3 * 64  # huge pages are 2 MB
