@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Half of the tests wait for processes of their own; each takes all cores when it computes.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install demo demo-sentences demo-quick test test-slow test-browser test-gpu checks figures results torture clean
+.PHONY: install demo demo-sentences demo-quick test test-slow test-browser test-gpu checks figures results config-page torture clean
 
 install: .venv/.installed
 
@@ -46,6 +46,10 @@ test-browser: install
 # Tables, plot and figures of docs/results.md, README.md and configs, from the records in docs/results.
 results: install
 	$(BIN)/python -m benchmarks.results
+
+# docs/config.md, from the classes that check config files.
+config-page: install
+	$(BIN)/distil config keys --markdown > docs/config.md
 
 # All that runs only on a GPU, with .venv's Python or the one on PATH; it installs nothing. Kernels
 # (tests/gpu) need torch and transformers only. Runs also need the packages of tests/gpu/wheels.txt,

@@ -25,10 +25,14 @@ class TrainWordPiece(Keys):
     """
 
     kind: Literal["wordpiece"] = "wordpiece"
-    vocab_size: Annotated[int, Field(ge=100, le=2**20)] = 30522  # as BERT
-    lowercase: bool = True  # as bert-base-uncased
-    strip_accents: bool = False  # accents distinguish words
-    normalization: Normalization = "none"  # BERT has none; a corpus is NFC already
+    vocab_size: Annotated[int, Field(ge=100, le=2**20)] = 30522
+    """How many entries; 30,522 as BERT."""
+    lowercase: bool = True
+    """Read text in lower case, as bert-base-uncased."""
+    strip_accents: bool = False
+    """Read letters without their accents, which distinguish words."""
+    normalization: Normalization = "none"
+    """Unicode form in which text is read; BERT has none, and a corpus is NFC already."""
 
     @model_serializer(mode="wrap")
     def without_later_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -44,16 +48,21 @@ class TrainByteLevelBPE(Keys):
     """
 
     kind: Literal["byte-level-bpe"]
-    vocab_size: Annotated[int, Field(ge=300, le=2**20)] = 50265  # as RoBERTa
-    lowercase: bool = False  # as roberta-base
+    vocab_size: Annotated[int, Field(ge=300, le=2**20)] = 50265
+    """How many entries; 50,265 as RoBERTa."""
+    lowercase: bool = False
+    """Read text in lower case; roberta-base does not."""
     strip_accents: bool = False
-    normalization: Normalization = "nfc"  # so that any text is read as the corpus was cleaned
+    """Read letters without their accents."""
+    normalization: Normalization = "nfc"
+    """Unicode form in which text is read: that of a cleaned corpus."""
 
 
 class TrainTokenizer(Keys):
     """Hold `tokenizer: {train: {...}}`."""
 
     train: Annotated[TrainWordPiece | TrainByteLevelBPE, Field(discriminator="kind")]
+    """Settings of a tokenizer that is trained on the corpus."""
 
     @model_validator(mode="before")
     @classmethod
@@ -72,8 +81,11 @@ class VocabularyTokenizer(Keys):
     """
 
     vocab: Path
-    pattern: str | None = None  # a regex of one token, such as an atom of SMILES
+    """A vocab.txt, an entry a line."""
+    pattern: str | None = None
+    """Regex of one token, such as an atom of SMILES. None: WordPiece."""
     lowercase: bool | None = None
+    """None: with a pattern no, else if no entry has an upper-case letter."""
 
 
 class JsonTokenizer(Keys):
@@ -83,11 +95,17 @@ class JsonTokenizer(Keys):
     """
 
     path: Path
+    """A tokenizer.json of the library tokenizers."""
     pad: str | None = None
+    """The token that fills rows, and so below, where the file does not say which it is."""
     unk: str | None = None
+    """The token of what is not in the vocabulary."""
     cls: str | None = None
+    """The token at the start of a document."""
     sep: str | None = None
+    """The token at its end."""
     mask: str | None = None
+    """The token in place of what is to be predicted."""
 
 
 Level = Literal["none", "exact", "near"]
@@ -101,8 +119,13 @@ class Deduplicate(Keys):
     """
 
     documents: Level = "near"
+    """Drop documents that are equal, or near: of an estimated similarity of `threshold`. The first
+    one stays.
+    """
     paragraphs: Level = "none"
-    threshold: Annotated[float, Field(ge=0.7, le=1)] = 0.8  # of 5-word shingles; 1: equal sets
+    """Take repeated paragraphs (long lines) out of all documents but the first."""
+    threshold: Annotated[float, Field(ge=0.7, le=1)] = 0.8
+    """Jaccard similarity of two documents' 5-word shingles; 1: equal sets."""
 
 
 class Decontaminate(Keys):
@@ -113,7 +136,11 @@ class Decontaminate(Keys):
     """
 
     files: Annotated[tuple[Path, ...], Field(min_length=1)]
-    remove: bool = False  # a quotation is also a match
+    """Evaluation files: a document that shares an n-gram with one, or holds a short text whole, is
+    counted and named.
+    """
+    remove: bool = False
+    """Drop these documents; a quotation is also a match."""
 
 
 RowLength = Annotated[int, Field(ge=8, le=4096)]
@@ -123,25 +150,37 @@ class CorpusConfig(Keys):
     """Hold a corpus: its sources, its tokenizer and the shape of its rows."""
 
     output: Path
+    """Local folder of the shards."""
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
+    """What is read: a list of entries with a `kind`."""
     tokenizer: (
         Annotated[str, Field(min_length=1)] | TrainTokenizer | VocabularyTokenizer | JsonTokenizer
     ) = "bert-base-uncased"
-    row_length: RowLength | Annotated[tuple[RowLength, ...], Field(min_length=1)] = 512  # tokens
-    validation: Annotated[float, Field(ge=0, lt=1)] = 0.005  # share of the documents
-    min_characters: Annotated[int, Field(ge=1)] = 1  # of a document, after cleaning
-    max_characters: Annotated[int, Field(ge=1)] | None = None  # None: no limit
+    """Name on the hub or folder of a model, whose tokenizer it is, or one of the sections below."""
+    row_length: RowLength | Annotated[tuple[RowLength, ...], Field(min_length=1)] = 512
+    """Tokens of a row; several lengths are packed to a folder each."""
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.005
+    """Share of the documents that training does not read."""
+    min_characters: Annotated[int, Field(ge=1)] = 1
+    """Shortest document, after cleaning."""
+    max_characters: Annotated[int, Field(ge=1)] | None = None
+    """Longest document. None: no limit."""
     deduplicate: Deduplicate = Deduplicate()
+    """Which documents count as duplicates."""
     decontaminate: Decontaminate | None = None
-    workers: Annotated[int, Field(ge=1, le=1024)] = Field(  # processes; the result is the same
+    """Which texts no document should share."""
+    workers: Annotated[int, Field(ge=1, le=1024)] = Field(
         default_factory=lambda: os.cpu_count() or 1
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the split, `fraction`, and samples
-    # Also write the cleaned text of each whole document, in the order of the rows: an encoder with
-    # another vocabulary can then teach. It takes the disk space of the text.
+    """Processes, by default one for each core; the result is the same with any number."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of the split, `fraction` of sources, and samples."""
     keep_text: bool = False
-    # Share of the tokens that may be unknown, [UNK]: with more the tokenizer is not of this text.
+    """Also write the cleaned text of each whole document, so that an encoder with another
+    vocabulary can teach. It takes the disk space of the text.
+    """
     max_unknown: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of tokens that may be unknown: with more the tokenizer is not of this text."""
 
     @field_validator("output", mode="before")
     @classmethod

@@ -12,6 +12,7 @@ import typer
 
 from launch.commands.audit import audit
 from launch.commands.bench import bench
+from launch.commands.config_files import config
 from launch.commands.demo import demo
 from launch.commands.evaluate import evaluate
 from launch.commands.export import export
@@ -61,6 +62,7 @@ for command in COMMANDS:
     # A paragraph is one line, which the terminal's width breaks.
     paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(command)
+app.add_typer(config, name="config")
 
 
 def main() -> None:

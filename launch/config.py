@@ -12,10 +12,15 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from data_prep.config import CorpusConfig
 from data_prep.disk.json_files import NotRegularError, read_regular_text
+from data_prep.examples.examples_config import ExamplesConfig
+from data_prep.keys import Keys
 from data_prep.messages import one_line
 from launch.explain import explain, other_kind, unread
+from launch.recipe_config import Recipe
 from pretrain import RunError
+from pretrain.config import RunConfig
 
 Config = TypeVar("Config", bound=BaseModel)
 _SHIPPED = "shipped:"  # before the name of a config that was installed with the package
@@ -137,14 +142,24 @@ def load_config(
     return config
 
 
-def is_recipe(path: Path) -> bool:
-    """Return whether a file is a recipe; ConfigError if it cannot be read."""
-    return "runs" in _read(path)
+def as_yaml(values: dict[str, Any]) -> str:
+    """Return values as a config file would have them, in their order."""
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return text
 
 
-def is_examples(path: Path) -> bool:
-    """Return whether a file is of a task's data; ConfigError if it cannot be read."""
-    return "task" in (values := _read(path)) and not {"shards", "sources", "runs"} & values.keys()
+def model_of(path: Path) -> type[Keys]:
+    """Return the class of the keys in a file: of a recipe, a corpus, examples or a run.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    values = _read(path)
+    if "runs" in values:
+        return Recipe
+    if "sources" in values:
+        return CorpusConfig
+    return ExamplesConfig if "task" in values and "shards" not in values else RunConfig
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -50,13 +50,21 @@ class AugmentKeys(Keys):
 
     stage: Literal["augment"] = "augment"
     output: Path
-    shards: Path  # of the task
-    words: str  # a masked language model with the shards' tokenizer
-    probability: float = Field(0.4, gt=0, le=1)  # that a word is replaced, in a copy
-    candidates: int = Field(15, ge=1, le=1000)  # for each word
-    copies: int = Field(20, ge=1, le=1000)  # of each text
-    frequent: int = Field(50, ge=0)  # so many of the most frequent words stay
+    """Folder of the new texts."""
+    shards: Path
+    """Of the task."""
+    words: str
+    """A masked language model with the shards' tokenizer."""
+    probability: float = Field(0.4, gt=0, le=1)
+    """That a word is replaced, in a copy."""
+    candidates: int = Field(15, ge=1, le=1000)
+    """For each word."""
+    copies: int = Field(20, ge=1, le=1000)
+    """Of each text."""
+    frequent: int = Field(50, ge=0)
+    """So many of the most frequent words stay."""
     seed: int = Field(0, ge=0, lt=2**63)
+    """Of the draws."""
 
 
 class EvaluateKeys(Keys):
@@ -64,12 +72,19 @@ class EvaluateKeys(Keys):
 
     stage: Literal["evaluate"] = "evaluate"
     output: Path
+    """Folder of the figures."""
     models: tuple[str, ...] = Field(min_length=1)
-    data: Path  # shards, or a table of pairs
+    """Runs, folders or ONNX files."""
+    data: Path
+    """Shards, or a table of pairs."""
     teacher: str | None = None
+    """Model that is measured, too. None: the teacher of the runs."""
     rows: int | None = Field(None, ge=1)
+    """So many validation rows. None: 1,024."""
     split: Split = "validation"
+    """Of the shards."""
     same_vocabulary: bool = False
+    """The models have the shards' vocabulary, though their tokenizer files do not say so."""
 
 
 class ExportKeys(Keys):
@@ -77,13 +92,21 @@ class ExportKeys(Keys):
 
     stage: Literal["export"] = "export"
     output: Path
+    """Folder of the export."""
     run: Path
+    """Run, or with ONNX files any model."""
     onnx: bool = False
-    int8: bool = False  # this and the next come with onnx/model.onnx
+    """Also write onnx/model.onnx."""
+    int8: bool = False
+    """Also in int8."""
     fp16: bool = False
-    this_cpu: bool = False  # int8 with all 8 bits
-    max_drop: float = Field(0.005, ge=0, lt=1)  # of quality, by int8
-    data: Path | None = None  # what they are measured on; by default the run's shards
+    """Also in fp16."""
+    this_cpu: bool = False
+    """int8 with all 8 bits, which older processors add up wrongly."""
+    max_drop: float = Field(0.005, ge=0, lt=1)
+    """How much quality int8 may lose."""
+    data: Path | None = None
+    """What quality is measured on. None: the run's shards."""
 
 
 class ScoresKeys(Keys):
@@ -99,13 +122,23 @@ class ScoresKeys(Keys):
 
     stage: Literal["scores"] = "scores"
     output: Path
+    """Folder of the table."""
     models: dict[str, tuple[str, ...]] = Field(min_length=1)
+    """Runs of each model: a list, or a sweep, whose named entries are models of their own."""
     teacher: str | None = None
+    """Model that the others' retention is of."""
     baseline: str | None = None
+    """Model from which the difference of each other one is printed, and whether its sign is
+    resolved.
+    """
     without: tuple[str, ...] = ()
+    """Tasks that a second average leaves out."""
     published: dict[str, dict[str, float]] = Field({})
+    """Rows of others' figures, by the names of columns."""
     timed: bool = False
+    """Add the size of each model, and the seconds of a pass, one example at a time on the CPU."""
     split: Split = "validation"
+    """Of the shards."""
 
     @model_validator(mode="after")
     def names_are_models(self) -> ScoresKeys:
@@ -121,11 +154,16 @@ class SweepKeys(Keys):
     """Hold the runs that `sweep:` of a training run stands for, by what is added to its output."""
 
     stage: Literal["sweep"] = "sweep"
-    output: Path  # of the table
+    output: Path
+    """Folder of the table."""
     keep_weights: bool = False
-    at_once: int | None = Field(None, ge=1)  # by default as many as cores or GPUs allow
+    """Other runs can use the results."""
+    at_once: int | None = Field(None, ge=1)
+    """How many train together. None: as many as cores or GPUs allow."""
     sweep: dict[str, RunConfig]
-    groups: dict[str, str]  # of each run: its entry of the table, where runs differ by their seeds
+    """The runs."""
+    groups: dict[str, str]
+    """Of each run: its entry of the table, where runs differ by their seeds."""
 
 
 Stages = (
@@ -152,7 +190,15 @@ class Recipe(Keys):
     """
 
     defaults: dict[str, Any] = Field({}, exclude=True)
+    """Keys that all training runs share; a run's own come on top, and one that its objective does
+    not read is left out.
+    """
     runs: tuple[Entry, ...] = Field(min_length=1)
+    """Stages in their order: keys of a run, or with `stage:` those of another one. A later one may
+    name the output of an earlier one. `sweep:` repeats a run for each combination of its values;
+    with `keep_weights: true` others can use the results, and `at_once` limits how many train
+    together.
+    """
 
     @model_validator(mode="before")
     @classmethod

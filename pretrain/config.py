@@ -44,14 +44,25 @@ class Model(Keys):
     """
 
     init: str | None = None
+    """Folder, run or hub name of a model to continue from, which keeps its own sizes. None: random
+    weights.
+    """
     architecture: Literal["bert", "roberta", "modernbert"] = "bert"
+    """The family of a model with random weights."""
     hidden_size: int = Field(768, ge=1, le=2**14)
+    """Width of its hidden states."""
     num_hidden_layers: int = Field(12, ge=1, le=256)
+    """How many layers it has."""
     num_attention_heads: int = Field(12, ge=1, le=2**10)
+    """Heads of each layer; they divide the width."""
     intermediate_size: int = Field(3072, ge=1, le=2**16)
-    max_position_embeddings: int = Field(512, ge=8, le=2**16)  # rows may not be longer
-    hidden_dropout_prob: float = Field(0.1, ge=0, lt=1)  # as BERT
+    """Inner width of each layer's feed-forward part."""
+    max_position_embeddings: int = Field(512, ge=8, le=2**16)
+    """The longest row that it can read, in tokens."""
+    hidden_dropout_prob: float = Field(0.1, ge=0, lt=1)
+    """Share of the hidden states that dropout zeroes; 0.1 as in BERT."""
     attention_probs_dropout_prob: float = Field(0.1, ge=0, lt=1)
+    """Share of the attention weights that dropout zeroes."""
 
     @model_validator(mode="after")
     def sizes_fit(self) -> Model:
@@ -71,30 +82,36 @@ class Model(Keys):
 
 
 class Student(Keys):
-    """Hold the depth of the student and the source of its weights.
+    """Hold the sizes of the student and the source of its weights."""
 
-    `architecture` is "distilbert", the default for a BERT or DistilBERT teacher, "same", the
-    teacher's own, or "bilstm", which is not a Transformer (families/bi_lstm.py): `hidden_size` is
-    that of both directions, `intermediate_size` that of its classifier. `init` is "teacher" (its
-    layers, evenly spaced up to the last), a list of teacher layers counted from 0, "random", or a
-    folder to continue from. `num_layers` defaults to half the teacher's. The other sizes are the
-    teacher's by default, and others need `init: random` or a folder.
-    """
-
-    # None: the teacher's own, but a BERT's student is a DistilBERT.
     architecture: Literal["distilbert", "same", "bilstm"] | None = None
-    num_layers: int | None = Field(None, ge=1, le=256)  # None: half the teacher's
-    hidden_size: int | None = Field(None, ge=1, le=2**14)  # None: as the teacher's, and so below
+    """`same` is the teacher's own family, `bilstm` is not a Transformer. None: a BERT's student is
+    a DistilBERT, and others are of their teacher's family.
+    """
+    num_layers: int | None = Field(None, ge=1, le=256)
+    """How many layers. None: half of the teacher's."""
+    hidden_size: int | None = Field(None, ge=1, le=2**14)
+    """Width; of a bilstm, of both directions. None: the teacher's. Another one needs `init: random`
+    or a folder, and so below.
+    """
     num_attention_heads: int | None = Field(None, ge=1, le=2**10)
+    """Heads of each layer. None: as many as the teacher has."""
     intermediate_size: int | None = Field(None, ge=1, le=2**16)
-    init: tuple[int, ...] | str = "teacher"  # the paper loses 3.7 points of GLUE with "random"
-    dropout: float = Field(0.1, ge=0, lt=1)  # the config's own, also for a folder that has another
+    """Inner width of the feed-forward part; of a bilstm, of its classifier. None: the teacher's."""
+    init: tuple[int, ...] | str = "teacher"
+    """`teacher` (its layers, evenly spaced up to the last), a list of the teacher's layers from 0,
+    `random` (the paper loses 3.7 points of GLUE with it), or a folder to continue from.
+    """
+    dropout: float = Field(0.1, ge=0, lt=1)
+    """Share of the hidden states that dropout zeroes, also of a folder that has another."""
     attention_dropout: float = Field(0.1, ge=0, lt=1)
-    # Only of a bilstm: how many numbers a word has, at first random (None: 300). Or vectors that
-    # stay as they are, beside trained ones: a text file, or "teacher" for its input embeddings.
+    """Share of the attention weights that dropout zeroes."""
     word_vectors: (
         Annotated[int, Field(ge=1, le=2**14)] | Annotated[str, Field(min_length=1)] | None
     ) = None
+    """Of a bilstm: how many numbers a word has, at first random (None: 300). Or vectors that stay
+    as they are, beside trained ones: a text file, or `teacher` for its input embeddings.
+    """
 
     @field_validator("architecture", mode="wrap")
     @classmethod
@@ -140,16 +157,17 @@ class Student(Keys):
 
 
 class MaskingConfig(Keys):
-    """Select the tokens to predict: 15 % of each row.
+    """Select the tokens to predict."""
 
-    `probability: [0.3, 0.15]` changes linearly from the first step to the last, and 0 corrupts
-    nothing. Tokens are drawn uniformly, weighted by count ** -0.7 ("smoothed", as DistilBERT's
-    authors), as whole words, or as spans of 3.8 words in the mean (SpanBERT). Evaluation is uniform
-    at 15 % in every run, so that runs compare.
+    probability: _Share | tuple[_Share, _Share] = 0.15
+    """Share of each row's tokens that are to be predicted, 15 % as in BERT, and 0 by default with
+    objectives whose papers read text without masks; [0.3, 0.15] changes in a line from the first
+    step to the last.
     """
-
-    probability: _Share | tuple[_Share, _Share] = 0.15  # as BERT
     mode: Literal["uniform", "smoothed", "whole_word", "span"] = "uniform"
+    """How they are drawn: uniformly, weighted by count ** -0.7 (`smoothed`, as DistilBERT's
+    authors), as whole words, or as spans of 3.8 words in the mean (SpanBERT).
+    """
 
     @field_validator("probability", mode="before")
     @classmethod
@@ -167,22 +185,27 @@ class MaskingConfig(Keys):
 
 
 class Optimizer(Keys):
-    """Configure AdamW and its learning rate; the defaults are DistilBERT's.
+    """Configure AdamW and its learning rate; the defaults are DistilBERT's."""
 
-    After a linear warm-up the rate falls to 0: in a line, as half a cosine, or (wsd) it stays at
-    its peak and falls in a line over the last `decay_ratio` of the steps. A wsd run keeps the
-    checkpoint before its decay, and `resume_from` continues from there.
+    learning_rate: float = Field(5.0e-4, gt=0, le=100)
+    """The peak, at the end of the warm-up."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.98)
+    """AdamW's; RoBERTa's second one is more stable in large batches."""
+    eps: float = Field(1.0e-6, gt=0, le=1)
+    """AdamW's; 1e-6 as in BERT, where torch has 1e-8."""
+    weight_decay: float = Field(0.0, ge=0, le=100)
+    """On matrices only."""
+    warmup_ratio: float = Field(0.05, ge=0, lt=1)
+    """Share of all steps in which the rate rises in a line."""
+    max_grad_norm: float = Field(5.0, gt=0, le=1e9)
+    """The whole gradient is scaled down to this norm before an update."""
+    schedule: Literal["linear", "cosine", "wsd"] = "linear"
+    """How the rate falls to 0 after the warm-up: in a line, as half a cosine, or (wsd) in a line
+    over the last steps. Only a wsd run can be extended, from the checkpoint before its decay, by
+    `resume_from`.
     """
-
-    learning_rate: float = Field(5.0e-4, gt=0, le=100)  # the peak, at the end of the warm-up
-    betas: tuple[_Beta, _Beta] = (0.9, 0.98)  # RoBERTa's second one: more stable in large batches
-    eps: float = Field(1.0e-6, gt=0, le=1)  # as BERT; torch's default is 1e-8
-    weight_decay: float = Field(0.0, ge=0, le=100)  # on matrices only
-    warmup_ratio: float = Field(0.05, ge=0, lt=1)  # of all steps
-    max_grad_norm: float = Field(5.0, gt=0, le=1e9)  # of the whole gradient, before the update
-    # A schedule that ends at 0 cannot be extended; wsd can, from the checkpoint before its decay.
-    schedule: Literal["linear", "cosine", "wsd"] = "linear"  # as the authors
-    decay_ratio: float = Field(0.1, gt=0, le=1)  # of all steps, with schedule wsd
+    decay_ratio: float = Field(0.1, gt=0, le=1)
+    """With schedule wsd: share of all steps in which the rate falls."""
 
     @model_validator(mode="after")
     def schedule_fits(self) -> Optimizer:
@@ -208,32 +231,43 @@ class Optimizer(Keys):
 
 
 class Train(Keys):
-    """Configure the length of training, its batches and its precision.
+    """Configure the length of training, its batches and its precision."""
 
-    `global_batch_size` counts the rows of one optimizer step over all ranks; gradient accumulation
-    follows from it. `micro_batch_size: auto`, the default, is the most rows that fit a GPU, found
-    before the first step. On a CPU it is at most 8, or 16 examples of a task, a divisor of a rank's
-    rows. `precision: auto`
-    is bf16 or fp16 where the hardware is faster in it, else fp32. `products` is the library of a
-    CPU's matrix products in fp32. `max_steps` wins over `epochs`.
-    `skip_non_finite` is the number of steps that may be left out because their loss or gradient was
-    not finite; one more stops the run. Every `compare_every` steps, and before a checkpoint, the
-    ranks compare their weights (0: never). `compile` makes steps faster and the first one slower.
-    `activation_checkpointing` saves memory and costs time.
-    """
-
-    epochs: float = Field(3, gt=0, le=1e6)  # as the authors
+    epochs: float = Field(3, gt=0, le=1e6)
+    """Passes over the corpus; 3 as DistilBERT's authors."""
     max_steps: int | None = Field(None, ge=1, le=2**31)
-    global_batch_size: int = Field(4096, ge=1, le=2**24)  # the paper's "up to 4K"
-    micro_batch_size: int | Literal["auto"] | None = None  # rows at a time of one rank
+    """Optimizer steps, instead of epochs."""
+    global_batch_size: int = Field(4096, ge=1, le=2**24)
+    """Rows of one optimizer step over all ranks, the paper's "up to 4K"; gradient accumulation
+    follows from it.
+    """
+    micro_batch_size: int | Literal["auto"] | None = None
+    """Rows at a time of one rank. auto, the default on a GPU, is the most that fit, found before
+    the first step; the default on a CPU is up to 8 rows, or 16 examples of a task.
+    """
     precision: PrecisionName = "auto"
-    products: ProductsName = "auto"  # `head`: oneDNN for logits; `mixed`: not for weights
-    seed: int = Field(0, ge=0, lt=2**64)  # of weights, order, masks and dropout
-    num_workers: int = Field(1, ge=0, le=256)  # one masks tens of millions of tokens a second
-    skip_non_finite: int = Field(0, ge=0)  # 0: a NaN is looked at before it is trained over
-    compare_every: int = Field(500, ge=0)  # each comparison is a device sync
-    compile: bool = False  # needs a C++ compiler, and a minute or more at the first step
-    activation_checkpointing: bool = False  # one more forward pass of the student
+    """auto is bf16 or fp16 where the hardware is faster in it, else fp32."""
+    products: ProductsName = "auto"
+    """Library of a CPU's matrix products in fp32. auto takes what a table knows of the processor;
+    head: oneDNN for logits; mixed: for all but gradients of weights.
+    """
+    seed: int = Field(0, ge=0, lt=2**64)
+    """Of weights, order, masks and dropout."""
+    num_workers: int = Field(1, ge=0, le=256)
+    """Processes of a rank that make batches; one masks tens of millions of tokens a second."""
+    skip_non_finite: int = Field(0, ge=0)
+    """Steps that may be left out because their loss or gradient was not finite; one more stops the
+    run.
+    """
+    compare_every: int = Field(500, ge=0)
+    """Steps between comparisons of the ranks' weights, each a device sync; also before a
+    checkpoint. 0: never.
+    """
+    compile: bool = False
+    """Faster steps by torch.compile. Needs a C++ compiler, and a minute or more at the first step.
+    """
+    activation_checkpointing: bool = False
+    """Less memory for one more forward pass of the student."""
 
     @field_validator("micro_batch_size", mode="before")
     @classmethod
@@ -244,62 +278,81 @@ class Train(Keys):
 
 
 class Evaluation(Keys):
-    """Evaluate on validation rows at the start, at the end, and every `every` steps (0: never)."""
+    """Evaluate on validation rows at the start, at the end, and in between."""
 
-    every: int = Field(1000, ge=0)  # steps
-    rows: int = Field(512, ge=1)  # of 512 tokens: the standard error of accuracy is 0.25 points
+    every: int = Field(1000, ge=0)
+    """Steps between those at the start and at the end. 0: only these."""
+    rows: int = Field(512, ge=1)
+    """Validation rows that are read; with 512 of 512 tokens the standard error of accuracy is 0.25
+    points.
+    """
 
 
 class Checkpoint(Keys):
-    """Write a checkpoint every `every` steps (0: not between) and at the end.
+    """Save what a run needs to continue; the last step is always saved."""
 
-    The last `keep` stay, and the one with the lowest validation loss. With `weights_only` the one
-    at the end has no optimizer state: it takes a third of the disk, and cannot be continued.
+    every: int = Field(500, ge=0)
+    """Steps between checkpoints, the most work that a crash can cost. 0: only at the end."""
+    keep: int = Field(3, ge=1)
+    """How many of the last ones stay, besides the one with the lowest validation loss."""
+    weights_only: bool = False
+    """At the end, without the optimizer's state: a third of the disk, and it cannot be continued.
     """
-
-    every: int = Field(500, ge=0)  # steps; the most work that a crash can cost
-    keep: int = Field(3, ge=1)  # a damaged newest one then costs `every` steps, not the run
-    weights_only: bool = False  # at the end
 
 
 class Logging(Keys):
-    """Write a line of metrics every `every` steps; `tensorboard` also writes them there."""
+    """Write lines of metrics."""
 
-    every: int = Field(10, ge=1)  # steps
-    tensorboard: bool = False  # an extra
+    every: int = Field(10, ge=1)
+    """Steps between lines of metrics."""
+    tensorboard: bool = False
+    """Also write them for TensorBoard (extra tensorboard)."""
 
 
 class RunConfig(Keys):
-    """Configure one training run.
-
-    `resume_from` names another run: this one begins with its weights, optimizer state and position,
-    and may have another `train.max_steps` and another schedule. Of a wsd run it continues from the
-    checkpoint before the decay, of any other from the newest.
-    With `teacher_vocabulary: same` the user asserts that a teacher without tokenizer files has the
-    shards' vocabulary, or that case and accents may be treated differently than by its tokenizer.
-    The vocabulary in tokenizer files is compared in any case.
-    `vectors` names a file of the teacher's sentence vectors, for objective embedding. If it is not
-    there, the first start writes it, from the texts of a corpus prepared with `keep_text: true`.
-    Without this key a teacher with the shards' vocabulary computes them in each step, and those of
-    another one are written to OUTPUT/vectors.safetensors.
-    """
+    """Configure one training run."""
 
     output: Path
+    """Folder of the run."""
     shards: Path
+    """Folder that `distil prepare` wrote."""
     resume_from: Path | None = None
+    """Another run: this one begins with its weights, optimizer state and position, and may have
+    other `train.max_steps` and another schedule. Of a wsd run it continues before the decay.
+    """
     teacher: str | None = None
+    """Folder, run or hub name of the teacher."""
     vectors: Path | None = None
+    """File of the teacher's sentence vectors, for objective embedding. The first start writes it,
+    from the texts of a corpus with `keep_text: true`. Without this key a teacher with the
+    shards' vocabulary computes them in each step.
+    """
     teacher_vocabulary: Literal["same"] | None = None
+    """`same` asserts that a teacher without tokenizer files has the shards' vocabulary, or that
+    case and accents may be treated differently than by its tokenizer.
+    """
     model: Model | None = None
+    """The model that objective mlm or finetune trains."""
     student: Student = Student()
+    """The model that learns from the teacher."""
     objective: Objective = DistilBert()
+    """What is learnt, one paper's losses."""
     task: AnyTask = TASKS[DistilBert.tasks[0]](name=DistilBert.tasks[0])
+    """What an example is."""
     masking: MaskingConfig = MaskingConfig()
+    """Which tokens are to be predicted. Evaluation is uniform at 15 % in every run, so that runs
+    compare.
+    """
     optimizer: Optimizer = Optimizer()
+    """AdamW and its learning rate; the defaults are DistilBERT's."""
     train: Train = Train()
+    """Length, batches and precision."""
     evaluation: Evaluation = Evaluation()
+    """Measurements on validation rows, also at the start and at the end."""
     checkpoint: Checkpoint = Checkpoint()
+    """What is saved; the last step always is."""
     logging: Logging = Logging()
+    """What is written while it trains."""
 
     @model_validator(mode="before")
     @classmethod

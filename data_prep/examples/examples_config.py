@@ -35,13 +35,27 @@ class Columns(Keys):
     """
 
     name: Kind
-    text: Column | None = None  # by default `text`; of question answering `question`
-    pair: Column | None = None  # a second text; of question answering by default `context`
-    label: Column | None = None  # by default `label`; of tagging `tags`, of answers `answers`
+    """What is predicted."""
+    text: Column | None = None
+    """Column of the text: a name, or its place from 0 in a file without a line of names, and so
+    below. None: `text`, of question answering `question`.
+    """
+    pair: Column | None = None
+    """Column of a second text. None: of question answering `context`, else there is none."""
+    label: Column | None = None
+    """Column of the label. None: `label`, of tagging `tags`, of answers `answers`."""
     probabilities: Column | tuple[Column, ...] | None = None
-    id: Column | None = None  # by default the number of the example in its file
+    """Column of a list of numbers for each example, as a large model gives them, or a column for
+    each label.
+    """
+    id: Column | None = None
+    """Column of a name of the example. None: its number in the file."""
     labels: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Classes in the order of their numbers. Without it they are sorted. A number in the data is
+    the place of a label, unless the labels are numbers.
+    """
     metric: str | None = None
+    """The score of a model. None: the usual one of the task."""
 
     @model_validator(mode="after")
     def _fits(self) -> Columns:
@@ -76,18 +90,33 @@ class ExamplesConfig(Keys):
     """
 
     output: Path
+    """Local folder of the shards."""
     task: Columns
+    """What an example is, and which columns have its parts."""
     train: Path
+    """File, or folder, of training examples."""
     validation: Path | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """File of validation examples, or a share of the training examples."""
     test: Path | None = None
-    unlabelled: Path | None = None  # more training texts, only for soft labels of a teacher
+    """File of test examples."""
+    unlabelled: Path | None = None
+    """More training texts, which only learn a teacher's soft labels: a file, or a folder of shards
+    that keeps its texts. What is too long is left out.
+    """
     tokenizer: Annotated[str, Field(min_length=1)] | VocabularyTokenizer | JsonTokenizer
+    """Name or folder of a model, whose tokenizer it is, or a section as in a corpus."""
     max_length: RowLength = 128
+    """Longest example in tokens."""
     longer: Literal["refuse", "cut"] = "refuse"
+    """What happens to a longer one."""
     stride: Annotated[int, Field(ge=0)] = 128
-    most: Annotated[int, Field(ge=1)] | None = None  # a sample of so many training examples
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of that sample, and of the share
+    """Tokens that two rows of one context share, in question answering."""
+    most: Annotated[int, Field(ge=1)] | None = None
+    """A sample of so many training examples."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of that sample, and of the share."""
     licence: str = ""
+    """Of the data, for the model card."""
 
     @model_validator(mode="after")
     def _fits(self) -> ExamplesConfig:

@@ -65,8 +65,11 @@ class HuggingFace(RecordSource):
 
     kind: Literal["huggingface"] = "huggingface"
     config: str | None = None
+    """Configuration of the dataset."""
     split: str = "train"
+    """Split that is read."""
     revision: str | None = None
+    """Branch, tag or commit."""
 
     def inputs(self, limit: int) -> Sequence[Piece]:
         """Return the dataset as one piece: a local folder, or a commit of the hub."""

@@ -28,9 +28,13 @@ class SourceKind(Keys):
     record_end: ClassVar[tuple[bytes, bytes]] = (b"\n", b"")
 
     name: str | None = None
+    """Of the source in tables. None: the last part of its path."""
     licence: str = "unknown"
+    """Of the texts, for manifest and model card."""
     fraction: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the documents that is kept."""
     languages: tuple[str, ...] | None = None
+    """ISO 639-1 codes: a text that is surely in another language is dropped."""
 
     @field_validator("languages")
     @classmethod
@@ -82,6 +86,7 @@ class FileSource(SourceKind):
     by_range: ClassVar[bool] = False  # a range of bytes of a plain file can be read on its own
 
     path: str = Field(min_length=1)
+    """File, folder, glob, or URL of one of these."""
 
     @property
     def label(self) -> str:

@@ -106,6 +106,7 @@ class Mediawiki(FileSource):
 
     kind: Literal["mediawiki"] = "mediawiki"
     licence: str = "CC-BY-SA-4.0"
+    """Of the texts."""
     is_wikipedia: ClassVar[bool] = True
 
     def inputs(self, limit: int) -> Sequence[Piece]:

@@ -59,6 +59,7 @@ class PythonDocs(SourceKind):
 
     kind: Literal["python_docs"] = "python_docs"
     licence: str = "as installed"
+    """Of the texts."""
     packages: tuple[str, ...] = (
         _STDLIB,
         "torch",
@@ -73,7 +74,9 @@ class PythonDocs(SourceKind):
         "networkx",
         "pyarrow",
     )
+    """Top-level names; `python` is the standard library. One that is not installed is left out."""
     max_megabytes: float = Field(default=2.0, gt=0.0)
+    """Of text that is read from each."""
 
     @property
     def label(self) -> str:

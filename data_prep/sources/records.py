@@ -25,10 +25,15 @@ class RecordSource(FileSource):
     """
 
     text_field: str = "text"
+    """Field or column of the text."""
     id_field: str | None = None
+    """That of a document's id. None: its place."""
     title_field: str | None = None
+    """That of its title."""
     url_field: str | None = None
+    """That of its address."""
     cleaning: Literal["none", "wikipedia"] = "none"
+    """`wikipedia` also removes what is left of wiki markup."""
 
     @property
     def is_wikipedia(self) -> bool:

@@ -32,6 +32,7 @@ class Text(FileSource):
 
     kind: Literal["text"] = "text"
     document: Literal["file", "line", "paragraph", "sentence"] = "file"
+    """What is a document."""
 
     @field_validator("path")
     @classmethod

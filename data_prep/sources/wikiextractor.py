@@ -33,7 +33,9 @@ class WikiExtractor(FileSource):
 
     kind: Literal["wikiextractor"] = "wikiextractor"
     document: Literal["article", "sentence"] = "article"
+    """What is a document."""
     licence: str = "CC-BY-SA-4.0"
+    """Of the texts."""
     is_wikipedia: ClassVar[bool] = True
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:

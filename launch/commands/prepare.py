@@ -49,12 +49,15 @@ def prepare(
 ) -> None:
     """Turn a corpus into packed shards, or a task's labelled data into shards of examples.
 
+    Sections of CONFIG: sources, tokenizer, deduplicate, decontaminate; of a task's data: task,
+    tokenizer. `distil config keys SECTION` explains their keys.
+
     Example: distil prepare configs/corpus-wikipedia-bookcorpus.yaml workers=8
     """
     from data_prep import CorpusError
     from data_prep.config import CorpusConfig
     from data_prep.examples.examples_config import ExamplesConfig
-    from launch.config import config_line, is_examples, load_config
+    from launch.config import config_line, load_config, model_of
 
     # Options that contradict each other are refused before the config is read.
     if task is not None and stage is None:
@@ -73,7 +76,7 @@ def prepare(
             "--dry-run"
         )
     check_record(record)
-    if is_examples(config):
+    if model_of(config) is ExamplesConfig:
         if stage is not None or finalize or dry_run or accept_code or parquet or upload:
             raise CorpusError(f"{config}: a task's data takes no option but --record: leave it out")
         prepare_examples(load_config(ExamplesConfig, config, overrides or []), record)

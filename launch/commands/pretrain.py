@@ -24,6 +24,9 @@ def pretrain(
 ) -> None:
     """Train, or continue where the last checkpoint left off.
 
+    Sections of CONFIG: model, student, objective, task, masking, optimizer, train, evaluation,
+    checkpoint, logging. `distil config keys SECTION` explains their keys.
+
     Example: distil pretrain configs/distilbert-base-uncased.yaml train.micro_batch_size=16
     """
     is_first = int(os.environ.get("RANK", 0)) == 0

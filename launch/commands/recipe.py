@@ -30,6 +30,8 @@ def recipe(
     corpus and models with what it recorded. A finished one is reported as up to date. The first
     that fails ends the recipe with its exit code.
 
+    `distil config keys --kind recipe` explains the keys of its stages.
+
     Example: distil recipe configs/own-encoder.yaml runs.1.train.max_steps=1000
     """
     with end_on_signal():

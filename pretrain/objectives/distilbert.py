@@ -36,14 +36,23 @@ class DistilBert(Objective):
 
     name: Literal["distilbert"] = "distilbert"
     temperature: float = Field(2.0, gt=0, le=1000)
+    """T of the divergence."""
     kl: float = Field(5.0, ge=0, le=1e6)
+    """Weight of the divergence from the teacher's distribution."""
     mlm: float = Field(2.0, ge=0, le=1e6)
+    """Weight of masked language modelling."""
     cosine: float = Field(1.0, ge=0, le=1e6)
-    mse: float = Field(0.0, ge=0, le=1e6)  # the LM head then takes the slower way, see `terms`
+    """Weight of the distance of the last hidden states."""
+    mse: float = Field(0.0, ge=0, le=1e6)
+    """Weight of the squared difference of logits, which takes the slower way."""
     hidden_mse: float = Field(0.0, ge=0, le=1e6)
+    """Weight of the squared difference of the last hidden states."""
     kl_positions: Literal["all", "masked"] = "all"
-    # Of what `kl` is the weight: the paper's, or one that the slower way computes.
+    """Tokens at which distributions are compared: all but padding, or masked ones."""
     divergence: Literal["forward", "reverse", "js"] = "forward"
+    """KL(teacher || student) as in the paper, KL(student || teacher), or Jensen-Shannon; the last
+    two take the slower way.
+    """
 
     @model_validator(mode="after")
     def _some_term(self) -> DistilBert:

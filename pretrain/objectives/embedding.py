@@ -40,9 +40,15 @@ class Embedding(Objective):
 
     name: Literal["embedding"] = "embedding"
     cosine: float = Field(1.0, ge=0, le=1e6)
-    similarity: float = Field(1.0, ge=0, le=1e6)  # longer rows have more pairs
-    mse: float = Field(0.0, ge=0, le=1e6)  # mean over the vector; also learns its length
-    adapter: Literal["auto", "linear", "none"] = "auto"  # auto: a linear one if widths differ
+    """Weight of the distance of the two vectors of a document."""
+    similarity: float = Field(1.0, ge=0, le=1e6)
+    """Weight of the difference of similarities between documents of a row; longer rows have more
+    pairs.
+    """
+    mse: float = Field(0.0, ge=0, le=1e6)
+    """Weight of the squared difference of vectors, which also learns their length."""
+    adapter: Literal["auto", "linear", "none"] = "auto"
+    """A linear layer behind the student's vector; auto: if widths differ."""
 
     @model_validator(mode="after")
     def _some_term(self) -> Embedding:

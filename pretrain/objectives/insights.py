@@ -46,9 +46,13 @@ class Insights(Objective):
 
     name: Literal["insights"] = "insights"
     logits: bool = False
+    """Compare the teacher's distribution."""
     hidden: bool = False
+    """Compare hidden states behind layers."""
     embedding: bool = False
+    """Compare the output of the embeddings."""
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    """The teacher's layer, from 0, for each of the student's."""
 
     @model_validator(mode="after")
     def _some_term(self) -> Insights:

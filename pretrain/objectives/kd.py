@@ -43,9 +43,13 @@ class SoftLabels(Objective):
 
     name: Literal["kd"] = "kd"
     temperature: float = Field(2.0, gt=0, le=1000)
+    """T of the soft labels."""
     divergence: Literal["kl", "squared"] = "kl"
+    """Of soft labels: KL, or the squared difference of logits."""
     soft: float = Field(0.5, ge=0, le=1e6)
+    """Weight of the soft labels."""
     hard: float = Field(0.5, ge=0, le=1e6)
+    """Weight of the labels."""
 
     @model_validator(mode="after")
     def _some_term(self) -> SoftLabels:

@@ -52,9 +52,16 @@ class MiniLM(Objective):
 
     name: Literal["minilm"] = "minilm"
     version: Literal[1, 2] = 2
-    # None: 48, the paper's for a teacher of width 768, or the next less that divides both widths.
+    """1 compares attention and values of the last layer, 2 queries, keys and values in more heads.
+    """
     relation_heads: int | None = Field(None, ge=1, le=2**10)
-    teacher_layer: int = -1  # the paper takes a layer before the last one of teachers of 24 layers
+    """Of version 2. None: 48, the paper's for a teacher of width 768, or the next less that divides
+    both widths.
+    """
+    teacher_layer: int = -1
+    """From 0, or from the end if negative; the paper takes a layer before the last one of teachers
+    of 24 layers.
+    """
 
     @model_validator(mode="after")
     def heads_are_used(self) -> MiniLM:

@@ -46,12 +46,22 @@ class PatientDistillation(Objective):
 
     name: Literal["pkd"] = "pkd"
     temperature: float = Field(10.0, gt=0, le=1000)
+    """T of the soft labels."""
     soft: float = Field(0.25, ge=0, le=1e6)
+    """Weight of the soft labels."""
     hard: float = Field(0.5, ge=0, le=1e6)
+    """Weight of the labels."""
     patience: float = Field(100.0, gt=0, le=1e6)
+    """Weight of the hidden states of [CLS]."""
     layers: Literal["skip", "last"] | tuple[Annotated[int, Field(ge=0)], ...] = "skip"
+    """`skip`: evenly spaced (1, 3, 5, 7, 9 of 12 for 6 layers), `last`: those before the last (6 to
+    10), or the teacher's layer, from 0, for each of the student's but its last.
+    """
     normalise: bool = True
+    """Compare directions, not lengths."""
     average: Literal["all", "examples"] = "all"
+    """`all` divides by layers and width, as the authors' code does; `examples` is the paper's sum.
+    """
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -39,8 +39,11 @@ class Theseus(Objective):
 
     name: Literal["theseus"] = "theseus"
     schedule: Literal["linear", "constant"] = "linear"
-    rate: float = Field(0.3, ge=0, le=1)  # at the first step
-    steps: int = Field(ge=1)  # until every layer is the student's
+    """The probability grows in a line, or stays."""
+    rate: float = Field(0.3, ge=0, le=1)
+    """Probability of each of the student's layers at the first step."""
+    steps: int = Field(ge=1)
+    """Until every layer is the student's."""
 
     def probability(self, step: int) -> float:
         """Return p, the probability of each of the student's layers in a step."""

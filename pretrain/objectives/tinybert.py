@@ -58,12 +58,18 @@ class TinyBert(Objective):
     sums_layers: ClassVar[bool] = True
 
     name: Literal["tinybert"] = "tinybert"
-    # The authors never tuned the weights.
-    attention: float = Field(1.0, ge=0, le=1e6)  # needs as many heads as the teacher has
+    attention: float = Field(1.0, ge=0, le=1e6)
+    """Weight of attention scores, which needs as many heads as the teacher has. The authors never
+    tuned the weights.
+    """
     hidden: float = Field(1.0, ge=0, le=1e6)
+    """Weight of the hidden states behind layers."""
     embedding: float = Field(1.0, ge=0, le=1e6)
-    # For depths that do not divide, and for the paper's ablation of the map.
+    """Weight of the output of the embeddings."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """The teacher's layer, from 0, for each of the student's. None: evenly spaced up to the last:
+    2, 5, 8, 11 for 4 layers of 12.
+    """
 
     @model_validator(mode="after")
     def _some_term(self) -> TinyBert:

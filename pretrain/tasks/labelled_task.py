@@ -32,7 +32,8 @@ class LabelledTask(Task):
     kinds: ClassVar[tuple[str, ...]]  # of examples, as `distil prepare` names them
     pipeline: ClassVar[str]  # the hub's name of the task
 
-    logits: Path | None = None  # a file of the teacher's logits; the first start writes it
+    logits: Path | None = None
+    """File of the teacher's logits; the first start writes it."""
 
     @classmethod
     def unread(cls, objective: type[Objective] | Objective) -> dict[str, str]:

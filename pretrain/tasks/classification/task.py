@@ -22,9 +22,12 @@ class Classification(LabelledTask):
     pipeline: ClassVar[str] = "text-classification"
 
     name: Literal["classification"] = "classification"
-    # How training texts change for a student that learns only from its teacher: tasks/transfer.py.
-    masked: float = Field(0.0, ge=0, lt=1)  # share of the words that become [MASK]
-    ngrams: float = Field(0.0, ge=0, le=1)  # share of the examples that keep a few words
+    masked: float = Field(0.0, ge=0, lt=1)
+    """Share of a training text's words that become [MASK], for a student that learns only from its
+    teacher.
+    """
+    ngrams: float = Field(0.0, ge=0, le=1)
+    """Share of such examples that keep a few words."""
 
     def check(self, config: RunConfig) -> None:
         """Refuse changed texts that no teacher reads."""

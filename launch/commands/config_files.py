@@ -1,0 +1,130 @@
+"""Implement `distil config`: explain the keys of a config file, and show what a file says."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from launch.commands import Config, Overrides
+
+if TYPE_CHECKING:
+    from data_prep.keys import Keys
+
+config = typer.Typer(
+    no_args_is_help=True, help="Explain the keys of a config file; show and compare files."
+)
+Kind = Literal["run", "corpus", "examples", "recipe"]
+
+
+@config.command("keys")
+def keys(
+    prefix: Annotated[str, typer.Argument(help="Only keys that begin so: train, or mask.")] = "",
+    kind: Annotated[Kind | None, typer.Option(help="Only keys of such a file.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/config.md.")] = False,
+) -> None:
+    """Explain each key: what it takes, its default, and what it does.
+
+    Example: distil config keys train
+    """
+    from launch import reference
+    from launch.console import show
+    from pretrain import RunError
+
+    if markdown:
+        if prefix or kind:
+            raise RunError("--markdown: prints the whole page; leave out the others")
+        typer.echo(reference.markdown(), nl=False)
+        return
+    found = False
+    for each in [kind] if kind else reference.KINDS:
+        group = None
+        for key in reference.keys(each):
+            if not key.path.startswith(prefix):
+                continue
+            if group != (each, key.section):
+                group = each, key.section
+                with_ = f", with {key.section}" if key.section else ""
+                show(f"{reference.COMMANDS[each]} ({each}){with_}:")
+            default = f"; default {key.default}" if key.default not in ("", "required") else ""
+            needed = "; required" if key.default == "required" else ""
+            head = f"{key.path}: {key.values}{default}{needed}"
+            show(textwrap.fill(head, 80, initial_indent="  ", subsequent_indent="    "))
+            show(textwrap.fill(key.text, 80, initial_indent="      ", subsequent_indent="      "))
+            found = True
+    if not found:
+        raise RunError(f"{prefix}: no key begins so; distil config keys shows all")
+
+
+@config.command("schema")
+def schema(
+    kind: Annotated[Kind, typer.Argument(help="Of which kind of file.")] = "run",
+) -> None:
+    """Print the JSON schema of a kind of file, with which an editor completes and checks keys.
+
+    Example: distil config schema recipe > recipe.schema.json
+    """
+    from launch import reference
+
+    typer.echo(json.dumps(reference.schema(kind), indent=1))
+
+
+@config.command("show")
+def show_file(
+    file: Config,
+    overrides: Overrides = None,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Also keys that the file leaves at their default.")
+    ] = False,
+    diff: Annotated[
+        Path | None,
+        typer.Option(help="Show what differs in another file, or in the config of a run's folder."),
+    ] = None,
+) -> None:
+    """Check a file, and print its keys as they are read, overrides included.
+
+    Example: distil config show configs/demo.yaml --diff runs/demo
+    """
+    from launch.config import as_yaml
+    from pretrain import RunError
+
+    if diff is not None:
+        if resolved:
+            raise RunError("--diff: compares all values; leave out --resolved")
+        ours, theirs = (
+            flat(loaded(path, given).model_dump(mode="json"))
+            for path, given in ((file, overrides or []), (diff, []))
+        )
+        for key in dict.fromkeys([*ours, *theirs]):
+            here, there = (json.dumps(each.get(key)) for each in (ours, theirs))
+            if here != there:
+                typer.echo(f"{key}: {here} -> {there}")
+        return
+    values = loaded(file, overrides or []).model_dump(mode="json", exclude_unset=not resolved)
+    typer.echo(as_yaml(values), nl=False)
+
+
+def loaded(path: Path, overrides: list[str]) -> Keys:
+    """Return the config in a file of any kind, or in a run's folder."""
+    from launch.config import load_config, model_of
+
+    file = path / "config.json" if path.is_dir() else path
+    return load_config(model_of(file), file, overrides)
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested sections and lists of sections by their dotted keys."""
+    if isinstance(values, dict):
+        items = [(str(key), value) for key, value in values.items()]
+    elif isinstance(values, list) and any(isinstance(value, dict) for value in values):
+        items = [(str(place), value) for place, value in enumerate(values)]
+    else:
+        return {prefix: values}
+    return {
+        key: inner
+        for name, value in items
+        for key, inner in flat(value, f"{prefix}.{name}" if prefix else name).items()
+    }

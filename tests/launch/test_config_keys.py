@@ -1,0 +1,118 @@
+"""Check that every key of a config file is explained, in docs/config.md and on the screen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.shipped import CONFIGS
+
+from launch import reference
+from launch.config import model_of
+from launch.recipe_config import Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(CONFIGS.glob("*.yaml"))
+
+
+def written(values: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys that a file writes; entries of lists have the key of their list."""
+    if isinstance(values, list):
+        for value in values:
+            yield from written(value, prefix)
+    elif isinstance(values, dict):
+        for name, value in values.items():
+            path = f"{prefix}.{name}" if prefix else str(name)
+            yield path
+            yield from written(value, path)
+
+
+@pytest.mark.parametrize("kind", reference.KINDS)
+def test_every_key_has_a_text(kind: str) -> None:
+    found = reference.keys(kind)
+    assert found and not [key.path for key in found if not key.text]
+    parts = [json.loads(json.dumps(reference.schema(kind)))]
+    parts += parts[0]["$defs"].values()
+    ours = [part for part in parts if part.get("type") == "object" and "properties" in part]
+    texts = [f for part in ours for f in part["properties"].values() if "const" not in f]
+    assert texts and all(field.get("description") for field in texts)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_keys_of_shipped_files_are_explained(file: Path) -> None:
+    """Compare with what people write, which no class has told."""
+    known = {kind: {key.path for key in reference.keys(kind)} for kind in reference.KINDS}
+    values, model = yaml.safe_load(file.read_text(encoding="utf-8")), model_of(file)
+    names = {"name", "kind", "stage"}  # which section it is
+    if model is not Recipe:
+        kind = next(kind for kind, each in reference.KINDS.items() if each is model)
+        found = {key for key in written(values) if key.rpartition(".")[2] not in names}
+        assert found <= known[kind], found - known[kind]
+        return
+    stages = {"prepare": "corpus", "examples": "examples", "train": "run"}
+    own = {key.removeprefix("runs.") for key in known["recipe"]}
+    own |= {"sweep", "keep_weights", "at_once"}
+    for entry in [values.get("defaults") or {}, *values["runs"]]:
+        entry.pop("sweep", None)
+        for key in written(entry):
+            if key.rpartition(".")[2] in names or key.split(".")[0] in ("models", "published"):
+                continue
+            assert key in own | known[stages.get(entry.get("stage", "train"), "recipe")], key
+
+
+def test_the_page_is_what_the_classes_say() -> None:
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert page == reference.markdown(), "run `make config-page`"
+
+
+def test_a_key_is_shown_with_what_it_takes(distil: Any) -> None:
+    code, out, _ = distil("config", "keys", "train.max")
+    assert code == 0
+    assert out.splitlines() == [
+        "distil pretrain (run):",
+        "  train.max_steps: integer, at least 1, at most 2,147,483,648; default none",
+        "      Optimizer steps, instead of epochs.",
+    ]
+    code, out, _ = distil("config", "keys", "objective.temperature", "--kind", "run")
+    assert code == 0 and "with name: kd" in out and "with name: distilbert" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    code, _, err = distil("config", "keys", "trian")
+    assert code == 2 and "trian: no key begins so" in err
+
+
+def test_a_schema_accepts_what_a_file_has_and_refuses_a_wrong_key(distil: Any) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    code, out, _ = distil("config", "schema")
+    assert code == 0
+    values = yaml.safe_load((CONFIGS / "demo.yaml").read_text(encoding="utf-8"))
+    jsonschema.validate(values, json.loads(out))
+    values["train"]["max_stpes"] = 3
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(values, json.loads(out))
+
+
+def test_a_file_is_shown_and_compared(tmp_path: Path, distil: Any) -> None:
+    file, other = tmp_path / "a.yaml", tmp_path / "run"
+    file.write_text("{output: o, shards: s, teacher: t, train: {max_steps: 5}}", encoding="utf-8")
+    code, out, _ = distil("config", "show", file, "train.seed=3")
+    assert code == 0
+    shown = {"output": "o", "shards": "s", "teacher": "t", "train": {"max_steps": 5, "seed": 3}}
+    assert yaml.safe_load(out) == shown | {"objective": {"name": "distilbert"}}
+    code, out, _ = distil("config", "show", file, "--resolved")
+    found = yaml.safe_load(out)
+    assert code == 0 and found["optimizer"]["eps"] == 1e-6 and found["train"]["max_steps"] == 5
+    other.mkdir()  # as a run's folder
+    found["train"]["max_steps"], found["student"]["init"] = 7, [1, 2]
+    (other / "config.json").write_text(json.dumps(found), encoding="utf-8")
+    code, out, _ = distil("config", "show", file, "--diff", other)
+    assert code == 0
+    assert out.splitlines() == [
+        'student.init: "teacher" -> [1, 2]',
+        "train.max_steps: 5 -> 7",
+    ]
+    code, _, err = distil("config", "show", file, "train.max_stpes=1")
+    assert code == 2 and "max_stpes" in err
