@@ -22,6 +22,7 @@ from launch.commands.prepare import prepare
 from launch.commands.pretrain import pretrain
 from launch.commands.recipe import recipe
 from launch.commands.replay import replay
+from launch.commands.report import report
 from launch.commands.vectors import vectors
 from launch.commands.verify import verify
 from pretrain import __version__
@@ -56,7 +57,7 @@ def options(
 
 COMMANDS = (
     *(prepare, verify, inspect, audit, vectors),
-    *(pretrain, launch, recipe, evaluate, replay, export, demo, bench),
+    *(pretrain, launch, recipe, report, evaluate, replay, export, demo, bench),
 )
 for command in COMMANDS:
     # A paragraph is one line, which the terminal's width breaks.

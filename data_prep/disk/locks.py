@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 from data_prep import CorpusError
 
@@ -163,16 +164,36 @@ def lock(
                 _end(held._path)
 
 
-def refuse_if_held(folder: Path, name: str, *, who: str = "distil prepare") -> None:
-    """Raise Busy at once if a living process of this machine holds the lock; take nothing."""
-    contender = _Contender(folder, name, folder, 60.0, None, this_process(), who)
+class Held(NamedTuple):
+    """Hold who has a lock, or had it last."""
+
+    process: Identity | None  # None: nobody, or its file is torn
+    alive: bool | None  # None: on another machine, which cannot be asked
+    generation: int  # how often the lock was taken
+
+    @property
+    def named(self) -> str:
+        """Return host and pid."""
+        return _named(self.process)
+
+
+def holder(folder: Path, name: str) -> Held:
+    """Return who holds the lock; take nothing."""
+    contender = _Contender(folder, name, folder, 60.0, None, this_process(), "")
     newest = max(contender.generations(), default=0)
     data = _read(contender.path(newest)) if newest else None
-    holder = parse_identity(data)
-    if data is None or holder is None or len(data) > RECORD:
-        return
-    if holder.machine == contender.owner.machine and is_alive(holder):
-        raise contender.busy(holder)
+    process = parse_identity(data)
+    if data is None or process is None or len(data) > RECORD:
+        return Held(process, False, newest)
+    near = process.machine == contender.owner.machine
+    return Held(process, is_alive(process) if near else None, newest)
+
+
+def refuse_if_held(folder: Path, name: str, *, who: str = "distil prepare") -> None:
+    """Raise Busy at once if a living process of this machine holds the lock; take nothing."""
+    held = holder(folder, name)
+    if held.alive:
+        raise _Contender(folder, name, folder, 60.0, None, this_process(), who).busy(held.process)
 
 
 def this_process() -> Identity:

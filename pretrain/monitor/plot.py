@@ -22,9 +22,11 @@ def line_plot(
     Args:
         title: above the plot.
         x_label: below it.
-        curves: the points (x, y) of each, by label; x from 0.
+        curves: the points (x, y) of each, by label; x from 0. One without points is not shown,
+            and keeps its colour.
         lines: a value of y each, by label.
     """
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(curves)}
     curves, lines = {name: points for name, points in curves.items() if points}, lines or {}
     values = [y for points in curves.values() for _, y in points] + [*lines.values()]
     most = max((x for points in curves.values() for x, _ in points), default=0) or 1
@@ -62,8 +64,8 @@ def line_plot(
         y = y_of(value)
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{end}" stroke="#888888" stroke-dasharray="5 4"/>')
         labels.append((y, "#555555", name))
-    for number, (name, points) in enumerate(curves.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
+    for name, points in curves.items():
+        colour = colours[name]
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="3"/>')
         labels.append((y_of(points[-1][1]), colour, name))

@@ -1,0 +1,132 @@
+"""Check `distil report` against the files of real runs: alive, finished, failed and elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.runs import RECIPE, start
+
+from pretrain.monitor.report import duration, report
+
+Settings = Callable[..., dict[str, Any]]
+SIX = RECIPE | {"train": {**RECIPE["train"], "max_steps": 6}}
+LONG = {**RECIPE["train"], "max_steps": 100_000}
+
+
+def shown(distil: Any, *runs: Path) -> list[str]:
+    code, out, err = distil("report", *runs)
+    assert code == 0, err
+    lines: list[str] = out.splitlines()
+    assert all(len(line) <= 80 or "/" in line for line in lines)
+    return lines
+
+
+def test_a_finished_run_is_told_from_its_files(
+    tmp_path: Path, teacher_folder: Path, run_config: Settings, distil: Any
+) -> None:
+    run = tmp_path / "run"
+    start(run_config(run, teacher_folder, **SIX))
+    lines = shown(distil, run)
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [entry for entry in entries if entry["kind"] == "train"][-1]
+    measured = [entry for entry in entries if entry["kind"] == "evaluation"][-1]
+    text = " ".join(" ".join(lines).split())
+    assert text.startswith(f"{run}: finished step 6 of 6 (100%) at step 6: loss")
+    assert f"loss {trained['loss']:.4g}, kl {trained['kl']:.4g}" in text
+    assert f"teacher accuracy {measured['teacher_accuracy']:.4g}" in text
+    assert "newest checkpoint: step 6" in text and "left" not in text and "error" not in text
+
+
+def test_a_page_has_the_curves_and_what_differs(
+    tmp_path: Path, teacher_folder: Path, run_config: Settings, distil: Any
+) -> None:
+    runs = [tmp_path / "a <b>", tmp_path / "c"]
+    for run, rate in zip(runs, (1e-3, 2e-3), strict=True):
+        values = run_config(run, teacher_folder, **RECIPE)
+        start(values | {"optimizer": {"learning_rate": rate}})
+    page = tmp_path / "new" / "page.html"
+    code, out, err = distil("report", *runs, "--html", page)
+    assert code == 0 and f"written: {page}" in out, err
+    text = page.read_text(encoding="utf-8")
+    assert len(text) < 300_000 and "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "<script" not in text and "a <b>" not in text and "a &lt;b&gt;" in text
+
+    found: list[str] = []
+
+    class Cells(HTMLParser):
+        def handle_data(self, data: str) -> None:
+            found.append(data)
+
+    Cells().feed(text)
+    place = found.index("optimizer.learning_rate")
+    assert found[place : place + 3] == ["optimizer.learning_rate", "0.001", "0.002"]
+    assert "output" not in found
+    titles = {"training loss", "training: kl", "validation: accuracy", "tokens per second"}
+    assert titles <= {*found}
+    # Points of a curve: as many as lines of metrics, and a dashed line for each teacher.
+    curve = re.search(r"training loss.*?points=\"([^\"]+)\"", text, re.S)
+    assert curve is not None and len(curve[1].split()) == 4
+    assert "teacher of c" in found
+
+
+def test_a_running_and_a_killed_run_are_told_apart(
+    tmp_path: Path, teacher_folder: Path, run_config: Settings, distil: Any
+) -> None:
+    run, file = tmp_path / "run", tmp_path / "run.yaml"
+    values = run_config(run, teacher_folder, **(RECIPE | {"train": LONG}))
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    command = [sys.executable, "-m", "launch", "pretrain", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or len(report(run).trained) < 3:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        joined = " ".join(" ".join(shown(distil, run)).split())
+        assert f"running (host {socket.gethostname()}, pid {process.pid})" in joined
+        assert "of 100,000" in joined and " left" in joined
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert "ended without a word" in " ".join(" ".join(shown(distil, run)).split())
+
+
+def test_a_failed_run_shows_its_error_and_another_machine_is_not_asked(
+    tmp_path: Path, teacher_folder: Path, run_config: Settings, distil: Any
+) -> None:
+    run = tmp_path / "run"
+    start(run_config(run, teacher_folder, **SIX))
+    status = json.loads((run / "exit_status.json").read_text())
+    status |= {"ended": "failed", "error": "loss is nan at step 2"}
+    (run / "exit_status.json").write_text(json.dumps(status))
+    assert "  error: loss is nan at step 2" in shown(distil, run)
+    (run / "exit_status.json").unlink()
+    lock = max(run.glob("pretrain.*.lock"))
+    record = json.loads(lock.read_bytes()[:1024])
+    lock.write_bytes(json.dumps(record | {"host": "elsewhere"}).encode().ljust(1024))
+    assert "unknown (host elsewhere" in " ".join(" ".join(shown(distil, run)).split())
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, distil: Any) -> None:
+    code, _, err = distil("report", tmp_path)
+    assert code == 2 and "no run has written a config.json" in err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(45, "45 s"), (600, "10 min"), (12_000, "3 h 20 min"), (187_200, "2 d 4 h")],
+)
+def test_a_time_is_said_as_people_say_it(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
