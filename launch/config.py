@@ -12,13 +12,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from data_prep.config import CorpusConfig
 from data_prep.disk.json_files import NotRegularError, read_regular_text
-from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.keys import Keys
 from data_prep.messages import one_line
-from launch.explain import explain, other_kind, unread
-from launch.recipe_config import Recipe
+from launch.explain import explain, model_of, other_kind, unread
 from pretrain import RunError
 from pretrain.config import RunConfig
 
@@ -148,18 +145,16 @@ def as_yaml(values: dict[str, Any]) -> str:
     return text
 
 
-def model_of(path: Path) -> type[Keys]:
+def kind_of(path: Path, overrides: Sequence[str] = ()) -> type[Keys]:
     """Return the class of the keys in a file: of a recipe, a corpus, examples or a run.
 
     Raises:
         ConfigError: it cannot be read.
     """
     values = _read(path)
-    if "runs" in values:
-        return Recipe
-    if "sources" in values:
-        return CorpusConfig
-    return ExamplesConfig if "task" in values and "shards" not in values else RunConfig
+    for override in overrides:
+        _apply(values, override)
+    return model_of(values) or RunConfig
 
 
 def _read(path: Path) -> dict[str, Any]:

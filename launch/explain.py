@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from data_prep.config import CorpusConfig
 from data_prep.examples.examples_config import ExamplesConfig
+from data_prep.keys import Keys
 from data_prep.messages import one_line
 from launch.recipe_config import Recipe, SweepKeys, filled
 from pretrain.config import RunConfig
@@ -39,13 +40,21 @@ _COMMANDS: dict[type[BaseModel], str] = {
 
 def other_kind(model: type[BaseModel], values: dict[str, Any], path: Path) -> str | None:
     """Return the command for a file of a different kind, such as a recipe given to `pretrain`."""
-    kinds: dict[str, type[BaseModel]] = {"runs": Recipe, "sources": CorpusConfig}
-    found = [kind for key, kind in kinds.items() if key in values]
-    found = found or [RunConfig] * bool({"shards", "teacher", "objective"} & values.keys())
-    found = found or [ExamplesConfig] * ("task" in values)
-    if not found or found[0] is model or model not in _COMMANDS:
+    found = model_of(values)
+    if found is None or found is model or model not in _COMMANDS:
         return None
-    return f"{_COMMANDS[found[0]]} {path}"
+    return f"{_COMMANDS[found]} {path}"
+
+
+def model_of(values: Mapping[str, Any]) -> type[Keys] | None:
+    """Return the class of a file's keys; None if no key tells it."""
+    if "runs" in values:
+        return Recipe
+    if "sources" in values:
+        return CorpusConfig
+    if {"shards", "teacher", "objective", "model", "optimizer"} & values.keys():
+        return RunConfig
+    return ExamplesConfig if "task" in values else None
 
 
 def unread(config: BaseModel, values: dict[str, Any]) -> str | None:

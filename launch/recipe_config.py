@@ -80,7 +80,7 @@ class EvaluateKeys(Keys):
     teacher: str | None = None
     """Model that is measured, too. None: the teacher of the runs."""
     rows: int | None = Field(None, ge=1)
-    """So many validation rows. None: 1,024."""
+    """Validation rows. None: 1,024, of sentence encoders 512 documents; of a task always all."""
     split: Split = "validation"
     """Of the shards."""
     same_vocabulary: bool = False
@@ -102,7 +102,7 @@ class ExportKeys(Keys):
     fp16: bool = False
     """Also in fp16."""
     this_cpu: bool = False
-    """int8 with all 8 bits, which older processors add up wrongly."""
+    """With `int8`: all 8 bits, which older processors add up wrongly."""
     max_drop: float = Field(0.005, ge=0, lt=1)
     """How much quality int8 may lose."""
     data: Path | None = None
@@ -157,11 +157,11 @@ class SweepKeys(Keys):
     output: Path
     """Folder of the table."""
     keep_weights: bool = False
-    """Other runs can use the results."""
+    """Of a sweep: other runs can use the results."""
     at_once: int | None = Field(None, ge=1)
-    """How many train together. None: as many as cores or GPUs allow."""
+    """Of a sweep: how many runs train together. None: as many as cores or GPUs allow."""
     sweep: dict[str, RunConfig]
-    """The runs."""
+    """Lists of values by key, or named sections of keys: a run for each combination of them."""
     groups: dict[str, str]
     """Of each run: its entry of the table, where runs differ by their seeds."""
 

@@ -17,6 +17,7 @@ from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.keys import Keys
 from launch.recipe_config import Recipe
 from pretrain.config import RunConfig
+from pretrain.objectives.objective import Objective
 
 KINDS: dict[str, type[Keys]] = {
     "run": RunConfig,
@@ -30,8 +31,7 @@ COMMANDS = {
     "examples": "distil prepare",
     "recipe": "distil recipe",
 }
-# Stages with the keys of another kind, and the runs that a sweep is written out as.
-_ELSEWHERE = ("TrainKeys", "PrepareKeys", "ExamplesKeys", "SweepKeys")
+_ELSEWHERE = ("PrepareKeys", "ExamplesKeys")  # stages with the keys of another kind of file
 _PAGE = (
     "# Every key of a config file",
     "",
@@ -65,7 +65,9 @@ class Key(NamedTuple):
 def schema(kind: str) -> dict[str, Any]:
     """Return the JSON schema of a kind of file, with the text of each key.
 
-    An editor that knows it completes keys and marks mistakes.
+    An editor that knows it completes keys and marks mistakes. It is wider than the checks of a
+    command: sections tell what they are by themselves, and of a recipe's runs `defaults` and
+    `sweep` may give what is required.
     """
     found = KINDS[kind].model_json_schema()
     classes = {each.__name__: each for each in _subclasses(Keys)}
@@ -73,7 +75,37 @@ def schema(kind: str) -> dict[str, Any]:
         for key, text in _texts(classes[name]).items():
             if key in part.get("properties", {}):
                 part["properties"][key]["description"] = text
-    return found
+    _widen(found)
+    if KINDS[kind] is Recipe:
+        parts, runs = found["$defs"], found["properties"]["runs"]["items"]
+        swept = parts.pop("SweepKeys")["properties"]
+        runs["anyOf"] = [ref for ref in runs["anyOf"] if _refs(ref) != ["SweepKeys"]]
+        added = {key: swept[key] for key in ("sweep", "keep_weights", "at_once")}
+        added["sweep"] |= {"additionalProperties": True}
+        parts["TrainKeys"]["properties"] |= added
+        models = parts["ScoresKeys"]["properties"]["models"]
+        models["additionalProperties"] = {
+            "anyOf": [{"type": "string"}, models["additionalProperties"]]
+        }
+        for name, part in parts.items():
+            if name == "TrainKeys" or issubclass(classes[name], Objective):
+                part.pop("required", None)
+        text = found["properties"]["defaults"]["description"]
+        found["properties"]["defaults"] = {"$ref": "#/$defs/TrainKeys", "description": text}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+
+
+def _widen(part: Any) -> None:
+    """Let a value be of any section that has its keys, wherever it must be of exactly one."""
+    if isinstance(part, dict):
+        if "oneOf" in part:
+            part["anyOf"] = part.pop("oneOf")
+            part.pop("discriminator", None)
+        for inner in part.values():
+            _widen(inner)
+    elif isinstance(part, list):
+        for inner in part:
+            _widen(inner)
 
 
 def keys(kind: str) -> list[Key]:
@@ -85,10 +117,18 @@ def keys(kind: str) -> list[Key]:
     sections: dict[Key, list[str]] = {}
     for key in _keys(whole, whole["$defs"], "", ""):
         sections.setdefault(key._replace(section=""), []).append(key.section)
-    found = [key._replace(section=" or ".join(names)) for key, names in sections.items()]
+    found = [key._replace(section=_joined(names)) for key, names in sections.items()]
     # Sections stand in the order in which they are met first.
     order = list(dict.fromkeys((key.path.rpartition(".")[0], key.section) for key in found))
     return sorted(found, key=lambda key: order.index((key.path.rpartition(".")[0], key.section)))
+
+
+def _joined(labels: list[str]) -> str:
+    """Return labels such as "kind: text" as one: "kind: text, jsonl"."""
+    labels = list(dict.fromkeys(labels))
+    first, _, _ = labels[0].partition(": ")
+    same = len(labels) > 1 and all(label.startswith(f"{first}: ") for label in labels)
+    return f"{first}: " + ", ".join(x.partition(": ")[2] for x in labels) if same else labels[0]
 
 
 def markdown() -> str:
@@ -121,17 +161,26 @@ def _keys(part: dict[str, Any], parts: dict[str, Any], prefix: str, section: str
     """Yield the keys of a section and of the sections in it."""
     later = []
     for name, field in part.get("properties", {}).items():
-        if "const" in field:  # says which section it is
+        if "const" in field or name == "defaults":  # says which section it is; has the keys of runs
             continue
         default = "required" if name in part.get("required", ()) else ""
-        inner = [ref for ref in _refs(field) if ref not in _ELSEWHERE]
         if "default" in field and not isinstance(field["default"], dict):
             default = _value(field["default"])
         values = _spelled(field, parts) or "keys"
         yield Key(prefix + name, values, default, field.get("description", ""), section)
-        for ref in inner:
-            label = _label(parts[ref]) if len(inner) > 1 else section
-            later.append((parts[ref], f"{prefix}{name}.", label))
+        refs = _refs(field)
+        labels = [_label(parts[ref]) if len(refs) > 1 else section for ref in refs]
+        if len(refs) > 1 and all(": " in label for label in labels):
+            teller = labels[0].partition(": ")[0]
+            which = ", ".join(label.partition(": ")[2] for label in labels)
+            yield Key(f"{prefix}{name}.{teller}", which, "", "Which section it is.", "")
+        for ref, label in zip(refs, labels, strict=True):
+            if ref == "TrainKeys":
+                own = ("sweep", "keep_weights", "at_once")
+                found = {key: parts[ref]["properties"][key] for key in own}
+                later.append(({"properties": found}, f"{prefix}{name}.", label))
+            elif ref not in _ELSEWHERE:
+                later.append((parts[ref], f"{prefix}{name}.", label))
     for inner_part, path, label in later:
         yield from _keys(inner_part, parts, path, label)
 

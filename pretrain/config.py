@@ -89,18 +89,19 @@ class Student(Keys):
     a DistilBERT, and others are of their teacher's family.
     """
     num_layers: int | None = Field(None, ge=1, le=256)
-    """How many layers. None: half of the teacher's."""
+    """How many layers. None: half of the teacher's, as many as `init` lists, or one in a bilstm."""
     hidden_size: int | None = Field(None, ge=1, le=2**14)
-    """Width; of a bilstm, of both directions. None: the teacher's. Another one needs `init: random`
-    or a folder, and so below.
+    """Width; of a bilstm, of both directions (None: 300). None: the teacher's. Another one needs
+    `init: random` or a folder, and so below.
     """
     num_attention_heads: int | None = Field(None, ge=1, le=2**10)
     """Heads of each layer. None: as many as the teacher has."""
     intermediate_size: int | None = Field(None, ge=1, le=2**16)
-    """Inner width of the feed-forward part; of a bilstm, of its classifier. None: the teacher's."""
+    """Inner width of the feed-forward part. None: the teacher's. Of a bilstm's classifier: 200."""
     init: tuple[int, ...] | str = "teacher"
     """`teacher` (its layers, evenly spaced up to the last), a list of the teacher's layers from 0,
-    `random` (the paper loses 3.7 points of GLUE with it), or a folder to continue from.
+    `random` (the paper loses 3.7 points of GLUE with it; a bilstm's default), or a folder to
+    continue from.
     """
     dropout: float = Field(0.1, ge=0, lt=1)
     """Share of the hidden states that dropout zeroes, also of a folder that has another."""
@@ -160,9 +161,8 @@ class MaskingConfig(Keys):
     """Select the tokens to predict."""
 
     probability: _Share | tuple[_Share, _Share] = 0.15
-    """Share of each row's tokens that are to be predicted, 15 % as in BERT, and 0 by default with
-    objectives whose papers read text without masks; [0.3, 0.15] changes in a line from the first
-    step to the last.
+    """Share of each row's tokens that are to be predicted: 15 % as in BERT; [0.3, 0.15] changes in
+    a line from the first step to the last. Objectives but distilbert and mlm have 0 by default.
     """
     mode: Literal["uniform", "smoothed", "whole_word", "span"] = "uniform"
     """How they are drawn: uniformly, weighted by count ** -0.7 (`smoothed`, as DistilBERT's
@@ -201,8 +201,7 @@ class Optimizer(Keys):
     """The whole gradient is scaled down to this norm before an update."""
     schedule: Literal["linear", "cosine", "wsd"] = "linear"
     """How the rate falls to 0 after the warm-up: in a line, as half a cosine, or (wsd) in a line
-    over the last steps. Only a wsd run can be extended, from the checkpoint before its decay, by
-    `resume_from`.
+    over the last steps. A wsd run keeps the checkpoint before its decay, for `resume_from`.
     """
     decay_ratio: float = Field(0.1, gt=0, le=1)
     """With schedule wsd: share of all steps in which the rate falls."""
@@ -241,15 +240,15 @@ class Train(Keys):
     """Rows of one optimizer step over all ranks, the paper's "up to 4K"; gradient accumulation
     follows from it.
     """
-    micro_batch_size: int | Literal["auto"] | None = None
+    micro_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Rows at a time of one rank. auto, the default on a GPU, is the most that fit, found before
     the first step; the default on a CPU is up to 8 rows, or 16 examples of a task.
     """
     precision: PrecisionName = "auto"
     """auto is bf16 or fp16 where the hardware is faster in it, else fp32."""
     products: ProductsName = "auto"
-    """Library of a CPU's matrix products in fp32. auto takes what a table knows of the processor;
-    head: oneDNN for logits; mixed: for all but gradients of weights.
+    """Library of a CPU's matrix products in fp32. auto takes what a table knows of the processor,
+    else mixed. head: oneDNN for logits; mixed: for all but gradients of weights.
     """
     seed: int = Field(0, ge=0, lt=2**64)
     """Of weights, order, masks and dropout."""
@@ -292,9 +291,13 @@ class Checkpoint(Keys):
     """Save what a run needs to continue; the last step is always saved."""
 
     every: int = Field(500, ge=0)
-    """Steps between checkpoints, the most work that a crash can cost. 0: only at the end."""
+    """Steps between checkpoints, the most work that a crash can cost. 0: only at the end, before a
+    decay, and when a signal stops the run.
+    """
     keep: int = Field(3, ge=1)
-    """How many of the last ones stay, besides the one with the lowest validation loss."""
+    """How many of the last ones stay, besides the one with the lowest validation loss and the one
+    before a decay.
+    """
     weights_only: bool = False
     """At the end, without the optimizer's state: a third of the disk, and it cannot be continued.
     """
@@ -318,7 +321,7 @@ class RunConfig(Keys):
     """Folder that `distil prepare` wrote."""
     resume_from: Path | None = None
     """Another run: this one begins with its weights, optimizer state and position, and may have
-    other `train.max_steps` and another schedule. Of a wsd run it continues before the decay.
+    another length and another schedule. Of a wsd run it continues before the decay.
     """
     teacher: str | None = None
     """Folder, run or hub name of the teacher."""
@@ -340,8 +343,8 @@ class RunConfig(Keys):
     task: AnyTask = TASKS[DistilBert.tasks[0]](name=DistilBert.tasks[0])
     """What an example is."""
     masking: MaskingConfig = MaskingConfig()
-    """Which tokens are to be predicted. Evaluation is uniform at 15 % in every run, so that runs
-    compare.
+    """Which tokens are to be predicted. Where they are, evaluation is uniform at 15 % in every run,
+    so that runs compare.
     """
     optimizer: Optimizer = Optimizer()
     """AdamW and its learning rate; the defaults are DistilBERT's."""

@@ -115,7 +115,8 @@ def train(
                 "the machines differ: set train.products, to mkl for instance",
             )
         stack.enter_context(products.using(inputs.config.train.products))
-        stack.enter_context(freed_memory_kept())
+        if ranks.device.type == "cpu":
+            stack.enter_context(freed_memory_kept())
         # Before the first collective call on tensors: ranks with other files would hang there, or
         # train on different data.
         same_everywhere(ranks, inputs.names(stop_after))

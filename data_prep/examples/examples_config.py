@@ -45,8 +45,8 @@ class Columns(Keys):
     label: Column | None = None
     """Column of the label. None: `label`, of tagging `tags`, of answers `answers`."""
     probabilities: Column | tuple[Column, ...] | None = None
-    """Column of a list of numbers for each example, as a large model gives them, or a column for
-    each label.
+    """Of classification, with `labels`: the column of a list of numbers for each example, as a
+    large model gives them, or a column for each label.
     """
     id: Column | None = None
     """Column of a name of the example. None: its number in the file."""
@@ -106,9 +106,9 @@ class ExamplesConfig(Keys):
     tokenizer: Annotated[str, Field(min_length=1)] | VocabularyTokenizer | JsonTokenizer
     """Name or folder of a model, whose tokenizer it is, or a section as in a corpus."""
     max_length: RowLength = 128
-    """Longest example in tokens."""
+    """Longest example in tokens; of question answering more than `stride` + 8."""
     longer: Literal["refuse", "cut"] = "refuse"
-    """What happens to a longer one."""
+    """What happens to a longer one. A context of question answering becomes several rows."""
     stride: Annotated[int, Field(ge=0)] = 128
     """Tokens that two rows of one context share, in question answering."""
     most: Annotated[int, Field(ge=1)] | None = None

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
 
+from pydantic import Field
+
 from data_prep import CorpusError
 from data_prep.messages import error_line
 from data_prep.sources.document import Document, Rejected
@@ -64,6 +66,8 @@ class HuggingFace(RecordSource):
     """Read a dataset of the hub (its name) or of a local folder; `config` is its configuration."""
 
     kind: Literal["huggingface"] = "huggingface"
+    path: str = Field(min_length=1)
+    """Name of a dataset on the hub, or a local folder of one."""
     config: str | None = None
     """Configuration of the dataset."""
     split: str = "train"

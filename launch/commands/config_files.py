@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -39,6 +40,8 @@ def keys(
             raise RunError("--markdown: prints the whole page; leave out the others")
         typer.echo(reference.markdown(), nl=False)
         return
+    # As messages name a key: runs.0.train.seed, defaults.train.
+    prefix = re.sub(r"^(defaults\.|runs\.\d+\.)|\.\d+(?=\.|$)", "", prefix)
     found = False
     for each in [kind] if kind else reference.KINDS:
         group = None
@@ -48,7 +51,7 @@ def keys(
             if group != (each, key.section):
                 group = each, key.section
                 with_ = f", with {key.section}" if key.section else ""
-                show(f"{reference.COMMANDS[each]} ({each}){with_}:")
+                show(textwrap.fill(f"{reference.COMMANDS[each]} ({each}){with_}:", 80))
             default = f"; default {key.default}" if key.default not in ("", "required") else ""
             needed = "; required" if key.default == "required" else ""
             head = f"{key.path}: {key.values}{default}{needed}"
@@ -86,33 +89,41 @@ def show_file(
 ) -> None:
     """Check a file, and print its keys as they are read, overrides included.
 
+    Sweeps and defaults of a recipe are written out: this is for reading. Passwords in URLs are left
+    out.
+
     Example: distil config show configs/demo.yaml --diff runs/demo
     """
+    from data_prep.disk.credentials import masked
     from launch.config import as_yaml
     from pretrain import RunError
 
-    if diff is not None:
-        if resolved:
-            raise RunError("--diff: compares all values; leave out --resolved")
-        ours, theirs = (
-            flat(loaded(path, given).model_dump(mode="json"))
-            for path, given in ((file, overrides or []), (diff, []))
-        )
-        for key in dict.fromkeys([*ours, *theirs]):
-            here, there = (json.dumps(each.get(key)) for each in (ours, theirs))
-            if here != there:
-                typer.echo(f"{key}: {here} -> {there}")
+    ours = loaded(file, overrides or [])
+    if diff is None:
+        values = ours.model_dump(mode="json", exclude_unset=not resolved)
+        typer.echo(masked(as_yaml(values)), nl=False)
         return
-    values = loaded(file, overrides or []).model_dump(mode="json", exclude_unset=not resolved)
-    typer.echo(as_yaml(values), nl=False)
+    if resolved:
+        raise RunError("--diff: compares all values; leave out --resolved")
+    theirs = loaded(diff, [])
+    if type(ours) is not type(theirs):
+        raise RunError(f"--diff {diff}: is another kind of file than {file}")
+    here, there = (flat(each.model_dump(mode="json")) for each in (ours, theirs))
+    for key in dict.fromkeys([*here, *there]):
+        before, after = (json.dumps(x[key]) if key in x else "-" for x in (here, there))
+        if before != after:
+            typer.echo(masked(f"{key}: {before} -> {after}"))
 
 
 def loaded(path: Path, overrides: list[str]) -> Keys:
     """Return the config in a file of any kind, or in a run's folder."""
-    from launch.config import load_config, model_of
+    from launch.config import kind_of, load_config
+    from pretrain import RunError
 
     file = path / "config.json" if path.is_dir() else path
-    return load_config(model_of(file), file, overrides)
+    if path.is_dir() and not file.exists():
+        raise RunError(f"{path}: a folder without a config.json; give a file, or a run's folder")
+    return load_config(kind_of(file, overrides), file, overrides)
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -120,7 +131,8 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(values, dict):
         items = [(str(key), value) for key, value in values.items()]
     elif isinstance(values, list) and any(isinstance(value, dict) for value in values):
-        items = [(str(place), value) for place, value in enumerate(values)]
+        # Stages are told by their output, which an inserted one leaves as it is.
+        items = [(str(v.get("output", i)), v) for i, v in enumerate(values)]
     else:
         return {prefix: values}
     return {

@@ -59,7 +59,7 @@ def launch(
     for text in skip_rows or []:
         parse_rows(text)
     with end_on_signal():
-        from launch.config import model_of
+        from launch.config import kind_of
         from launch.recipe_config import Recipe
         from launch.torchrun.start import Launch, start
 
@@ -83,7 +83,7 @@ def launch(
             stop_after=stop_after,
             skip_rows=tuple(skip_rows or ()),
         )
-        if model_of(config) is not Recipe:
+        if kind_of(config) is not Recipe:
             raise typer.Exit(start(asked))
         from launch.stages.launched import check, make
 

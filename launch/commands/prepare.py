@@ -57,7 +57,7 @@ def prepare(
     from data_prep import CorpusError
     from data_prep.config import CorpusConfig
     from data_prep.examples.examples_config import ExamplesConfig
-    from launch.config import config_line, load_config, model_of
+    from launch.config import config_line, kind_of, load_config
 
     # Options that contradict each other are refused before the config is read.
     if task is not None and stage is None:
@@ -76,7 +76,7 @@ def prepare(
             "--dry-run"
         )
     check_record(record)
-    if model_of(config) is ExamplesConfig:
+    if kind_of(config) is ExamplesConfig:
         if stage is not None or finalize or dry_run or accept_code or parquet or upload:
             raise CorpusError(f"{config}: a task's data takes no option but --record: leave it out")
         prepare_examples(load_config(ExamplesConfig, config, overrides or []), record)

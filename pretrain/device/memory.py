@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Matches the messages of torch, CUDA, Python and the system.
 OUT_OF_MEMORY = (
@@ -40,7 +41,7 @@ def freed_memory_kept() -> Iterator[None]:
     embeddings and each tile of logits begins with new pages. These take up to a fifth of the time
     of a step on CPUs (docs/performance.md).
     """
-    libc = ctypes.CDLL(None)
+    libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
     if not hasattr(libc, "mallopt"):
         yield
         return

@@ -12,7 +12,7 @@ import yaml
 from support.shipped import CONFIGS
 
 from launch import reference
-from launch.config import model_of
+from launch.config import kind_of
 from launch.recipe_config import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,20 +46,18 @@ def test_every_key_has_a_text(kind: str) -> None:
 def test_the_keys_of_shipped_files_are_explained(file: Path) -> None:
     """Compare with what people write, which no class has told."""
     known = {kind: {key.path for key in reference.keys(kind)} for kind in reference.KINDS}
-    values, model = yaml.safe_load(file.read_text(encoding="utf-8")), model_of(file)
-    names = {"name", "kind", "stage"}  # which section it is
+    values, model = yaml.safe_load(file.read_text(encoding="utf-8")), kind_of(file)
     if model is not Recipe:
         kind = next(kind for kind, each in reference.KINDS.items() if each is model)
-        found = {key for key in written(values) if key.rpartition(".")[2] not in names}
+        found = {*written(values)}
         assert found <= known[kind], found - known[kind]
         return
     stages = {"prepare": "corpus", "examples": "examples", "train": "run"}
     own = {key.removeprefix("runs.") for key in known["recipe"]}
-    own |= {"sweep", "keep_weights", "at_once"}
     for entry in [values.get("defaults") or {}, *values["runs"]]:
         entry.pop("sweep", None)
         for key in written(entry):
-            if key.rpartition(".")[2] in names or key.split(".")[0] in ("models", "published"):
+            if key.split(".")[0] in ("models", "published"):  # whose keys are names
                 continue
             assert key in own | known[stages.get(entry.get("stage", "train"), "recipe")], key
 
@@ -77,22 +75,43 @@ def test_a_key_is_shown_with_what_it_takes(distil: Any) -> None:
         "  train.max_steps: integer, at least 1, at most 2,147,483,648; default none",
         "      Optimizer steps, instead of epochs.",
     ]
-    code, out, _ = distil("config", "keys", "objective.temperature", "--kind", "run")
-    assert code == 0 and "with name: kd" in out and "with name: distilbert" in out
-    assert all(len(line) <= 80 for line in out.splitlines())
+    for prefix, parts in (
+        ("runs.3.train.max_steps", ["train.max_steps"]),  # as messages name it
+        ("objective.version", ["with name: minilm"]),
+        ("objective.name", ["objective.name: ", "mlm", "finetune", "kd"]),
+        ("runs.sweep", ["(recipe), with stage: train", "a run for each combination"]),
+        ("sources.path", ["with kind: mediawiki", "Name of a dataset on the hub"]),
+    ):
+        code, out, _ = distil("config", "keys", prefix)
+        joined = " ".join(out.split())
+        assert code == 0 and [part for part in parts if part not in joined] == [], out
+        assert all(len(line) <= 80 for line in out.splitlines())
     code, _, err = distil("config", "keys", "trian")
     assert code == 2 and "trian: no key begins so" in err
 
 
-def test_a_schema_accepts_what_a_file_has_and_refuses_a_wrong_key(distil: Any) -> None:
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_schema_accepts_shipped_files_and_refuses_a_wrong_key(file: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    code, out, _ = distil("config", "schema")
-    assert code == 0
-    values = yaml.safe_load((CONFIGS / "demo.yaml").read_text(encoding="utf-8"))
-    jsonschema.validate(values, json.loads(out))
-    values["train"]["max_stpes"] = 3
+    model = kind_of(file)
+    kind = next(kind for kind, each in reference.KINDS.items() if each is model)
+    values, schema = yaml.safe_load(file.read_text(encoding="utf-8")), reference.schema(kind)
+    jsonschema.validate(values, schema)
+    entry = values["runs"][0] if model is Recipe else values
+    entry["ouput"] = "runs/x"
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(values, json.loads(out))
+        jsonschema.validate(values, schema)
+
+
+def test_a_schema_takes_what_has_a_default() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = reference.schema("run")
+    run: dict[str, Any] = {"output": "o", "shards": "s", "teacher": "t"}
+    for objective in ({}, {"temperature": 3}, {"name": "mlm"}, {"mse": 1, "cosine": 1}):
+        jsonschema.validate(run | {"objective": objective, "task": {}}, schema)
+    for wrong in ({"objective": {"klo": 1}}, {"train": {"micro_batch_size": 0}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(run | wrong, schema)
 
 
 def test_a_file_is_shown_and_compared(tmp_path: Path, distil: Any) -> None:
@@ -116,3 +135,27 @@ def test_a_file_is_shown_and_compared(tmp_path: Path, distil: Any) -> None:
     ]
     code, _, err = distil("config", "show", file, "train.max_stpes=1")
     assert code == 2 and "max_stpes" in err
+    code, _, err = distil("config", "show", file, "--diff", CONFIGS / "glue.yaml")
+    assert code == 2 and "another kind of file" in err
+    code, _, err = distil("config", "show", tmp_path)
+    assert code == 2 and "a folder without a config.json" in err
+
+
+def test_a_recipe_is_compared_stage_by_stage_and_passwords_are_left_out(
+    tmp_path: Path, distil: Any
+) -> None:
+    run = "output: {}, shards: s, teacher: t"
+    secret = "https://user:hunter2@example.com/a.txt?X-Amz-Signature=abc"
+    stage = f"stage: prepare, output: c, sources: [{{kind: text, path: '{secret}'}}]"
+    before, after = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    before.write_text(f"runs: [{{{run.format('a')}}}, {{{run.format('b')}}}]", encoding="utf-8")
+    after.write_text(
+        f"runs: [{{{stage}}}, {{{run.format('a')}}}, {{{run.format('b')}, train: {{seed: 1}}}}]",
+        encoding="utf-8",
+    )
+    code, out, _ = distil("config", "show", before, "--diff", after)
+    assert code == 0 and "hunter2" not in out and "abc" not in out
+    lines = [line for line in out.splitlines() if not line.startswith("runs.c.")]
+    assert lines == ["runs.b.train.seed: 0 -> 1"] and 'runs.c.output: - -> "c"' in out
+    code, out, _ = distil("config", "show", after)
+    assert code == 0 and "example.com/a.txt" in out and "hunter2" not in out
