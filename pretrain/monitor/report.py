@@ -108,7 +108,8 @@ def report(run: Path) -> RunReport:
         name=str(run),
         config=config,
         state=said,
-        running=held.alive,
+        # A start removes the status of the one before.
+        running=held.alive if status is None else bool(held.alive),
         starts=held.generation,
         num_steps=state.get("num_steps") or (status or {}).get("num_steps") or _steps(config),
         lines=[line for line in lines if {"kind", "step"} <= line.keys()],

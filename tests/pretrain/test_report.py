@@ -112,10 +112,12 @@ def test_a_failed_run_shows_its_error_and_another_machine_is_not_asked(
     status |= {"ended": "failed", "error": "loss is nan at step 2"}
     (run / "exit_status.json").write_text(json.dumps(status))
     assert "  error: loss is nan at step 2" in shown(distil, run)
-    (run / "exit_status.json").unlink()
     lock = max(run.glob("pretrain.*.lock"))
     record = json.loads(lock.read_bytes()[:1024])
     lock.write_bytes(json.dumps(record | {"host": "elsewhere"}).encode().ljust(1024))
+    assert report(run).running is False  # it has said that it ended
+    (run / "exit_status.json").unlink()
+    assert report(run).running is None
     assert "unknown (host elsewhere" in " ".join(" ".join(shown(distil, run)).split())
 
 
