@@ -31,6 +31,7 @@ COMMANDS = {
     "examples": "distil prepare",
     "recipe": "distil recipe",
 }
+_OF_SWEEPS = ("sweep", "keep_weights", "at_once")  # keys of a run that is made several times
 _ELSEWHERE = ("PrepareKeys", "ExamplesKeys")  # stages with the keys of another kind of file
 _PAGE = (
     "# Every key of a config file",
@@ -80,7 +81,7 @@ def schema(kind: str) -> dict[str, Any]:
         parts, runs = found["$defs"], found["properties"]["runs"]["items"]
         swept = parts.pop("SweepKeys")["properties"]
         runs["anyOf"] = [ref for ref in runs["anyOf"] if _refs(ref) != ["SweepKeys"]]
-        added = {key: swept[key] for key in ("sweep", "keep_weights", "at_once")}
+        added = {key: swept[key] for key in _OF_SWEEPS}
         added["sweep"] |= {"additionalProperties": True}
         parts["TrainKeys"]["properties"] |= added
         models = parts["ScoresKeys"]["properties"]["models"]
@@ -111,7 +112,7 @@ def _widen(part: Any) -> None:
 def keys(kind: str) -> list[Key]:
     """Return all keys of a kind of file, each section's in the order of its class.
 
-    A key that several sections share is there once, with the names of all of them.
+    A key that several sections share is listed once, with the names of all of them.
     """
     whole = schema(kind)
     sections: dict[Key, list[str]] = {}
@@ -145,12 +146,8 @@ def markdown() -> str:
                 group = here
                 section = f"with `{here[1]}`" if here[1] else ""
                 title = " ".join(filter(None, (f"`{here[0]}`" if here[0] else "", section)))
-                lines += [
-                    *(["", f"### {title}"] if title else []),
-                    "",
-                    "| key | takes | default | |",
-                ]
-                lines.append("|---|---|---|---|")
+                lines += ["", f"### {title}"] if title else []
+                lines += ["", "| key | takes | default | |", "|---|---|---|---|"]
             cells = key.path.rpartition(".")[2], key.values, key.default, key.text
             shown = (cell.replace("|", "\\|").replace("\n", " ") for cell in cells)
             lines.append("| {} |".format(" | ".join(shown)))
@@ -176,8 +173,7 @@ def _keys(part: dict[str, Any], parts: dict[str, Any], prefix: str, section: str
             yield Key(f"{prefix}{name}.{teller}", which, "", "Which section it is.", "")
         for ref, label in zip(refs, labels, strict=True):
             if ref == "TrainKeys":
-                own = ("sweep", "keep_weights", "at_once")
-                found = {key: parts[ref]["properties"][key] for key in own}
+                found = {key: parts[ref]["properties"][key] for key in _OF_SWEEPS}
                 later.append(({"properties": found}, f"{prefix}{name}.", label))
             elif ref not in _ELSEWHERE:
                 later.append((parts[ref], f"{prefix}{name}.", label))
@@ -197,8 +193,7 @@ def _refs(field: dict[str, Any]) -> list[str]:
     """Return the names of the sections that may stand at a key."""
     if "$ref" in field:
         return [field["$ref"].rpartition("/")[2]]
-    inner = [*field.get("anyOf", ()), *field.get("oneOf", ())]
-    inner += [field["items"]] if "items" in field else []
+    inner = [*field.get("anyOf", ()), *([field["items"]] if "items" in field else [])]
     return [name for each in inner for name in _refs(each)]
 
 
@@ -210,16 +205,15 @@ def _spelled(field: dict[str, Any], parts: dict[str, Any]) -> str:
         return ", ".join(map(str, field["enum"]))
     if "const" in field:
         return str(field["const"])
-    if several := [*field.get("anyOf", ()), *field.get("oneOf", ())]:
-        found = [_spelled(each, parts) for each in several if each.get("type") != "null"]
+    if "anyOf" in field:
+        found = [_spelled(each, parts) for each in field["anyOf"] if each.get("type") != "null"]
         return " or ".join(dict.fromkeys(filter(None, found)))
-    kind = field.get("type", "")
     bounds = [text.format(_value(field[key])) for key, text in _BOUNDS.items() if key in field]
     if "items" in field:
         return f"list of {_spelled(field['items'], parts)}"
     if "prefixItems" in field:
         return "[{}]".format("; ".join(_spelled(each, parts) for each in field["prefixItems"]))
-    kind = field.get("format", kind) if field.get("format") == "path" else kind
+    kind = "path" if field.get("format") == "path" else field.get("type", "")
     return ", ".join([_TYPES.get(kind, kind), *bounds])
 
 

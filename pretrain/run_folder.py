@@ -370,9 +370,15 @@ def noted_layers(state: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested keys joined by dots: {"a": {"b": 1}} gives {"a.b": 1}."""
+    """Return nested keys joined by dots: {"a": {"b": 1}} gives {"a.b": 1}.
+
+    Sections in a list have their `output` as key, which an inserted one leaves as it is, or their
+    place.
+    """
     flat: dict[str, Any] = {}
     for key, value in values.items():
+        if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+            value = {str(each.get("output", i)): each for i, each in enumerate(value)}
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")
         else:

@@ -6,7 +6,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -97,6 +97,7 @@ def show_file(
     from data_prep.disk.credentials import masked
     from launch.config import as_yaml
     from pretrain import RunError
+    from pretrain.run_folder import flatten
 
     ours = loaded(file, overrides or [])
     if diff is None:
@@ -108,7 +109,7 @@ def show_file(
     theirs = loaded(diff, [])
     if type(ours) is not type(theirs):
         raise RunError(f"--diff {diff}: is another kind of file than {file}")
-    here, there = (flat(each.model_dump(mode="json")) for each in (ours, theirs))
+    here, there = (flatten(each.model_dump(mode="json")) for each in (ours, theirs))
     for key in dict.fromkeys([*here, *there]):
         before, after = (json.dumps(x[key]) if key in x else "-" for x in (here, there))
         if before != after:
@@ -124,19 +125,3 @@ def loaded(path: Path, overrides: list[str]) -> Keys:
     if path.is_dir() and not file.exists():
         raise RunError(f"{path}: a folder without a config.json; give a file, or a run's folder")
     return load_config(kind_of(file, overrides), file, overrides)
-
-
-def flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested sections and lists of sections by their dotted keys."""
-    if isinstance(values, dict):
-        items = [(str(key), value) for key, value in values.items()]
-    elif isinstance(values, list) and any(isinstance(value, dict) for value in values):
-        # Stages are told by their output, which an inserted one leaves as it is.
-        items = [(str(v.get("output", i)), v) for i, v in enumerate(values)]
-    else:
-        return {prefix: values}
-    return {
-        key: inner
-        for name, value in items
-        for key, inner in flat(value, f"{prefix}.{name}" if prefix else name).items()
-    }

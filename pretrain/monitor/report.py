@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.disk.locks import holder
+from data_prep.messages import duration
 from data_prep.shards import CorpusError, load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig
@@ -181,17 +182,6 @@ def html(found: Sequence[RunReport]) -> str:
         )
     )
     return "\n".join(parts) + "\n"
-
-
-def duration(seconds: float) -> str:
-    """Return a time as people say it: 45 s, 12 min, 3 h 20 min, 2 d 4 h."""
-    minutes = round(seconds / 60)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if minutes < 120:
-        return f"{minutes} min"
-    hours = minutes // 60
-    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def _steps(config: RunConfig) -> int | None:

@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from pretrain import RunError
 from pretrain.contracts.terms import Encoded, Shape, Signal, SignalTerm, Term, constant, wide
 from pretrain.objectives.finetune import labels_term
 from pretrain.objectives.kd import soft_term
-from pretrain.objectives.objective import Objective, Part, layer_pairs
+from pretrain.objectives.objective import Objective, Part, check_width, layer_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,12 +79,8 @@ class Insights(Objective):
     def check(self, student: Shape, teacher: Shape) -> None:
         """Refuse layers that are not those of the models, and another width."""
         layer_pairs(self.layers, student.num_layers, teacher)
-        if student.hidden_size != teacher.hidden_size and (self.hidden or self.embedding):
-            raise RunError(
-                f"objective insights: compares hidden states, and the student's have "
-                f"{student.hidden_size} numbers, the teacher's {teacher.hidden_size}; set "
-                f"student.hidden_size: {teacher.hidden_size}"
-            )
+        if self.hidden or self.embedding:
+            check_width(self.name, student, teacher)
 
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return the labels' loss, and the terms that are on."""

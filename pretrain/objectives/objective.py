@@ -40,6 +40,22 @@ def layer_pairs(
     return tuple(enumerate(layers))
 
 
+def check_width(name: str, student: Shape, teacher: Shape, otherwise: str = "") -> None:
+    """Refuse a student whose hidden states cannot be compared with the teacher's.
+
+    Args:
+        name: of the objective.
+        student, teacher: their sizes.
+        otherwise: what else the user may do, after a comma.
+    """
+    if student.hidden_size != teacher.hidden_size:
+        raise RunError(
+            f"objective {name}: compares hidden states, and the student's have "
+            f"{student.hidden_size} numbers, the teacher's {teacher.hidden_size}; set "
+            f"student.hidden_size: {teacher.hidden_size}{otherwise}"
+        )
+
+
 class Part(NamedTuple):
     """Describe a term before torch is imported, for checks of a config and for the model card."""
 

@@ -24,7 +24,7 @@ from pretrain import RunError
 from pretrain.contracts.terms import Encoded, Shape, Signal, SignalTerm, Term, constant, wide
 from pretrain.objectives.finetune import labels_term
 from pretrain.objectives.kd import soft_term
-from pretrain.objectives.objective import Objective, Part, layer_pairs
+from pretrain.objectives.objective import Objective, Part, check_width, layer_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -102,12 +102,7 @@ class PatientDistillation(Objective):
     def check(self, student: Shape, teacher: Shape) -> None:
         """Refuse a map of layers that does not fit, and a width that differs from the teacher's."""
         self.pairs(student, teacher)
-        if student.hidden_size != teacher.hidden_size:
-            raise RunError(
-                f"objective pkd: compares hidden states, and the student's have "
-                f"{student.hidden_size} numbers, the teacher's {teacher.hidden_size}; set "
-                f"student.hidden_size: {teacher.hidden_size}, or take objective kd"
-            )
+        check_width(self.name, student, teacher, ", or take objective kd")
 
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return the terms with a weight above 0."""

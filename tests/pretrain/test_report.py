@@ -18,7 +18,8 @@ import pytest
 import yaml
 from support.runs import RECIPE, start
 
-from pretrain.monitor.report import duration, report
+from data_prep.messages import duration
+from pretrain.monitor.report import report
 
 Settings = Callable[..., dict[str, Any]]
 SIX = RECIPE | {"train": {**RECIPE["train"], "max_steps": 6}}
@@ -128,7 +129,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, distil: Any) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(45, "45 s"), (600, "10 min"), (12_000, "3 h 20 min"), (187_200, "2 d 4 h")],
+    [(45, "45 s"), (600, "10 min"), (12_000, "3.3 h"), (187_200, "52.0 h")],
 )
 def test_a_time_is_said_as_people_say_it(seconds: float, text: str) -> None:
     assert duration(seconds) == text
