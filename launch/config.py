@@ -231,7 +231,10 @@ def _parse(where: str, text: str) -> Any:
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in `values`; a number in the key is an index of a list."""
+    """Set one `section.key=value` in `values`; a number in the key is an index of a list.
+
+    A sweep has keys with dots: `runs.1.sweep.train.seed=[0]` replaces its `train.seed`.
+    """
     dotted, equals, text = override.partition("=")
     parts = dotted.strip().split(".")
     shown = repr(one_line(override, _SHOWN))
@@ -239,14 +242,16 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{shown} is not an override; write section.key=value")
     here: Any = values
     for depth, part in enumerate(parts):
-        key: Any = part
+        rest = ".".join(parts[depth:])
+        whole = isinstance(here, dict) and rest in here
+        key: Any = rest if whole else part
         if isinstance(here, list):
             if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(here):
                 raise ConfigError(
                     f"{shown}: {one_line(part, _SHOWN)} is not a number from 0 to {len(here) - 1}"
                 )
             key = int(part)
-        if depth == len(parts) - 1:
+        if whole or depth == len(parts) - 1:
             here[key] = _parse(f"{shown}:", text)
             return
         if isinstance(here, dict) and here.get(key) is None:

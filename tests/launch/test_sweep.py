@@ -128,6 +128,23 @@ def test_a_swept_student_has_the_teacher_of_its_seed_and_the_table_is_right(
     assert files == {path: path.stat().st_mtime_ns for path in files}
 
 
+def test_an_override_narrows_a_sweep(distil: Distil, recipe: dict[str, Any]) -> None:
+    narrowed = (
+        "runs.1.sweep.train.seed=[1]",
+        "runs.1.sweep.short.optimizer.learning_rate=2e-4",
+        "runs.1.sweep.long.optimizer.learning_rate=3e-2",
+    )
+    code, out, err = distil("recipe", write(recipe), *narrowed)
+    assert code == 0, out + err
+    assert {path.name for path in Path().glob("student-*")} == {
+        "student-seed1-short",
+        "student-seed1-long",
+    }
+    for name, rate in (("short", 2e-4), ("long", 3e-2)):
+        state = json.loads(Path(f"student-seed1-{name}", "result.json").read_bytes())["state"]
+        assert state["config"]["optimizer"]["learning_rate"] == rate
+
+
 def test_a_run_of_a_sweep_is_the_run_without_one(distil: Distil, recipe: dict[str, Any]) -> None:
     recipe["runs"] = recipe["runs"][:1]
     assert distil("recipe", write(recipe)).code == 0
