@@ -167,6 +167,8 @@ class Plan(NamedTuple):
     lines: tuple[str, ...]  # to show, in plain words
     flop: float | None = None  # of the whole run, where sizes and rows are known
     disk: int = 0  # bytes of its checkpoints
+    teacher: Sizes | None = None
+    rows: Planned | None = None  # of the shards, where they are known
 
 
 def plan(
@@ -232,7 +234,8 @@ def plan(
     # The newest checkpoints, and the one that is being written.
     num = config.checkpoint.keep + 1 if config.checkpoint.every else 1
     disk = num * checkpoint_bytes(student, there)
-    return Plan(student, tuple(lines), flop(config, student, teacher, there) * tokens, disk)
+    work = flop(config, student, teacher, there) * tokens
+    return Plan(student, tuple(lines), work, disk, teacher, there)
 
 
 def num_steps(config: RunConfig, num_rows: int) -> int:

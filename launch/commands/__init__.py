@@ -23,6 +23,10 @@ Run = Annotated[Path, typer.Argument(help="The output folder of a run.")]
 StopAfter = Annotated[
     int | None, typer.Option(help="Stop after this step; the schedule stays.", min=1)
 ]
+Tokens = Annotated[
+    float | None,
+    typer.Option(help="With --dry-run: of shards that do not exist yet, 4e9 for instance.", min=1),
+]
 RecordFile = Annotated[
     Path | None,
     typer.Option(help="Also append the figures to this JSON file.", metavar="FILE"),

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from launch.commands import Config, Overrides, SkipRows, StopAfter, parse_rows
-from launch.console import keep_going
+from launch.commands import Config, Overrides, SkipRows, StopAfter, Tokens, parse_rows
+from launch.console import keep_going, show
 from launch.torchrun.hardware import PRESET_NAMES
 from pretrain.signals import end_on_signal
 
@@ -29,7 +29,7 @@ def launch(
     ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the command, start nothing.")
+        bool, typer.Option("--dry-run", help="Show what it would take, and the command.")
     ] = False,
     node_rank: Annotated[
         int | None, typer.Option(help="This node's number, from 0; Slurm knows it.", min=0)
@@ -49,6 +49,7 @@ def launch(
     max_restarts: Annotated[int, typer.Option(help="Restarts after a crash.", min=0)] = 3,
     stop_after: StopAfter = None,
     skip_rows: SkipRows = None,
+    tokens: Tokens = None,
 ) -> None:
     """Train with several processes, on one node or many: shows the exact command and starts it.
 
@@ -59,9 +60,12 @@ def launch(
     for text in skip_rows or []:
         parse_rows(text)
     with end_on_signal():
-        from launch.config import kind_of
+        from launch.config import kind_of, load_config
         from launch.recipe_config import Recipe
+        from launch.stages.estimate import run_lines
         from launch.torchrun.start import Launch, start
+        from pretrain import RunError
+        from pretrain.config import RunConfig
 
         if not dry_run:
             keep_going()
@@ -83,7 +87,13 @@ def launch(
             stop_after=stop_after,
             skip_rows=tuple(skip_rows or ()),
         )
+        if tokens is not None and not dry_run:
+            raise RunError("--tokens is for --dry-run: add that")
         if kind_of(config) is not Recipe:
+            if dry_run:
+                run = load_config(RunConfig, config, asked.with_hardware)
+                about = run_lines(run, asked, tokens=tokens, needs_shards=False)
+                show(*(f"# {line}" for line in about))
             raise typer.Exit(start(asked))
         from launch.stages.launched import check, make
 

@@ -7,8 +7,17 @@ from typing import Annotated
 
 import typer
 
-from launch.commands import Config, Overrides, SkipRows, StopAfter, parse_rows, quiet
+from launch.commands import (
+    Config,
+    Overrides,
+    SkipRows,
+    StopAfter,
+    Tokens,
+    parse_rows,
+    quiet,
+)
 from launch.console import Training, keep_going, show
+from launch.torchrun.hardware import PRESET_NAMES
 from pretrain.exit_codes import ExitCode
 from pretrain.signals import end_on_signal
 
@@ -19,8 +28,13 @@ def pretrain(
     stop_after: StopAfter = None,
     skip_rows: SkipRows = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show steps, tokens and sizes, and train nothing.")
+        bool, typer.Option("--dry-run", help="Show what it would do and take; train nothing.")
     ] = False,
+    tokens: Tokens = None,
+    hardware_name: Annotated[
+        str | None,
+        typer.Option("--hardware", help=f"With --dry-run: one of {PRESET_NAMES}.", metavar="NAME"),
+    ] = None,
 ) -> None:
     """Train, or continue where the last checkpoint left off.
 
@@ -32,11 +46,15 @@ def pretrain(
     is_first = int(os.environ.get("RANK", 0)) == 0
     with end_on_signal():
         from launch.config import config_line, load_config
+        from launch.stages.estimate import run_lines
+        from launch.torchrun.start import Launch
+        from pretrain import RunError
         from pretrain.config import RunConfig, accumulation_steps
         from pretrain.plan import plan
         from pretrain.run_folder import check_hub, check_inputs, check_output
 
-        settings = load_config(RunConfig, config, overrides or [])
+        asked = Launch(config, overrides or [], gpus=1, hardware=hardware_name)
+        settings = load_config(RunConfig, config, asked.with_hardware)
         skipped = [parse_rows(text) for text in skip_rows or []]
 
         keep_going()
@@ -44,12 +62,15 @@ def pretrain(
         if is_first:
             show(config_line(config))
             check_output(settings)
+            if dry_run:
+                check_inputs(settings, needs_shards=tokens is None)
+                show(*run_lines(settings, asked, tokens=tokens, needs_shards=True))
+                return
+            if tokens is not None or hardware_name is not None:
+                raise RunError("--tokens and --hardware are for --dry-run: add that")
             check_inputs(settings)
             accumulation_steps(settings, int(os.environ.get("WORLD_SIZE", 1)))
-            found = plan(settings, {}, needs_shards=True)
-            if dry_run:
-                show(*found.lines)
-                return
+            plan(settings, {}, needs_shards=True)
             check_hub(settings)
         from pretrain.train import train
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from launch.console import show
 from launch.stages.augment import Augment
+from launch.stages.estimate import cost_lines
 from launch.stages.evaluate import Evaluate
 from launch.stages.export import Export
 from launch.stages.prepare import Examples, Prepare
 from launch.stages.scores import Scores
 from launch.stages.stage import How, Stage, made_by, real
 from launch.stages.sweep import Sweep
-from launch.stages.train import Train, cost_lines
+from launch.stages.train import Train
 from launch.torchrun.nodes import Nodes
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode

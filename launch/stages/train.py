@@ -7,14 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rich.filesize import decimal
-
-from data_prep.messages import duration
 from launch.commands import quiet
 from launch.console import Training, show
 from launch.recipe_config import TrainKeys
+from launch.stages.estimate import on_hardware, step_lines
 from launch.stages.stage import How, Made, Stage, State, real
-from launch.torchrun.hardware import cores, hardware
+from launch.torchrun.hardware import hardware
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
@@ -53,7 +51,10 @@ class Train(Stage):
         if not dry_run:
             check_hub(config, list(made))
         self.flop, self.disk = found.flop, found.disk
-        return {real(config.output): found.student}, list(found.lines)
+        lines = list(found.lines)
+        if dry_run:
+            lines += step_lines(on_hardware(config, how.launch), found, how.launch)
+        return {real(config.output): found.student}, lines
 
     def state(self) -> State:
         """Return whether the run has a checkpoint, and of its last step."""
@@ -88,30 +89,10 @@ class Train(Stage):
         return ExitCode.DONE
 
 
-def cost_lines(
-    flop: float | None, disk: int, launch: Launch | None, everywhere: bool = True
-) -> list[str]:
-    """Return the estimate of time and disk, on all nodes or one; none for what is not known."""
-    if not flop:
-        return []
-    preset = hardware(launch.hardware if launch and launch.hardware else "cpu")
-    rate = preset.rate * (launch.nodes if launch and everywhere else 1)
-    place = preset.name
-    if preset.device == "cpu":
-        rate, place = rate * cores(), f"cpu with {cores()} core(s)"
-    else:
-        rate *= launch.gpus if launch and launch.gpus else preset.processes
-    return [f"estimate: {duration(flop / rate)} on {place}, {decimal(disk)} of checkpoints"]
-
-
 def _check_batch(config: RunConfig, launch: Launch | None) -> None:
     """Refuse a batch that the processes cannot share; RunError names the keys."""
-    world, preset = 1, None
+    world = 1
     if launch is not None:
-        preset = hardware(launch.hardware) if launch.hardware else None
-        world = launch.nodes * (launch.gpus or (preset.processes if preset else 1))
-    if preset is not None:
-        config = config.with_train(
-            precision=preset.precision, micro_batch_size=preset.micro_batch_size
-        )
-    accumulation_steps(config, world)
+        processes = hardware(launch.hardware).processes if launch.hardware else 1
+        world = launch.nodes * (launch.gpus or processes)
+    accumulation_steps(on_hardware(config, launch), world)

@@ -22,6 +22,7 @@ class Hardware:
     precision: str
     micro_batch_size: int | Literal["auto"]
     rate: float  # FLOP/s of a process, of a CPU of a core: docs/performance.md
+    memory: float = 0.0  # bytes of a GPU; of a CPU those of this machine count
     tried: bool = False
 
     def overrides(self, given: Sequence[str]) -> list[str]:
@@ -37,10 +38,14 @@ PRESETS = (
     Hardware(
         "cpu", "cpu", processes=1, precision="fp32", micro_batch_size=8, rate=8e10, tried=True
     ),
-    Hardware("1xv100-16gb", "cuda", 1, "fp16", micro_batch_size="auto", rate=0.33 * 125e12),
-    Hardware("8xv100-16gb", "cuda", 8, "fp16", micro_batch_size="auto", rate=0.33 * 125e12),
-    Hardware("a100", "cuda", 8, "bf16", micro_batch_size="auto", rate=0.49 * 312e12),
-    Hardware("h200", "cuda", 1, "bf16", micro_batch_size="auto", rate=0.33 * 989e12),
+    Hardware(
+        "1xv100-16gb", "cuda", 1, "fp16", micro_batch_size="auto", rate=0.33 * 125e12, memory=16e9
+    ),
+    Hardware(
+        "8xv100-16gb", "cuda", 8, "fp16", micro_batch_size="auto", rate=0.33 * 125e12, memory=16e9
+    ),
+    Hardware("a100", "cuda", 8, "bf16", micro_batch_size="auto", rate=0.49 * 312e12, memory=40e9),
+    Hardware("h200", "cuda", 1, "bf16", micro_batch_size="auto", rate=0.33 * 989e12, memory=141e9),
 )
 PRESET_NAMES = ", ".join(preset.name for preset in PRESETS)
 

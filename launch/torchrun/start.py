@@ -55,6 +55,12 @@ class Launch:
     stop_after: int | None = None
     skip_rows: tuple[str, ...] = ()
 
+    @property
+    def with_hardware(self) -> list[str]:
+        """Return the overrides, after those of the hardware."""
+        added = hardware(self.hardware).overrides(self.overrides) if self.hardware else []
+        return [*added, *self.overrides]
+
 
 def start(asked: Launch) -> int:
     """Show the command, run it to its end and return the exit code.
@@ -64,7 +70,7 @@ def start(asked: Launch) -> int:
     """
     preset = check_options(asked)
     added = preset.overrides(asked.overrides) if preset else []
-    overrides = [*added, *asked.overrides]
+    overrides = asked.with_hardware
     config = load_config(RunConfig, asked.config, overrides)
     check_output(config)
     head, ranks = None, [0]

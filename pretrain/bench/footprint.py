@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from math import inf, prod
 from typing import Any, NamedTuple, TypeVar
@@ -25,10 +26,14 @@ from torch.utils.flop_counter import flop_registry
 
 from pretrain.bench.measure import Alive, storage_key, tensors_in
 from pretrain.contracts.batch import Batch
-from pretrain.kernels.head import vocabulary_losses
+from pretrain.kernels import cpu_layers
+from pretrain.kernels.attention.dispatch import flash
+from pretrain.kernels.head import closed_form, vocabulary, vocabulary_losses
+from pretrain.kernels.relations import compare as relations
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import family_of
 
+attention = import_module("pretrain.kernels.attention.attend")  # its function has this name, too
 aten = torch.ops.aten
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -141,8 +146,9 @@ def shapes_only(module: Module, device: str = "cpu") -> Iterator[Module]:
     Compiled code and Triton's kernels are replaced by plain torch. Tensors from outside keep their
     values, and so do results computed from them alone. "cuda" needs a GPU, but none of its memory.
     """
-    teacher = getattr(module, "teacher", None)  # no submodule of Distillation
-    modules: list[nn.Module] = [module, *([teacher] if isinstance(teacher, nn.Module) else [])]
+    # The frozen models are no submodules of Distillation.
+    frozen = (getattr(module, name, (None,))[0] for name in ("_teacher", "_predecessor"))
+    modules: list[nn.Module] = [module, *(model for model in frozen if model is not None)]
     shapes: dict[int, Any] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, _HostValues(), torch.compiler.set_stance("force_eager"):
@@ -155,6 +161,32 @@ def shapes_only(module: Module, device: str = "cpu") -> Iterator[Module]:
         if isinstance(twin, Distillation):
             twin.backend = "torch"
         yield twin
+
+
+@contextmanager
+def like_a_gpu() -> Iterator[None]:
+    """Use a GPU's chunks, attention and layers inside the block, which are far fewer operators.
+
+    In fp32, too, where a GPU's is memory-efficient attention: torch 2.13 has no backward pass of
+    that on shapes, and the counts are the same.
+    """
+    changes: list[tuple[Any, str, Any]] = [
+        (vocabulary, "CHUNK", {}),
+        (closed_form, "_BLOCK", {}),
+        (relations, "_ELEMENTS", {**relations._ELEMENTS, "cpu": relations._ELEMENTS["cuda"]}),
+        (attention, "usable", lambda *_: [flash]),
+        (vocabulary, "have_product", lambda *_: False),
+        (cpu_layers.Linear, "forward", nn.Linear.forward),
+        (cpu_layers.Dropout, "forward", nn.Dropout.forward),
+    ]
+    before = [getattr(where, name) for where, name, _ in changes]
+    for where, name, value in changes:
+        setattr(where, name, value)
+    try:
+        yield
+    finally:
+        for (where, name, _), value in zip(changes, before, strict=True):
+            setattr(where, name, value)
 
 
 def of_micro_step(

@@ -6,6 +6,7 @@ purpose run `python -m tests.pretrain.test_footprint`, and give the reason in do
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,14 +24,19 @@ from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBe
 
 from pretrain.bench import baseline
 from pretrain.bench.baseline import TRIPLE_LOSS, BaselineStep, Padded, triple_loss, twin
-from pretrain.bench.footprint import Counter, Footprint, of_head, of_micro_step, shapes_only
+from pretrain.bench.footprint import (
+    Counter,
+    Footprint,
+    like_a_gpu,
+    of_head,
+    of_micro_step,
+    shapes_only,
+)
 from pretrain.contracts.batch import Batch
 from pretrain.contracts.packing import find_documents
 from pretrain.device.precision import PRECISIONS
 from pretrain.kernels import cpu_layers
-from pretrain.kernels.attention.dispatch import flash
-from pretrain.kernels.head import closed_form, vocabulary
-from pretrain.kernels.relations import compare as relations
+from pretrain.kernels.head import vocabulary
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import encode, shape_of
 from pretrain.objectives.distilbert import DistilBert
@@ -54,18 +60,6 @@ def base(kl_positions: Any, precision: str) -> Distillation:
         student = DistilBertForMaskedLM(DistilBertConfig())
     terms = terms_of(DistilBert(kl_positions=kl_positions))
     return Distillation(student, teacher, terms, pad_id=0)
-
-
-def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """Use a GPU's chunks, attention and layers, which are also far fewer operators to count."""
-    patch.setattr(vocabulary, "CHUNK", {})
-    patch.setattr(closed_form, "_BLOCK", {})
-    # In fp32, too, where a GPU's is memory-efficient attention: torch 2.13 has no backward pass of
-    # that on shapes, and the counts are the same.
-    patch.setattr(attention, "usable", lambda *_: [flash])
-    patch.setattr(vocabulary, "have_product", lambda *_: False)
-    patch.setattr(cpu_layers.Linear, "forward", nn.Linear.forward)
-    patch.setattr(cpu_layers.Dropout, "forward", nn.Dropout.forward)
 
 
 # By hand
@@ -188,11 +182,9 @@ def test_a_layer_of_bert_base_takes_24_d_squared_and_4_s_d() -> None:
 
 
 @pytest.mark.parametrize(("where", "precision"), CASES)
-def test_a_step_takes_what_the_cost_model_says(
-    where: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@like_a_gpu()
+def test_a_step_takes_what_the_cost_model_says(where: str, precision: str) -> None:
     # Expect 30 L + 4 k H a token; scores computed again in backward add up to 2 %.
-    as_on_a_gpu(monkeypatch)
     layer, head = 24 * D**2 + 4 * L * D, 2 * D**2 + 2 * D * V
     share = 1 if where == "all" else K / L
     expected = 2 * L * (30 * layer + 4 * share * head)
@@ -297,13 +289,12 @@ def test_the_head_takes_less_than_a_quarter_of_the_baselines_memory(
 ) -> None:
     dtype = DTYPES[precision]
     for batch_size in (2, B):  # with a processor's chunks, then a GPU's
-        if batch_size == B:
-            as_on_a_gpu(monkeypatch)
-        ours = of_head(base(where, precision), batch_size, L, autocast=dtype)
+        with like_a_gpu() if batch_size == B else nullcontext():
+            ours = of_head(base(where, precision), batch_size, L, autocast=dtype)
+            chunk = vocabulary.CHUNK.get("cpu", vocabulary.CHUNK_GPU)
         usual = baseline_head(batch_size * L, batch_size * K, dtype, masked=where == "masked")
         assert ours.peak < usual.peak / 4
-        rows = vocabulary.CHUNK.get("cpu", vocabulary.CHUNK_GPU)
-        assert ours.largest <= 4 * max(rows * V, V * D)
+        assert ours.largest <= 4 * max(chunk * V, V * D)
         assert usual.largest >= batch_size * L * V * 2
 
 
@@ -366,11 +357,9 @@ def rows_that_fit(
         pytest.param("all", True, 498, marks=pytest.mark.slow),
     ],
 )
-def test_rows_that_16_gb_take_by_shapes(
-    where: str, checkpointing: bool, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@like_a_gpu()
+def test_rows_that_16_gb_take_by_shapes(where: str, checkpointing: bool, rows: int) -> None:
     """Count in fp16; docs/performance.md has these numbers."""
-    as_on_a_gpu(monkeypatch)
     module = base(where, "bf16")  # of fp16's size
     module.recompute = checkpointing
 
@@ -381,10 +370,10 @@ def test_rows_that_16_gb_take_by_shapes(
 
 
 @pytest.mark.parametrize(("where", "rows"), [("all", 16), ("masked", 24)])
+@like_a_gpu()
 def test_rows_that_16_gb_take_in_the_baseline_step(
     where: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    as_on_a_gpu(monkeypatch)
     module = base(where, "fp32")
     peak = partial(of_baseline_step, BaselinePair(module), where, monkeypatch)
     assert rows_that_fit(module, 4, peak, 4) == pytest.approx(rows, rel=0.05)
@@ -394,12 +383,9 @@ def test_rows_that_16_gb_take_in_the_baseline_step(
 
 
 @pytest.mark.slow
-def test_a_step_of_minilm_takes_little_more_memory_than_one_of_distilbert(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@like_a_gpu()
+def test_a_step_of_minilm_takes_little_more_memory_than_one_of_distilbert() -> None:
     """Compare 6 x 384 by 48 relation heads with KL and cross-entropy, at 16 x 512."""
-    as_on_a_gpu(monkeypatch)
-    monkeypatch.setitem(relations._ELEMENTS, "cpu", relations._ELEMENTS["cuda"])
     with torch.device("meta"):
         teacher = BertForMaskedLM(BertConfig()).requires_grad_(False).eval()
         sizes = BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536)
@@ -419,8 +405,7 @@ def counts(where: str, precision: str) -> Iterator[tuple[str, int]]:
     module, dtype, found = base(where, precision), DTYPES[precision], {}
     if (where, precision) in (("all", "fp32"), ("masked", "bf16")):  # it takes seconds
         found["1 x 512, CPU: step"] = of_micro_step(module, 1, L, autocast=dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        as_on_a_gpu(patch)
+    with like_a_gpu():
         found["64 x 512: step"] = of_micro_step(module, B, L, autocast=dtype)
         found["64 x 512: head"] = of_head(module, B, L, autocast=dtype)
     for part, footprint in found.items():

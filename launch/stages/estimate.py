@@ -1,0 +1,248 @@
+"""Estimate what a run takes of a machine, for `--dry-run`: memory, network, disk and hours."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.filesize import decimal
+
+from data_prep.messages import duration
+from launch.stages.stage import real
+from launch.torchrun.hardware import Device, cores, hardware
+from pretrain import RunError
+from pretrain.config import RunConfig, with_defaults
+from pretrain.device.fitting import largest, sizes
+from pretrain.plan import Plan, Planned, Sizes, num_steps, plan
+
+if TYPE_CHECKING:
+    from launch.torchrun.start import Launch
+    from pretrain.bench.budget import Budget
+
+_LEFT_FREE = 0.08  # share of the memory, as `micro_batch_size: auto` leaves
+_ROW = 512, 30522  # length and vocabulary, where no model is known: BERT's
+_OF_PYTHON = 1e9  # bytes of a process on a CPU besides tensors
+_OF_MEMORY = {"model", "student", "objective", "task", "masking"}
+_NETWORK = 25e9 / 8  # bytes/s between nodes, for the time that gradients take
+
+
+class Target(NamedTuple):
+    """Hold the machine of a run."""
+
+    name: str
+    device: Device
+    nodes: int
+    processes: int  # on each node
+    memory: float  # bytes of a process for tensors
+    rate: float | None  # FLOP/s of all; None where it is not known
+
+    @property
+    def world(self) -> int:
+        """Return the number of processes."""
+        return self.nodes * self.processes
+
+
+def target(asked: Launch | None, *, everywhere: bool = True) -> Target:
+    """Return the machine that options ask for, or this one; on all nodes or one."""
+    preset = hardware(asked.hardware) if asked and asked.hardware else None
+    nodes = asked.nodes if asked and everywhere else 1
+    device: Device = preset.device if preset else "cpu"
+    if preset is None:
+        import torch
+
+        if torch.cuda.is_available():
+            total, gpus = torch.cuda.mem_get_info()[1], torch.cuda.device_count()
+            processes = (asked.gpus or gpus) if asked else 1
+            name = torch.cuda.get_device_name()
+            return Target(name, "cuda", nodes, processes, total * (1 - _LEFT_FREE), None)
+        preset = hardware("cpu")
+    processes = (asked.gpus if asked else None) or preset.processes
+    if device == "cpu":
+        import psutil
+
+        memory = psutil.virtual_memory().total / processes - _OF_PYTHON
+        rate = preset.rate * cores() * nodes
+        name = f"cpu with {cores()} core(s)"
+        return Target(name, device, nodes, processes, memory, rate)
+    memory = preset.memory * (1 - _LEFT_FREE)
+    name = f"{nodes} nodes of {preset.name}" if nodes > 1 else preset.name
+    return Target(name, device, nodes, processes, memory, preset.rate * nodes * processes)
+
+
+def on_hardware(config: RunConfig, asked: Launch | None) -> RunConfig:
+    """Return a run with the precision and micro-batch of the hardware that is asked for."""
+    if asked is None or asked.hardware is None:
+        return config
+    preset = hardware(asked.hardware)
+    return config.with_train(precision=preset.precision, micro_batch_size=preset.micro_batch_size)
+
+
+def run_lines(
+    config: RunConfig, asked: Launch | None, *, tokens: float | None = None, needs_shards: bool
+) -> list[str]:
+    """Return what a run would do, and what it would take.
+
+    Args:
+        config: with the precision and micro-batch of the hardware, if that was asked for.
+        asked: the options of `distil launch`.
+        tokens: of shards that do not exist yet, in full rows of the teacher's length.
+        needs_shards: refuse missing shards.
+
+    Raises:
+        RunError, CorpusError: see `plan` and `step_lines`.
+    """
+    made: dict[Path, Sizes | Planned | None] = {}
+    row_length, vocabulary = _ROW
+    name = config.teacher or (config.model.init if config.model is not None else None)
+    if name is not None and (read := _read(name)) is not None:
+        made[real(name)] = Sizes.of(read)
+        row_length = read.get("max_position_embeddings", row_length)
+        vocabulary = read.get("vocab_size", vocabulary)
+    lines = []
+    if tokens is not None:
+        if (config.shards / "manifest.json").exists():
+            raise RunError(f"--tokens: {config.shards} has its own number of them: leave it out")
+        rows = max(1, round(tokens / row_length))
+        made[real(config.shards)] = Planned(rows, round(tokens), row_length, vocabulary)
+        lines.append(
+            f"assumed: {tokens:,.0f} tokens in full rows of {row_length}, {vocabulary:,} words"
+        )
+    found = plan(config, made, needs_shards=needs_shards and tokens is None)
+    costs = cost_lines(found.flop, found.disk, asked)
+    return [*lines, *found.lines, *step_lines(config, found, asked), *costs]
+
+
+def _read(name: str) -> dict[str, Any] | None:
+    """Return a model's config.json, also of a hub; None if it cannot be read."""
+    from pretrain.model.folder import model_config
+
+    try:
+        return model_config(f"teacher {name}", name)
+    except (OSError, RunError):  # a run that was not trained yet; the next step says what is wrong
+        return None
+
+
+def cost_lines(
+    flop: float | None, disk: int, asked: Launch | None, everywhere: bool = True
+) -> list[str]:
+    """Return the estimate of time and disk, on all nodes or one; none for what is not known."""
+    if not flop:
+        return []
+    where = target(asked, everywhere=everywhere)
+    text = f"{decimal(disk)} of checkpoints"
+    if where.rate is None:
+        return [f"estimate: {text}; for its time add --hardware NAME"]
+    return [f"estimate: {duration(flop / where.rate)} on {where.name}, {text}"]
+
+
+def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str]:
+    """Return the parameters, memory, work and network of a step of a run.
+
+    Args:
+        config: with the precision and micro-batch of the hardware, if that was asked for.
+        found: its plan; without sizes or rows there is nothing to say.
+        asked: the options of `distil launch`.
+
+    Raises:
+        RunError: a micro-batch does not fit; says what does.
+    """
+    if found.student is None or found.rows is None:
+        return []
+    from pretrain.model.families import FAMILIES
+
+    if not FAMILIES[found.student.family].attends:
+        return []
+    where = target(asked)
+    config = with_defaults(_with_precision(config), where.device, where.world)
+    share = config.train.global_batch_size // where.world
+    counted = _budget(_shape(config), found.student, found.teacher, found.rows, where.device)
+    held: dict[str, int] = dict(counted.held)
+    if asked is not None and asked.zero is not None:
+        held["AdamW"] //= where.world
+
+    def used(rows: int) -> float:
+        return sum(held.values()) + counted.micro_step(rows, held=share > rows or where.world > 1)
+
+    rows = config.train.micro_batch_size
+    if not isinstance(rows, int):
+        fits = largest(sizes(share), used, where.memory, multiple=8)
+        if fits is None:
+            raise RunError(_too_large(config, where, 1, used(1)))
+        rows = fits.rows
+    elif used(rows) > where.memory:
+        smaller = largest(sizes(share, rows - 1), used, where.memory) if rows > 1 else None
+        raise RunError(_too_large(config, where, rows, used(rows), smaller and smaller.rows))
+    parts = {**held, "a micro-step": round(used(rows)) - sum(held.values())}
+    steps, teacher = num_steps(config, found.rows.rows), counted.teacher
+    lines = [
+        f"parameters: {counted.trained / 1e6:.1f} M trained"
+        + f", {teacher / 1e6:.1f} M of the teacher" * (teacher > 0),
+        f"memory: {decimal(round(used(rows)))} of {decimal(round(where.memory))} for a process on "
+        f"{where.name} with micro-batches of {rows} rows ("
+        + ", ".join(f"{name} {decimal(size)}" for name, size in parts.items())
+        + ")",
+        f"a step: {config.train.global_batch_size:,} rows = {rows} x {share // rows} micro-batches "
+        f"x {where.world} process(es), {config.train.precision}"
+        + (f", {decimal(round(found.flop / steps)).rpartition('B')[0]}FLOP" if found.flop else ""),
+    ]
+    if where.world > 1:
+        sent = 2 * (where.world - 1) / where.world * 4 * counted.trained
+        line = f"network: a process sends {decimal(round(sent))} of gradients a step"
+        if where.nodes > 1:
+            seconds = sent / _NETWORK
+            whole = duration(seconds * steps)
+            line += f": {seconds:.2g} s between nodes at 25 Gbit/s, {whole} of the run"
+        lines.append(line)
+    return lines
+
+
+def _with_precision(config: RunConfig) -> RunConfig:
+    """Replace `precision: auto` by this machine's choice."""
+    if config.train.precision != "auto":
+        return config
+    import torch
+
+    from pretrain.device.precision import choose
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return config.with_train(precision=choose(device)[0])
+
+
+def _shape(config: RunConfig) -> str:
+    """Return a config as JSON, without what differs between runs that take as much memory."""
+    values = config.model_dump(mode="json", include=_OF_MEMORY, exclude_unset=True)
+    values |= {"output": "run", "shards": "shards"}
+    if config.teacher is not None:
+        values["teacher"] = "teacher"
+    train = config.train
+    values["train"] = {
+        "precision": train.precision,
+        "activation_checkpointing": train.activation_checkpointing,
+    }
+    return json.dumps(values, sort_keys=True)
+
+
+@cache
+def _budget(
+    config: str, student: Sizes, teacher: Sizes | None, rows: Planned, device: str
+) -> Budget:
+    from pretrain.bench.budget import Budget
+
+    return Budget(RunConfig.model_validate_json(config), student, teacher, rows, device)
+
+
+def _too_large(
+    config: RunConfig, where: Target, rows: int, used: float, fits: int | None = None
+) -> str:
+    """Return what does not fit, and what would."""
+    text = (
+        f"train.micro_batch_size {rows}: a process would take {decimal(round(used))}, and one on "
+        f"{where.name} has {decimal(round(where.memory))}: "
+    )
+    if fits:
+        return text + f"take {fits}, which trains the same"
+    if not config.train.activation_checkpointing:
+        return text + "set train.activation_checkpointing: true, or take shorter rows"
+    return text + "take shorter rows, a smaller student or another machine"

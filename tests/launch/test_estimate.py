@@ -1,0 +1,94 @@
+"""Check what `--dry-run` says of memory, network and time, by hand, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+Distil = Callable[..., Any]
+BASE = {
+    "model_type": "bert",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
+}
+# BERT-base's weights: embeddings of words, positions and types with a norm, 12 layers, the LM head.
+LAYER = 4 * (768 * 768 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
+EMBEDDINGS = (30522 + 512) * 768 + 2 * 768
+HEAD = 768 * 768 + 768 + 2 * 768 + 30522
+TEACHER = EMBEDDINGS + 2 * 768 + 12 * LAYER + HEAD
+STUDENT = EMBEDDINGS + 6 * LAYER + HEAD
+
+
+@pytest.fixture
+def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write DistilBERT's config with a teacher that has a config.json alone, and no shards."""
+    monkeypatch.chdir(tmp_path)
+    Path("bert").mkdir()
+    Path("bert/config.json").write_text(json.dumps(BASE), encoding="utf-8")
+    values = {
+        "output": "run",
+        "shards": "shards",
+        "teacher": "bert",
+        "train": {"epochs": 3, "global_batch_size": 4096, "micro_batch_size": "auto"},
+    }
+    Path("paper.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return "paper.yaml"
+
+
+def test_the_paper_on_four_nodes_is_what_a_calculation_gives(distil: Distil, paper: str) -> None:
+    options = ("--dry-run", "--hardware", "8xv100-16gb", "--nodes", 4, "--tokens", "4e9")
+    code, out, err = distil("launch", paper, *options, "--head", "h", "--node-rank", 0)
+    assert code == 0, out + err
+    assert f"parameters: {STUDENT / 1e6:.1f} M trained, {TEACHER / 1e6:.1f} M of the teacher" in out
+    # 4e9 / 512 rows of 512 in steps of 4,096, three times.
+    assert "steps: about 5,723 of 4,096 rows x 512 tokens, 3 epochs" in out
+    assert "a step: 4,096 rows = 64 x 2 micro-batches x 32 process(es), fp16, 1.4 PFLOP" in out
+    sent = 2 * 31 / 32 * 4 * STUDENT
+    assert f"a process sends {sent / 1e6:.1f} MB of gradients a step: 0.17 s between nodes" in out
+    flop = 664e6 * 3 * 4e9  # docs/performance.md: of a token
+    minutes = flop / (32 * 0.33 * 125e12) / 60
+    (shown,) = re.findall(r"estimate: (\d+) min on 4 nodes of 8xv100-16gb", out)
+    assert float(shown) == pytest.approx(minutes, rel=0.02)
+    parts = dict(re.findall(r"(student|teacher|gradients|AdamW) ([\d.]+) MB", out))
+    for name, size in {
+        "student": 4 * STUDENT,
+        "teacher": 2 * TEACHER,
+        "gradients": 4 * STUDENT,
+        "AdamW": 8 * STUDENT,
+    }.items():
+        assert float(parts[name]) == pytest.approx(size / 1e6, rel=1e-3), name
+
+
+def test_zero_shares_the_moments(distil: Distil, paper: str) -> None:
+    pytest.importorskip("deepspeed")
+    options = ("--dry-run", "--hardware", "8xv100-16gb", "--tokens", "4e9", "--zero", 1)
+    code, out, err = distil("launch", paper, *options)
+    assert code == 0, out + err
+    assert f"AdamW {8 * STUDENT / 8 / 1e6:.1f} MB" in out
+
+
+def test_what_does_not_fit_is_refused_with_what_does(distil: Distil, paper: str) -> None:
+    options = ("--dry-run", "--hardware", "1xv100-16gb", "--tokens", "4e9")
+    code, _, err = distil("pretrain", paper, "train.micro_batch_size=512", *options)
+    (rows,) = re.findall(r"take (\d+), which trains the same", err)
+    assert code == 2 and "train.micro_batch_size 512: a process would take" in err
+    assert distil("pretrain", paper, f"train.micro_batch_size={rows}", *options).code == 0
+    assert distil("pretrain", paper, f"train.micro_batch_size={2 * int(rows)}", *options).code == 2
+
+
+def test_options_of_a_dry_run_need_one(distil: Distil, paper: str, run: Path) -> None:
+    for command in (("pretrain", paper, "--tokens", "4e9"), ("launch", paper, "--tokens", "4e9")):
+        code, _, err = distil(*command)
+        assert code == 2 and "--dry-run" in err, err
+    code, _, err = distil("pretrain", run, "--dry-run", "--tokens", "4e9")
+    assert code == 2 and "has its own number of them" in err
