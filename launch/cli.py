@@ -14,6 +14,7 @@ from launch.commands.audit import audit
 from launch.commands.bench import bench
 from launch.commands.config_files import config
 from launch.commands.demo import demo
+from launch.commands.doctor import doctor
 from launch.commands.evaluate import evaluate
 from launch.commands.export import export
 from launch.commands.inspect import inspect
@@ -57,7 +58,7 @@ def options(
 
 COMMANDS = (
     *(prepare, verify, inspect, audit, vectors),
-    *(pretrain, launch, recipe, report, evaluate, replay, export, demo, bench),
+    *(pretrain, launch, recipe, report, evaluate, replay, export, demo, bench, doctor),
 )
 for command in COMMANDS:
     # A paragraph is one line, which the terminal's width breaks.

@@ -45,6 +45,7 @@ def pretrain(
     """
     is_first = int(os.environ.get("RANK", 0)) == 0
     with end_on_signal():
+        from launch.checks import places
         from launch.config import config_line, load_config
         from launch.stages.estimate import run_lines
         from launch.torchrun.start import Launch
@@ -70,8 +71,11 @@ def pretrain(
                 raise RunError("--tokens and --hardware are for --dry-run: add that")
             check_inputs(settings)
             accumulation_steps(settings, int(os.environ.get("WORLD_SIZE", 1)))
-            plan(settings, {}, needs_shards=True)
+            found = plan(settings, {}, needs_shards=True)
             check_hub(settings)
+            for finding in places(settings, found.disk):
+                if finding.grade != "ok":
+                    show(f"warning: {finding.what}: {finding.text}")
         from pretrain.train import train
 
         quiet()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.processes import ROOT
 
 Distil = Callable[..., Any]
 BASE = {
@@ -92,3 +93,13 @@ def test_options_of_a_dry_run_need_one(distil: Distil, paper: str, run: Path) ->
         assert code == 2 and "--dry-run" in err, err
     code, _, err = distil("pretrain", run, "--dry-run", "--tokens", "4e9")
     assert code == 2 and "has its own number of them" in err
+
+
+@pytest.mark.parametrize("kl", ["all", "masked"])
+def test_the_page_has_these_figures(distil: Distil, paper: str, kl: str) -> None:
+    options = ("--dry-run", "--hardware", "8xv100-16gb", "--tokens", "4e9")
+    out = distil("launch", paper, f"objective.kl_positions={kl}", *options).out
+    memory, of, rows = re.findall(r"memory: ([\d.]+) GB of ([\d.]+) GB .* of (\d+) rows", out)[0]
+    (hours,) = re.findall(r"estimate: ([\d.]+) h on 8xv100-16gb", out)
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert f"| 8xv100-16gb | {kl} | {rows} | {memory} of {of} | {hours} | |" in page

@@ -1,0 +1,201 @@
+"""Check a machine before a run: versions, devices, shared memory, disk, clock and inputs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from rich.filesize import decimal
+
+from pretrain import RunError
+from pretrain.config import RunConfig
+
+# What constraints.txt pins, and so every test has run with; a test compares the two.
+TESTED = {
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "accelerate": "1.15.0",
+    "datasets": "5.2.0",
+    "tokenizers": "0.23.3",
+    "safetensors": "0.8.0",
+    "deepspeed": "0.19.8",
+    "ray": "2.60.0",
+    "onnxruntime": "1.32.0",
+}
+_PYTHON = (3, 10), (3, 14)  # from, and below; as in setup.py
+_SHARED = 64 << 20  # bytes: what containers have by default, and too little for loader workers
+_CLOCK = 2.0  # seconds between a clock and that of the disk
+_TEMPORARY = 1 << 30  # bytes for compiled code and sockets
+
+Grade = Literal["ok", "note", "fail"]
+
+
+class Finding(NamedTuple):
+    """Hold what a check has found."""
+
+    grade: Grade
+    what: str
+    text: str
+
+
+def findings(config: RunConfig | None) -> Iterator[Finding]:
+    """Check this machine, and the inputs of a run; each finding comes when it is known."""
+    yield from versions()
+    yield from device()
+    yield from places(config, disk_of(config))
+    if config is not None:
+        yield from inputs(config)
+
+
+def versions() -> Iterator[Finding]:
+    """Compare Python and packages with what setup.py allows and what tests ran with."""
+    from packaging.requirements import Requirement
+
+    python = sys.version_info[:2]
+    fits: Grade = "ok" if _PYTHON[0] <= python < _PYTHON[1] else "fail"
+    yield Finding(fits, "python", f"{sys.version.split()[0]} (3.10 to 3.13)")
+    try:
+        asked = [Requirement(line) for line in metadata.requires("distil-pretraining") or []]
+    except metadata.PackageNotFoundError:
+        asked = []
+        yield Finding("note", "distil", "is not installed as a package: pip install .")
+    ranges: dict[str, Requirement] = {}
+    for one in asked:
+        ranges.setdefault(one.name.lower(), one)
+    for name, tested in TESTED.items():
+        wanted = ranges.get(name)
+        extra = wanted is not None and wanted.marker is not None
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if not extra:
+                yield Finding("fail", name, f"is missing: pip install {wanted or name}")
+            continue
+        if wanted is not None and not wanted.specifier.contains(found, prereleases=True):
+            text = (
+                f"{found} is outside of {wanted.specifier}: pip install '{name}{wanted.specifier}'"
+            )
+            yield Finding("fail", name, text)
+        elif found.partition("+")[0] == tested:
+            yield Finding("ok", name, f"{found}, as tested")
+        else:
+            yield Finding("note", name, f"{found}; tested is {tested}")
+
+
+def device() -> Iterator[Finding]:
+    """Check GPUs against torch's kernels, the precision, and the compilers of `train.compile`."""
+    import psutil
+    import torch
+
+    from launch.torchrun.hardware import cores
+    from pretrain.device.gpu import check_kernels
+    from pretrain.device.precision import choose
+    from pretrain.kernels.compilation import check_compiler
+
+    if torch.cuda.is_available():
+        places = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        for place in places:
+            free, total = torch.cuda.mem_get_info(place)
+            about = f"{torch.cuda.get_device_name(place)}, {decimal(free)} of {decimal(total)} free"
+            yield _tried(str(place), about, partial(check_kernels, place))
+        used = places[0]
+    else:
+        used = torch.device("cpu")
+        memory = psutil.virtual_memory()
+        about = f"{cores()} core(s), {decimal(memory.available)} of {decimal(memory.total)} free"
+        yield Finding("ok", "cpu", f"no GPU can be seen; {about}")
+        if cores() < (os.cpu_count() or 1):
+            yield Finding("note", "cores", f"{cores()} of {os.cpu_count()} may be used here")
+    precision, reason = choose(used)
+    yield Finding("ok", "precision", f"auto is {precision} ({reason})")
+    found = _tried("compiler", "train.compile works", partial(check_compiler, used))
+    # It is off by default.
+    yield found._replace(grade="ok" if found.grade == "ok" else "note")
+
+
+def places(config: RunConfig | None, checkpoints: int = 0) -> Iterator[Finding]:
+    """Check shared memory, disks, and the clock against that of the disk.
+
+    Args:
+        config: a run, if there is one.
+        checkpoints: bytes that it keeps on its disk.
+    """
+    shared = Path("/dev/shm")
+    workers = config.train.num_workers if config is not None else 1
+    if shared.is_dir() and workers:
+        free = shutil.disk_usage(shared).free
+        few = free <= _SHARED
+        more = ": give the container more (docker run --shm-size=1g)" if few else ""
+        text = f"{decimal(free)} free for loader workers{more}"
+        yield Finding("fail" if few else "ok", "shared memory", text)
+    temporary = Path(tempfile.gettempdir())
+    free = shutil.disk_usage(temporary).free
+    grade: Grade = "ok" if free > _TEMPORARY else "note"
+    yield Finding(grade, "temporary files", f"{decimal(free)} free in {temporary}")
+    output = (config.output if config is not None else Path()).absolute()
+    there = next(path for path in (output, *output.parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    text = f"{decimal(free)} free in {there}"
+    if checkpoints:
+        text += f", {decimal(checkpoints)} for checkpoints"
+    if checkpoints > free:
+        yield Finding("fail", "disk", f"{text}: lower checkpoint.keep, or make room")
+    else:
+        yield Finding("ok", "disk", text)
+    try:
+        with tempfile.NamedTemporaryFile(dir=there) as file:
+            apart = abs(os.fstat(file.fileno()).st_mtime - time.time())
+    except OSError as error:
+        yield Finding("fail", "disk", f"{there}: nothing can be written ({error.strerror})")
+        return
+    late = apart >= _CLOCK
+    text = f"{apart:.1f} s from that of the disk"
+    text += ": runs on several machines need one time, so set up NTP" * late
+    yield Finding("note" if late else "ok", "clock", text)
+
+
+def inputs(config: RunConfig) -> Iterator[Finding]:
+    """Load shards, teacher, tokenizer and student as a run would."""
+    from accelerate import PartialState
+
+    from pretrain.load import load_inputs
+    from pretrain.monitor.metrics import Silent
+    from pretrain.run_folder import check_hub, check_inputs, check_output
+
+    def load() -> None:
+        check_output(config)
+        check_inputs(config)
+        check_hub(config)
+        load_inputs(config, PartialState(cpu=True), Silent())
+
+    yield _tried("run", "shards, teacher, tokenizer and student fit each other", load)
+
+
+def disk_of(config: RunConfig | None) -> int:
+    """Return the bytes of a run's checkpoints; 0 where they are not known."""
+    from data_prep import CorpusError
+    from pretrain.plan import plan
+
+    try:
+        return plan(config, {}, needs_shards=False).disk if config is not None else 0
+    except (RunError, CorpusError):
+        return 0  # loading its inputs says why
+
+
+def _tried(what: str, fine: str, check: Callable[[], None]) -> Finding:
+    """Return the error of a check in one line, or that all is fine."""
+    from data_prep import CorpusError
+
+    try:
+        check()
+    except (RunError, CorpusError, OSError, ValueError) as error:
+        return Finding("fail", what, str(error).splitlines()[0])
+    return Finding("ok", what, fine)

@@ -1,0 +1,152 @@
+"""Time sums over processes of one node or several, and name the nodes that do not answer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from launch.checks import Finding
+from launch.torchrun.start import Launch, check_private, meeting_point
+from pretrain import RunError
+
+NUMBERS = 66_985_530  # gradients of a DistilBERT
+_APART = 5_000  # from the port at which the ranks of a run meet
+_REPEATS = 5
+_START = 120  # seconds in which a process imports torch, on a busy machine
+_CLOCK = 2.0  # seconds between the clocks of two nodes
+
+
+def measure(asked: Launch, seconds: int) -> Iterator[Finding]:
+    """Start this node's processes, and yield what the first node has found.
+
+    Args:
+        asked: nodes, processes on each, head and number of this node.
+        seconds: to wait for the others.
+    """
+    import torch
+    from torch import multiprocessing
+
+    gpus = torch.cuda.device_count()
+    processes = asked.gpus or gpus or 2
+    if gpus and processes > gpus:
+        raise RunError(f"--gpus {processes}: {gpus} GPU(s) can be seen here: give at most as many")
+    host, port, node = "127.0.0.1", 0, 0
+    if asked.nodes > 1:
+        head, (node,) = meeting_point(asked)
+        check_private(head, here=node == 0)
+        host = head.host.strip("[]")
+        port = head.port + (_APART if head.port < 2**16 - _APART else -_APART)
+    else:
+        with socket.socket() as free:
+            free.bind((host, 0))
+            port = free.getsockname()[1]
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are pages of addresses
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    arguments = (host, port, node, asked.nodes, processes, seconds, gpus > 0, results)
+    ranks = [
+        context.Process(target=_rank, args=(i, *arguments), daemon=True) for i in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    ends = time.monotonic() + _START + 3 * seconds
+    for rank in ranks:
+        rank.join(max(1.0, ends - time.monotonic()))
+    if any(rank.is_alive() for rank in ranks):
+        for rank in ranks:
+            rank.kill()
+        text = f"a process has not ended {_START + 3 * seconds} s after its start: it hangs"
+        yield Finding("fail", "sums", f"{text}; look at NCCL_DEBUG=INFO, and at firewalls")
+        return
+    while not results.empty():
+        yield Finding(*results.get())
+    if ended := [rank.exitcode for rank in ranks if rank.exitcode]:
+        yield Finding("fail", "sums", f"a process ended with code {ended[0]}: see its error above")
+
+
+def _rank(
+    local: int,
+    host: str,
+    port: int,
+    node: int,
+    nodes: int,
+    processes: int,
+    seconds: int,
+    on_gpus: bool,
+    results: Any,
+) -> None:
+    """Meet, sum, and put what was found into `results`; the first process of a node does so."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    rank, world, first = node * processes + local, nodes * processes, local == 0
+    wait = timedelta(seconds=seconds)
+    try:
+        # Without waiting for all of them, so that those that are missing can be named.
+        store = TCPStore(host, port, world, rank == 0, wait, wait_for_workers=False)
+        store.set(f"rank {rank}", f"{socket.gethostname()} {time.time()}")
+    except (RuntimeError, OSError):
+        if first:
+            text = f"the first node does not answer at {host}:{port} within {seconds} s: is its "
+            text += "command running, and does a firewall keep the port open?"
+            results.put(("fail", "nodes", text))
+        return
+    names = [f"rank {other}" for other in range(world)]
+    ends = time.monotonic() + seconds
+    try:
+        while missing := [name for name in names if not store.check([name])]:
+            if time.monotonic() > ends:
+                if first:
+                    lost = sorted({int(name.split()[1]) // processes for name in missing})
+                    text = f"{', '.join(map(str, lost))} of {nodes} have not answered within "
+                    text = f"node(s) {text}{seconds} s: is the command running there?"
+                    results.put(("fail", "nodes", text))
+                return
+            time.sleep(0.1)
+        hosts = [store.get(name).decode().split()[0] for name in names]
+    except RuntimeError:  # its store has gone with it
+        if first:
+            results.put(("fail", "nodes", "the first node has ended: see what it says"))
+        return
+    device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    if nodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=world, timeout=wait
+    )
+    numbers = torch.full((NUMBERS,), float(rank + 1), device=device)
+    dist.all_reduce(numbers)  # connects
+    right = bool((numbers == world * (world + 1) / 2).all())
+    best = float("inf")
+    for _ in range(_REPEATS):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(numbers)
+        if on_gpus:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    clocks: list[Any] = [None] * world
+    dist.barrier()
+    dist.all_gather_object(clocks, time.time())
+    if first:
+        size = 4 * NUMBERS * 2 * (world - 1) / world
+        places = f"{world} process(es) on {', '.join(dict.fromkeys(hosts))}"
+        text = f"{1000 * best:,.0f} ms for {4 * NUMBERS / 1e6:.0f} MB over {places}: "
+        text += f"{size / best / 1e9:.2f} GB/s sent by each, {dist.get_backend()}"
+        if right:
+            results.put(("ok", "sums", text))
+        else:
+            results.put(("fail", "sums", f"a sum over {places} is wrong"))
+        apart = max(clocks) - min(clocks)
+        fits = apart < _CLOCK
+        text = f"at most {apart:.2f} s apart" + ("" if fits else ": set up NTP on all of them")
+        results.put(("ok" if fits else "fail", "clocks", text))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,89 @@
+"""Check what `distil doctor` finds, with real processes and real inputs that are wrong."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import ROOT, in_a_process
+
+from launch import checks
+
+Distil = Callable[..., Any]
+
+
+def test_tested_versions_are_those_of_the_constraints() -> None:
+    pins = dict(
+        re.findall(r"(?m)^([\w-]+)==([^;\s]+)", (ROOT / "constraints.txt").read_text("utf-8"))
+    )
+    assert {name: pins[name] for name in checks.TESTED} == checks.TESTED
+
+
+def test_this_machine_is_well(distil: Distil) -> None:
+    code, out, err = distil("doctor")
+    assert code == 0, out + err
+    assert re.search(r"(?m)^(ok|note) +torch: 2\.", out) and out.endswith("all is well\n")
+    free = shutil.disk_usage(".").free / 1e9
+    (shown,) = re.findall(r"disk: ([\d.]+) GB free", out)
+    assert float(shown) == pytest.approx(free, rel=0.05)
+
+
+def test_a_version_outside_of_what_setup_allows_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = checks.metadata.version
+    others = {"torch": "1.13.1", "accelerate": "1.99.0"}
+    monkeypatch.setattr(checks.metadata, "version", lambda name: others.get(name) or real(name))
+    found = {one.what: one for one in checks.versions()}
+    if "distil" in found:
+        pytest.skip("this project is not installed as a package")
+    assert found["torch"].grade == "fail" and "pip install 'torch" in found["torch"].text
+    assert found["accelerate"] == ("note", "accelerate", "1.99.0; tested is 1.15.0")
+
+
+def test_inputs_of_a_run_are_loaded_as_it_would(distil: Distil, run: Path) -> None:
+    assert distil("doctor", run, "train.num_workers=0").code == 0
+    assert not (run.parent / "out").exists()
+    code, out, _ = distil("doctor", run, "shards=/nowhere")
+    assert code == 2 and "fail  run: /nowhere" in out and out.endswith("1 check(s) failed\n")
+
+
+def test_a_disk_that_is_too_small_fails(run: Path) -> None:
+    from launch.config import load_config
+    from pretrain.config import RunConfig
+
+    found = {one.what: one for one in checks.places(load_config(RunConfig, run), 10**18)}
+    assert found["disk"].grade == "fail" and "lower checkpoint.keep" in found["disk"].text
+
+
+def test_two_processes_sum_and_say_how_fast() -> None:
+    code, out, err = in_a_process("doctor", "--distributed", "--gpus", 2)
+    assert code == 0, out + err
+    (speed,) = re.findall(r"ok    sums: .* over 2 process\(es\) .*: ([\d.]+) GB/s", out)
+    assert float(speed) > 0 and "clocks: at most 0." in out
+
+
+def test_a_node_that_does_not_answer_is_named() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        head = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ("doctor", "--distributed", "--nodes", 3, "--gpus", 1, "--head", head)
+    command = [sys.executable, "-m", "launch", *map(str, options), "--timeout", "30"]
+    other = subprocess.Popen([*command, "--node-rank", "1"], stdout=subprocess.PIPE, text=True)
+    begun = time.monotonic()
+    code, out, err = in_a_process(*options, "--node-rank", 0, "--timeout", "20")
+    assert code == 2 and "fail  nodes: node(s) 2 of 3 have not answered within 20 s" in out, (
+        out + err
+    )
+    out, _ = other.communicate(timeout=120)
+    assert other.returncode == 2 and "fail  nodes" in out
+    assert time.monotonic() - begun < 240
+    # Without a first node.
+    code, out, err = in_a_process(*options, "--node-rank", 2, "--timeout", "3")
+    assert code == 2 and "the first node does not answer" in out, out + err
