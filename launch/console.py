@@ -24,7 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 from data_prep.messages import one_line, printable
-from pretrain.monitor.figures import label
+from pretrain.monitor.figures import RATES, label
+
+_COLUMNS = 80
+_WAITS = 0.01  # share of the time that waiting for data is worth a word
 
 console = Console(highlight=False)
 if not console.is_terminal:
@@ -130,21 +133,23 @@ class Training:
             self.bar.update(self.task, completed=step)
         if not values:
             return
-        others = ("grad_norm", "learning_rate", "tokens", "tokens_per_second", "data_wait")
-        terms = [
-            f"{label(name)} {value:.3f}"
-            for name, value in values.items()
-            if name not in (*others, "cpu_seconds")
-        ]
-        line = f"step {step}/{total}  {'  '.join(terms)}  "
-        line += f"lr {values['learning_rate']:.2e}  norm {values['grad_norm']:.2f}  "
-        line += f"{values['tokens_per_second']:,.0f} tok/s  wait {values['data_wait']:.0%}"
+        others = ("grad_norm", "learning_rate", "epoch", "tokens", *RATES)
+        loss, *terms = (
+            f"{label(name)} {value:.3f}" for name, value in values.items() if name not in others
+        )
+        parts = [loss]
         first, start = self.first
         if not self.bar and step > first:
-            minutes, seconds = divmod(int((now - start) / (step - first) * (total - step)), 60)
-            hours, minutes = divmod(minutes, 60)
-            eta = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-            line += f"  eta {eta}"
+            parts.append(f"eta {_clock((now - start) / (step - first) * (total - step))}")
+        parts.append(f"{values['tokens_per_second']:,.0f} tok/s")
+        if values["data_wait"] > _WAITS:
+            parts.append(f"wait {values['data_wait']:.0%}")
+        parts += [*terms, f"lr {values['learning_rate']:.2e}", f"norm {values['grad_norm']:.2f}"]
+        # What does not fit is in metrics.jsonl.
+        line = f"{time.strftime('%H:%M:%S')} +{_clock(now - start)}  step {step}/{total}"
+        for part in parts:
+            if len(line) + 2 + len(part) <= _COLUMNS:
+                line += f"  {part}"
         self.say(line)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -155,14 +160,23 @@ class Training:
             return
         loss = label("loss", of_head=True)
         text = f"validation, step {step}: {loss} {values['loss']:.3f} (unigram "
-        text += f"{values['unigram_loss']:.3f})  accuracy "
-        text += f"{values['accuracy']:.1%} (best constant {values['constant_accuracy']:.1%}"
+        text += f"{values['unigram_loss']:.3f})"
+        self.say(text)
+        text = f"  accuracy {values['accuracy']:.1%} (best constant "
+        text += f"{values['constant_accuracy']:.1%}"
         if "teacher_accuracy" in values:
             text += f", teacher {values['teacher_accuracy']:.1%})  kl {values['kl']:.3f}  "
             text += f"agreement {values['agreement']:.1%}"
         else:
             text += ")"
         self.say(text)
+
+
+def _clock(seconds: float) -> str:
+    """Return 1:02:03, or 2:03."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class _LossyOutput(io.FileIO):

@@ -160,7 +160,7 @@ def train(
 def loop(run: Run, batches: Iterator[Rows], last: int, signals: Signals) -> None:
     """Make optimizer steps up to `last`, or until a signal arrives."""
     config, state = run.config, run.state
-    clock, first = Clock(state.tokens), state.step
+    clock, first = Clock(state.tokens, run.accelerator.device), state.step
     # The figures before training. A resumed run has them in its checkpoint.
     if state.step == 0:
         validate(run)

@@ -8,7 +8,12 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+
+if TYPE_CHECKING:
+    import torch
 
 # Matches the messages of torch, CUDA, Python and the system.
 OUT_OF_MEMORY = (
@@ -31,6 +36,15 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):  # torch raises it without a type of its own in places
         return bool(re.search(OUT_OF_MEMORY, str(error), re.IGNORECASE))
     return isinstance(error, MemoryError)
+
+
+def in_use(device: torch.device) -> int:
+    """Return the bytes that this process holds, or the most that tensors took of a GPU."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss
 
 
 @contextmanager

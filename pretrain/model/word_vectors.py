@@ -114,10 +114,15 @@ def _of_file(path: Path, teacher: Teacher) -> Vectors:
         with path.open(encoding="utf-8-sig", errors="replace") as lines:
             for number, line in enumerate(lines, start=1):
                 fields = line.split()
-                if not fields or (number == 1 and len(fields) == 2):
+                if not fields:
+                    continue
+                if number == 1 and len(fields) == 2 and all(map(str.isdecimal, fields)):
+                    width = int(fields[1])  # of how many words, and how wide
                     continue
                 width = width or len(fields) - 1
-                if len(fields) <= width or width < 2:
+                # A word may hold spaces, but no other numbers in front of its own.
+                more = len(fields) > 1 + width and all(map(_is_number, fields[1:-width]))
+                if len(fields) <= width or width < 2 or more:
                     raise RunError(
                         f"student.word_vectors {path}: line {number} has {len(fields) - 1} "
                         f"numbers, and those before it {width}: correct it, or remove it"
@@ -139,6 +144,14 @@ def _of_file(path: Path, teacher: Teacher) -> Vectors:
         )
     values = torch.tensor([vector for _, vector in found.values()])
     return Vectors(torch.tensor([*found]), values, f"a file ({_SHA256} {hash_file(path)[0][:16]})")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _number(path: Path, line: int, text: str) -> float:

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 200  # of a bootstrap
+# Figures of a line of training that the machine and the hour decide.
+RATES = ("time", "elapsed", "memory", "tokens_per_second", "data_wait", "cpu_seconds")
 
 _TERMS = {
     "cosine": "1 - cos",  # the term is a distance: 0 is best

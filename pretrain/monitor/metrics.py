@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from accelerate import Accelerator
 
+from pretrain.device.memory import in_use
 from pretrain.files import writing_to
 
 
@@ -98,10 +100,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Clock:
-    """Measure tokens per second, waiting for data, and CPU seconds of this process's threads."""
+    """Measure tokens per second, waiting for data, CPU seconds and memory of this process.
 
-    def __init__(self, tokens: int) -> None:
-        self._start, self._waited, self._tokens = time.perf_counter(), 0.0, tokens
+    Args:
+        tokens: seen before.
+        device: whose memory counts.
+    """
+
+    def __init__(self, tokens: int, device: torch.device) -> None:
+        self._began = self._start = time.perf_counter()
+        self._waited, self._tokens, self._device = 0.0, tokens, device
         self._cpu = time.process_time()
 
     @contextmanager
@@ -112,11 +120,18 @@ class Clock:
         self._waited += time.perf_counter() - start
 
     def rates(self, tokens: int) -> dict[str, float]:
-        """Return the rates since the last call, given the number of tokens seen so far."""
+        """Return those of `figures.RATES`, given the number of tokens seen so far.
+
+        `time` is in seconds since 1970, `elapsed` since this start; `memory` in bytes, of a GPU the
+        most that was allocated. The others are since the last call.
+        """
         now, cpu = time.perf_counter(), time.process_time()
         seconds = max(now - self._start, 1e-9)
         rate = (tokens - self._tokens) / seconds
         values = {
+            "time": round(time.time(), 1),
+            "elapsed": round(now - self._began, 1),
+            "memory": float(in_use(self._device)),
             "tokens_per_second": round(rate, 1),
             "data_wait": round(self._waited / seconds, 4),
             "cpu_seconds": round(cpu - self._cpu, 2),

@@ -98,6 +98,8 @@ def report(run: Run, clock: Clock, step: Step) -> None:
             run.progress.say(f"warning: {warning}")
     if run.due(run.config.logging.every) and made:
         values = {"loss": loss, **terms, "grad_norm": norm, "learning_rate": step.learning_rate}
-        values |= {"tokens": run.state.tokens, **clock.rates(run.state.tokens)}
+        order = run.dataset.order
+        epoch = round(run.state.step * order.global_batch_size / order.num_rows, 4)
+        values |= {"epoch": epoch, "tokens": run.state.tokens, **clock.rates(run.state.tokens)}
         run.metrics.write("train", run.state.step, values)
     run.progress.step(run.state.step, run.num_steps, values)

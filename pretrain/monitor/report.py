@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +17,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from data_prep.disk.locks import holder
 from data_prep.messages import duration
 from data_prep.shards import CorpusError, load_manifest
 from pretrain import RunError
 from pretrain.config import RunConfig
+from pretrain.monitor.figures import RATES
 from pretrain.monitor.metrics import read_metrics
 from pretrain.monitor.plot import line_plot
 from pretrain.monitor.status import read_status
@@ -28,8 +32,7 @@ from pretrain.plan import num_steps
 from pretrain.run_folder import flatten, recorded, sealed_state
 
 # Entries of a line of metrics that are not the value of a term.
-_RATES = ("tokens_per_second", "data_wait", "cpu_seconds")
-_NO_TERM = ("kind", "step", "grad_norm", "learning_rate", "tokens", *_RATES)
+_NO_TERM = ("kind", "step", "grad_norm", "learning_rate", "epoch", "tokens", *RATES)
 # Figures of evaluation that describe the rows, not the student.
 _OF_ROWS = ("kind", "step", "tokens", "masked_tokens", "constant_accuracy", "unigram_loss")
 _STYLE = (
@@ -141,7 +144,12 @@ def lines_of(found: RunReport) -> list[str]:
         speed = f"{last['tokens_per_second']:,.0f} tokens/s"
         if found.running and (left := found.seconds_left) is not None:
             speed += f", {duration(left)} left"
+        if "memory" in last:  # not in lines of earlier versions
+            speed += f", {decimal(round(last['memory']))} of memory"
         lines.append(speed)
+        if "time" in last:
+            then = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last["time"]))
+            lines.append(f"last line: {then}, {duration(last['elapsed'])} after its start")
     if found.evaluated:
         last = found.evaluated[-1]
         lines.append(f"validation at step {last['step']:,}: {_numbers(_validation(last))}")

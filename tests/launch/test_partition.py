@@ -31,7 +31,8 @@ LONG = 180  # seconds: only a deadlock reaches it
 CABLE = "cable"  # both of its ends
 HEAD = "10.77.0.1"
 STEPS, SAVE = 120, 20
-RATES = ("tokens_per_second", "data_wait", "cpu_seconds")  # the only figures that time may change
+# The only figures that time may change.
+RATES = ("time", "elapsed", "memory", "tokens_per_second", "data_wait", "cpu_seconds")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -158,3 +159,19 @@ def test_figures_of_any_task_are_shown(capsys: pytest.CaptureFixture[str]) -> No
     """Show a task's own `accuracy`, which no LM head has."""
     Training().evaluation(3, {"accuracy": 0.5, "loss": 0.25})
     assert "validation, step 3: accuracy 0.500  weighted loss 0.250" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("total", [10, 3_000_000])
+def test_a_line_of_a_step_has_a_clock_and_fits_80_columns(
+    total: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training()
+    values = {"loss": 1.9056, "kl": 0.18, "mlm": 0.3975, "cosine": 0.2104, "grad_norm": 5.945}
+    values |= {"learning_rate": 3e-4, "epoch": 0.1, "tokens": 202990.0, "time": 1.0, "elapsed": 2.0}
+    values |= {"memory": 3e9, "tokens_per_second": 2355.5, "data_wait": 0.3, "cpu_seconds": 76.9}
+    training.step(total // 2 - 1, total, values)
+    training.step(total // 2, total, values)
+    for line in capsys.readouterr().out.splitlines():
+        assert len(line) <= 80 and re.match(r"\d\d:\d\d:\d\d \+0:00  step \d+/", line), line
+        assert "weighted loss 1.906" in line
+    assert "  eta " in line

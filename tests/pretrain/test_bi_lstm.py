@@ -189,7 +189,7 @@ def test_word_vectors_of_a_file(tmp_path: Path, distil: Any) -> None:
     words = task_data.WORDS[:3]
     file = tmp_path / "vectors.txt"
     lines = [f"{word} {i}.5 -1 2e-1" for i, word in enumerate(words)]
-    file.write_text("\n".join(["4 3", *lines, "elsewhere 9 9 9"]) + "\n", encoding="utf-8")
+    file.write_text("\n".join(["4 3", *lines, "else where 9 9 9"]) + "\n", encoding="utf-8")
     values["student"] = {**values["student"], "word_vectors": str(file)}
     values["optimizer"] = {"learning_rate": 1e-9}
     runs.start(values, stop_after=1)
@@ -220,6 +220,8 @@ def test_word_vectors_of_a_file(tmp_path: Path, distil: Any) -> None:
 
     good = "\n".join(lines) + "\n"
     refuses(good + "x 1 2\n", "line 4 has 2 numbers", "before it 3")
+    refuses(good + "x 1 2 3 4\n", "line 4 has 4 numbers", "before it 3")
+    refuses("3 4\n" + good, "line 2 has 3 numbers", "before it 4")
     refuses(f"{words[0]} 1 nan 2\n", "line 1 holds 'nan'", "correct the file")
     refuses(f"{words[0]} 1 1e39 2\n", "line 1 holds '1e39'")
     refuses("elsewhere 1 2 3\n", "holds none of the")
