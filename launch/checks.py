@@ -164,13 +164,18 @@ def places(config: RunConfig | None, checkpoints: int = 0) -> Iterator[Finding]:
 
 def inputs(config: RunConfig) -> Iterator[Finding]:
     """Load shards, teacher, tokenizer and student as a run would."""
+    import torch
     from accelerate import PartialState
 
+    from pretrain.device.precision import check_precision
     from pretrain.load import load_inputs
     from pretrain.monitor.metrics import Silent
     from pretrain.run_folder import check_hub, check_inputs, check_output
 
     def load() -> None:
+        if config.train.precision != "auto":
+            used = "cuda" if torch.cuda.is_available() else "cpu"
+            check_precision(config.train.precision, used)
         check_output(config)
         check_inputs(config)
         check_hub(config)

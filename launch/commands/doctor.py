@@ -44,10 +44,16 @@ def doctor(
     """
     from launch.checks import Finding, findings
     from launch.config import load_config
-    from launch.torchrun.start import Launch
+    from launch.torchrun.start import Launch, meeting_point
+    from pretrain import RunError
     from pretrain.config import RunConfig
 
     run = load_config(RunConfig, config, overrides or []) if config is not None else None
+    asked = Launch(config or Path(), [], nodes=nodes, gpus=gpus, node_rank=node_rank, head=head)
+    if not distributed and (nodes, gpus, node_rank, head) != (1, None, None, None):
+        raise RunError("--nodes, --gpus, --node-rank and --head are for --distributed: add that")
+    if distributed and nodes > 1:
+        meeting_point(asked)  # raises before the checks, which take seconds
     failed = 0
 
     def say(found: Finding) -> None:
@@ -59,7 +65,6 @@ def doctor(
     if distributed:
         from launch.torchrun.sums import measure
 
-        asked = Launch(config or Path(), [], nodes=nodes, gpus=gpus, node_rank=node_rank, head=head)
         for found in measure(asked, timeout):
             say(found)
             failed += found.grade == "fail"

@@ -54,7 +54,8 @@ def pretrain(
         from pretrain.plan import plan
         from pretrain.run_folder import check_hub, check_inputs, check_output
 
-        asked = Launch(config, overrides or [], gpus=1, hardware=hardware_name)
+        processes = 1 if hardware_name is None else None  # else the preset's
+        asked = Launch(config, overrides or [], gpus=processes, hardware=hardware_name)
         settings = load_config(RunConfig, config, asked.with_hardware)
         skipped = [parse_rows(text) for text in skip_rows or []]
 

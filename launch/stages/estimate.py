@@ -13,8 +13,9 @@ from data_prep.messages import duration
 from launch.stages.stage import real
 from launch.torchrun.hardware import Device, cores, hardware
 from pretrain import RunError
-from pretrain.config import RunConfig, with_defaults
+from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.device.fitting import largest, sizes
+from pretrain.device.precision import check_precision
 from pretrain.plan import Plan, Planned, Sizes, num_steps, plan
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Target(NamedTuple):
     device: Device
     nodes: int
     processes: int  # on each node
-    memory: float  # bytes of a process for tensors
+    memory: float | None  # bytes of a process for tensors; None where it is not known
     rate: float | None  # FLOP/s of all; None where it is not known
 
     @property
@@ -57,6 +58,8 @@ def target(asked: Launch | None, *, everywhere: bool = True) -> Target:
             processes = (asked.gpus or gpus) if asked else 1
             name = torch.cuda.get_device_name()
             return Target(name, "cuda", nodes, processes, total * (1 - _LEFT_FREE), None)
+        if asked and (asked.nodes > 1 or asked.slurm):  # other nodes, which have GPUs: not known
+            return Target("other nodes", "cuda", nodes, asked.gpus or 1, None, None)
         preset = hardware("cpu")
     processes = (asked.gpus if asked else None) or preset.processes
     if device == "cpu":
@@ -64,10 +67,16 @@ def target(asked: Launch | None, *, everywhere: bool = True) -> Target:
 
         memory = psutil.virtual_memory().total / processes - _OF_PYTHON
         rate = preset.rate * cores() * nodes
-        name = f"cpu with {cores()} core(s)"
+        if memory <= 0:
+            raise RunError(
+                f"--gpus {processes}: so many processes leave no memory of this machine for "
+                "tensors: give fewer"
+            )
+        name = f"{nodes} nodes, each a " * (nodes > 1) + f"cpu with {cores()} core(s)"
         return Target(name, device, nodes, processes, memory, rate)
     memory = preset.memory * (1 - _LEFT_FREE)
-    name = f"{nodes} nodes of {preset.name}" if nodes > 1 else preset.name
+    name = preset.name if processes == preset.processes else f"{processes} GPU(s) of {preset.name}"
+    name = f"{nodes} nodes of {name}" if nodes > 1 else name
     return Target(name, device, nodes, processes, memory, preset.rate * nodes * processes)
 
 
@@ -95,13 +104,19 @@ def run_lines(
     """
     made: dict[Path, Sizes | Planned | None] = {}
     row_length, vocabulary = _ROW
+    if config.model is not None:
+        row_length = min(row_length, config.model.max_position_embeddings)
     name = config.teacher or (config.model.init if config.model is not None else None)
     if name is not None and (read := _read(name)) is not None:
         made[real(name)] = Sizes.of(read)
-        row_length = read.get("max_position_embeddings", row_length)
+        row_length = min(row_length, read.get("max_position_embeddings", row_length))
         vocabulary = read.get("vocab_size", vocabulary)
     lines = []
     if tokens is not None:
+        if not tokens < 1e18:
+            raise RunError(
+                f"--tokens {tokens:g}: is not a number of tokens; give 4e9, for instance"
+            )
         if (config.shards / "manifest.json").exists():
             raise RunError(f"--tokens: {config.shards} has its own number of them: leave it out")
         rows = max(1, round(tokens / row_length))
@@ -148,19 +163,27 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str
     Raises:
         RunError: a micro-batch does not fit; says what does.
     """
-    if found.student is None or found.rows is None:
-        return []
+    accumulation_steps(config, target(asked).world)  # raises if they do not divide
+    if found.student is None:
+        return ["memory: known once the config.json of its models can be read"]
+    if found.rows is None:
+        return [f"memory: known once {config.shards} exists, or with --tokens"]
     from pretrain.model.families import FAMILIES
 
     if not FAMILIES[found.student.family].attends:
         return []
     where = target(asked)
+    if where.memory is None:
+        return ["memory: add --hardware NAME"]
+    if config.train.precision != "auto":
+        check_precision(config.train.precision, where.device)
     config = with_defaults(_with_precision(config), where.device, where.world)
     share = config.train.global_batch_size // where.world
     counted = _budget(_shape(config), found.student, found.teacher, found.rows, where.device)
     held: dict[str, int] = dict(counted.held)
     if asked is not None and asked.zero is not None:
-        held["AdamW"] //= where.world
+        for part in ("AdamW", "gradients")[: asked.zero]:
+            held[part] //= where.world
 
     def used(rows: int) -> float:
         return sum(held.values()) + counted.micro_step(rows, held=share > rows or where.world > 1)
@@ -239,8 +262,10 @@ def _too_large(
     """Return what does not fit, and what would."""
     text = (
         f"train.micro_batch_size {rows}: a process would take {decimal(round(used))}, and one on "
-        f"{where.name} has {decimal(round(where.memory))}: "
+        f"{where.name} has {decimal(round(where.memory or 0))}: "
     )
+    if where.device == "cpu" and where.processes > 1:
+        text += "give fewer --gpus, or "
     if fits:
         return text + f"take {fits}, which trains the same"
     if not config.train.activation_checkpointing:

@@ -7,11 +7,14 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch.checks import Finding
 from launch.torchrun.start import Launch, check_private, meeting_point
 from pretrain import RunError
+
+if TYPE_CHECKING:
+    import torch
 
 NUMBERS = 66_985_530  # gradients of a DistilBERT
 _APART = 5_000  # from the port at which the ranks of a run meet
@@ -60,7 +63,8 @@ def measure(asked: Launch, seconds: int) -> Iterator[Finding]:
         for rank in ranks:
             rank.kill()
         text = f"a process has not ended {_START + 3 * seconds} s after its start: it hangs"
-        yield Finding("fail", "sums", f"{text}; look at NCCL_DEBUG=INFO, and at firewalls")
+        text += f"; does something else answer at {host}:{port}? Or look at firewalls"
+        yield Finding("fail", "sums", text + ", and at NCCL_DEBUG=INFO" * (gpus > 0))
         return
     while not results.empty():
         yield Finding(*results.get())
@@ -81,7 +85,6 @@ def _rank(
 ) -> None:
     """Meet, sum, and put what was found into `results`; the first process of a node does so."""
     import torch
-    import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     rank, world, first = node * processes + local, nodes * processes, local == 0
@@ -89,13 +92,28 @@ def _rank(
     try:
         # Without waiting for all of them, so that those that are missing can be named.
         store = TCPStore(host, port, world, rank == 0, wait, wait_for_workers=False)
-        store.set(f"rank {rank}", f"{socket.gethostname()} {time.time()}")
+        again = store.add(f"start of {rank}", 1) > 1
+        if rank == 0:
+            store.set("layout", f"{nodes} x {processes}")
+        layout = store.get("layout").decode()
     except (RuntimeError, OSError):
-        if first:
+        if rank == 0:
+            text = f"port {port} cannot be opened here: name another one: --head HOST:PORT"
+            results.put(("fail", "nodes", text))
+        elif first:
             text = f"the first node does not answer at {host}:{port} within {seconds} s: is its "
             text += "command running, and does a firewall keep the port open?"
             results.put(("fail", "nodes", text))
         return
+    if layout != f"{nodes} x {processes}" or again:
+        if first:
+            text = f"the first node's command says {layout} processes, this one's "
+            text += f"{nodes} x {processes}: correct --nodes or --gpus"
+            if layout == f"{nodes} x {processes}":
+                text = f"another command says --node-rank {node}, too: each node has its own"
+            results.put(("fail", "nodes", text))
+        return
+    store.set(f"rank {rank}", socket.gethostname())
     names = [f"rank {other}" for other in range(world)]
     ends = time.monotonic() + seconds
     try:
@@ -108,20 +126,43 @@ def _rank(
                     results.put(("fail", "nodes", text))
                 return
             time.sleep(0.1)
-        hosts = [store.get(name).decode().split()[0] for name in names]
+        hosts = [store.get(name).decode() for name in names]
     except RuntimeError:  # its store has gone with it
         if first:
             results.put(("fail", "nodes", "the first node has ended: see what it says"))
         return
-    device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    if nodes == 1:
+    try:
+        found = _sums(store, hosts, rank, wait, torch.device("cuda", local) if on_gpus else None)
+    except RuntimeError as error:
+        found = [Finding("fail", "sums", str(error).splitlines()[0])]
+    for each in found if first else ():
+        results.put(tuple(each))
+
+
+def _sums(
+    store: Any, hosts: list[str], rank: int, wait: timedelta, gpu: torch.device | None
+) -> list[Finding]:
+    """Sum numbers over all processes, and compare their clocks.
+
+    Args:
+        store: in which all have met.
+        hosts: of all processes.
+        rank: of this one.
+        wait: for the others.
+        gpu: of this process; None on a CPU.
+    """
+    import torch
+    import torch.distributed as dist
+
+    world = len(hosts)
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    if len(set(hosts)) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=world, timeout=wait
+        "nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=wait
     )
-    numbers = torch.full((NUMBERS,), float(rank + 1), device=device)
+    numbers = torch.full((NUMBERS,), float(rank + 1), device=gpu)
     dist.all_reduce(numbers)  # connects
     right = bool((numbers == world * (world + 1) / 2).all())
     best = float("inf")
@@ -129,24 +170,23 @@ def _rank(
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(numbers)
-        if on_gpus:
+        if gpu is not None:
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
     clocks: list[Any] = [None] * world
     dist.barrier()
     dist.all_gather_object(clocks, time.time())
-    if first:
-        size = 4 * NUMBERS * 2 * (world - 1) / world
-        places = f"{world} process(es) on {', '.join(dict.fromkeys(hosts))}"
-        text = f"{1000 * best:,.0f} ms for {4 * NUMBERS / 1e6:.0f} MB over {places}: "
-        text += f"{size / best / 1e9:.2f} GB/s sent by each, {dist.get_backend()}"
-        if right:
-            results.put(("ok", "sums", text))
-        else:
-            results.put(("fail", "sums", f"a sum over {places} is wrong"))
-        apart = max(clocks) - min(clocks)
-        fits = apart < _CLOCK
-        text = f"at most {apart:.2f} s apart" + ("" if fits else ": set up NTP on all of them")
-        results.put(("ok" if fits else "fail", "clocks", text))
+    size = 4 * NUMBERS * 2 * (world - 1) / world
+    places = f"{world} process(es) on {', '.join(dict.fromkeys(hosts))}"
+    text = f"{1000 * best:,.0f} ms for {4 * NUMBERS / 1e6:.0f} MB over {places}: "
+    text += f"{size / best / 1e9:.2f} GB/s sent by each, {dist.get_backend()}"
+    found = [Finding("ok", "sums", text)]
+    if not right:
+        found = [Finding("fail", "sums", f"a sum over {places} is wrong")]
+    apart = max(clocks) - min(clocks)
+    late = apart >= _CLOCK
+    text = f"at most {apart:.2f} s apart" + ": set up NTP on all of them" * late
+    found.append(Finding("fail" if late else "ok", "clocks", text))
     dist.barrier()
     dist.destroy_process_group()
+    return found

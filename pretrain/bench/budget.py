@@ -46,6 +46,7 @@ class Budget:
     def __init__(
         self, config: RunConfig, student: Sizes, teacher: Sizes | None, rows: Planned, device: str
     ) -> None:
+        rows = rows._replace(vocab_size=max(rows.vocab_size, len(_SPECIAL) + 1))
         self.config, self.rows, self.device = config, rows, device
         objective = config.objective
         self.dtype = PRECISIONS[config.train.precision].dtype
@@ -97,7 +98,7 @@ class Budget:
         """Return the peak bytes above weights and gradients, and what is trained."""
         length, vocabulary = self.rows.row_length, self.rows.vocab_size
         ids = tuple(_SPECIAL.values())
-        share = self.config.masking.ends[0]
+        share = max(end or 0.0 for end in self.config.masking.ends)
         masking = Masking(share, ids, mask_id=ids[-1], vocab_size=vocabulary, seed=0)
         special = models.SpecialIds(*ids[:3])
         document = np.full(length, vocabulary - 1)  # no special one

@@ -69,6 +69,11 @@ class Theseus(Objective):
     def check(self, student: Shape, teacher: Shape) -> None:
         """Refuse layers that do not stand for as many of the teacher each, and other widths."""
         ours, theirs = student.num_layers, teacher.num_layers
+        if ours > theirs:
+            raise RunError(
+                f"objective theseus: the student's {ours} layers replace the teacher's, which has "
+                f"{theirs}; set student.num_layers to a divisor of these"
+            )
         if theirs % ours:
             raise RunError(
                 f"objective theseus: the teacher's {theirs} layers are no multiple of the "

@@ -2,8 +2,9 @@
 
 Algorithm 1 there: each word of a text gets candidates, the M most likely words where a masked
 language model reads [MASK] in its place, or, for a word of several pieces, the M words whose input
-embeddings are nearest to the mean of its pieces. In each of N copies a word becomes a random one of
-its candidates with probability p. Copies that differ from all texts before them are kept.
+embeddings are nearest to the mean of its pieces: of the same model, at length 1. In each of N
+copies a word becomes a random one of its candidates with probability p. Copies that differ from all
+texts before them are kept.
 
 The authors' code shows the original text behind the masked one, so a word is usually its own first
 candidate; here it is none. It leaves a list of English words as they are; here the most frequent

@@ -87,3 +87,32 @@ def test_a_node_that_does_not_answer_is_named() -> None:
     # Without a first node.
     code, out, err = in_a_process(*options, "--node-rank", 2, "--timeout", "3")
     assert code == 2 and "the first node does not answer" in out, out + err
+
+
+def test_options_of_sums_need_them(distil: Distil, run: Path) -> None:
+    code, _, err = distil("doctor", "--nodes", 2)
+    assert code == 2 and "are for --distributed" in err
+    code, out, err = distil("doctor", "--distributed", "--nodes", 2)
+    assert code == 2 and not out and "needs --head HOST" in err
+    code, out, _ = distil("doctor", run, "train.precision=fp16", "train.num_workers=0")
+    assert code == 2 and "fail  run: train.precision fp16 needs a CUDA GPU" in out
+
+
+@pytest.mark.slow
+def test_nodes_that_do_not_fit_each_other_say_why() -> None:
+    for gpus, rank, message in ((1, 1, "says 2 x 2 processes, this one's 2 x 1"), (2, 0, "port")):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            head = f"127.0.0.1:{free.getsockname()[1]}"
+        command = [sys.executable, "-m", "launch", "doctor", "--distributed", "--nodes", "2"]
+        command += ["--head", head, "--timeout", "60"]
+        first = subprocess.Popen(
+            [*command, "--gpus", "2", "--node-rank", "0"], stdout=subprocess.PIPE, text=True
+        )
+        time.sleep(5)
+        options = (*command[3:], "--gpus", gpus, "--node-rank", rank)
+        code, out, err = in_a_process(*options)
+        first_out, _ = first.communicate(timeout=240)
+        assert code == 2 and first.returncode == 2
+        assert message in out + first_out, out + err + first_out
+        assert "Traceback" not in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,52 @@ def test_the_page_has_these_figures(distil: Distil, paper: str, kl: str) -> None
     (hours,) = re.findall(r"estimate: ([\d.]+) h on 8xv100-16gb", out)
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert f"| 8xv100-16gb | {kl} | {rows} | {memory} of {of} | {hours} | |" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("pretrain train.micro_batch_size=48", "not a multiple of micro_batch_size 48"),
+        ("pretrain train.precision=fp16", "train.precision fp16 needs a CUDA GPU"),
+        ("launch --gpus 3 --hardware a100", "is not a multiple of 3 process(es)"),
+        ("launch --nodes 8192 --head h --hardware a100", "is not a multiple of 65536"),
+        ("launch --gpus 64", "so many processes leave no memory"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(
+    distil: Distil, paper: str, arguments: str, message: str
+) -> None:
+    command, *options = arguments.split()
+    code, out, err = distil(command, paper, *options, "--dry-run", "--tokens", "4e9")
+    assert code == 2 and message in err and len(err.splitlines()) == 1, out + err
+    assert "memory" not in out
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ({"vocab_size": 3}, "full rows of 512, 3 words"),
+        ({"max_position_embeddings": 64}, "full rows of 64,"),
+        ({"model_type": "modernbert", "max_position_embeddings": 8192}, "full rows of 512,"),
+    ],
+)
+def test_rows_that_do_not_exist_have_at_most_the_teacher_s_positions(
+    distil: Distil, paper: str, model: dict[str, Any], shown: str
+) -> None:
+    Path("bert/config.json").write_text(json.dumps(BASE | model), encoding="utf-8")
+    options = ("--dry-run", "--hardware", "a100", "--tokens", "4e9")
+    code, out, err = distil("launch", paper, *options)
+    assert code == 0 and shown in out and "# memory: " in out, out + err
+
+
+def test_what_is_not_known_is_said(distil: Distil, paper: str) -> None:
+    out = distil("launch", paper, "--dry-run", "--nodes", 4, "--head", "h", "--tokens", "4e9").out
+    assert "memory: add --hardware NAME" in out and "for its time add --hardware NAME" in out
+    out = distil("launch", paper, "--dry-run", "--hardware", "a100").out
+    assert "memory: known once shards exists, or with --tokens" in out
+    code, _, err = distil("launch", paper, "--dry-run", "--tokens", "inf")
+    assert code == 2 and "--tokens inf" in err
+    shutil.rmtree("bert")
+    Path("bert").mkdir()
+    out = distil("launch", paper, "--dry-run", "--hardware", "a100", "--tokens", "4e9").out
+    assert "memory: known once the config.json of its models can be read" in out
