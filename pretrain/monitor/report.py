@@ -20,6 +20,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from data_prep.disk.locks import holder
+from data_prep.keys import Keys
 from data_prep.messages import duration
 from data_prep.shards import CorpusError, load_manifest
 from pretrain import RunError
@@ -259,8 +260,15 @@ def _differences(names: Sequence[str], found: Sequence[RunReport]) -> list[str]:
     title = "What differs"
     if len(found) == 1:
         title, names = "Config", ["default", *names]
-        plain = RunConfig(output=Path("-"), shards=Path("-"), objective=found[0].config.objective)
-        configs = [flatten(plain.model_dump(mode="json")), *configs]
+        fields = RunConfig.model_fields.items()
+        # Not a whole config: an objective may need a teacher.
+        sections = {name: field.get_default(call_default_factory=True) for name, field in fields}
+        dumped = {
+            name: section.model_dump(mode="json")
+            for name, section in sections.items()
+            if isinstance(section, Keys)
+        }
+        configs = [flatten(dumped), *configs]
     rows = [
         [key, *(str(config.get(key, "")) for config in configs)]
         for key in dict.fromkeys(key for config in configs for key in config)

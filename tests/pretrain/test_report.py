@@ -48,6 +48,14 @@ def test_a_finished_run_is_told_from_its_files(
     assert f"loss {trained['loss']:.4g}, kl {trained['kl']:.4g}" in text
     assert f"teacher accuracy {measured['teacher_accuracy']:.4g}" in text
     assert "newest checkpoint: step 6" in text and "left" not in text and "error" not in text
+    assert "of memory last line: 20" in text
+
+    # The page of a single run has what is not the default.
+    page = tmp_path / "page.html"
+    assert distil("report", run, "--html", page).code == 0
+    rows = re.findall(r"<tr><td>([\w.]+)<td>([^<]*)<td>([^<]*)", page.read_text(encoding="utf-8"))
+    assert ("train.max_steps", "None", "6") in rows
+    assert "optimizer.eps" not in {key for key, *_ in rows}
 
 
 def test_a_page_has_the_curves_and_what_differs(
