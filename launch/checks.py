@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from rich.filesize import decimal
 
+from data_prep import CorpusError
 from pretrain import RunError
 from pretrain.config import RunConfig
 
@@ -30,9 +31,8 @@ TESTED = {
     "ray": "2.60.0",
     "onnxruntime": "1.32.0",
 }
-_PYTHON = (3, 10), (3, 14)  # from, and below; as in setup.py
 _SHARED = 64 << 20  # bytes: what containers have by default, and too little for loader workers
-_CLOCK = 2.0  # seconds between a clock and that of the disk
+CLOCK = 2.0  # seconds between a clock and that of the disk, or of another node
 _TEMPORARY = 1 << 30  # bytes for compiled code and sockets
 
 Grade = Literal["ok", "note", "fail"]
@@ -58,15 +58,17 @@ def findings(config: RunConfig | None) -> Iterator[Finding]:
 def versions() -> Iterator[Finding]:
     """Compare Python and packages with what setup.py allows and what tests ran with."""
     from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
 
-    python = sys.version_info[:2]
-    fits: Grade = "ok" if _PYTHON[0] <= python < _PYTHON[1] else "fail"
-    yield Finding(fits, "python", f"{sys.version.split()[0]} (3.10 to 3.13)")
+    python, pythons, asked = platform.python_version(), SpecifierSet(), []
     try:
-        asked = [Requirement(line) for line in metadata.requires("distil-pretraining") or []]
+        own = metadata.distribution("distil-pretraining")
+        pythons = SpecifierSet(own.metadata["Requires-Python"])
+        asked = [Requirement(line) for line in own.requires or []]
     except metadata.PackageNotFoundError:
-        asked = []
         yield Finding("note", "distil", "is not installed as a package: pip install .")
+    fits: Grade = "ok" if pythons.contains(python, prereleases=True) else "fail"
+    yield Finding(fits, "python", f"{python} ({pythons})" if asked else python)
     ranges: dict[str, Requirement] = {}
     for one in asked:
         ranges.setdefault(one.name.lower(), one)
@@ -140,9 +142,7 @@ def places(config: RunConfig | None, checkpoints: int = 0) -> Iterator[Finding]:
     free = shutil.disk_usage(temporary).free
     grade: Grade = "ok" if free > _TEMPORARY else "note"
     yield Finding(grade, "temporary files", f"{decimal(free)} free in {temporary}")
-    output = (config.output if config is not None else Path()).absolute()
-    there = next(path for path in (output, *output.parents) if path.is_dir())
-    free = shutil.disk_usage(there).free
+    there, free = room(config.output if config is not None else Path())
     text = f"{decimal(free)} free in {there}"
     if checkpoints:
         text += f", {decimal(checkpoints)} for checkpoints"
@@ -156,10 +156,18 @@ def places(config: RunConfig | None, checkpoints: int = 0) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("fail", "disk", f"{there}: nothing can be written ({error.strerror})")
         return
-    late = apart >= _CLOCK
+    late = apart >= CLOCK
     text = f"{apart:.1f} s from that of the disk"
     text += ": runs on several machines need one time, so set up NTP" * late
     yield Finding("note" if late else "ok", "clock", text)
+
+
+def room(output: Path) -> tuple[Path, int]:
+    """Return where a folder is, or would be made, and the free bytes of that disk."""
+    place = Path(os.path.realpath(output))
+    while not place.exists():
+        place = place.parent
+    return place, shutil.disk_usage(place).free
 
 
 def inputs(config: RunConfig) -> Iterator[Finding]:
@@ -186,7 +194,6 @@ def inputs(config: RunConfig) -> Iterator[Finding]:
 
 def disk_of(config: RunConfig | None) -> int:
     """Return the bytes of a run's checkpoints; 0 where they are not known."""
-    from data_prep import CorpusError
     from pretrain.plan import plan
 
     try:
@@ -197,8 +204,6 @@ def disk_of(config: RunConfig | None) -> int:
 
 def _tried(what: str, fine: str, check: Callable[[], None]) -> Finding:
     """Return the error of a check in one line, or that all is fine."""
-    from data_prep import CorpusError
-
     try:
         check()
     except (RunError, CorpusError, OSError, ValueError) as error:

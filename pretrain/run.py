@@ -153,9 +153,6 @@ def build(
         recompute=train.activation_checkpointing,
         predecessor=predecessor,
     )
-    if config.objective.replaces:
-        module.requires_grad_(False)
-        family_of(student).layers(student).requires_grad_(True)
     if not config.objective.needs_logits:
         freeze_unreached(module, inputs, device)
     # Then wrap: DDP or ZeRO owns the optimizer from here on.

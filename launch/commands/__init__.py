@@ -23,6 +23,13 @@ Run = Annotated[Path, typer.Argument(help="The output folder of a run.")]
 StopAfter = Annotated[
     int | None, typer.Option(help="Stop after this step; the schedule stays.", min=1)
 ]
+NumNodes = Annotated[int, typer.Option(help="How many nodes.", min=1)]
+NodeRank = Annotated[
+    int | None, typer.Option(help="This node's number, from 0; Slurm knows it.", min=0)
+]
+HeadNode = Annotated[
+    str | None, typer.Option(help="The first node; Slurm knows it.", metavar="HOST[:PORT]")
+]
 Tokens = Annotated[
     float | None,
     typer.Option(help="With --dry-run: of shards that do not exist yet, 4e9 for instance.", min=1),

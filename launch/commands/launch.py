@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from launch.commands import Config, Overrides, SkipRows, StopAfter, Tokens, parse_rows
+from launch.commands import (
+    Config,
+    HeadNode,
+    NodeRank,
+    NumNodes,
+    Overrides,
+    SkipRows,
+    StopAfter,
+    Tokens,
+    parse_rows,
+)
 from launch.console import keep_going, show
 from launch.torchrun.hardware import PRESET_NAMES
 from pretrain.signals import end_on_signal
@@ -15,7 +25,7 @@ from pretrain.signals import end_on_signal
 def launch(
     config: Config,
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option(help="How many nodes.", min=1)] = 1,
+    nodes: NumNodes = 1,
     gpus: Annotated[
         int | None,
         typer.Option(help="Processes on each node; by default its GPUs.", min=1),
@@ -31,13 +41,8 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what it would take, and the command.")
     ] = False,
-    node_rank: Annotated[
-        int | None, typer.Option(help="This node's number, from 0; Slurm knows it.", min=0)
-    ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option(help="The first node; Slurm knows it.", metavar="HOST[:PORT]"),
-    ] = None,
+    node_rank: NodeRank = None,
+    head: HeadNode = None,
     public: Annotated[
         bool, typer.Option("--public", help="Let nodes meet at a public address.")
     ] = False,
@@ -62,7 +67,6 @@ def launch(
     with end_on_signal():
         from launch.config import kind_of, load_config
         from launch.recipe_config import Recipe
-        from launch.stages.estimate import run_lines
         from launch.torchrun.start import Launch, start
         from pretrain import RunError
         from pretrain.config import RunConfig
@@ -91,7 +95,9 @@ def launch(
             raise RunError("--tokens is for --dry-run: add that")
         if kind_of(config) is not Recipe:
             if dry_run:
-                run = load_config(RunConfig, config, asked.with_hardware)
+                from launch.stages.estimate import run_lines
+
+                run = load_config(RunConfig, config, [*asked.added, *asked.overrides])
                 about = run_lines(run, asked, tokens=tokens, needs_shards=False)
                 show(*(f"# {line}" for line in about))
             raise typer.Exit(start(asked))

@@ -47,7 +47,6 @@ def pretrain(
     with end_on_signal():
         from launch.checks import places
         from launch.config import config_line, load_config
-        from launch.stages.estimate import run_lines
         from launch.torchrun.start import Launch
         from pretrain import RunError
         from pretrain.config import RunConfig, accumulation_steps
@@ -56,7 +55,7 @@ def pretrain(
 
         processes = 1 if hardware_name is None else None  # else the preset's
         asked = Launch(config, overrides or [], gpus=processes, hardware=hardware_name)
-        settings = load_config(RunConfig, config, asked.with_hardware)
+        settings = load_config(RunConfig, config, [*asked.added, *asked.overrides])
         skipped = [parse_rows(text) for text in skip_rows or []]
 
         keep_going()
@@ -65,6 +64,8 @@ def pretrain(
             show(config_line(config))
             check_output(settings)
             if dry_run:
+                from launch.stages.estimate import run_lines
+
                 check_inputs(settings, needs_shards=tokens is None)
                 show(*run_lines(settings, asked, tokens=tokens, needs_shards=True))
                 return

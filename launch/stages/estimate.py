@@ -163,7 +163,8 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str
     Raises:
         RunError: a micro-batch does not fit; says what does.
     """
-    accumulation_steps(config, target(asked).world)  # raises if they do not divide
+    where = target(asked)
+    accumulation_steps(config, where.world)  # raises if they do not divide
     if found.student is None:
         return ["memory: known once the config.json of its models can be read"]
     if found.rows is None:
@@ -172,12 +173,9 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str
 
     if not FAMILIES[found.student.family].attends:
         return []
-    where = target(asked)
     if where.memory is None:
         return ["memory: add --hardware NAME"]
-    if config.train.precision != "auto":
-        check_precision(config.train.precision, where.device)
-    config = with_defaults(_with_precision(config), where.device, where.world)
+    config = with_defaults(_with_precision(config, where.device), where.device, where.world)
     share = config.train.global_batch_size // where.world
     counted = _budget(_shape(config), found.student, found.teacher, found.rows, where.device)
     held: dict[str, int] = dict(counted.held)
@@ -197,12 +195,13 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str
     elif used(rows) > where.memory:
         smaller = largest(sizes(share, rows - 1), used, where.memory) if rows > 1 else None
         raise RunError(_too_large(config, where, rows, used(rows), smaller and smaller.rows))
-    parts = {**held, "a micro-step": round(used(rows)) - sum(held.values())}
+    most = round(used(rows))
+    parts = {**held, "a micro-step": most - sum(held.values())}
     steps, teacher = num_steps(config, found.rows.rows), counted.teacher
     lines = [
         f"parameters: {counted.trained / 1e6:.1f} M trained"
         + f", {teacher / 1e6:.1f} M of the teacher" * (teacher > 0),
-        f"memory: {decimal(round(used(rows)))} of {decimal(round(where.memory))} for a process on "
+        f"memory: {decimal(most)} of {decimal(round(where.memory))} for a process on "
         f"{where.name} with micro-batches of {rows} rows ("
         + ", ".join(f"{name} {decimal(size)}" for name, size in parts.items())
         + ")",
@@ -221,9 +220,10 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str
     return lines
 
 
-def _with_precision(config: RunConfig) -> RunConfig:
-    """Replace `precision: auto` by this machine's choice."""
+def _with_precision(config: RunConfig, used: Device) -> RunConfig:
+    """Replace `precision: auto` by this machine's choice, or check another for its device."""
     if config.train.precision != "auto":
+        check_precision(config.train.precision, used)
         return config
     import torch
 
@@ -236,14 +236,8 @@ def _with_precision(config: RunConfig) -> RunConfig:
 def _shape(config: RunConfig) -> str:
     """Return a config as JSON, without what differs between runs that take as much memory."""
     values = config.model_dump(mode="json", include=_OF_MEMORY, exclude_unset=True)
-    values |= {"output": "run", "shards": "shards"}
-    if config.teacher is not None:
-        values["teacher"] = "teacher"
-    train = config.train
-    values["train"] = {
-        "precision": train.precision,
-        "activation_checkpointing": train.activation_checkpointing,
-    }
+    values |= {"output": "run", "shards": "shards", "teacher": config.teacher and "teacher"}
+    values["train"] = config.train.model_dump(include={"precision", "activation_checkpointing"})
     return json.dumps(values, sort_keys=True)
 
 

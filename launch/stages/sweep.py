@@ -18,6 +18,7 @@ import psutil
 from data_prep.disk import hash_file, lock
 from data_prep.disk.json_files import canonical_sha256, parse_object, read_regular
 from data_prep.shards import load_manifest
+from launch.checks import room
 from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import SweepKeys
@@ -211,10 +212,8 @@ class Sweep(Stage):
                 sizes.append(_IN_CHECKPOINT * num * most - there)
         sizes.sort()
         need = sum(sizes if config.keep_weights else sizes[-(config.at_once or cores()) :])
-        place = real(config.output)
-        while not place.exists():
-            place = place.parent
-        if need > (free := shutil.disk_usage(place).free):
+        place, free = room(config.output)
+        if need > free:
             raise RunError(
                 f"sweep {config.output}: its checkpoints need {need:,} bytes, and {place} has "
                 f"{free:,} free; lower checkpoint.keep or at_once, or make room"

@@ -12,7 +12,6 @@ from launch.console import Training, show
 from launch.recipe_config import TrainKeys
 from launch.stages.estimate import on_hardware, step_lines
 from launch.stages.stage import How, Made, Stage, State, real
-from launch.torchrun.hardware import hardware
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
@@ -20,7 +19,7 @@ from pretrain.plan import plan
 from pretrain.run_folder import check_hub, check_inputs, check_output, is_run, sealed_state
 
 if TYPE_CHECKING:
-    from launch.torchrun.start import Launch
+    pass
 
 
 class Train(Stage):
@@ -46,7 +45,9 @@ class Train(Stage):
         needs_shards = not dry_run and real(config.shards) not in made
         check_inputs(config, list(made), needs_shards=needs_shards)
         if not dry_run:
-            _check_batch(config, how.launch)
+            # Raises if the processes cannot share a batch.
+            world = how.launch.world if how.launch is not None else 1
+            accumulation_steps(on_hardware(config, how.launch), world)
         found = plan(config, made, needs_shards=needs_shards)
         if not dry_run:
             check_hub(config, list(made))
@@ -87,12 +88,3 @@ class Train(Stage):
             show("the same command continues")
             return ExitCode.REQUEUE
         return ExitCode.DONE
-
-
-def _check_batch(config: RunConfig, launch: Launch | None) -> None:
-    """Refuse a batch that the processes cannot share; RunError names the keys."""
-    world = 1
-    if launch is not None:
-        processes = hardware(launch.hardware).processes if launch.hardware else 1
-        world = launch.nodes * (launch.gpus or processes)
-    accumulation_steps(on_hardware(config, launch), world)

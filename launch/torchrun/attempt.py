@@ -19,7 +19,7 @@ import psutil
 
 from data_prep.messages import complain
 from launch.torchrun import failures
-from launch.torchrun.command import ENTRY
+from launch.torchrun.command import ENTRY, LOOPBACK
 from launch.torchrun.rank import STACK, log_file
 from launch.torchrun.watch import Beat, Cause, Watch, cause
 from pretrain.environment import HEARTBEATS, LOGS, STORE
@@ -111,9 +111,8 @@ def _rendezvous(folder: Path) -> tuple[list[str], dict[str, str]]:
     A TCP store would let any user of the machine write to it, and torchrun unpickles what it finds
     there. Only this user can read and write `folder`.
     """
-    interface = "lo" if sys.platform == "linux" else "lo0"
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    environment = {name: os.environ.get(name, interface) for name in names}
+    environment = {name: os.environ.get(name, LOOPBACK) for name in names}
     environment[STORE] = str(folder / "store")
     # By default torchrun's agent opens a store for the ranks, on all interfaces.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

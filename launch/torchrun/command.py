@@ -15,6 +15,7 @@ from pretrain.environment import GRACE, TIMEOUT
 # leave the ranks behind.
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 PORT = 29500
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the interface of a single node
 FOLDER = Path(__file__).parents[1]
 ENTRY = str(Path(__file__).with_name("entry.py"))  # runs the module that follows it
 LATE = 30  # seconds by which one node may start its processes later than another
@@ -35,6 +36,10 @@ class Head:
 
     host: str
     port: int
+
+    def port_apart(self, by: int) -> int:
+        """Return a port that is `by` away from the one at which the ranks of a run meet."""
+        return self.port + (by if self.port < 2**16 - by else -by)
 
 
 def pretrain(

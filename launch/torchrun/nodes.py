@@ -22,7 +22,7 @@ class Nodes:
     def __init__(self, head: Head, rank: int, num: int, seconds: float) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        port = head.port + (_APART if head.port < 2**16 - _APART else -_APART)
+        port = head.port_apart(_APART)
         self.rank, self.num = rank, num
         wait = seconds + LATE
         try:

@@ -56,10 +56,15 @@ class Launch:
     skip_rows: tuple[str, ...] = ()
 
     @property
-    def with_hardware(self) -> list[str]:
-        """Return the overrides, after those of the hardware."""
-        added = hardware(self.hardware).overrides(self.overrides) if self.hardware else []
-        return [*added, *self.overrides]
+    def added(self) -> list[str]:
+        """Return the overrides of the hardware."""
+        return hardware(self.hardware).overrides(self.overrides) if self.hardware else []
+
+    @property
+    def world(self) -> int:
+        """Return the number of processes; without options there may be more, one for each GPU."""
+        processes = hardware(self.hardware).processes if self.hardware else 1
+        return self.nodes * (self.gpus or processes)
 
 
 def start(asked: Launch) -> int:
@@ -69,8 +74,7 @@ def start(asked: Launch) -> int:
         RunError, ConfigError, CorpusError: a mistake in options or config; nothing was started.
     """
     preset = check_options(asked)
-    added = preset.overrides(asked.overrides) if preset else []
-    overrides = asked.with_hardware
+    overrides = [*asked.added, *asked.overrides]
     config = load_config(RunConfig, asked.config, overrides)
     check_output(config)
     head, ranks = None, [0]
@@ -82,8 +86,7 @@ def start(asked: Launch) -> int:
         check_inputs(config)  # the first rank would report this too, but half a minute later
     if not (asked.dry_run or asked.slurm):  # a queued job may follow the run that works now
         refuse_if_held(config.output, "pretrain", who="distil pretrain")
-    processes = asked.gpus or (preset.processes if preset else 1)  # else there may be more
-    accumulation_steps(config, asked.nodes * processes)  # raises if they do not divide
+    accumulation_steps(config, asked.world)  # raises if they do not divide
     if not (asked.dry_run or asked.slurm):
         check_hub(config)
 
@@ -105,7 +108,7 @@ def start(asked: Launch) -> int:
             )
     layout = layout_of(asked, preset, torch.cuda.device_count())
     print(printable(f"# {config_line(asked.config)}"))
-    for line in describe(asked, preset, added, layout, config):
+    for line in describe(asked, preset, layout, config):
         print(printable(f"# {line}"))
     if asked.slurm:
         return submit(asked, layout, overrides)
@@ -182,7 +185,7 @@ def layout_of(asked: Launch, preset: Hardware | None, gpus: int) -> Layout:
 
 
 def describe(
-    asked: Launch, preset: Hardware | None, added: list[str], layout: Layout, config: RunConfig
+    asked: Launch, preset: Hardware | None, layout: Layout, config: RunConfig
 ) -> Iterator[str]:
     """Yield lines that describe the run; RunError if it cannot run."""
     world = layout.nodes * layout.processes
@@ -196,9 +199,9 @@ def describe(
         yield f"no GPU can be seen here: {more if asked.gpus is None else 'processes on CPU'}"
     if preset is None and asked.dry_run and not asked.slurm and layout.nodes > 1:
         yield "for nodes with GPUs; where they have none, add --hardware cpu"
-    if preset is not None and added:
+    if preset is not None and asked.added:
         tried = "" if preset.tried else " (untried: where to begin, not what was measured)"
-        yield f"hardware {preset.name}: {' '.join(added)}{tried}"
+        yield f"hardware {preset.name}: {' '.join(asked.added)}{tried}"
     rows = f"{train.micro_batch_size} rows x {accumulation} micro-batches"
     if accumulation is None:
         rows = f"{train.global_batch_size // world} rows (micro_batch_size auto)"

@@ -6,11 +6,13 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from launch.checks import Finding
-from launch.torchrun.start import Launch, check_private, meeting_point
+from launch.checks import CLOCK, Finding
+from launch.torchrun.command import LOOPBACK, Head, Layout
+from launch.torchrun.start import Launch, check_private, layout_of, meeting_point
 from pretrain import RunError
 
 if TYPE_CHECKING:
@@ -20,11 +22,10 @@ NUMBERS = 66_985_530  # gradients of a DistilBERT
 _APART = 5_000  # from the port at which the ranks of a run meet
 _REPEATS = 5
 _START = 120  # seconds in which a process imports torch, on a busy machine
-_CLOCK = 2.0  # seconds between the clocks of two nodes
 
 
 def measure(asked: Launch, seconds: int) -> Iterator[Finding]:
-    """Start this node's processes, and yield what the first node has found.
+    """Start this node's processes, and yield what its first one has found.
 
     Args:
         asked: nodes, processes on each, head and number of this node.
@@ -34,25 +35,21 @@ def measure(asked: Launch, seconds: int) -> Iterator[Finding]:
     from torch import multiprocessing
 
     gpus = torch.cuda.device_count()
-    processes = asked.gpus or gpus or 2
-    if gpus and processes > gpus:
-        raise RunError(f"--gpus {processes}: {gpus} GPU(s) can be seen here: give at most as many")
-    host, port, node = "127.0.0.1", 0, 0
+    layout = layout_of(replace(asked, gpus=asked.gpus or gpus or 2), None, gpus)
     if asked.nodes > 1:
         head, (node,) = meeting_point(asked)
         check_private(head, here=node == 0)
-        host = head.host.strip("[]")
-        port = head.port + (_APART if head.port < 2**16 - _APART else -_APART)
+        head = Head(head.host.strip("[]"), head.port_apart(_APART))
     else:
         with socket.socket() as free:
-            free.bind((host, 0))
-            port = free.getsockname()[1]
+            free.bind(("127.0.0.1", 0))
+            head, node = Head(*free.getsockname()), 0
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings are pages of addresses
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    arguments = (host, port, node, asked.nodes, processes, seconds, gpus > 0, results)
     ranks = [
-        context.Process(target=_rank, args=(i, *arguments), daemon=True) for i in range(processes)
+        context.Process(target=_rank, args=(i, node, layout, head, seconds, results), daemon=True)
+        for i in range(layout.processes)
     ]
     for rank in ranks:
         rank.start()
@@ -63,7 +60,7 @@ def measure(asked: Launch, seconds: int) -> Iterator[Finding]:
         for rank in ranks:
             rank.kill()
         text = f"a process has not ended {_START + 3 * seconds} s after its start: it hangs"
-        text += f"; does something else answer at {host}:{port}? Or look at firewalls"
+        text += f"; does something else answer at {head.host}:{head.port}? Or look at firewalls"
         yield Finding("fail", "sums", text + ", and at NCCL_DEBUG=INFO" * (gpus > 0))
         return
     while not results.empty():
@@ -72,71 +69,72 @@ def measure(asked: Launch, seconds: int) -> Iterator[Finding]:
         yield Finding("fail", "sums", f"a process ended with code {ended[0]}: see its error above")
 
 
-def _rank(
-    local: int,
-    host: str,
-    port: int,
-    node: int,
-    nodes: int,
-    processes: int,
-    seconds: int,
-    on_gpus: bool,
-    results: Any,
-) -> None:
-    """Meet, sum, and put what was found into `results`; the first process of a node does so."""
+def _rank(local: int, node: int, layout: Layout, head: Head, seconds: int, results: Any) -> None:
+    """Meet the others and sum; the first process of a node puts what it found into `results`."""
     import torch
+
+    rank, gpu = node * layout.processes + local, None
+    if layout.device == "cuda":
+        gpu = torch.device("cuda", local)
+    try:
+        store, hosts = _met(rank, node, layout, head, seconds)
+        found = _sums(store, hosts, rank, timedelta(seconds=seconds), gpu)
+    except RunError as error:
+        found = [Finding("fail", "nodes", str(error))]
+    except RuntimeError as error:
+        found = [Finding("fail", "sums", str(error).splitlines()[0])]
+    for each in found if local == 0 else ():
+        results.put(tuple(each))
+
+
+def _met(rank: int, node: int, layout: Layout, head: Head, seconds: int) -> tuple[Any, list[str]]:
+    """Return the store in which all processes have met, and the host of each.
+
+    Raises:
+        RunError: says who is missing, or which commands do not fit each other.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    rank, world, first = node * processes + local, nodes * processes, local == 0
-    wait = timedelta(seconds=seconds)
+    world, ours = layout.nodes * layout.processes, f"{layout.nodes} x {layout.processes}"
     try:
         # Without waiting for all of them, so that those that are missing can be named.
-        store = TCPStore(host, port, world, rank == 0, wait, wait_for_workers=False)
+        wait = timedelta(seconds=seconds)
+        store = TCPStore(head.host, head.port, world, rank == 0, wait, wait_for_workers=False)
         again = store.add(f"start of {rank}", 1) > 1
         if rank == 0:
-            store.set("layout", f"{nodes} x {processes}")
-        layout = store.get("layout").decode()
+            store.set("layout", ours)
+        theirs = store.get("layout").decode()
     except (RuntimeError, OSError):
         if rank == 0:
-            text = f"port {port} cannot be opened here: name another one: --head HOST:PORT"
-            results.put(("fail", "nodes", text))
-        elif first:
-            text = f"the first node does not answer at {host}:{port} within {seconds} s: is its "
-            text += "command running, and does a firewall keep the port open?"
-            results.put(("fail", "nodes", text))
-        return
-    if layout != f"{nodes} x {processes}" or again:
-        if first:
-            text = f"the first node's command says {layout} processes, this one's "
-            text += f"{nodes} x {processes}: correct --nodes or --gpus"
-            if layout == f"{nodes} x {processes}":
-                text = f"another command says --node-rank {node}, too: each node has its own"
-            results.put(("fail", "nodes", text))
-        return
+            raise RunError(
+                f"port {head.port} cannot be opened here: name another one: --head HOST:PORT"
+            ) from None
+        raise RunError(
+            f"the first node does not answer at {head.host}:{head.port} within {seconds} s: is "
+            "its command running, and does a firewall keep the port open?"
+        ) from None
+    if theirs != ours:
+        raise RunError(
+            f"the first node's command says {theirs} processes, this one's {ours}: correct "
+            "--nodes or --gpus"
+        )
+    if again:
+        raise RunError(f"another command says --node-rank {node}, too: each node has its own")
     store.set(f"rank {rank}", socket.gethostname())
     names = [f"rank {other}" for other in range(world)]
     ends = time.monotonic() + seconds
     try:
-        while missing := [name for name in names if not store.check([name])]:
+        while missing := [i for i, name in enumerate(names) if not store.check([name])]:
             if time.monotonic() > ends:
-                if first:
-                    lost = sorted({int(name.split()[1]) // processes for name in missing})
-                    text = f"{', '.join(map(str, lost))} of {nodes} have not answered within "
-                    text = f"node(s) {text}{seconds} s: is the command running there?"
-                    results.put(("fail", "nodes", text))
-                return
+                lost = ", ".join(map(str, sorted({i // layout.processes for i in missing})))
+                raise RunError(
+                    f"node(s) {lost} of {layout.nodes} have not answered within {seconds} s: is "
+                    "the command running there?"
+                )
             time.sleep(0.1)
-        hosts = [store.get(name).decode() for name in names]
+        return store, [store.get(name).decode() for name in names]
     except RuntimeError:  # its store has gone with it
-        if first:
-            results.put(("fail", "nodes", "the first node has ended: see what it says"))
-        return
-    try:
-        found = _sums(store, hosts, rank, wait, torch.device("cuda", local) if on_gpus else None)
-    except RuntimeError as error:
-        found = [Finding("fail", "sums", str(error).splitlines()[0])]
-    for each in found if first else ():
-        results.put(tuple(each))
+        raise RunError("the first node has ended: see what it says") from None
 
 
 def _sums(
@@ -158,7 +156,7 @@ def _sums(
     if gpu is not None:
         torch.cuda.set_device(gpu)
     if len(set(hosts)) == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     dist.init_process_group(
         "nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=wait
     )
@@ -185,7 +183,7 @@ def _sums(
     if not right:
         found = [Finding("fail", "sums", f"a sum over {places} is wrong")]
     apart = float(clocks.max() - clocks.min())
-    late = apart >= _CLOCK
+    late = apart >= CLOCK
     text = f"at most {apart:.2f} s apart" + ": set up NTP on all of them" * late
     found.append(Finding("fail" if late else "ok", "clocks", text))
     dist.barrier()

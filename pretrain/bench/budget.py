@@ -21,7 +21,7 @@ from pretrain.contracts.batch import Batch
 from pretrain.contracts.terms import DISTILBERT_NAMES
 from pretrain.device.precision import PRECISIONS
 from pretrain.model.distillation import Distillation
-from pretrain.model.families import FAMILIES, MaskedLM, family_of
+from pretrain.model.families import FAMILIES, MaskedLM
 from pretrain.model.families.distil_bert import DistilBert
 from pretrain.plan import Planned, Sizes
 from pretrain.tasks.mlm.masking import Masking
@@ -64,19 +64,12 @@ class Budget:
             recompute=config.train.activation_checkpointing,
             predecessor=frozen if objective.replaces else None,
         )
-        if objective.replaces:
-            self.module.requires_grad_(False)
-            family_of(trained).layers(trained).requires_grad_(True)
         # What no term reaches, such as an LM head that no loss reads, is not trained.
         self.trained = sum(p.numel() for p in self._micro_step(1)[1])
-        self.teacher = 0 if frozen is None else sum(p.numel() for p in frozen.parameters())
-        sizes = [
-            sum(p.numel() * p.element_size() for p in model.parameters())
-            for model in (trained, frozen)
-            if model is not None
-        ]
-        names = ("student", "teacher")
-        self.held = dict(zip(names, sizes, strict=False))
+        self.teacher, self.held = 0, {"student": sum(p.nbytes for p in trained.parameters())}
+        if frozen is not None:
+            self.teacher = sum(p.numel() for p in frozen.parameters())
+            self.held["teacher"] = sum(p.nbytes for p in frozen.parameters())
         self.held |= {"gradients": 4 * self.trained, "AdamW": 8 * self.trained}
 
     @cache  # noqa: B019 as long as the process, which is short
@@ -122,9 +115,7 @@ class Budget:
         return counter.peak, [p for p in parameters if p.grad is not None]
 
     def _loss(self, module: Distillation, batch: Batch) -> Tensor:
-        running = None
-        if self.config.objective.replaces:  # all that follows the first layer keeps its input
-            running = (True, *[False] * (module.student.config.num_hidden_layers - 1))
+        running = self.config.objective.heaviest(module.student.config.num_hidden_layers)
         if not self.config.task.has_head:
             loss: Tensor = module(batch, torch.ones(len(module.terms)), running)[0]
             return loss

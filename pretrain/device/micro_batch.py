@@ -135,23 +135,14 @@ def micro_step_memory(run: Run, rows: int) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     inputs = batch.to(device)
     nothing = torch.zeros(len(run.module.terms), device=device)
+    running = run.config.objective.heaviest(run.student.config.num_hidden_layers)
     # So that a run with a trial draws the same dropout masks as one without.
     with torch.random.fork_rng([device]), torch.compiler.set_stance("force_eager"):
         with PRECISIONS[run.config.train.precision].autocast(device):
-            loss, _ = run.module(inputs, nothing, heaviest(run))
+            loss, _ = run.module(inputs, nothing, running)
         torch.autograd.grad(loss, parameters, allow_unused=True)
     # Reserved and not allocated: what torch holds cannot be used by anyone else.
     return torch.cuda.max_memory_reserved(device)
-
-
-def heaviest(run: Run) -> tuple[bool, ...] | None:
-    """Return the choice of running layers that takes the most memory; see `Objective.running`.
-
-    The first layer is trained, and all that is computed after it is kept for its gradient.
-    """
-    if not run.config.objective.replaces:
-        return None
-    return (True, *[False] * (run.student.config.num_hidden_layers - 1))
 
 
 def fullest(dataset: StepDataset, rows: int) -> Batch:

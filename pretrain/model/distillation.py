@@ -44,7 +44,8 @@ class Distillation(nn.Module):
         backend: of the LM head, see `vocabulary_losses`.
         compiled: compile both encoders, at the first call and again for each new shape.
         recompute: keep only each layer's input of the student; see `families.encode`.
-        predecessor: a teacher whose layers stand in for the student's; see `families.walk`.
+        predecessor: a teacher whose layers stand in for the student's; see `families.walk`. Then
+            only the student's layers are trained.
     """
 
     def __init__(
@@ -80,6 +81,9 @@ class Distillation(nn.Module):
         for model in (student, self.teacher, predecessor):
             if model is not None:
                 use_cpu_layers(model)
+        if predecessor is not None:
+            self.requires_grad_(False)
+            self._layers().requires_grad_(True)
         self._walk, self._encode = walk, encode
         if compiled:
             # Leave the student's embeddings out of the graph. Their compiled backward pass adds up

@@ -120,7 +120,7 @@ def _of_file(path: Path, teacher: Teacher) -> Vectors:
                     width = int(fields[1])  # of how many words, and how wide
                     continue
                 width = width or len(fields) - 1
-                # A word may hold spaces, but no other numbers in front of its own.
+                # A word may hold spaces; numbers between it and its vector are a longer vector.
                 more = len(fields) > 1 + width and all(map(_is_number, fields[1:-width]))
                 if len(fields) <= width or width < 2 or more:
                     raise RunError(

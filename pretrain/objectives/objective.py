@@ -137,6 +137,13 @@ class Objective(Keys):
         """
         return None
 
+    def heaviest(self, num_layers: int) -> tuple[bool, ...] | None:
+        """Return the value of `running` that takes the most memory.
+
+        The first layer is trained, and all that is computed after it is kept for its gradient.
+        """
+        return (True, *[False] * (num_layers - 1)) if self.replaces else None
+
     def notes(self, num_steps: int) -> list[str]:
         """Return what a user should know of a run of so many steps."""
         return []

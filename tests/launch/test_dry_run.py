@@ -33,7 +33,7 @@ STUDENT = EMBEDDINGS + 6 * LAYER + HEAD
 
 @pytest.fixture
 def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write DistilBERT's config with a teacher that has a config.json alone, and no shards."""
+    """Write DistilBERT's config with a teacher that has only a config.json, and no shards."""
     monkeypatch.chdir(tmp_path)
     Path("bert").mkdir()
     Path("bert/config.json").write_text(json.dumps(BASE), encoding="utf-8")

@@ -18,20 +18,14 @@ import torch
 import torch.nn.functional as F
 from support.allocator import allocated_peak
 from support.batches import terms_of
+from support.footprint import of_head, of_micro_step
 from support.tiny import tiny_bert, tiny_distilbert
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 from pretrain.bench import baseline
 from pretrain.bench.baseline import TRIPLE_LOSS, BaselineStep, Padded, triple_loss, twin
-from pretrain.bench.footprint import (
-    Counter,
-    Footprint,
-    like_a_gpu,
-    of_head,
-    of_micro_step,
-    shapes_only,
-)
+from pretrain.bench.footprint import Counter, Footprint, like_a_gpu, shapes_only
 from pretrain.contracts.batch import Batch
 from pretrain.contracts.packing import find_documents
 from pretrain.device.precision import PRECISIONS

@@ -1,6 +1,6 @@
 """Check that memory which a step frees serves the next one, while runs train and bench measures.
 
-Each count has a process of its own: after an allocation that failed, glibc serves a thread from
+Each count runs in a new process: after an allocation that failed, glibc serves a thread from
 another arena, which always returns large blocks to the system.
 """
 
