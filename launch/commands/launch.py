@@ -91,9 +91,12 @@ def launch(
             stop_after=stop_after,
             skip_rows=tuple(skip_rows or ()),
         )
+        is_recipe = kind_of(config) is Recipe
         if tokens is not None and not dry_run:
             raise RunError("--tokens is for --dry-run: add that")
-        if kind_of(config) is not Recipe:
+        if tokens is not None and is_recipe:
+            raise RunError("--tokens is for one run, and this is a recipe, whose stages say theirs")
+        if not is_recipe:
             if dry_run:
                 from launch.stages.estimate import run_lines
 

@@ -92,6 +92,11 @@ def test_options_of_a_dry_run_need_one(distil: Distil, paper: str, run: Path) ->
     for command in (("pretrain", paper, "--tokens", "4e9"), ("launch", paper, "--tokens", "4e9")):
         code, _, err = distil(*command)
         assert code == 2 and "--dry-run" in err, err
+    Path("recipe.yaml").write_text(
+        "runs: [{output: a, shards: b, teacher: bert}]", encoding="utf-8"
+    )
+    code, _, err = distil("launch", "recipe.yaml", "--dry-run", "--tokens", "4e9")
+    assert code == 2 and "--tokens is for one run" in err
     code, _, err = distil("pretrain", run, "--dry-run", "--tokens", "4e9")
     assert code == 2 and "has its own number of them" in err
 
