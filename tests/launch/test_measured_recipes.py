@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from support.shipped import CONFIGS
 from support.task_data import WORDS, save_model, sentence
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertForMaskedLM, BertForSequenceClassification
 
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
@@ -70,6 +71,13 @@ def write_inputs() -> None:
     prepare(CorpusConfig.model_validate(corpus))
 
 
+def export_of(distil: Any, run: Path) -> Path:
+    """Return the exported folder of a run."""
+    code, out, err = distil("export", run, "exported")
+    assert code == 0, out + err
+    return Path("exported")
+
+
 def scores_of(distil: Any, name: str, *without: str) -> dict[str, Any]:
     """Run a recipe on one task with one seed, without some arms of a sweep; return its scores."""
     values = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -105,6 +113,8 @@ def test_the_measured_recipes_score_their_students(distil: Any) -> None:
     found = scores_of(distil, "tasks-pretrained", "minilm")
     assert {*found} == {"teacher", "student embedding", "student alone"}
     assert {*found["student alone"]} == {"sst2", "average", "retention"}
+    found = scores_of(distil, "tasks-bilstm")
+    assert {*found} == {"teacher", "student labels", "student distilled"}
 
 
 @pytest.mark.slow
@@ -118,3 +128,33 @@ def test_every_system_of_the_seeds_is_in_one_table(distil: Any) -> None:
     bodies = ("distilbert", "minilm", "tinybert", "alone")
     names = {f"student {arm}" for arm in arms} | {f"body {name}" for name in bodies}
     assert {*found} == {"teacher", "tinybert"} | names
+
+
+@pytest.mark.slow
+def test_tinybert_learns_a_task_from_more_texts(distil: Any) -> None:
+    """Run its recipe on a teacher, a student and a language model of few weights."""
+    write_inputs()
+    names = ("negative", "positive")
+    labels = {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
+    for name, layers in (("words", 2), ("runs/glue/teacher-sst2", 4), ("runs/tinybert-4x312", 2)):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        model = save_model(Path(name), "bert", "classification", num_hidden_layers=layers, **labels)
+        if name == "words":
+            BertForMaskedLM(model.config).save_pretrained(name)
+    text = (CONFIGS / "tinybert-task.yaml").read_text(encoding="utf-8")
+    text = re.sub(r"bert-base-uncased(@\w+)?", "words", text)
+    values = yaml.safe_load(text)
+    glue = yaml.safe_load((CONFIGS / "glue.yaml").read_text(encoding="utf-8"))
+    sst2 = next(run for run in glue["runs"] if run["output"] == "shards/glue/sst2")
+    values["runs"] = [sst2 | {"tokenizer": "words"}, *values["runs"]]
+    values["runs"][1]["copies"] = 2
+    for run in values["runs"][3:]:
+        run["train"] = {"max_steps": 3, "micro_batch_size": 32}
+    Path("recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    code, out, err = distil("recipe", "recipe.yaml")
+    assert code == 0, out + err
+    texts = len(Path("more/sst2/texts.jsonl").read_text(encoding="utf-8").splitlines())
+    assert f"{96 + texts} rows x " in out and texts > 96, out
+    student = Path("runs/tinybert-task/student")
+    exported = BertForSequenceClassification.from_pretrained(export_of(distil, student))
+    assert exported.config.num_hidden_layers == 2 and exported.config.num_labels == 2
