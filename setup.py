@@ -22,7 +22,7 @@ EXTRAS = {
     "s3": ["s3fs"],
     # Figures of tasks.
     "tasks": ["scikit-learn>=1.5,<2", "scipy>=1.13,<2"],
-    "tensorboard": ["tensorboard>=2.15"],
+    "trackers": ["tensorboard>=2.15", "wandb>=0.19,<1"],
     "vectors": ["sentence-transformers>=5,<7"],
     "deepspeed": ["deepspeed>=0.16"],
 }
@@ -105,8 +105,8 @@ setup(
             "seqeval>=1.2",
             "setuptools>=68",
             *EXTRAS["tasks"],
-            "tensorboard>=2.15",
             "torchmetrics>=1.4",
+            *EXTRAS["trackers"],
             # torch brings it where it is built for GPUs; the tests interpret the kernels without.
             "triton>=3.2; sys_platform == 'linux'",
             "types-PyYAML",

@@ -308,8 +308,10 @@ class Logging(Keys):
 
     every: int = Field(10, ge=1)
     """Steps between lines of metrics."""
-    tensorboard: bool = False
-    """Also write them for TensorBoard (extra tensorboard)."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Who gets them, too: TensorBoard, Weights & Biases (extra trackers). W&B uploads them, unless
+    WANDB_MODE=offline.
+    """
 
 
 class RunConfig(Keys):

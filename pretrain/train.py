@@ -34,6 +34,7 @@ from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.kernels import products
 from pretrain.load import load_inputs
+from pretrain.monitor import trackers
 from pretrain.monitor.heartbeat import Heartbeat
 from pretrain.monitor.metrics import Clock, Progress, Silent
 from pretrain.monitor.progress import describe, report
@@ -131,7 +132,7 @@ def train(
 
         heartbeat.at(0, "build")
         # After `load_inputs`, which resolves `precision: auto`; Accelerate keeps its precision.
-        accelerator = build_accelerator(inputs.config)
+        accelerator = build_accelerator(inputs.config, trackers.asked_for(inputs.config))
         stack.callback(lambda: [tracker.finish() for tracker in accelerator.trackers])
         run = build(accelerator, inputs, progress=progress, heartbeat=heartbeat, lock=held)
         config, state = run.config, run.state
@@ -144,10 +145,11 @@ def train(
         signals.saves = True
         with status_written(run):
             if state.step < run.num_steps:
+                seen = jointly(ranks, lambda: trackers.begin(accelerator), here=first) or []
                 jointly(ranks, lambda: open_output(run), here=first)
-                if config.logging.tensorboard:
-                    accelerator.init_trackers("tensorboard")
                 describe(run)
+                for place in seen:
+                    progress.say(f"metrics: {place}")
                 # The loader reads no step after `last`, so nothing is loaded ahead in vain.
                 last = min(stop_after or run.num_steps, run.num_steps)
                 rows = loader(run.dataset, state.step, last, config.train.num_workers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -58,7 +58,7 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
     # One limit for all collective operations: a rank that waits longer raises, and the run ends.
     settings: dict[str, Any] = {"timeout": timedelta(seconds=timeout()), **meeting_point()}
     if uses_deepspeed():
-        _need("deepspeed", "ACCELERATE_USE_DEEPSPEED")
+        _need("deepspeed", "ACCELERATE_USE_DEEPSPEED", "deepspeed")
         if not gpu:
             settings["backend"] = "gloo"
             # At its first start on CPUs DeepSpeed would compile an operation that only speeds up
@@ -81,8 +81,8 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
     if ranks.device == torch.device("cuda"):  # without a launcher; some calls need an index
         ranks.device = torch.device("cuda", torch.cuda.current_device())
     precision, device = config.train.precision, ranks.device.type
-    if config.logging.tensorboard:
-        _need("tensorboard", "logging.tensorboard")
+    for name in config.logging.trackers:
+        _need(name, "logging.trackers", "trackers")
     if precision != "auto":
         check_precision(precision, device)
     ended = False
@@ -98,7 +98,7 @@ def start_ranks(config: RunConfig) -> Iterator[PartialState]:
             PartialState._reset_state()
 
 
-def build_accelerator(config: RunConfig) -> Accelerator:
+def build_accelerator(config: RunConfig, trackers: Sequence[Any] = ()) -> Accelerator:
     """Build the Accelerator of a started rank, without its accumulation and its checkpoints.
 
     The precision is resolved by then. Accelerate keeps it, so the Accelerator is built once.
@@ -112,7 +112,7 @@ def build_accelerator(config: RunConfig) -> Accelerator:
     return Accelerator(
         cpu=device.type == "cpu" and not uses_deepspeed(),
         mixed_precision=precision.deepspeed if uses_deepspeed() else precision.accelerate,
-        log_with="tensorboard" if config.logging.tensorboard else None,
+        log_with=list(trackers),
         project_dir=config.output,
         # The loop accumulates. A number from a launcher's environment would divide every loss.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
@@ -226,6 +226,6 @@ def same_everywhere(
             raise RunError(f"process {odd[0]} has another {name} than process 0: {fix}")
 
 
-def _need(package: str, who: str) -> None:
+def _need(package: str, who: str, of: str) -> None:
     if find_spec(package) is None:
-        raise RunError(f"{who} needs {package}: {extra(package)}")
+        raise RunError(f"{who} needs {package}: {extra(of)}")

@@ -150,7 +150,7 @@ def test_odd_but_valid_values_are_kept(tmp_path: Path) -> None:
         "output: 2024-13-45\nshards: 1:30\nteacher: '010'\n"
         "train: {epochs: 3, max_steps: 1_000, seed: 0}\n"
         "optimizer: {eps: 1e-6, learning_rate: .001, weight_decay: 0}\n"
-        "logging: {tensorboard: no}\n",
+        "checkpoint: {weights_only: no}\n",
         encoding="utf-8",
     )
     config = load_config(RunConfig, path)
@@ -158,4 +158,4 @@ def test_odd_but_valid_values_are_kept(tmp_path: Path) -> None:
     assert (config.train.epochs, config.train.max_steps) == (3.0, 1000)
     optimizer = config.optimizer
     assert (optimizer.eps, optimizer.learning_rate, optimizer.weight_decay) == (1e-6, 1e-3, 0.0)
-    assert not config.logging.tensorboard
+    assert not config.checkpoint.weights_only

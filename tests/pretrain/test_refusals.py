@@ -478,7 +478,7 @@ def test_a_run_refused_for_lack_of_memory_is_unchanged(
     shutil.copytree(stopped, place.output)
     with (place.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"kind": "train", "step": 3, "loss": 1.0}\n')  # of a run that was killed
-    place.values["logging"]["tensorboard"] = True
+    place.values["logging"]["trackers"] = ["tensorboard"]
     monkeypatch.setattr(pretrain.train, "resolve_micro_batch", refuse)
     assert_refused(place, "micro_batch_size auto: not even 1 row fits")
 

@@ -93,6 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
         "TMPDIR": str(folder / "tmp"),
         "DISTIL_HEARTBEATS": str(folder / "heartbeats"),
         "RANK": "0",
+        "WANDB_MODE": "offline",
     }
 
     def config(name: str, **student: object) -> str:
@@ -102,7 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, run_config: Any) -> Path:
             student={"num_layers": 2, **student},
             train={"max_steps": 2, "global_batch_size": 4, "micro_batch_size": 4},
             evaluation={"rows": 4},
-            logging={"tensorboard": True},
+            logging={"trackers": ["tensorboard", "wandb"]},
         )
         return str(write_yaml(values))
 

@@ -322,17 +322,6 @@ def test_learning_rate_warms_up_and_decays_linearly() -> None:
     assert rates == pytest.approx([0.5, 1.0, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
 
 
-def test_tensorboard_is_written_where_asked(settings: Settings) -> None:
-    values = settings(logging={"tensorboard": True}, train={"max_steps": 2})
-    run(values)
-    events = list(Path(values["output"]).rglob("events.out.tfevents.*"))
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logged = EventAccumulator(str(events[0])).Reload().Scalars("train/kl")
-    expected = [e["kl"] for e in history(values) if e["kind"] == "train"]
-    assert [point.value for point in logged] == pytest.approx(expected, rel=1e-6)
-
-
 def test_config_is_saved_beside_the_metrics(settings: Settings) -> None:
     values = settings()
     run(values, stop_after=1)
