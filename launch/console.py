@@ -7,7 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -23,9 +24,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from data_prep.messages import one_line, printable
+from data_prep.disk.credentials import masked
+from data_prep.messages import error_line, one_line, printable
+from pretrain.environment import LOGS
 from pretrain.monitor.figures import RATES, label
 
+RUN_LOG = "logs/pretrain.log"  # in the folder of a run that no launcher has started
 _COLUMNS = 80
 _WAITS = 0.01  # share of the time that waiting for data is worth a word
 
@@ -101,26 +105,44 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 class Training:
     """Show a training run: a bar on a terminal, a line for each log interval elsewhere.
 
-    Implements `pretrain.monitor.metrics.Progress`.
+    Implements `pretrain.monitor.metrics.Progress`. `log` is a file that gets the lines, too, from
+    the first step on, when the run's folder is this process's own; not where a launcher has one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log: Path | None = None) -> None:
         self.bar = progress_bar() if console.is_terminal else None
         self.task: TaskID | None = None
         self.first: tuple[int, float] | None = None
+        self.log = None if LOGS in os.environ else log
+        self.lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv[1:])}"]
 
     def __enter__(self) -> Training:
         if self.bar:
             self.bar.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.bar:
             self.bar.stop()
+        if error is not None:
+            self._keep(f"error: {error_line(error)}")
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         show(text)
+        self._keep(text)
+
+    def _keep(self, text: str) -> None:
+        if self.log is None:
+            return
+        self.lines.append(printable(text))
+        if self.first is None:
+            return
+        with suppress(OSError):  # a full disk ends a run at its checkpoint, and not here
+            self.log.parent.mkdir(exist_ok=True)
+            with self.log.open("a", encoding="utf-8") as file:
+                file.writelines(masked(line) + "\n" for line in self.lines)
+        self.lines.clear()
 
     def step(self, step: int, total: int, values: Mapping[str, float]) -> None:
         """Move the bar; print a line if there are values, with an ETA if there is no bar."""
@@ -155,8 +177,13 @@ class Training:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print the validation figures on a line."""
         if "unigram_loss" not in values:  # no LM head is trained
-            terms = "  ".join(f"{label(k)} {v:.3f}" for k, v in values.items() if k != "tokens")
-            self.say(f"validation, step {step}: {terms}")
+            line = f"validation, step {step}:"
+            for term in (f" {label(k)} {v:.3f}" for k, v in values.items() if k != "tokens"):
+                if len(line) + 1 + len(term) > _COLUMNS:
+                    self.say(line)
+                    line = " "
+                line += term if line.endswith(":") else f" {term}"
+            self.say(line)
             return
         loss = label("loss", of_head=True)
         text = f"validation, step {step}: {loss} {values['loss']:.3f} (unigram "

@@ -16,7 +16,7 @@ from launch.commands import (
     parse_rows,
     quiet,
 )
-from launch.console import Training, keep_going, show
+from launch.console import RUN_LOG, Training, keep_going, show
 from launch.torchrun.hardware import PRESET_NAMES
 from pretrain.exit_codes import ExitCode
 from pretrain.signals import end_on_signal
@@ -81,18 +81,23 @@ def pretrain(
         from pretrain.train import train
 
         quiet()
-    with Training() as progress:
+    with Training(settings.output / RUN_LOG) as progress:
         outcome = train(settings, progress=progress, stop_after=stop_after, skip_rows=skipped)
-    if is_first:
-        place = f"step {outcome.step:,} of {outcome.num_steps:,}"
+        output, place = settings.output, f"step {outcome.step:,} of {outcome.num_steps:,}"
         lines = {
-            "finished": f"{settings.output}: finished, {place}; next: distil evaluate "
-            f"{settings.output} {settings.shards}, distil export {settings.output} DIR",
-            "up to date": f"{settings.output}: up to date, {place}; nothing to do",
-            "stopped": f"{settings.output}: stopped at {place}; the same command continues",
-            "interrupted": f"{settings.output}: interrupted at {place}, checkpoint written; the "
-            "same command continues",
+            "finished": [
+                f"{output}: finished, {place}; next:",
+                f"  distil evaluate {output} {settings.shards}",
+                f"  distil export {output} DIR",
+            ],
+            "up to date": [f"{output}: up to date, {place}; nothing to do"],
+            "stopped": [f"{output}: stopped at {place}; the same command continues"],
+            "interrupted": [
+                f"{output}: interrupted at {place}, checkpoint written; the same command continues"
+            ],
         }
-        show(lines[outcome.ended])
+        if is_first:
+            for line in lines[outcome.ended]:
+                progress.say(line)
     if outcome.ended == "interrupted":
         raise typer.Exit(ExitCode.REQUEUE)

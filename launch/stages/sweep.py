@@ -28,6 +28,7 @@ from launch.stages.train import Train
 from launch.torchrun.hardware import cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig
+from pretrain.environment import LOGS
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.plan import Sizes
@@ -318,7 +319,7 @@ class Sweep(Stage):
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "launch", *command],
-                env={**os.environ, **place},
+                env={**os.environ, **place, LOGS: str(log.parent)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from launch.commands import quiet
-from launch.console import Training, show
+from launch.console import RUN_LOG, Training, show
 from launch.recipe_config import TrainKeys
 from launch.stages.estimate import on_hardware, step_lines
 from launch.stages.stage import How, Made, Stage, State, real
@@ -17,9 +16,6 @@ from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.plan import plan
 from pretrain.run_folder import check_hub, check_inputs, check_output, is_run, sealed_state
-
-if TYPE_CHECKING:
-    pass
 
 
 class Train(Stage):
@@ -81,9 +77,10 @@ class Train(Stage):
         from pretrain.train import train
 
         quiet()
-        with Training() as progress:
+        with Training(config.output / RUN_LOG) as progress:
             outcome = train(config, progress=progress)
-        show(f"{config.output}: {outcome.ended}, step {outcome.step:,} of {outcome.num_steps:,}")
+            place = f"step {outcome.step:,} of {outcome.num_steps:,}"
+            progress.say(f"{config.output}: {outcome.ended}, {place}")
         if outcome.ended == "interrupted":
             show("the same command continues")
             return ExitCode.REQUEUE

@@ -112,7 +112,7 @@ def build_accelerator(config: RunConfig, trackers: Sequence[Any] = ()) -> Accele
     return Accelerator(
         cpu=device.type == "cpu" and not uses_deepspeed(),
         mixed_precision=precision.deepspeed if uses_deepspeed() else precision.accelerate,
-        log_with=list(trackers),
+        log_with=list(trackers) or None,
         project_dir=config.output,
         # The loop accumulates. A number from a launcher's environment would divide every loss.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),

@@ -175,3 +175,12 @@ def test_a_line_of_a_step_has_a_clock_and_fits_80_columns(
         assert len(line) <= 80 and re.match(r"\d\d:\d\d:\d\d \+0:00  step \d+/", line), line
         assert "weighted loss 1.906" in line
     assert "  eta " in line
+
+
+def test_validation_figures_break_between_terms(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {f"term_{i}": 10.5 + i for i in range(8)}
+    Training().evaluation(1_000_000, values)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for i in range(8):
+        assert f"term_{i} {10.5 + i:.3f}" in shown

@@ -1,4 +1,4 @@
-"""Read what the trackers themselves have written, with the packages' own formats."""
+"""Read what trackers have written, with the packages' own formats, and a run's log."""
 
 from __future__ import annotations
 
@@ -92,3 +92,22 @@ def test_wandb_without_a_key_is_refused_before_the_run_begins(
     last = ended.stderr.splitlines()[-1]
     assert "error: logging.trackers: wandb: No API key" in last and "WANDB_MODE=offline" in last
     assert not (Path(values["output"]) / "metrics.jsonl").exists()
+
+
+def test_a_run_in_one_process_keeps_what_it_says(values: dict[str, Any]) -> None:
+    values["logging"]["trackers"] = []
+    command = [sys.executable, "-m", "launch", "pretrain", str(write_yaml(values))]
+
+    def distil(*options: str) -> list[str]:
+        ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr
+        return [line for line in ended.stdout.splitlines() if not line.startswith("config: ")]
+
+    log = Path(values["output"]) / "logs" / "pretrain.log"
+    said = distil("--stop-after", "1")
+    first = log.read_text(encoding="utf-8")
+    assert first.splitlines()[1:] == said and any("step 1/4" in line for line in said)
+    more = distil()
+    both = log.read_text(encoding="utf-8").splitlines()
+    assert both == [*first.splitlines(), both[len(said) + 1], *more]
+    assert both[0].endswith("--stop-after 1") and "distil export" in both[-1]
