@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 
 from data_prep.disk.credentials import masked
 
 _LONGEST_LINE = 300  # characters
+
+Progress = Callable[[str, int, int, str], None]  # (stage, done, total, both in words)
 
 
 def extra(name: str) -> str:
@@ -66,6 +69,11 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def megabytes(num: int) -> str:
+    """Return bytes in units of 10^6, with one decimal below ten."""
+    return f"{num / 1e6:,.{0 if num >= 10**7 else 1}f}"
 
 
 def complain(text: str) -> None:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import Lock, lock
+from data_prep.messages import Progress, megabytes
 from data_prep.pipeline.engines import Engine, Run, WorkerDiedError, started
 from data_prep.pipeline.finished import find_finished, open_work
 from data_prep.pipeline.plan import PART_BYTES, PIECE_BYTES, STAGES, Plan
@@ -31,18 +33,17 @@ from data_prep.pipeline.stages.finish import (
     unknown_share,
     unknown_text,
 )
-from data_prep.pipeline.units import Unit, inputs_are_same, is_output_whole, run_unit
+from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, is_output_whole, run_unit
 from data_prep.pipeline.watchdog import last_seen
 from data_prep.shards import Manifest, read_listed
 from data_prep.shards.manifest import TOKEN_COUNTS, UnknownRecord
 
-Progress = Callable[[str, int, int], None]
 Warn = Callable[[str], None]
 
 
 def prepare(
     config: CorpusConfig,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = lambda stage, done, total, text: None,
     warn: Warn = lambda text: None,
     *,
     engine: Engine = "processes",
@@ -52,9 +53,10 @@ def prepare(
 ) -> Manifest:
     """Make `config.output`, or find it finished; return the manifest of the first row length.
 
-    `progress(stage, done, total)` is called as units of work end; those an earlier run finished
-    are checked and skipped. Raises CorpusError for anything the user must fix; OSError (disk full,
-    read-only) passes through. Finished shards of another configuration are never overwritten.
+    `progress(stage, done, total, text)` is called as units of work end, with bytes that a stage has
+    read, or units where it reads no texts. Units that an earlier run finished are checked and
+    skipped. Raises CorpusError for anything the user must fix; OSError (disk full, read-only)
+    passes through. Finished shards of another configuration are never overwritten.
     `accept_code` keeps finished shards that other code of the same behaviour made.
     """
     plan = Plan(config, part_bytes, piece_bytes)
@@ -79,7 +81,7 @@ def prepare_stage(
     stage: str,
     task: int = 1,
     tasks: int = 1,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = lambda stage, done, total, text: None,
     warn: Warn = lambda text: None,
     *,
     engine: Engine = "processes",
@@ -135,17 +137,23 @@ def _finish(plan: Plan, warn: Warn) -> Manifest:
 
 def _check_unknown(plan: Plan, manifest: Manifest, warn: Warn) -> None:
     """Refuse finished shards with too many unknown tokens, and warn of many."""
-    if (unknown := manifest.unknown) is None:  # few, or an earlier version did not look
-        table = read_listed(plan.config.folder(manifest.row_length), manifest, TOKEN_COUNTS)
-        counts = np.array(json.loads(table)["counts"])
-        share = unknown_share(counts, manifest.tokenizer.special_ids)
-        unknown = UnknownRecord(share=share, strings={})
+    unknown = unknown_of(plan.config.folder(manifest.row_length), manifest)
     check_unknown(plan.config, unknown)
     if unknown.share > MANY_UNKNOWN:
         warn(
             f"in rows of {manifest.row_length} {unknown_text(unknown)}: is this the tokenizer of "
             "this text?"
         )
+
+
+def unknown_of(folder: Path, manifest: Manifest) -> UnknownRecord:
+    """Return the share of unknown tokens of finished shards."""
+    if manifest.unknown is not None:
+        return manifest.unknown
+    # Few, or an earlier version did not look.
+    counts = np.array(json.loads(read_listed(folder, manifest, TOKEN_COUNTS))["counts"])
+    share = unknown_share(counts, manifest.tokenizer.special_ids)
+    return UnknownRecord(share=share, strings={})
 
 
 def _check_what_is_read(plan: Plan, reads: Reads, units: Sequence[Unit]) -> None:
@@ -208,10 +216,25 @@ def _run(
             f"({others[mine[0]]}): making them again"
         )
 
-    def report(done: int, total: int) -> None:
-        held.check()
-        progress(stage, done, total)
+    sizes = [_bytes_read(unit) for unit in units]
+    done = units_done = documents = 0
 
+    def report(number: int, record: UnitRecord) -> None:
+        nonlocal done, units_done, documents
+        held.check()
+        done, units_done = done + sizes[number], units_done + 1
+        documents += record.result.get("documents_in", 0)
+        show()
+
+    def show() -> None:
+        if all(sizes):
+            count = f", {documents:,} documents" if documents else ""
+            text = f"{megabytes(done)} of {megabytes(sum(sizes))} MB{count}"
+            progress(stage, done, sum(sizes), text)
+        else:
+            progress(stage, units_done, len(units), f"{units_done} of {len(units)}")
+
+    show()
     begun = time.time()
     try:
         records = run(partial(run_unit, STAGES[stage].run), units, report)
@@ -223,6 +246,13 @@ def _run(
     warnings = (text for record in records for text in STAGES[stage].warnings(record.result))
     for text in dict.fromkeys(warnings):  # all units may give the same one
         warn(text)
+
+
+def _bytes_read(unit: Unit) -> int:
+    """Return the bytes of the sources, or of an earlier stage's parts, that a unit reads; or 0."""
+    if unit.pieces:
+        return sum(piece.size for _, _, piece in unit.pieces)
+    return sum(file.stat().st_size for file in STAGES[unit.stage].files_read(unit.task))
 
 
 def _require_rows(plan: Plan, stage: str) -> None:

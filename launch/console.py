@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -60,12 +62,12 @@ def counts(label: str, values: Mapping[str, int]) -> str:
     return f"; {label}: {shown}" if shown else ""
 
 
-def progress_bar() -> Progress:
-    """Return a bar with a description, a count and both times."""
+def progress_bar(count: ProgressColumn | None = None) -> Progress:
+    """Return a bar with a description, a count (by default of steps) and both times."""
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
+        BarColumn(bar_width=16),
+        count or MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
@@ -73,31 +75,39 @@ def progress_bar() -> Progress:
 
 
 @contextmanager
-def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a callback (stage, done, total) for the corpus stage.
+def stages() -> Iterator[Callable[[str, int, int, str], None]]:
+    """Yield a callback (stage, done, total, text) for what is done in stages.
 
-    It moves a bar for each stage on a terminal. Elsewhere it prints a line when a stage begins and
-    ends, and at most one every ten seconds in between.
+    On a terminal one bar shows the stage at work. Elsewhere a line is printed when a stage begins
+    and ends, and at most one every ten seconds in between.
     """
-    # A log file keeps every line, so a bar would fill it.
+    began, last = time.monotonic(), dict[str, tuple[float, float]]()  # stage: begun, last shown
+
+    def line(stage: str, done: int, total: int, text: str) -> None:
+        now = time.monotonic()
+        begun, shown = last.get(stage, (now, -math.inf))
+        # A log file keeps every line.
+        if done == total or now - shown >= 10:
+            last[stage] = begun, now
+            left = (now - begun) / done * (total - done) if 0 < done < total else 0.0
+            eta = f"  eta {_clock(left)}" if left else ""
+            show(f"{time.strftime('%H:%M:%S')} +{_clock(now - began)}  {stage}  {text}{eta}")
+
     if not console.is_terminal:
-        last: dict[str, float] = {}
-
-        def line(stage: str, done: int, total: int) -> None:
-            now = time.monotonic()
-            if done == total or stage not in last or now - last[stage] >= 10:
-                last[stage] = now
-                console.print(f"{stage} {done}/{total}", soft_wrap=True)
-
         yield line
         return
-    with progress_bar() as bar:
-        tasks: dict[str, TaskID] = {}
+    with progress_bar(TextColumn("{task.fields[text]}")) as bar:
+        task = bar.add_task("", total=1, text="")
+        current = ""
 
-        def move(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
+        def move(stage: str, done: int, total: int, text: str) -> None:
+            nonlocal current
+            if stage != current:
+                bar.reset(task, description=stage, total=total)
+                current = stage
+            bar.update(task, completed=done, text=text)
+            if done == total:
+                line(stage, done, total, text)  # stays above the bar
 
         yield move
 

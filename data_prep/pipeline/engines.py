@@ -20,7 +20,7 @@ from data_prep import CorpusError
 from data_prep.messages import error_line, extra
 
 Engine = Literal["processes", "ray"]
-Report = Callable[[int, int], None]  # (done, total), after each item
+Report = Callable[[int, Any], None]  # (number of an item, its result), after each
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -42,11 +42,10 @@ def started(workers: int, engine: Engine = "processes") -> AbstractContextManage
 
 
 def _here(function: Callable[[Any], Any], items: Sequence[Any], report: Report) -> list[Any]:
-    report(0, len(items))
     results = []
-    for item in items:
+    for number, item in enumerate(items):
         results.append(function(item))
-        report(len(results), len(items))
+        report(number, results[-1])
     return results
 
 
@@ -60,12 +59,10 @@ def _processes(workers: int) -> Iterator[Run]:
     def run(function: Callable[[Any], Any], items: Sequence[Any], report: Report) -> list[Any]:
         if len(items) < 2:
             return _here(function, items, report)
-        report(0, len(items))
         try:
-            futures = [pool.submit(function, item) for item in items]
-            for done, future in enumerate(as_completed(futures), start=1):
-                future.result()
-                report(done, len(items))
+            futures = {pool.submit(function, item): number for number, item in enumerate(items)}
+            for future in as_completed(futures):
+                report(futures[future], future.result())
         except BrokenProcessPool:
             raise WorkerDiedError(
                 "a worker process died (out of memory, killed, a document that took too long, "
@@ -162,14 +159,14 @@ def _ray(workers: int) -> Iterator[Run]:
     task: Any = ray.remote(max_retries=3, num_cpus=1)(_call)
 
     def run(function: Callable[[Any], Any], items: Sequence[Any], report: Report) -> list[Any]:
-        report(0, len(items))
         waiting = {task.remote(function, item): number for number, item in enumerate(items)}
         results: list[Any] = [None] * len(items)
         try:
             while waiting:
                 (ready,), _ = ray.wait(list(waiting))
-                results[waiting.pop(ready)] = ray.get(ready)
-                report(len(items) - len(waiting), len(items))
+                number, result = waiting.pop(ready), ray.get(ready)
+                results[number] = result
+                report(number, result)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:

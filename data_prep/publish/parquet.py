@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from data_prep import CorpusError
 from data_prep.audit import side_table
 from data_prep.disk import sync
 from data_prep.disk.json_files import indented_json, parse_object, read_regular
+from data_prep.messages import Progress
 from data_prep.pipeline.stage import group
 from data_prep.publish.card import dataset_card
 from data_prep.shards import Manifest, check_file, load_manifest, open_shards, read_listed
@@ -29,8 +29,6 @@ FILE_BYTES = 2**29  # of ids in a file; zstd halves them
 GROUP_BYTES = 2**23  # of ids in a row group
 CHAIN = "provenance.jsonl"  # from input to shard
 CODE = "code.json"  # what made the shards
-
-Progress = Callable[[str, int, int], None]
 
 
 def check_destination(destination: Path) -> None:
@@ -57,7 +55,7 @@ def to_parquet(
     Args:
         folder: of shards.
         destination: a new or an empty folder, or one that holds this corpus already.
-        progress: called with (stage, files done, files in all).
+        progress: called with (stage, files done, files in all, the same for people).
         file_bytes: of ids to a parquet file, before compression.
 
     Raises:
@@ -104,7 +102,7 @@ def _write(
     progress: Progress | None,
     file_bytes: int,
 ) -> None:
-    report = progress or (lambda stage, done, total: None)
+    report = progress or (lambda stage, done, total, text: None)
     for part in ("data", "segments", "tokenizer", PROVENANCE):
         (target / part).mkdir()
     dtype = np.dtype(manifest.dtype)
@@ -128,7 +126,7 @@ def _write(
         for name, split in manifest.splits.items()
     }
     total, done = sum(map(len, groups.values())), 0
-    report("write parquet", 0, total)
+    report("write parquet", 0, total, f"0 of {total} files")
     for split, members in groups.items():
         shards = open_shards(folder, split)
         for place, chosen in enumerate(members):
@@ -159,7 +157,7 @@ def _write(
                     writer.write_table(pa.table(columns, schema=schema))
                     first += record.rows
             done += 1
-            report("write parquet", done, total)
+            report("write parquet", done, total, f"{done} of {total} files")
     listed = [record.file for record in manifest.files]
     for file in listed:
         if file.startswith("tokenizer/"):

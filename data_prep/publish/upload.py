@@ -6,7 +6,7 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from fsspec.registry import get_filesystem_class, known_implementations
 from data_prep import CorpusError
 from data_prep.disk import hash_file
 from data_prep.disk.json_files import parse_object
-from data_prep.messages import extra
+from data_prep.messages import Progress, extra
 from data_prep.shards import load_manifest
 from data_prep.shards.manifest import MANIFEST, FileRecord, ShardRecord
 from data_prep.sources.remote import DRIVERS
@@ -28,8 +28,6 @@ PAUSES = (1.0, 4.0, 16.0)  # seconds before each further attempt
 FILES_AT_ONCE = 8  # a driver may hold 50 MB of each
 FILES_IN_A_COMMIT = 64  # hf:// allows some hundred commits an hour
 _NO_FOLDERS = {"hf", "adl", "oci", "oss"}  # to make one there would, at worst, make a bucket
-
-Progress = Callable[[str, int, int], None]
 
 
 def upload(
@@ -44,7 +42,7 @@ def upload(
         CorpusError: damaged shards, a place that holds another corpus, cannot be written to or
             needs a package that is not installed. Keys and passwords in the URL are not shown.
     """
-    folder, report = Path(folder), progress or (lambda stage, done, total: None)
+    folder, report = Path(folder), progress or (lambda stage, done, total, text: None)
     manifest = load_manifest(folder)
     shards = chain.from_iterable(split.shards for split in manifest.splits.values())
     records: list[ShardRecord | FileRecord] = [*shards, *manifest.files]
@@ -69,7 +67,7 @@ def upload(
             return "up to date"
 
         total = len(records) + 1
-        report("upload", 0, total)
+        report("upload", 0, total, f"0 of {total} files")
         step = FILES_IN_A_COMMIT if protocol == "hf" else FILES_AT_ONCE
         for start in range(0, len(records), step):
             names = []
@@ -85,7 +83,7 @@ def upload(
             what = f"upload stopped at file {start + 1} of {total}"
             _send(fs, protocol, folder, root, names)
             for done in range(start, min(start + step, len(records))):
-                report("upload", done + 1, total)
+                report("upload", done + 1, total, f"{done + 1} of {total} files")
 
         what = "cannot be listed"
         there = _files(fs, root)
@@ -96,7 +94,7 @@ def upload(
                 )
         what = f"upload stopped at {MANIFEST}"
         _send(fs, protocol, folder, root, [MANIFEST])
-        report("upload", total, total)
+        report("upload", total, total, f"{total} of {total} files")
         return "done"
     except CorpusError:
         raise

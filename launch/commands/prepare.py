@@ -115,6 +115,8 @@ def prepare(
         show_shards(settings, "done")
     else:
         prepare_and_show(settings, chosen, accept_code)
+        folder = settings.folder(settings.row_lengths[0])
+        show("next:", f"  distil inspect {folder}", f"  distil pretrain RUN.yaml shards={folder}")
     for row_length in settings.row_lengths:
         publish(settings, row_length, parquet, upload)
         if record is not None:

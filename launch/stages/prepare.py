@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,10 @@ class Prepare(Stage):
             return "done"
         return "begun" if any(folder.exists() for folder in folders) else "new"
 
+    def result(self) -> str:
+        """Return the rows of each length."""
+        return "; ".join(_rows(folder) for folder in self.outputs())
+
     def run(self, how: How) -> int:
         """Run the stages of the corpus that are not up to date."""
         try:
@@ -140,10 +145,24 @@ class Examples(Stage):
             return "done"
         return "begun" if self.config.output.exists() else "new"
 
+    def result(self) -> str:
+        """Return the number of rows."""
+        return _rows(self.config.output)
+
     def run(self, how: How) -> int:
         """Make them, or compare the finished ones."""
         examples_and_show(self.config)
         return ExitCode.DONE
+
+
+def _rows(folder: Path) -> str:
+    from data_prep.shards import load_manifest
+
+    if not (folder / "manifest.json").exists():
+        return "not finished"
+    manifest = load_manifest(folder)
+    train = manifest.splits["train"]
+    return f"{train.rows:,} rows x {manifest.row_length}, {train.tokens:,} tokens"
 
 
 def _check_tokenizer(tokenizer: Any, made: Made) -> None:
@@ -157,12 +176,13 @@ def prepare_and_show(
     config: CorpusConfig, engine: Engine = "processes", accept_code: bool = False
 ) -> None:
     """Run all stages, or find the corpus up to date, and print what it holds."""
-    from data_prep.messages import warn
+    from data_prep.messages import duration, warn
     from data_prep.pipeline.engines import keep_large_blocks, return_large_blocks
     from data_prep.prepare import prepare as run_all_stages
 
     keep_going()
     return_large_blocks()
+    began = time.monotonic()
     folders = [config.folder(row_length) for row_length in config.row_lengths]
     # To tell "up to date" from "done" at the end.
     before = all((folder / "manifest.json").exists() for folder in folders)
@@ -177,6 +197,7 @@ def prepare_and_show(
     keep_large_blocks()  # this process may train next
     kept = "kept, this code is accepted" if accept_code else "up to date"
     show_shards(config, kept if before and not remade else "done")
+    show(f"this took {duration(time.monotonic() - began)}")
 
 
 def examples_and_show(config: ExamplesConfig) -> None:
@@ -208,6 +229,7 @@ def show_shards(config: CorpusConfig, state: str) -> None:
 
 def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
     """Return a line for each split and each source of a prepared corpus."""
+    from data_prep.prepare import unknown_of
     from data_prep.shards.manifest import too_short
 
     lines = []
@@ -217,6 +239,7 @@ def corpus_lines(folder: Path, manifest: Manifest, state: str) -> list[str]:
             f"{name}: {split.rows:,} rows x {manifest.row_length}, {split.tokens:,} tokens, "
             f"{full:.1%} full, {len(split.shards)} shard(s)"
         )
+    lines.append(f"unknown: {unknown_of(folder, manifest).share:.3%} of the tokens")
     for source in manifest.sources:
         lines.append(
             f"{source.name}: {source.documents_in:,} documents, {source.documents_kept:,} kept"

@@ -83,6 +83,10 @@ class Stage(ABC):
     def run(self, how: How) -> int:
         """Make the output, or what is left of it; return an exit code."""
 
+    def result(self) -> str:
+        """Return in a few words what is there, for the table at a recipe's end."""
+        return str(self.state())
+
 
 class Compared(Stage):
     """Make a result that is kept with what it was made of, and made again for anything else."""

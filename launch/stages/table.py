@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.console import show
+from data_prep.messages import duration
+from launch.console import print_table, show
 from launch.stages.augment import Augment
 from launch.stages.estimate import cost_lines
 from launch.stages.evaluate import Evaluate
@@ -77,29 +79,44 @@ def make_all(
         dry_run: show the lines, and make nothing.
         nodes: several nodes, each of which calls this.
     """
+    if not dry_run and len(stages) > 1:
+        for number, stage in enumerate(stages, start=1):
+            show(f"{number:>3}  {_place(stage)}: {stage.title}, {stage.state()}")
+    code, took = int(ExitCode.DONE), list[str]()
     for number, stage in enumerate(stages, start=1):
-        first, *more = map(str, stage.outputs())
-        place = f"{first} and {len(more)} more" if len(more) > 2 else ", ".join([first, *more])
-        show("", f"run {number} of {len(stages)}: {place}, {stage.title} ({stage.state()})")
+        show("", f"run {number} of {len(stages)}: {_place(stage)}, {stage.title} ({stage.state()})")
         if dry_run:
             costs = cost_lines(stage.flop, stage.disk, how.launch, stage.everywhere)
             show(*lines[number - 1], *costs)
             continue
+        began = time.monotonic()
         # A stage continues after the last file that it wrote. While it trains, a signal saves.
         with end_on_signal("stopped; the same command continues"):
             if nodes is None or stage.everywhere:
                 code = stage.run(how)
             else:
                 code = nodes.first(f"run {number}", partial(stage.run, how))
+        took.append(duration(time.monotonic() - began))
         if code != ExitCode.DONE:
-            return code
+            break
+    if not dry_run and len(stages) > 1:
+        show("")
+        results = [stage.result() for stage in stages[: len(took)]]
+        left = len(stages) - len(took)
+        columns = map(_place, stages), [*took, *[""] * left], [*results, *["not begun"] * left]
+        print_table(["run", "took", "result"], list(zip(*columns, strict=True)))
     known = [stage for stage in stages if stage.flop]
     if dry_run and known:
         total = sum(stage.flop or 0.0 for stage in known), sum(stage.disk for stage in known)
         unknown = sum(stage.flop is None for stage in stages)
-        left = f", without {unknown} stage(s) whose rows or models are not known" * (unknown > 0)
-        show("", *(f"in all: {line}{left}" for line in cost_lines(*total, how.launch)))
-    return ExitCode.DONE
+        without = f", without {unknown} stage(s) whose rows or models are not known" * (unknown > 0)
+        show("", *(f"in all: {line}{without}" for line in cost_lines(*total, how.launch)))
+    return code
+
+
+def _place(stage: Stage) -> str:
+    first, *more = map(str, stage.outputs())
+    return f"{first} and {len(more)} more" if len(more) > 2 else ", ".join([first, *more])
 
 
 def check_order(stages: Sequence[Stage]) -> None:

@@ -61,6 +61,14 @@ class Train(Stage):
             return "begun" if begun else "new"
         return "done" if sealed[1]["step"] == sealed[1]["num_steps"] else "begun"
 
+    def result(self) -> str:
+        """Return the last step and its validation figures."""
+        if (sealed := sealed_state(self.config.output)) is None:
+            return str(self.state())
+        found = sealed[1]["evaluation"] or {}
+        figures = "".join(f", {k} {found[k]:.3f}" for k in ("loss", "accuracy") if k in found)
+        return f"step {sealed[1]['step']:,} of {sealed[1]['num_steps']:,}{figures}"
+
     def run(self, how: How) -> int:
         """Train in this process, or as `distil launch` does."""
         config = self.config

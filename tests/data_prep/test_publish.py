@@ -350,7 +350,7 @@ def test_an_upload_to_a_folder_is_a_whole_corpus(folder: Path, tmp_path: Path) -
 
 def test_the_manifest_arrives_last(folder: Path, watched: type[Watched]) -> None:
     steps: list[tuple[int, int]] = []
-    assert upload(folder, "watched://a/b", lambda _, done, of: steps.append((done, of))) == "done"
+    assert upload(folder, "watched://a/b", lambda *told: steps.append(told[1:3])) == "done"
     names = sealed(folder)
     assert set(watched.arrived) == {f"/a/b/{name}" for name in names}
     assert len(watched.arrived) == len(names) and watched.arrived[-1] == "/a/b/manifest.json"

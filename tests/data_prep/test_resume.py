@@ -372,7 +372,7 @@ def test_a_file_that_is_gone_is_an_error_in_every_engine(
     config = make_config(workers=1 if engine == "plain" else 2, **changes)
     hidden = config.output / ".work" / stage / "000000" / file
 
-    def hide(name: str, done: int, total: int) -> None:
+    def hide(name: str, done: int, total: int, _: str) -> None:
         if (name, done) == (stage, total):
             hidden.unlink()
 

@@ -106,7 +106,17 @@ def test_a_recipe_continues_when_its_corpus_is_unfinished(
 ) -> None:
     Path("runs/own-encoder/shards/.work").mkdir(parents=True)  # what a kill leaves
     assert distil("recipe", write(recipe), "--dry-run").out.count("steps: about") == 2
-    assert distil("recipe", "recipe.yaml").code == 0
+    code, out, _ = distil("recipe", "recipe.yaml")
+    assert code == 0
+    # The whole first, and what came of each stage last.
+    assert "  2  runs/own-encoder/teacher: objective mlm, new" in out.split("run 1 of")[0]
+    rows = [line.split("│")[1:4] for line in out.splitlines() if line.startswith("│ runs/own")]
+    shown = {name.strip(): result.strip() for name, _, result in rows[-len(recipe["runs"]) :]}
+    assert shown["runs/own-encoder/student"].startswith("step 2 of 2, loss ")
+    manifest = json.loads(Path("runs/own-encoder/shards/manifest.json").read_bytes())
+    assert shown["runs/own-encoder/shards"].startswith(
+        f"{manifest['splits']['train']['rows']:,} rows"
+    )
 
 
 def test_a_signal_in_the_corpus_ends_with_75_and_the_same_command_continues(
@@ -117,7 +127,7 @@ def test_a_signal_in_the_corpus_ends_with_75_and_the_same_command_continues(
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     shown = ""
-    while "extract 0/" not in shown:
+    while "extract  0.0 of " not in shown:
         shown += process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     rest = process.stdout.read()
