@@ -314,6 +314,23 @@ class Logging(Keys):
     """
 
 
+COMPUTED_BY = ("hardware", "machine")  # of a run's config.json: what the run was computed by
+
+
+class Card(Keys):
+    """Say what only the owner of a model knows, for the card of its exports."""
+
+    licence: str | None = None
+    """Of the model, as hubs spell it: apache-2.0, cc-by-sa-4.0."""
+    language: tuple[str, ...] = ()
+    """Codes of the texts' languages: [en, de]."""
+    base_model: str | None = None
+    """Hub name of the model that this one is made from; None: the teacher, if it came from a hub.
+    """
+    example: str | None = None
+    """A text whose answer the card shows; [MASK] is a hidden word."""
+
+
 class RunConfig(Keys):
     """Configure one training run."""
 
@@ -358,12 +375,14 @@ class RunConfig(Keys):
     """What is saved; the last step always is."""
     logging: Logging = Logging()
     """What is written while it trains."""
+    card: Card = Card()
+    """Licence, languages and an example for the model card; may change after training."""
 
     @model_validator(mode="before")
     @classmethod
     def _objective_by_default(cls, values: Any) -> Any:
         if isinstance(values, dict):  # a run's config.json also says what computed it
-            values = {key: value for key, value in values.items() if key != "hardware"}
+            values = {key: value for key, value in values.items() if key not in COMPUTED_BY}
         return with_objective(values)
 
     @model_validator(mode="after")
@@ -384,6 +403,8 @@ class RunConfig(Keys):
         values: dict[str, Any] = handler(self)
         if values.get("task") == {"name": self.objective.tasks[0]}:
             del values["task"]
+        if self.card == Card():
+            values.pop("card", None)  # left out where keys are chosen
         return values
 
     def unread(self) -> dict[str, str]:
@@ -419,7 +440,7 @@ class RunConfig(Keys):
         freely_changed = {"micro_batch_size", "num_workers", "skip_non_finite", "compare_every"}
         freely_changed |= {"compile", "activation_checkpointing", "products"}
         others = ["output", "resume_from", "shards", "teacher", "teacher_vocabulary"]
-        others += ["vectors", "evaluation", "checkpoint", "logging"]
+        others += ["vectors", "evaluation", "checkpoint", "logging", "card"]
         exclude: Any = {**dict.fromkeys(others, True), "train": freely_changed, "task": {"logits"}}
         return self.model_dump(mode="json", exclude=exclude)
 

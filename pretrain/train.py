@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from data_prep.disk import Busy, Lock, lock
+from data_prep.disk.json_files import parse_object
 from data_prep.shards import check
+from pretrain.bench.machine import commit, hardware
 from pretrain.config import RunConfig
 from pretrain.contracts.batch import Rows
 from pretrain.data.rows import explained_workers, loader, next_rows
@@ -156,6 +158,8 @@ def train(
                 with explained(run), explained_workers(run.dataset.shards), rows as batches:
                     warm_up(run)
                     loop(run, batches, last, signals)
+            else:
+                jointly(ranks, lambda: keep_card(config), here=first)
     return Outcome(state.step, run.num_steps, run.ended, state.evaluation)
 
 
@@ -257,10 +261,23 @@ def save_checkpoint(run: Run, *, wait: bool) -> None:
 def open_output(run: Run) -> None:
     """Start the run's files: write the config, drop the old exit status and later metrics."""
     output = run.config.output
-    values = run.config.model_dump(mode="json") | {"hardware": run.hardware}
+    machine = hardware(run.accelerator.device) | {"commit": commit()}
+    machine |= {"processes": run.accelerator.num_processes}
+    values = run.config.model_dump(mode="json") | {"hardware": run.hardware, "machine": machine}
     replace_json(output / "config.json", values)
     (output / STATUS).unlink(missing_ok=True)
     run.metrics.open(run.state.step)
+
+
+def keep_card(config: RunConfig) -> None:
+    """Write the keys for the card of a finished run, which may have changed."""
+    file = config.output / "config.json"
+    before = parse_object(file.read_bytes())
+    card = config.model_dump(mode="json").get("card")
+    after = {key: value for key, value in before.items() if key != "card"}
+    after |= {"card": card} if card is not None else {}
+    if after != before:
+        replace_json(file, after)
 
 
 @contextmanager

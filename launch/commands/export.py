@@ -45,7 +45,8 @@ def export(
         ),
     ] = None,
     push: Annotated[
-        str | None, typer.Option(help="Upload to this repository; the token is HF_TOKEN's.")
+        str | None,
+        typer.Option(help="Upload to this repository; the token: HF_TOKEN or `hf auth login`."),
     ] = None,
 ) -> None:
     """Write a checkpoint that plain transformers loads, with tokenizer and model card.

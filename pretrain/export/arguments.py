@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from huggingface_hub import get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -36,15 +36,15 @@ def check_repository(name: str) -> None:
 
 
 def hub_token() -> str:
-    """Return HF_TOKEN's value; a token comes from the environment and nowhere else.
+    """Return the token of HF_TOKEN, or that of `hf auth login`.
 
     Raises:
-        RunError: it is not set.
+        RunError: there is neither.
     """
-    token = os.environ.get("HF_TOKEN")
+    token = get_token()
     if not token:
         raise RunError(
-            "--push needs a token with write access in the environment variable HF_TOKEN; nothing "
-            "was written"
+            "--push needs a token with write access: run `hf auth login`, or set the environment "
+            "variable HF_TOKEN; nothing was written"
         )
     return token

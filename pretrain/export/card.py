@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
-from data_prep.messages import one_line
+from data_prep.messages import duration, one_line
 from pretrain.config import OF_INIT
 from pretrain.model.families import family_of
 from pretrain.monitor.figures import label
@@ -20,17 +20,39 @@ from pretrain.tasks.mlm.head_figures import weak_teacher
 _FIGURES = {
     "loss": "masked cross-entropy (nats)",
     "accuracy": "masked-token accuracy",
-    "constant_accuracy": "accuracy of always answering these rows' most frequent masked token",
-    "unigram_loss": "loss of the training tokens' frequencies (nats)",
-    "teacher_accuracy": "teacher's accuracy",
-    "teacher_loss": "teacher's masked cross-entropy (nats)",
     "agreement": "agreement with the teacher",
     "kl": "KL(teacher || student), nats",
 }
+_TEST_RUN = 10_000_000  # tokens: a body that has seen fewer was made to try something
+_LIMITS = (
+    "What is wrong or one-sided in the data below it has learnt, too. Measure it on your own data "
+    "before you rely on it."
+)
+
+
+class About(NamedTuple):
+    """Hold what a run's folder says besides its checkpoint.
+
+    Args:
+        card: the keys of `card:`.
+        machine: what trained it, from the last start on.
+        seconds: of training, all starts together; 0 if its metrics do not say.
+        epochs: of training; 0 if its metrics do not say.
+        before: the validation figures of step 0.
+    """
+
+    card: Mapping[str, Any] = {}
+    machine: Mapping[str, Any] = {}
+    seconds: float = 0.0
+    epochs: float = 0.0
+    before: Mapping[str, float] = {}
 
 
 def model_card(
-    student: PreTrainedModel, state: Mapping[str, Any], measured: Mapping[str, Any] | None = None
+    student: PreTrainedModel,
+    state: Mapping[str, Any],
+    measured: Mapping[str, Any] | None = None,
+    about: About | None = None,
 ) -> ModelCard:
     """Build the card from a checkpoint's state; it contains measured figures only.
 
@@ -38,14 +60,15 @@ def model_card(
         student: the model.
         state: of the checkpoint.
         measured: what `distil evaluate` kept in the run's folder; of another step it is left out.
+        about: what else the run's folder says.
     """
-    config, teacher = state["config"], state["teacher"]
+    config, teacher, about = state["config"], state["teacher"], about or About()
     objective = objective_of(state)
     distilled = (teacher is not None or bool(state.get("vectors"))) and objective.compares
     how = _provenance(state, objective, distilled)
     size, notes = sum(p.numel() for p in student.parameters()), state.get("notes")
 
-    figures = _figures(state, objective.needs_logits, measured)
+    figures = _figures(state, objective.needs_logits, measured, about.before)
 
     # The keys of the config that shape the run, without paths of the machine it ran on.
     recipe: list[tuple[str, object]] = []
@@ -72,11 +95,16 @@ def model_card(
     headless = f" {use.note}" if use.note else ""
     if getattr(student, "pooler", None) is not None:
         headless += " Its pooler is untrained, with random weights."
+    keys, evaluation = about.card, state["evaluation"] or {}
+    of_hub = one_line(teacher["name"]) if distilled and teacher and teacher["name"] else None
     data = ModelCardData(
+        license=keys.get("licence"),
+        language=list(keys.get("language") or ()) or None,
         library_name=use.library,
         pipeline_tag=use.pipeline,
         tags=[use.pipeline, "distillation"] if distilled else [use.pipeline],
-        base_model=one_line(teacher["name"]) if distilled and teacher and teacher["name"] else None,
+        base_model=keys.get("base_model") or of_hub,
+        metrics=[name for name in ("accuracy", "f1", "mcc", "pearson") if name in evaluation],
     )
     parts = [
         f"---\n{data.to_yaml()}\n---",
@@ -87,48 +115,106 @@ def model_card(
         *(["\n".join(f"- {escaped(note)}" for note in notes)] if notes else []),
         "## Use",
         f"```python\n{family_of(student).imports}{use.code}\n```",
+        _shape(student, state),
         "## Validation figures",
         *figures,
+        "## Limits",
+        " ".join(_limits(student, state)),
         "## Data",
         markdown(
             ("source", "kind", "documents", "licence"),
             [(s["name"], s["kind"], s["documents_kept"], s["licence"]) for s in state["sources"]],
         ),
         f"Digest of the packed rows: `{state['shards']}`.",
+        "## Training",
+        _training(state, about),
         "## Recipe",
         markdown(("key", "value"), recipe),
     ]
     return ModelCard("\n\n".join(parts) + "\n")
 
 
+def _shape(student: PreTrainedModel, state: Mapping[str, Any]) -> str:
+    config: Any = student.config
+    positions = family_of(student).row_length(config)
+    return (
+        f"A token's vector has {config.hidden_size} numbers. A text has at most {positions:,} "
+        f"tokens; in training rows had {state['row_length']:,}."
+    )
+
+
+def _limits(student: PreTrainedModel, state: Mapping[str, Any]) -> Iterator[str]:
+    if state["tokens"] < _TEST_RUN and not task_of(state).has_head:
+        yield (
+            f"**A test run**: it has seen {state['tokens']:,} tokens, and encoders for use see "
+            f"more than {_TEST_RUN:,}."
+        )
+    yield _LIMITS
+
+
+def _training(state: Mapping[str, Any], about: About) -> str:
+    """Return a table of where and how long the run was trained."""
+    machine, train = about.machine, state["config"]["train"]
+    device = machine.get("gpu") or machine.get("processor") or "not recorded"
+    rows: list[tuple[str, object]] = [
+        ("hardware", f"{machine.get('processes', state['num_processes'])} x {device}"),
+        ("duration", duration(about.seconds) if about.seconds else "not recorded"),
+        ("epochs", f"{about.epochs:.3g}" if about.epochs else "not recorded"),
+        ("rows", f"{state['step'] * train['global_batch_size']:,}"),
+        ("commit of distil-pretraining", machine.get("commit") or "not recorded"),
+        *((name, version) for name, version in (state.get("versions") or {}).items()),
+    ]
+    return markdown(("", ""), rows)
+
+
 def _figures(
-    state: Mapping[str, Any], has_head: bool, measured: Mapping[str, Any] | None
+    state: Mapping[str, Any],
+    has_head: bool,
+    measured: Mapping[str, Any] | None,
+    before: Mapping[str, float],
 ) -> list[str]:
     """Return the paragraphs of the validation figures."""
     evaluation = state["evaluation"]
     figures = ["Not measured: the corpus had no validation split."]
+
+    def table(names: Mapping[str, str]) -> str:
+        columns = {"trained": evaluation, "before training": before}
+        columns["teacher"] = {
+            name.removeprefix("teacher_"): value
+            for name, value in evaluation.items()
+            if name.startswith("teacher_")
+        }
+        shown = {name: of for name, of in columns.items() if any(k in of for k in names)}
+        cells = [
+            [text, *(f"{of[k]:.4f}" if k in of else "" for of in shown.values())]
+            for k, text in names.items()
+            if k in evaluation
+        ]
+        return markdown(["", *shown], cells)
+
     if evaluation and not has_head:
-        rows = [(label(k), f"{value:.4f}") for k, value in evaluation.items() if k != "tokens"]
+        left_out = ("tokens", *(k for k in evaluation if k.startswith("teacher_")))
         figures = [
-            markdown(("term", "value"), rows),
+            table({k: label(k) for k in evaluation if k not in left_out}),
             f"Measured at step {state['evaluation_step']:,}: means over the validation rows"
             + (f", {evaluation['tokens']:,.0f} tokens" if "tokens" in evaluation else "")
             + ", without masks.",
         ]
     elif evaluation:
-        rows = [(text, f"{evaluation[k]:.4f}") for k, text in _FIGURES.items() if k in evaluation]
         figures = [
-            markdown(("figure", "value"), rows),
+            table(_FIGURES),
             f"Measured at step {state['evaluation_step']:,}: means over "
-            f"{evaluation['masked_tokens']:,.0f} masked tokens "
-            "of validation rows, every selected token replaced by [MASK].",
+            f"{evaluation['masked_tokens']:,.0f} masked tokens of validation rows, every selected "
+            "token replaced by [MASK]. Always answering the most frequent one is right in "
+            f"{evaluation['constant_accuracy']:.1%} of the cases; the frequencies of the training "
+            f"tokens have a loss of {evaluation['unigram_loss']:.4f}.",
         ]
         figures += [f"Warning: {text}"] if (text := weak_teacher(evaluation)) else []
 
     known = measured if measured and measured["step"] == state["step"] else {"tables": {}}
-    for what, table in known["tables"].items():
-        columns = dict.fromkeys(name for _, row in table for name in row)
-        cells = [[name, *(row.get(c, "") for c in columns)] for name, row in table]
+    for what, found in known["tables"].items():
+        columns = dict.fromkeys(name for _, row in found for name in row)
+        cells = [[name, *(row.get(c, "") for c in columns)] for name, row in found]
         figures += [f"On {escaped(what)}, with 95 % intervals:", markdown(["", *columns], cells)]
     return figures
 

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub import HfApi, ModelCard
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_prep.messages import first_line
+from data_prep.disk.json_files import parse_object
+from data_prep.messages import first_line, one_line
 from pretrain import RunError
 from pretrain.deploy.asked import Onnx
 from pretrain.encoders import MEASURED
 from pretrain.export.arguments import check_target
-from pretrain.export.card import model_card
+from pretrain.export.card import About, model_card
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of, has_types
 from pretrain.model.folder import Loaded, read_model, write_model
@@ -26,6 +28,7 @@ from pretrain.model.loading import reinitialise
 from pretrain.model.model_files import read_config, read_tensors
 from pretrain.model.sentences import read_head
 from pretrain.model.task_head import saved_head
+from pretrain.monitor.metrics import read_metrics
 from pretrain.monitor.tables import escaped
 from pretrain.objectives.known import objective_of, task_of
 from pretrain.run_folder import check_run, onnx_file
@@ -100,10 +103,16 @@ def export(
         student = model if objective.needs_logits else body(model, seed)
     kept = run / MEASURED
     measured = json.loads(kept.read_bytes()) if kept.exists() else {}
+    about = about_run(run)
+    card = model_card(student, saved.state, measured, about)
 
     def extra(place: Path) -> None:
         width = student.config.hidden_size
         task_of(saved.state).export(place, width, saved.state, adapters)
+        if text := about.card.get("example"):
+            shown = answer(place, task_of(saved.state).use(objective).pipeline, text)
+            card.text = card.text.replace("## Use\n", f"{shown}\n\n## Use\n", 1)
+            card.save(place / "README.md")
         if onnx is not None:
             from pretrain.deploy.write import write_onnx  # needs the extra
 
@@ -114,11 +123,53 @@ def export(
         folder,
         tensors=tensors,
         tokenizer=tokenizer,
-        card=model_card(student, saved.state, measured),
+        card=card,
         extra=extra,
         same=same,
     )
     return exported(student, folder, saved.step, difference, kept=is_kept)
+
+
+def about_run(run: Path) -> About:
+    """Return what a run's folder says for its card."""
+    values = parse_object((run / "config.json").read_bytes())
+    lines, seconds, last = read_metrics(run / "metrics.jsonl"), 0.0, 0.0
+    for elapsed in (line["elapsed"] for line in lines if "elapsed" in line):
+        seconds += elapsed - last if elapsed >= last else elapsed  # each start counts from 0
+        last = elapsed
+    first = (line for line in lines if line["kind"] == "evaluation" and line["step"] == 0)
+    return About(
+        values.get("card") or {},
+        values.get("machine") or {},
+        seconds,
+        max((line["epoch"] for line in lines if "epoch" in line), default=0.0),
+        next(first, {}),
+    )
+
+
+def answer(folder: Path, pipeline: str, text: str) -> str:
+    """Return the paragraph of a card that shows what an export answers to a text.
+
+    Raises:
+        RunError: its task has no such example, or the text fits it not.
+    """
+    if pipeline not in ("fill-mask", "text-classification", "token-classification"):
+        raise RunError(f"card.example: none is shown for {pipeline}; remove it")
+    make: Any = transformers.pipeline
+    run = make(pipeline, model=str(folder), device="cpu")
+    shown = text.replace("[MASK]", run.tokenizer.mask_token) if pipeline == "fill-mask" else text
+    try:
+        found = run(shown) if pipeline == "token-classification" else run(shown, top_k=3)
+    except transformers.pipelines.base.PipelineException as error:
+        raise RunError(f"card.example: {first_line(error)}; write [MASK] once") from error
+    if not found or isinstance(found[0], list):
+        raise RunError(f"card.example: {text!r}: write [MASK] once, or a text with an answer")
+    answers = (
+        f"{one_line(str(each.get('token_str') or each.get('label') or each['word'])).strip()}"
+        f"{' ' + each['entity'] if 'entity' in each else ''} ({each['score']:.0%})"
+        for each in found
+    )
+    return f"> {escaped(text)}\n>\n> {escaped(', '.join(answers))}"
 
 
 def export_model(

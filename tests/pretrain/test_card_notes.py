@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from huggingface_hub import ModelCard
 from support.runs import RECIPE, history, start
 from support.said import Said
+from support.task_data import WORDS
 from support.tiny import save_teacher, tiny_bert
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
+from pretrain import RunError
 from pretrain.export.export import export
 
 Settings = Callable[..., dict[str, Any]]
@@ -134,3 +140,52 @@ def test_a_continued_run_keeps_the_notes_of_the_one_it_left(
     assert "continued from step 4 of another run" in screen
     assert "- the student began from the teacher's layers 1 and 3\n" in card
     assert "- continued from step 4 of another run\n" in card
+
+
+def test_a_card_for_a_release(tmp_path: Path, teacher_folder: Path, run_config: Settings) -> None:
+    """Compare its figures with metrics.jsonl and its example with plain transformers.
+
+    Licence and example are written after training: a finished run takes them.
+    """
+    values = run_config(tmp_path / "run", teacher_folder, **RECIPE)
+    start(values)
+    text = f"{' '.join(WORDS[:3])} [MASK] {WORDS[4]}"
+    values["card"] = {"licence": "apache-2.0", "language": ["en", "de"], "example": text}
+    values["card"]["base_model"] = "someone/a-model"
+    assert start(values).ended == "up to date"
+    folder = tmp_path / "exported"
+    export(Path(values["output"]), folder, pytest.fail)
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.license, card.data.language) == ("apache-2.0", ["en", "de"])
+    assert (card.data.base_model, card.data.metrics) == ("someone/a-model", ["accuracy"])
+
+    first, *_, last = (e for e in history(values["output"]) if e["kind"] == "evaluation")
+    row = f"| {last['loss']:.4f} | {first['loss']:.4f} | {last['teacher_loss']:.4f} |"
+    assert (first["step"], last["step"]) == (0, 4) and row in card.text
+    machine = json.loads((tmp_path / "run" / "config.json").read_bytes())["machine"]
+    assert f"| hardware | 1 x {machine['processor']} |" in card.text.replace("\\", "")
+    assert f"A test run**: it has seen {last_tokens(values):,} tokens" in card.text
+
+    model = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**ids).logits[0]
+    place = (ids["input_ids"][0] == tokenizer.mask_token_id).nonzero().item()
+    best = logits[place].softmax(-1).topk(3)
+    answers = ", ".join(
+        f"{tokenizer.decode([i])} ({p:.0%})"
+        for p, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    )
+    assert f"> {answers}" in card.text.replace("\\", "")
+
+    values["card"]["example"] = "no mask"
+    start(values)
+    with pytest.raises(RunError, match=r"card\.example: .*write \[MASK\] once"):
+        export(Path(values["output"]), tmp_path / "other", pytest.fail)
+    assert not (tmp_path / "other").exists()
+
+
+def last_tokens(values: dict[str, Any]) -> int:
+    """Return the tokens that a run has seen, by its metrics."""
+    return int([e for e in history(values["output"]) if e["kind"] == "train"][-1]["tokens"])
