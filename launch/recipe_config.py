@@ -20,7 +20,7 @@ from launch.sweep_config import (
     refuse_without_weights,
     resolve,
 )
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, Slurm
 from pretrain.objectives.known import objective_kind, unread_keys, with_objective
 
 
@@ -193,6 +193,8 @@ class Recipe(Keys):
     """Keys that all training runs share; a run's own come on top, and one that its objective does
     not read is left out.
     """
+    slurm: Slurm = Slurm()
+    """What the cluster asks for: of the whole recipe, not of its runs."""
     runs: tuple[Entry, ...] = Field(min_length=1)
     """Stages in their order: keys of a run, or with `stage:` those of another one. A later one may
     name the output of an earlier one. `sweep:` repeats a run for each combination of its values;
@@ -205,6 +207,14 @@ class Recipe(Keys):
     def with_defaults(cls, values: Any) -> Any:
         """Fill the shared keys into each run, so that a mistake in them is named with its path."""
         return filled(values)
+
+    @model_validator(mode="after")
+    def one_job(self) -> Recipe:
+        """Refuse `slurm` in a run: the recipe is one job."""
+        for number, run in enumerate(self.runs):
+            if getattr(run, "slurm", Slurm()) != Slurm():
+                raise ValueError(f"runs.{number}.slurm: a recipe is one job; put it beside `runs`")
+        return self
 
     @model_validator(mode="after")
     def outputs_differ(self) -> Recipe:

@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from data_prep.disk.credentials import masked
 from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.device.precision import PrecisionName
@@ -331,6 +332,34 @@ class Card(Keys):
     """A text whose answer the card shows; [MASK] is a hidden word."""
 
 
+_COPY = {
+    "s3": "aws s3 cp --recursive {url} DIR",
+    "gs": "gcloud storage cp --recursive {url} DIR",
+    "hf": "hf download REPOSITORY --repo-type dataset --local-dir DIR",
+}
+_NO_SPACE = r"^[^\s'\"]+$"
+_Line = Annotated[str, Field(pattern=r"^[^\n]+$")]
+
+
+class Slurm(Keys):
+    """Say what a cluster asks for, for `distil launch --slurm`."""
+
+    account: str | None = Field(None, pattern=_NO_SPACE)
+    """Who pays."""
+    partition: str | None = Field(None, pattern=_NO_SPACE)
+    """Which nodes."""
+    time: str | None = Field(None, pattern=_NO_SPACE)
+    """Limit, D-HH:MM:SS; two minutes before it the run saves, and the job is queued again."""
+    options: tuple[_Line, ...] = ()
+    """Further options of sbatch: [--qos=high, --mem=0]."""
+    container: str | None = Field(None, pattern=_NO_SPACE)
+    """Image: FILE.sif for Apptainer, else of `srun --container-image` (Pyxis)."""
+    mounts: tuple[_Line, ...] = ()
+    """Folders that the container sees: [/data:/data]."""
+    setup: tuple[str, ...] = ()
+    """Lines of shell before the run: [module load cuda, source venv/bin/activate]."""
+
+
 class RunConfig(Keys):
     """Configure one training run."""
 
@@ -377,6 +406,20 @@ class RunConfig(Keys):
     """What is written while it trains."""
     card: Card = Card()
     """Licence, languages and an example for the model card; may change after training."""
+    slurm: Slurm = Slurm()
+    """What the cluster asks for."""
+
+    @field_validator("output", "shards", "vectors", mode="before")
+    @classmethod
+    def _is_local(cls, value: Any) -> Any:
+        scheme, found, _ = value.partition("://") if isinstance(value, str) else ("", "", "")
+        if found:
+            copy = _COPY.get(scheme, "rclone copy {url} DIR").format(url=value)
+            raise ValueError(
+                f"{masked(value)} is no folder of this machine, and rows are read at random: copy "
+                f"it to every node's disk ({masked(copy)}), and give DIR"
+            )
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -403,8 +446,9 @@ class RunConfig(Keys):
         values: dict[str, Any] = handler(self)
         if values.get("task") == {"name": self.objective.tasks[0]}:
             del values["task"]
-        if self.card == Card():
-            values.pop("card", None)  # left out where keys are chosen
+        for name, default in (("card", Card()), ("slurm", Slurm())):
+            if getattr(self, name) == default:
+                values.pop(name, None)  # not there where keys are chosen
         return values
 
     def unread(self) -> dict[str, str]:
@@ -440,7 +484,7 @@ class RunConfig(Keys):
         freely_changed = {"micro_batch_size", "num_workers", "skip_non_finite", "compare_every"}
         freely_changed |= {"compile", "activation_checkpointing", "products"}
         others = ["output", "resume_from", "shards", "teacher", "teacher_vocabulary"]
-        others += ["vectors", "evaluation", "checkpoint", "logging", "card"]
+        others += ["vectors", "evaluation", "checkpoint", "logging", "card", "slurm"]
         exclude: Any = {**dict.fromkeys(others, True), "train": freely_changed, "task": {"logits"}}
         return self.model_dump(mode="json", exclude=exclude)
 

@@ -67,7 +67,7 @@ def test_wheel_has_only_our_three_packages(installed: Path) -> None:
         ("pretrain shipped:demo.yaml", 2, "holds no finished shards"),
         ("pretrain shipped:demo.yml", 2, "did you mean shipped:demo.yaml"),
         (f"{PAPER} --dry-run --slurm", 2, "--gpus"),
-        (f"{PAPER} --dry-run --slurm --gpus=8", 0, "launch/slurm/pretrain.sbatch"),
+        (f"{PAPER} --dry-run --slurm --gpus=8", 0, "#SBATCH --gpus-per-node=8"),
         (f"{DEMO} --dry-run --hardware=cpu --zero=1", 0, "launch/deepspeed/zero1.json"),
         ("verify nowhere", 2, "nowhere"),
         ("inspect nowhere", 2, "nowhere"),

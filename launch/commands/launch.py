@@ -38,6 +38,9 @@ def launch(
         int | None, typer.Option(help="DeepSpeed's ZeRO stage, 1 or 2, in place of DDP.")
     ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
+    show_script: Annotated[
+        bool, typer.Option("--print", help="With --slurm: only show the job's script.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what it would take, and the command.")
     ] = False,
@@ -81,6 +84,7 @@ def launch(
             hardware=hardware,
             zero=zero,
             slurm=slurm,
+            show_script=show_script,
             public=public,
             dry_run=dry_run,
             node_rank=node_rank,
@@ -106,5 +110,5 @@ def launch(
             raise typer.Exit(start(asked))
         from launch.stages.launched import check, make
 
-        stages, lines = check(asked)
-    raise typer.Exit(make(asked, stages, lines))
+        checked = check(asked)
+    raise typer.Exit(make(asked, *checked))

@@ -19,10 +19,12 @@ from launch.torchrun.start import (
     submit,
 )
 from pretrain import RunError
+from pretrain.config import Slurm
+from pretrain.exit_codes import ExitCode
 
 
-def check(asked: Launch) -> tuple[list[Stage], list[list[str]]]:
-    """Return the stages of a recipe and their lines of `--dry-run`.
+def check(asked: Launch) -> tuple[list[Stage], list[list[str]], Slurm]:
+    """Return the stages of a recipe, their lines of `--dry-run`, and what the cluster asks for.
 
     Raises:
         RunError, CorpusError: a mistake in the options, or of a stage; nothing was started.
@@ -30,19 +32,25 @@ def check(asked: Launch) -> tuple[list[Stage], list[list[str]]]:
     check_options(asked)
     if asked.stop_after is not None or asked.skip_rows:
         raise RunError("--stop-after and --skip-rows are for one run, and this is a recipe")
-    stages = [stage_of(entry) for entry in load_config(Recipe, asked.config, asked.overrides).runs]
+    recipe = load_config(Recipe, asked.config, asked.overrides)
+    stages = [stage_of(entry) for entry in recipe.runs]
     lines = check_all(stages, How(asked), dry_run=asked.dry_run)
-    show(config_line(asked.config))
-    return stages, lines
+    if not asked.show_script:
+        show(config_line(asked.config))
+    return stages, lines, recipe.slurm
 
 
-def make(asked: Launch, stages: Sequence[Stage], lines: Sequence[Sequence[str]]) -> int:
+def make(
+    asked: Launch, stages: Sequence[Stage], lines: Sequence[Sequence[str]], slurm: Slurm
+) -> int:
     """Make the stages, or submit the same command to Slurm; return the exit code."""
     preset = check_options(asked)
     how = How(asked)
     if asked.slurm or asked.dry_run:
-        make_all(stages, how, lines, dry_run=True)
-        return submit(asked, layout_of(asked, preset, 0), asked.overrides) if asked.slurm else 0
+        if not asked.show_script:
+            make_all(stages, how, lines, dry_run=True)
+        layout = layout_of(asked, preset, 0)
+        return submit(asked, layout, asked.overrides, slurm) if asked.slurm else ExitCode.DONE
     if asked.nodes == 1:
         return make_all(stages, how, lines, dry_run=False)
     head, (rank,) = meeting_point(asked)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.torchrun.hardware import Device
+from pretrain.config import Slurm
 from pretrain.environment import GRACE, TIMEOUT
 
 # SIGUSR1 is what Slurm is told to send before a time limit; by default it would end torchrun and
@@ -109,19 +110,54 @@ def environment(
     return values
 
 
-def sbatch(layout: Layout, config: Path, arguments: Sequence[str]) -> list[str]:
-    """Return the sbatch command that runs `distil launch CONFIG ARGUMENTS` on each node."""
+def batch_script(layout: Layout, config: Path, arguments: Sequence[str], slurm: Slurm) -> str:
+    """Return the script of a Slurm job that runs `distil launch CONFIG ARGUMENTS` on each node.
+
+    Two minutes before the time limit, or when it is preempted, the run saves and ends with 75, and
+    the script queues the same job again.
+    """
     gpus = layout.device == "cuda"
     cores = layout.processes * (4 if gpus else 1)  # a GPU's process has loader workers
-    return [
-        "sbatch",
-        f"--job-name=distil-{config.stem.removeprefix('shipped:')}",
-        f"--nodes={layout.nodes}",
-        *([f"--gpus-per-node={layout.processes}"] if gpus else []),
-        f"--cpus-per-task={cores}",
-        str(FOLDER / "slurm" / "pretrain.sbatch"),
-        *(str(config), *arguments),
-    ]
+    options = {
+        "job-name": f"distil-{config.stem.removeprefix('shipped:')}",
+        "nodes": layout.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": layout.processes if gpus else None,
+        "cpus-per-task": cores,
+        "account": slurm.account,
+        "partition": slurm.partition,
+        "time": slurm.time,
+        "signal": "USR1@120",
+        "output": "%x-%j.log",
+        "open-mode": "append",
+    }
+    lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    # srun does not inherit sbatch's --cpus-per-task.
+    step = ["srun", "--kill-on-bad-exit=0", f"--cpus-per-task={cores}"]
+    mounts = ",".join(slurm.mounts)
+    if slurm.container is None:
+        inside = []
+    elif slurm.container.endswith(".sif"):
+        inside = ["apptainer", "exec", "--nv", *(["--bind", mounts] * bool(mounts))]
+        inside += [slurm.container]
+    else:
+        step += [f"--container-image={slurm.container}"]
+        step += [f"--container-mounts={mounts}"] * bool(mounts)
+        inside = []
+    run = shlex.join([*step, *inside, "distil", "launch", str(config), *arguments])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in (*lines, "--requeue", *slurm.options)),
+            "set -uo pipefail",
+            *slurm.setup,
+            f'{run} --nodes "$SLURM_JOB_NUM_NODES"',
+            "code=$?",
+            'if [[ $code == 75 ]]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+            'exit "$code"',
+            "",
+        ]
+    )
 
 
 def shell_line(environment: Mapping[str, str], argv: Sequence[str]) -> str:

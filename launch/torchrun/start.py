@@ -28,7 +28,7 @@ from launch.torchrun import command
 from launch.torchrun.command import LATE, PORT, Head, Layout
 from launch.torchrun.hardware import Device, Hardware, cores, hardware
 from pretrain import RunError
-from pretrain.config import RunConfig, accumulation_steps, with_defaults
+from pretrain.config import RunConfig, Slurm, accumulation_steps, with_defaults
 from pretrain.device.precision import check_precision
 from pretrain.exit_codes import ExitCode
 from pretrain.run_folder import check_hub, check_inputs, check_output
@@ -45,6 +45,7 @@ class Launch:
     hardware: str | None = None
     zero: int | None = None
     slurm: bool = False
+    show_script: bool = False
     public: bool = False
     dry_run: bool = False
     node_rank: int | None = None
@@ -107,11 +108,12 @@ def start(asked: Launch) -> int:
                 "a run could not save before it is ended; install a newer torch (2.13 is tested)"
             )
     layout = layout_of(asked, preset, torch.cuda.device_count())
-    print(printable(f"# {config_line(asked.config)}"))
-    for line in describe(asked, preset, layout, config):
-        print(printable(f"# {line}"))
+    about = [config_line(asked.config), *describe(asked, preset, layout, config)]
+    if not asked.show_script:
+        for line in about:
+            print(printable(f"# {line}"))
     if asked.slurm:
-        return submit(asked, layout, overrides)
+        return submit(asked, layout, overrides, config.slurm)
 
     seconds = asked.timeout or timeout()
     environment = command.environment(
@@ -153,6 +155,8 @@ def check_options(asked: Launch) -> Hardware | None:
         raise RunError(f"--zero {asked.zero}: there are 1 and 2; a student is too small for 3")
     if asked.zero is not None and find_spec("deepspeed") is None:
         raise RunError(f"--zero {asked.zero}: needs DeepSpeed: {extra('deepspeed')}")
+    if asked.show_script and not asked.slurm:
+        raise RunError("--print: is for --slurm: add that")
     if asked.slurm and preset is None and asked.gpus is None:
         raise RunError(
             "--slurm: say what a node has: --gpus M, or --hardware NAME (cpu where it has none)"
@@ -212,16 +216,17 @@ def describe(
     )
 
 
-def submit(asked: Launch, layout: Layout, overrides: list[str]) -> int:
-    """Show and run the sbatch command."""
-    argv = command.sbatch(layout, asked.config, options(asked, layout, overrides))
-    print(printable(command.shell_line({}, argv)), flush=True)
-    if asked.dry_run:
+def submit(asked: Launch, layout: Layout, overrides: list[str], slurm: Slurm) -> int:
+    """Give the job's script to sbatch, or show it."""
+    arguments = options(asked, layout, overrides)
+    script = command.batch_script(layout, asked.config, arguments, slurm)
+    if asked.dry_run or asked.show_script:
+        print(script, end="", flush=True)
         return ExitCode.DONE
     for program, place in (("sbatch", "on the cluster"), ("distil", "in its environment")):
         if shutil.which(program) is None:
             raise RunError(f"--slurm: {program} is not on PATH: run this command {place}")
-    failed = subprocess.run(argv, check=False).returncode
+    failed = subprocess.run(["sbatch"], input=script, text=True, check=False).returncode
     return ExitCode.MISTAKE if failed else ExitCode.DONE
 
 

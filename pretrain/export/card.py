@@ -95,11 +95,12 @@ def model_card(
     headless = f" {use.note}" if use.note else ""
     if getattr(student, "pooler", None) is not None:
         headless += " Its pooler is untrained, with random weights."
-    keys, evaluation = about.card, state["evaluation"] or {}
+    keys = {k: one_line(v) if isinstance(v, str) else v for k, v in about.card.items()}
+    evaluation = state["evaluation"] or {}
     of_hub = one_line(teacher["name"]) if distilled and teacher and teacher["name"] else None
     data = ModelCardData(
         license=keys.get("licence"),
-        language=list(keys.get("language") or ()) or None,
+        language=[one_line(code) for code in keys.get("language") or ()] or None,
         library_name=use.library,
         pipeline_tag=use.pipeline,
         tags=[use.pipeline, "distillation"] if distilled else [use.pipeline],

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
+from pydantic import ValidationError
 from support.processes import ROOT, assert_refused, finished, outside_slurm, programs
 
 from data_prep.disk import lock
@@ -24,7 +25,7 @@ from launch.torchrun.command import Head, Layout
 from launch.torchrun.hardware import PRESETS, Hardware, hardware
 from launch.torchrun.start import Launch, first_host, launch_id, layout_of, with_fewer_nodes
 from pretrain import RunError
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, Slurm
 
 CPU = Layout(nodes=1, processes=2, device="cpu")
 TORCHRUN = [sys.executable, command.ENTRY, "torch.distributed.run"]
@@ -105,14 +106,59 @@ def test_a_shown_line_parses_back_in_a_shell() -> None:
     assert finished("bash", "-c", line).stdout.strip() == str(["", "/a b/$HOME's", *arguments])
 
 
-def test_the_sbatch_command() -> None:
-    script = str(ROOT / "launch" / "slurm" / "pretrain.sbatch")
-    gpus = Layout(nodes=4, processes=8, device="cuda")
-    found = command.sbatch(gpus, Path("c/rxn.yaml"), ["--gpus", "8"])
-    job = "sbatch --job-name=distil-rxn --nodes=4 --gpus-per-node=8 --cpus-per-task=32"
-    assert found == [*job.split(), script, "c/rxn.yaml", "--gpus", "8"]
-    job = "sbatch --job-name=distil-rxn --nodes=1 --cpus-per-task=2"
-    assert command.sbatch(CPU, Path("c/rxn.yaml"), []) == [*job.split(), script, "c/rxn.yaml"]
+SRUN = """#!/bin/bash
+for word in "$@"; do echo "$word"; done >> "$LOG"
+exit 75
+"""
+SCONTROL = '#!/bin/bash\necho "scontrol $*" >> "$LOG"\n'
+
+
+@pytest.mark.parametrize(
+    ("container", "step", "inside"),
+    [
+        (None, [], []),
+        ("here.sif", [], ["apptainer", "exec", "--nv", "--bind", "/a:/a,/b c:/b", "here.sif"]),
+        ("nvcr/x#y:1", ["--container-image=nvcr/x#y:1", "--container-mounts=/a:/a,/b c:/b"], []),
+    ],
+    ids=["plain", "apptainer", "pyxis"],
+)
+def test_a_jobs_script_asks_for_its_keys_and_queues_itself_again(
+    tmp_path: Path, container: str | None, step: list[str], inside: list[str]
+) -> None:
+    """Run it with a stand-in for srun, which shows the words that a shell makes of the script."""
+    slurm = Slurm(
+        account="me",
+        partition="gpu",
+        time="1-00:00:00",
+        options=("--qos=high",),
+        container=container,
+        mounts=("/a:/a", "/b c:/b"),
+        setup=("export GREETING='a b'", 'echo "setup $GREETING" >> "$LOG"'),
+    )
+    layout, arguments = Layout(nodes=4, processes=8, device="cuda"), ["x=[0, 1]", "--gpus", "8"]
+    script = command.batch_script(layout, Path("c d/rxn.yaml"), arguments, slurm)
+    asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
+    expected = "--job-name=distil-rxn --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 "
+    expected += "--cpus-per-task=32 --account=me --partition=gpu --time=1-00:00:00 "
+    expected += "--signal=USR1@120 --output=%x-%j.log --open-mode=append --requeue --qos=high"
+    assert asked == expected.split()
+    log = tmp_path / "log"
+    environment = {"PATH": programs(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL)}
+    environment |= {"LOG": str(log), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"}
+    ended = finished("bash", "-c", script, environment=environment)
+    assert ended.returncode == 75, ended.stderr
+    first, *words, last = log.read_text(encoding="utf-8").splitlines()
+    assert (first, last) == ("setup a b", "scontrol requeue 7")
+    run = ["distil", "launch", "c d/rxn.yaml", *arguments, "--nodes", "4"]
+    assert words == ["--kill-on-bad-exit=0", "--cpus-per-task=32", *step, *inside, *run]
+
+
+def test_keys_that_would_add_lines_to_a_script_are_refused() -> None:
+    for key, value in (("time", "1 --wait"), ("account", "a\nb"), ("options", ["--x\nrm -r /"])):
+        with pytest.raises(ValidationError, match=key):
+            Slurm.model_validate({key: value})
+    cpu = command.batch_script(CPU, Path("c/rxn.yaml"), [], Slurm())
+    assert "gpus" not in cpu and "--cpus-per-task=2" in cpu and "account" not in cpu
 
 
 @pytest.mark.parametrize(
@@ -162,11 +208,11 @@ def test_every_preset_fits_the_papers_config(distil: Distil, preset: Hardware) -
     options = ("--hardware", preset.name, "--nodes", 4, "--slurm", "--dry-run")
     code, out, _ = distil("launch", config, *options)
     assert code == 0 and f"# hardware {preset.name}: " in out
-    line = shlex.split(out.splitlines()[-1])
+    (line,) = (shlex.split(line) for line in out.splitlines() if line.startswith("srun "))
     overrides = [word for word in line if word.startswith("train.")]
     loaded = load_config(RunConfig, config, overrides)
     assert loaded.train.global_batch_size == 4096
-    assert line[0] == "sbatch" and line[line.index("--hardware") + 1] == preset.name
+    assert line[line.index("--hardware") + 1] == preset.name
 
 
 def test_a_dry_run_of_several_nodes_shows_each(distil: Distil, run: Path) -> None:

@@ -1,5 +1,6 @@
 """Check that shipped configs load, and that a mistake is one line with file, key and fix."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ def test_the_paper_config_has_the_published_values() -> None:
     }
 
 
-def test_both_configs_have_fewer_than_100_keys_and_those_of_papers_and_tasks() -> None:
+def test_both_configs_have_fewer_than_100_keys_besides_papers_tasks_card_and_cluster() -> None:
     from launch.explain import _paths
 
     paths = {*_paths(RunConfig, {}), *_paths(CorpusConfig, {})}
-    paths -= {path for path in paths if path.startswith(("objective.", "task."))}
+    paths -= {path for path in paths if path.startswith(("objective.", "task.", "card", "slurm"))}
     sections = {path.rpartition(".")[0] for path in paths}
     assert len(paths - sections) < 100
 
@@ -201,3 +202,19 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     write(tmp_path / "run.yaml", RUN)
     with pytest.raises(ConfigError, match=r"rum\.yaml: no such file; did you mean .*run\.yaml"):
         load_config(RunConfig, tmp_path / "rum.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "url", "copy"),
+    [
+        ("shards", "s3://bucket/a", "aws s3 cp --recursive s3://bucket/a DIR"),
+        ("output", "gs://bucket/a", "gcloud storage cp --recursive gs://bucket/a DIR"),
+        ("shards", "https://me:secret@host/a", "rclone copy https://"),
+    ],
+)
+def test_a_remote_folder_is_refused_with_the_copy_command(
+    tmp_path: Path, key: str, url: str, copy: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: .*{re.escape(copy)}") as refused:
+        load(tmp_path, RUN, f"{key}={url}")
+    assert "secret" not in str(refused.value)

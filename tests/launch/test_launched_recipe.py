@@ -14,9 +14,8 @@ from data_prep.shards import load_manifest
 
 # A job of two nodes, both of which are this machine.
 SBATCH = """#!/bin/bash
-echo "sbatch $@" >> "$LOG"
-while [[ $1 == --* ]]; do shift; done
-SLURM_JOB_ID=$$ SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST='n[1-2]' bash "$@"
+cat > "$LOG"
+SLURM_JOB_ID=$$ SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST='n[1-2]' bash "$LOG"
 """
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
@@ -71,12 +70,18 @@ def test_a_recipe_is_made_by_two_nodes_of_a_job(recipe: Path, tmp_path: Path) ->
 
 def test_slurm_is_asked_with_the_recipe_after_all_checks(recipe: Path, distil: Any) -> None:
     asked = ("launch", recipe, "--slurm", "--nodes", "2", "--gpus", "8", "--dry-run")
-    code, out, err = distil(*asked)
+    code, out, err = distil(*asked, "slurm.time=5:00")
     assert code == 0, err
     assert out.count("(new)") == 5
-    assert "sbatch --job-name=distil-recipe --nodes=2 --gpus-per-node=8" in out.splitlines()[-1]
+    script = out[out.index("#!/bin/bash") :].splitlines()
+    for option in ("--job-name=distil-recipe", "--nodes=2", "--gpus-per-node=8", "--time=5:00"):
+        assert f"#SBATCH {option}" in script
+    code, printed, err = distil(*asked[:-1], "slurm.time=5:00", "--print")
+    assert code == 0 and printed.splitlines() == script, err
     code, out, err = distil(*asked, "runs.2.student.num_layers=9")
-    assert code == 2 and "num_layers 9 is more than the teacher's 4" in err and "sbatch" not in out
+    assert code == 2 and "num_layers 9 is more than the teacher's 4" in err and "SBATCH" not in out
+    code, _, err = distil(*asked, "runs.2.slurm.time=5:00")
+    assert code == 2 and "runs.2.slurm: a recipe is one job; put it beside `runs`" in err
     code, _, err = distil("launch", recipe, "--stop-after", "1")
     assert code == 2 and "--stop-after and --skip-rows are for one run" in err
     code, _, err = distil(

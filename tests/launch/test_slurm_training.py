@@ -1,4 +1,4 @@
-"""Run pretrain.sbatch: a signal before the time limit saves, and the requeued job continues."""
+"""Run a job's script: a signal before the time limit saves, and the requeued job continues."""
 
 import json
 import re
@@ -16,19 +16,14 @@ from pretrain.monitor.status import read_status
 
 # Runs a job at once, as Slurm would later, and once more each time it was queued again.
 SBATCH = """#!/bin/bash
-echo "sbatch $*" >> "$LOG"
-for option in "$@"; do
-    case $option in
-        --nodes=*) export SLURM_JOB_NUM_NODES=${option#--nodes=} ;;
-        --cpus-per-task=*) export SLURM_CPUS_PER_TASK=${option#--cpus-per-task=} ;;
-    esac
-done
-while [[ $1 == --* ]]; do shift; done
+cat > "$LOG.script"
+echo "sbatch" >> "$LOG"
+export SLURM_JOB_NUM_NODES=$(sed -n 's/#SBATCH --nodes=//p' "$LOG.script")
 export SLURM_JOB_ID=4711 SLURM_JOB_NODELIST=n1
 for ((SLURM_RESTART_COUNT = 0; SLURM_RESTART_COUNT < 3; SLURM_RESTART_COUNT++)); do
     export SLURM_RESTART_COUNT
     rm -f "$LOG.requeue"
-    bash "$@" > "$LOG.$SLURM_RESTART_COUNT" 2>&1
+    bash "$LOG.script" > "$LOG.$SLURM_RESTART_COUNT" 2>&1
     echo "ended $?" >> "$LOG"
     [[ -e $LOG.requeue ]] || break
 done
@@ -66,10 +61,11 @@ def test_a_signal_saves_and_the_requeued_job_continues(run: Path, tmp_path: Path
             job.kill()
     output = "".join(path.read_text() for path in sorted(tmp_path.glob("log.[0-9]")))
     assert job.returncode == 0, shown + output
-    assert shown.splitlines()[-1].startswith("sbatch --job-name=distil-run --nodes=1 ")
+    script = (tmp_path / "log.script").read_text()
+    assert "#SBATCH --job-name=distil-run\n#SBATCH --nodes=1\n" in script
     lines = (tmp_path / "log").read_text().splitlines()
     begun = f"srun --kill-on-bad-exit=0 --cpus-per-task=2 distil launch {run} "
-    assert [re.sub(r"^(sbatch|srun .* distil launch \S+ ).*", r"\1", line) for line in lines] == [
+    assert [re.sub(r"^(srun .* distil launch \S+ ).*", r"\1", line) for line in lines] == [
         "sbatch",
         *(begun, "scontrol requeue 4711", "ended 75"),
         *(begun, "ended 0"),

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from support.small_corpora import three_texts, write
+from transformers import DistilBertConfig
 
 from data_prep.publish.card import dataset_card
 from data_prep.shards import load_manifest
 from launch.console import Training
 from launch.torchrun.attempt import say
-from pretrain.export.card import model_card
+from pretrain.export.card import About, model_card
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\u2028"
 # A name of a file can only have characters of the locale's encoding, which may be ASCII.
@@ -108,7 +109,7 @@ def test_the_supervisor_prints_no_control_characters(capsys: pytest.CaptureFixtu
 def test_cards_hold_no_control_characters() -> None:
     parameters = SimpleNamespace(numel=lambda: 3)
     student: Any = SimpleNamespace(
-        config=SimpleNamespace(num_hidden_layers=1, model_type="distilbert"),
+        config=DistilBertConfig(n_layers=1),
         parameters=lambda: [parameters],
     )
     section = {"key": EVIL}
@@ -116,15 +117,17 @@ def test_cards_hold_no_control_characters() -> None:
         "config": {
             **dict.fromkeys(("model", "student", "masking", "optimizer"), section),
             "objective": {"name": "distilbert"},
-            "train": {**section, "max_steps": 1},
+            "train": {**section, "max_steps": 1, "global_batch_size": 1},
             "teacher": EVIL,
         },
         "teacher": {"name": EVIL, "revision": EVIL, "sha256": "0" * 64},
         **{"step": 1, "num_steps": 1, "tokens": 1, "shards": "0" * 64},
         **{"evaluation": {}, "evaluation_step": 0, "skip_rows": []},
+        **{"row_length": 8, "num_processes": 1},
         "sources": [{"name": EVIL, "kind": "text", "documents_kept": 1, "licence": EVIL}],
     }
-    assert is_harmless(str(model_card(student, state)))
+    about = About({"licence": EVIL, "base_model": EVIL}, {"processor": EVIL, "commit": EVIL})
+    assert is_harmless(str(model_card(student, state, about=about)))
 
 
 PROGRAM = """
