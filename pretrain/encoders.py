@@ -26,10 +26,9 @@ from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.figures import Figure, interval, resamples
-from pretrain.run_folder import onnx_file, sealed_state
+from pretrain.run_folder import MEASURED, onnx_file, sealed_state
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
-MEASURED = "evaluation.json"  # in a run's folder
 FEWEST_PAIRS = 5
 _COLUMNS = ("sentence1", "sentence2", "score")
 _STSB = (5, 6, 4)  # the places of these in STS-B's own file, which names none

@@ -23,6 +23,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig
 from pretrain.model.hub import look_up
 
+MEASURED = "evaluation.json"  # what `distil evaluate` keeps of a run's newest checkpoint
 RESULT = "result.json"  # what a run of a sweep keeps in place of its checkpoints
 VECTORS = "vectors.safetensors"  # in the output, where `vectors` names no other file
 _LONGEST_CONFIG = 2**20  # bytes

@@ -18,7 +18,6 @@ from data_prep.disk.json_files import parse_object
 from data_prep.messages import first_line, one_line
 from pretrain import RunError
 from pretrain.deploy.asked import Onnx
-from pretrain.encoders import MEASURED
 from pretrain.export.arguments import check_target
 from pretrain.export.card import About, model_card
 from pretrain.model import tokenizer_files
@@ -31,7 +30,7 @@ from pretrain.model.task_head import saved_head
 from pretrain.monitor.metrics import read_metrics
 from pretrain.monitor.tables import escaped
 from pretrain.objectives.known import objective_of, task_of
-from pretrain.run_folder import check_run, onnx_file
+from pretrain.run_folder import MEASURED, check_run, onnx_file
 
 Tensors = dict[str, Tensor]
 

@@ -15,10 +15,13 @@ from functools import partial
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.filesize import decimal
+from safetensors import SafetensorError, safe_open
 
+from data_prep.disk.json_files import parse_object
 from data_prep.disk.locks import holder
 from data_prep.keys import Keys
 from data_prep.messages import duration
@@ -30,7 +33,7 @@ from pretrain.monitor.metrics import read_metrics
 from pretrain.monitor.plot import line_plot
 from pretrain.monitor.status import read_status
 from pretrain.plan import num_steps
-from pretrain.run_folder import flatten, recorded, sealed_state
+from pretrain.run_folder import MEASURED, flatten, recorded, sealed_state
 
 # Entries of a line of metrics that are not the value of a term.
 _NO_TERM = ("kind", "step", "grad_norm", "learning_rate", "epoch", "tokens", *RATES)
@@ -57,7 +60,10 @@ class RunReport:
     lines: Sequence[Mapping[str, Any]]  # of metrics.jsonl
     checkpoint: int | None
     error: str
+    size: str  # of the newest checkpoint's student; "" before the first
+    origin: Mapping[str, str]  # what it was made of and by
     versions: Mapping[str, str]
+    measured: Mapping[str, Any]  # tables that `distil evaluate` has kept, of the newest checkpoint
 
     @property
     def trained(self) -> list[Mapping[str, Any]]:
@@ -109,6 +115,7 @@ def report(run: Path) -> RunReport:
     else:
         said = "ended without a word: killed, or its machine went down"
     lines = read_metrics(run / "metrics.jsonl")
+    kept = _json(run / MEASURED)
     return RunReport(
         name=str(run),
         config=config,
@@ -120,8 +127,44 @@ def report(run: Path) -> RunReport:
         lines=[line for line in lines if {"kind", "step"} <= line.keys()],
         checkpoint=state.get("step"),
         error="" if held.alive else str((status or {}).get("error", "")),
+        size=_size(sealed[0]) if sealed is not None else "",
+        origin=_origin(state, _json(run / "config.json").get("machine", {})),
         versions=state.get("versions", {}),
+        measured=kept.get("tables", {}) if kept.get("step") == state.get("step", -1) else {},
     )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Return the values of a file; none if it is not there or not whole."""
+    try:
+        return parse_object(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def _size(checkpoint: Path) -> str:
+    """Return the parameters and bytes of a checkpoint's student, by the file's header."""
+    file, num = checkpoint / "student" / "model.safetensors", 0
+    try:
+        with safe_open(file, "numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                num += math.prod(tensors.get_slice(name).get_shape())
+    except (OSError, SafetensorError):
+        return ""
+    return f"{num:,} parameters, {decimal(file.stat().st_size)} in fp32"
+
+
+def _origin(state: Mapping[str, Any], machine: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a run was made of, and by what it was computed from its last start on."""
+    teacher, device = state.get("teacher") or {}, machine.get("gpu") or machine.get("processor")
+    found = {
+        "teacher": teacher.get("name") or teacher.get("sha256", "")[:16],
+        "shards": state.get("shards", "")[:16],
+        "beginning": "; ".join(state.get("notes") or []),
+        "hardware": f"{machine.get('processes', 1)} x {device}" if device else "",
+        "commit": machine.get("commit") or "",
+    }
+    return {key: value for key, value in found.items() if value}
 
 
 def text(found: RunReport) -> list[str]:
@@ -155,7 +198,8 @@ def lines_of(found: RunReport) -> list[str]:
         last = found.evaluated[-1]
         lines.append(f"validation at step {last['step']:,}: {_numbers(_validation(last))}")
     if found.checkpoint is not None:
-        lines.append(f"newest checkpoint: step {found.checkpoint:,}")
+        size = f", {found.size}" if found.size else ""
+        lines.append(f"newest checkpoint: step {found.checkpoint:,}{size}")
     if found.starts > 1:
         lines.append(f"started {found.starts} times")
     if found.error:
@@ -178,19 +222,34 @@ def html(found: Sequence[RunReport]) -> str:
         parts.append("<p>" + "<br>".join(shown) + "</p>")
     for title, curves, lines in _plots(names, found):
         parts.append(line_plot(title, "optimizer steps", curves, lines))
-    parts += _differences(names, found)
     parts.append(
-        "<h2>Environment</h2>"
-        + _table(
-            ["run", "package", "version"],
-            [
-                [n, *item]
-                for n, each in zip(names, found, strict=True)
-                for item in each.versions.items()
-            ],
-        )
+        "<h2>Size and speed</h2>" + _table(["run", "size", "training"], _sizes(names, found))
     )
+    for name, each in zip(names, found, strict=True):
+        for what, rows in each.measured.items():
+            columns = dict.fromkeys(column for _, row in rows for column in row)
+            cells = [[model, *(str(row.get(c, "")) for c in columns)] for model, row in rows]
+            title = f"<h2>Measured: {escape(name)} on {escape(what)}</h2>"
+            parts.append(title + _table(["", *columns], cells))
+    parts += _differences(names, found)
+    for title, of in (("Provenance", "origin"), ("Environment", "versions")):
+        facts = [
+            [name, *fact]
+            for name, each in zip(names, found, strict=True)
+            for fact in getattr(each, of).items()
+        ]
+        parts.append(f"<h2>{title}</h2>{_table(['run', '', ''], facts)}")
     return "\n".join(parts) + "\n"
+
+
+def _sizes(names: Sequence[str], found: Sequence[RunReport]) -> list[list[str]]:
+    """Return the student's size and the median speed of training of each run."""
+    rows = []
+    for name, each in zip(names, found, strict=True):
+        rates = [line["tokens_per_second"] for line in each.trained]
+        speed = f"{median(rates):,.0f} tokens/s" if rates else "no line yet"
+        rows.append([name, each.size or "no checkpoint yet", speed])
+    return rows
 
 
 def _steps(config: RunConfig) -> int | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -16,7 +18,8 @@ from typing import Any
 
 import pytest
 import yaml
-from support.runs import RECIPE, start
+from safetensors.torch import load_file
+from support.runs import RECIPE, start, step_folder
 
 from data_prep.messages import duration
 from pretrain.monitor.report import report
@@ -50,9 +53,20 @@ def test_a_finished_run_is_told_from_its_files(
     assert "newest checkpoint: step 6" in text and "left" not in text and "error" not in text
     assert "of memory last line: 20" in text
 
+    student = step_folder(run, 6) / "student"
+    num = sum(p.numel() for p in load_file(student / "model.safetensors").values())
+    assert f"step 6, {num:,} parameters" in text
+
     # The page of a single run has what is not the default.
     page = tmp_path / "page.html"
     assert distil("report", run, "--html", page).code == 0
+    shown_page = page.read_text(encoding="utf-8")
+    speeds = [entry["tokens_per_second"] for entry in entries if entry["kind"] == "train"]
+    assert f"<td>{num:,} parameters" in shown_page
+    assert f"<td>{statistics.median(speeds):,.0f} tokens/s" in shown_page
+    state = json.loads((student.parent / "state.json").read_bytes())
+    for fact in (state["shards"][:16], state["teacher"]["sha256"][:16], *state["notes"]):
+        assert f"<td>{html.escape(fact)}" in shown_page
     rows = re.findall(r"<tr><td>([\w.]+)<td>([^<]*)<td>([^<]*)", page.read_text(encoding="utf-8"))
     assert ("train.max_steps", "None", "6") in rows
     assert "optimizer.eps" not in {key for key, *_ in rows}
