@@ -295,7 +295,7 @@ def measure_encoders(output: Path, *, quick: bool) -> dict[str, Any]:
             f'  python -c \'from pretrain import encode; print(encode("{output}/student-export", '
             '["A text."]))\'',
             f"  distil evaluate {output}/student --data PAIRS.csv   # sentence1, sentence2, score",
-            "  distil prepare CORPUS.yaml     # your own sentences: docs/objectives.md",
+            "  distil prepare CORPUS.yaml     # yours: docs/papers/sentence-embeddings.md",
         ],
     }
 

@@ -13,7 +13,8 @@ L_log, which is larger by the teacher's entropy, a constant.
 
 The authors' code does something else: their student holds the teacher's own layers, so that the
 teacher trains, too; L_log has no gradient beside another term; dropout is off, the teacher's head
-random, and padding counts. docs/objectives.md has the published grid, and what that makes of it.
+random, and padding counts. The published grid, and what that makes of it:
+docs/papers/bert-insights.md.
 """
 
 from __future__ import annotations

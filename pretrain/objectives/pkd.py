@@ -10,7 +10,7 @@ and by the width, as the authors' code does (`F.mse_loss`), and their weights, 1
 to that; `average: examples` is the paper's sum.
 
 With C classes their code divides the KL by C as well: its alpha is `soft: alpha / C` and
-`hard: 1 - alpha` here. Their settings that won are in docs/objectives.md.
+`hard: 1 - alpha` here. Their settings that won are in docs/papers/bert-pkd.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ again in each epoch where the paper writes 20 copies: a word becomes [MASK] with
 text changes, or both. Where all words that stay would be masked, they are not.
 
 The paper also puts other words of the same part of speech in place of words. That needs a tagger
-for each language, and its effect is reached without (docs/objectives.md), so it is not here.
+for each language, and its effect is reached without (docs/papers/bilstm.md), so it is not here.
 
 What changes is a pure function of (seed, epoch, row). Shapes: R rows, L row length, V vocabulary.
 """
