@@ -4,8 +4,9 @@
 
 The records are appended by `--record` of `distil evaluate`, `demo`, `bench` and `prepare`, and of
 benchmarks/peers.py; docs/results/texts.yaml says where their figures stand: in docs/results.md with
-its plot, in the blocks of README.md between `<!-- NAME -->` and `<!-- end -->`, and in the lines
-`# Measured:` that end the headers of configs. With --check nothing is written, and a file that
+its plot, in the blocks of README.md between `<!-- NAME -->` and `<!-- end -->`, in the lines
+`# Measured:` that end the headers of configs, and in the blocks `<!-- measured CONFIG -->` of the
+papers' pages. With --check nothing is written, and a file that
 differs is an error.
 """
 
@@ -212,6 +213,18 @@ def header(records: Records, template: str, text: str) -> str:
     return "\n".join([*lines[:begin], *(f"# {line}" for line in filled), *lines[end:], ""])
 
 
+def paper(records: Records, headers: Mapping[str, str], text: str) -> str:
+    """Return the page of a paper with what its configs measured."""
+
+    def block(found: re.Match[str]) -> str:
+        filled = records.fill(headers.get(found[2], "Not measured."))
+        lines = textwrap.wrap(filled[0].upper() + filled[1:], 118)
+        return "\n".join([found[1], *lines, found[3]])
+
+    blocks = r"(<!-- measured ([\w-]+) -->)\n.*?(<!-- end -->)"
+    return re.sub(blocks, block, text, flags=re.DOTALL)
+
+
 def outputs(root: Path, records: Records) -> Iterator[tuple[Path, str]]:
     """Yield each file that holds results, and what it should hold."""
     texts = yaml.safe_load((root / "docs" / "results" / "texts.yaml").read_text(encoding="utf-8"))
@@ -223,6 +236,8 @@ def outputs(root: Path, records: Records) -> Iterator[tuple[Path, str]]:
     for name, template in texts["headers"].items():
         file = root / "configs" / f"{name}.yaml"
         yield file, header(records, template, file.read_text(encoding="utf-8"))
+    for file in sorted((root / "docs" / "papers").glob("*.md")):
+        yield file, paper(records, texts["headers"], file.read_text(encoding="utf-8"))
 
 
 def main(arguments: Sequence[str]) -> int:

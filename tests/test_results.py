@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.results import Records, header, outputs, page, readme
+from benchmarks.results import Records, header, outputs, page, paper, readme
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -134,6 +134,11 @@ def test_seeds_are_averaged_and_later_records_win(tmp_path: Path) -> None:
     )
     filled = readme(records, {"b": "{x/teacher/pearson}\n"}, "1\n<!-- b -->\nold\n<!-- end -->\n2")
     assert filled == "1\n<!-- b -->\n0.900 ±0.100\n<!-- end -->\n2"
+    text = "a\n<!-- measured b -->\nold\n<!-- end -->\n<!-- measured c -->\n<!-- end -->\n"
+    assert paper(records, {"b": "pearson {x/teacher/pearson}"}, text) == (
+        "a\n<!-- measured b -->\nPearson 0.900 ±0.100\n<!-- end -->\n"
+        "<!-- measured c -->\nNot measured.\n<!-- end -->\n"
+    )
     with pytest.raises(ValueError, match="no block <!-- c -->"):
         readme(records, {"c": ""}, "text")
     (tmp_path / "x.json").write_text(json.dumps([*found, record([row("b", 1)], "e" * 64)]))
