@@ -47,6 +47,12 @@ def test_every_command_of_the_guide_runs_after_the_demo(
     assert (tmp_path / "exported" / "student" / "model.safetensors").is_file()
 
 
+def test_commands_are_shown_as_run_only_where_a_test_runs_them() -> None:
+    """Elsewhere a block is text. See tests/test_pages.py and launch/test_paper_recipe.py, too."""
+    shown = {page.name for page in (ROOT / "docs").rglob("*.md") if "```bash" in page.read_text()}
+    assert shown == {"guide.md", "own-language.md", "reproduce-distilbert.md"}
+
+
 def test_make_targets_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))

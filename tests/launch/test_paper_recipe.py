@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import yaml
 from support.shipped import CONFIGS
 from support.task_data import sentence, write_data
 from support.tiny import save_teacher, tiny_bert
+from transformers import BertConfig
 
+PAGE = CONFIGS.parent / "docs" / "reproduce-distilbert.md"
 TASKS = ("stsb",)
 SIZES = {"max_steps": 2, "global_batch_size": 8, "micro_batch_size": 4, "precision": "fp32"}
 
@@ -85,18 +89,30 @@ def tiny(values: Any) -> Any:
 def test_the_paper_from_texts_to_its_tables(
     tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Run the commands of docs/reproduce-distilbert.md, and compare its figures with the first."""
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
+    page = PAGE.read_text(encoding="utf-8")
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+    cost, plan, run = (shlex.split(line, comments=True)[1:] for line in blocks.splitlines())
+    BertConfig(architectures=["BertForMaskedLM"]).save_pretrained("bert-base-uncased")
+    code, out, err = distil(*cost)
+    assert code == 0, out + err
+    for printed in ("4,721 of 4,096", "67.0 M", "9.0 GB of 14.7 GB", "468.9 MB", "5.5 h", "3.2 GB"):
+        assert printed in out
+    for written in ("4,721", "67.0 M", "9.0 of 14.7", "469 MB", "5.5 on eight V100", "3.2 GB"):
+        assert written in page
 
     values = yaml.safe_load((CONFIGS / "distilbert-paper.yaml").read_text(encoding="utf-8"))
-    (tmp_path / "paper.yaml").write_text(
+    (tmp_path / "distilbert-paper.yaml").write_text(
         yaml.safe_dump(tiny(values), sort_keys=False), encoding="utf-8"
     )
-    code, out, err = distil("recipe", "paper.yaml", "--hardware", "8xv100-16gb", "--dry-run")
+    code, out, err = distil(*plan)
     assert code == 0, out + err
     assert out.count("estimate: ") == 11 and "steps: about 2 of 8 rows" in out
     assert out.splitlines()[-1].startswith("in all: estimate: ")
-    code, out, err = distil("recipe", "paper.yaml")
+    assert run[2:] == ["--hardware", "8xv100-16gb"]  # which this machine is not
+    code, out, err = distil(*run[:2])
     assert code == 0, out + err
     for number in range(1, 5):
         kept = json.loads((tmp_path / f"runs/paper/table-{number}/scores.json").read_bytes())
@@ -108,5 +124,5 @@ def test_the_paper_from_texts_to_its_tables(
         if number == 3:
             sizes = {model: row["M parameters"] for model, row in kept["others"].items()}
             assert sizes["DistilBERT"] < sizes["BERT-base"]
-    code, out, err = distil("recipe", "paper.yaml")
+    code, out, err = distil(*run[:2])
     assert code == 0 and out.count("scores.json: up to date") == 4, out + err
