@@ -20,19 +20,30 @@ Overrides = Annotated[
 ]
 Shards = Annotated[Path, typer.Argument(help="A folder of shards.")]
 Run = Annotated[Path, typer.Argument(help="The output folder of a run.")]
+# Groups of options in a command's help.
+PLAN, PLACE, COURSE = "Before it starts", "Where it runs", "How it runs and ends"
 StopAfter = Annotated[
-    int | None, typer.Option(help="Stop after this step; the schedule stays.", min=1)
+    int | None,
+    typer.Option(help="Stop after this step; the schedule stays.", min=1, rich_help_panel=COURSE),
 ]
-NumNodes = Annotated[int, typer.Option(help="How many nodes.", min=1)]
+NumNodes = Annotated[int, typer.Option(help="How many nodes.", min=1, rich_help_panel=PLACE)]
 NodeRank = Annotated[
-    int | None, typer.Option(help="This node's number, from 0; Slurm knows it.", min=0)
+    int | None,
+    typer.Option(help="This node's number, from 0; Slurm knows it.", min=0, rich_help_panel=PLACE),
 ]
 HeadNode = Annotated[
-    str | None, typer.Option(help="The first node; Slurm knows it.", metavar="HOST[:PORT]")
+    str | None,
+    typer.Option(
+        help="The first node; Slurm knows it.", metavar="HOST[:PORT]", rich_help_panel=PLACE
+    ),
 ]
 Tokens = Annotated[
     float | None,
-    typer.Option(help="With --dry-run: of shards that do not exist yet, 4e9 for instance.", min=1),
+    typer.Option(
+        help="With --dry-run: of shards that do not exist yet, 4e9 for instance.",
+        min=1,
+        rich_help_panel=PLAN,
+    ),
 ]
 RecordFile = Annotated[
     Path | None,
@@ -47,7 +58,11 @@ AcceptCode = Annotated[
 ]
 SkipRows = Annotated[
     list[str] | None,
-    typer.Option(help="Leave out rows a to b-1 from now on; repeatable.", metavar="a:b"),
+    typer.Option(
+        help="Leave out rows a to b-1 from now on; repeatable.",
+        metavar="a:b",
+        rich_help_panel=COURSE,
+    ),
 ]
 
 

@@ -7,6 +7,9 @@ from typing import Annotated
 import typer
 
 from launch.commands import (
+    COURSE,
+    PLACE,
+    PLAN,
     Config,
     HeadNode,
     NodeRank,
@@ -25,39 +28,61 @@ from pretrain.signals import end_on_signal
 def launch(
     config: Config,
     overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Show what it would take, and the command.", rich_help_panel=PLAN
+        ),
+    ] = False,
+    tokens: Tokens = None,
     nodes: NumNodes = 1,
     gpus: Annotated[
         int | None,
-        typer.Option(help="Processes on each node; by default its GPUs.", min=1),
+        typer.Option(
+            help="Processes on each node; by default its GPUs.", min=1, rich_help_panel=PLACE
+        ),
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(help=f"One of {PRESET_NAMES}.", metavar="NAME"),
+        typer.Option(help=f"One of {PRESET_NAMES}.", metavar="NAME", rich_help_panel=PLACE),
     ] = None,
-    zero: Annotated[
-        int | None, typer.Option(help="DeepSpeed's ZeRO stage, 1 or 2, in place of DDP.")
-    ] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
-    show_script: Annotated[
-        bool, typer.Option("--print", help="With --slurm: only show the job's script.")
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Submit it to Slurm.", rich_help_panel=PLACE)
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what it would take, and the command.")
+    show_script: Annotated[
+        bool,
+        typer.Option(
+            "--print", help="With --slurm: only show the job's script.", rich_help_panel=PLACE
+        ),
     ] = False,
     node_rank: NodeRank = None,
     head: HeadNode = None,
     public: Annotated[
-        bool, typer.Option("--public", help="Let nodes meet at a public address.")
+        bool,
+        typer.Option("--public", help="Let nodes meet at a public address.", rich_help_panel=PLACE),
     ] = False,
+    zero: Annotated[
+        int | None,
+        typer.Option(
+            help="DeepSpeed's ZeRO stage, 1 or 2, in place of DDP.", rich_help_panel=COURSE
+        ),
+    ] = None,
     timeout: Annotated[
         int | None,
-        typer.Option(help="Seconds after which a silent process ends the run; 300.", min=1),
+        typer.Option(
+            help="Seconds after which a silent process ends the run; 300.",
+            min=1,
+            rich_help_panel=COURSE,
+        ),
     ] = None,
-    grace: Annotated[int, typer.Option(help="Seconds to save in after a signal.", min=1)] = 60,
-    max_restarts: Annotated[int, typer.Option(help="Restarts after a crash.", min=0)] = 3,
+    grace: Annotated[
+        int, typer.Option(help="Seconds to save in after a signal.", min=1, rich_help_panel=COURSE)
+    ] = 60,
+    max_restarts: Annotated[
+        int, typer.Option(help="Restarts after a crash.", min=0, rich_help_panel=COURSE)
+    ] = 3,
     stop_after: StopAfter = None,
     skip_rows: SkipRows = None,
-    tokens: Tokens = None,
 ) -> None:
     """Train with several processes, on one node or many: shows the exact command and starts it.
 

@@ -39,7 +39,7 @@ def pretrain(
     """Train, or continue where the last checkpoint left off.
 
     Sections of CONFIG: model, student, objective, task, masking, optimizer, train, evaluation,
-    checkpoint, logging. `distil config keys SECTION` explains their keys.
+    checkpoint, logging, card, slurm. `distil config keys SECTION` explains their keys.
 
     Example: distil pretrain configs/distilbert-base-uncased.yaml train.micro_batch_size=16
     """

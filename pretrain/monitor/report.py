@@ -43,7 +43,7 @@ _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:1rem auto;padding:0 .75rem}"
     "table{border-collapse:collapse;display:block;overflow-x:auto}"
     "td,th{padding:.2rem .6rem;border-bottom:1px solid #ddd;text-align:left}"
-    "svg{width:100%;height:auto}h2{overflow-wrap:anywhere}.bad{color:#b91c1c}"
+    "svg{width:100%;height:auto;min-width:36rem}.plot{overflow-x:auto}h2{overflow-wrap:anywhere}.bad{color:#b91c1c}"
 )
 
 
@@ -221,7 +221,8 @@ def html(found: Sequence[RunReport]) -> str:
         parts.append(f"<h2>{escape(name)}</h2><p{bad}>{escape(each.state)}</p>")
         parts.append("<p>" + "<br>".join(shown) + "</p>")
     for title, curves, lines in _plots(names, found):
-        parts.append(line_plot(title, "optimizer steps", curves, lines))
+        plot = line_plot(title, "optimizer steps", curves, lines)
+        parts.append(f'<div class="plot">{plot}</div>')
     parts.append(
         "<h2>Size and speed</h2>" + _table(["run", "size", "training"], _sizes(names, found))
     )
