@@ -67,6 +67,26 @@ class AugmentKeys(Keys):
     """Of the draws."""
 
 
+class TrimKeys(Keys):
+    """Configure a model with fewer tokens: pretrain/model/trim.py.
+
+    Its output is a folder like the model's, a teacher or `model.init` for later stages. A corpus
+    for it names it as `tokenizer`.
+    """
+
+    stage: Literal["trim"] = "trim"
+    output: Path
+    """Folder of the new model."""
+    model: str
+    """Run, folder or hub name."""
+    shards: Path
+    """A corpus of the model's tokenizer: the tokens of its training rows stay."""
+    min_count: int = Field(1, ge=1)
+    """Tokens that are rarer go, but special ones and single characters."""
+    size: int | None = Field(None, ge=1)
+    """The most frequent tokens, so many in all, in place of `min_count`."""
+
+
 class EvaluateKeys(Keys):
     """Configure a measurement of a recipe, as `distil evaluate MODELS --data DATA` makes it."""
 
@@ -171,6 +191,7 @@ Stages = (
     | PrepareKeys
     | ExamplesKeys
     | AugmentKeys
+    | TrimKeys
     | ScoresKeys
     | EvaluateKeys
     | ExportKeys

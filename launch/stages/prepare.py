@@ -56,7 +56,7 @@ class Prepare(Stage):
         rows: dict[int, Planned] = {}
         if self.state() != "done":
             check_folders(config)
-            if dry_run:
+            if dry_run and not _is_made(config.tokenizer, made):
                 rows = self._estimate(lines)
         folders = zip(config.row_lengths, self.outputs(), strict=True)
         return {real(folder): rows.get(length) for length, folder in folders}, lines
@@ -128,7 +128,7 @@ class Examples(Stage):
                 raise CorpusError(f"{split} {path}: no such file or folder: check the path")
             lines.append(f"{split}: {path}")
         rows = None
-        if dry_run and self.state() != "done":
+        if dry_run and self.state() != "done" and not _is_made(config.tokenizer, made):
             from data_prep.examples.making import expected
 
             num, tokens = expected(config)
@@ -153,6 +153,12 @@ class Examples(Stage):
         """Make them, or compare the finished ones."""
         examples_and_show(self.config)
         return ExitCode.DONE
+
+
+def _is_made(tokenizer: Any, made: Made) -> bool:
+    """Return whether an earlier stage is yet to make it, so that it cannot be read."""
+    named = isinstance(tokenizer, str | Path) and not Path(tokenizer).exists()
+    return named and real(tokenizer) in made
 
 
 def _rows(folder: Path) -> str:

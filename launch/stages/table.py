@@ -19,6 +19,7 @@ from launch.stages.scores import Scores
 from launch.stages.stage import How, Stage, made_by, real
 from launch.stages.sweep import Sweep
 from launch.stages.train import Train
+from launch.stages.trim import Trim
 from launch.torchrun.nodes import Nodes
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
@@ -30,6 +31,7 @@ STAGES: dict[str, type[Stage]] = {
     "prepare": Prepare,
     "examples": Examples,
     "augment": Augment,
+    "trim": Trim,
     "evaluate": Evaluate,
     "scores": Scores,
     "export": Export,

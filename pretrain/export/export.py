@@ -210,11 +210,7 @@ def export_model(
         tokenizer = tokenizer_files.of_checkpoint(
             loaded.folder, family.row_length(loaded.model.config)
         )
-        # What sentence-transformers reads: settings, and modules in folders of their own.
-        files = [p for p in loaded.folder.glob("*.json") if re.match("modules|.*sentence_", p.name)]
-        files += loaded.folder.glob("[1-9]_*/*.json")
-        files += loaded.folder.glob("[1-9]_*/*.safetensors")
-        modules = {str(path.relative_to(loaded.folder)): path.read_bytes() for path in files}
+        modules = sentence_modules(loaded.folder)
         tensors = read_tensors(name, loaded.folder, pickled=True)
         return loaded, tokenizer, tensors, modules
 
@@ -243,6 +239,14 @@ def export_model(
         model, folder, tensors={}, tokenizer=tokenizer, card=card, extra=extra, same=same
     )
     return exported(model, folder, 0, difference, kept=is_kept)
+
+
+def sentence_modules(folder: Path) -> dict[str, bytes]:
+    """Return what sentence-transformers reads: settings, and modules in folders of their own."""
+    files = [path for path in folder.glob("*.json") if re.match("modules|.*sentence_", path.name)]
+    files += folder.glob("[1-9]_*/*.json")
+    files += folder.glob("[1-9]_*/*.safetensors")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def exported(

@@ -1,0 +1,169 @@
+"""Write a model with fewer tokens, and compare the two on the tokens that are left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import ModelCard
+from rich.filesize import decimal
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from data_prep.shards import load_manifest, open_shards, read_listed
+from data_prep.shards.manifest import TOKEN_COUNTS
+from data_prep.tokens.comparison import difference
+from pretrain import RunError
+from pretrain.export.export import body, sentence_modules
+from pretrain.model import tokenizer_files
+from pretrain.model.families import family_of
+from pretrain.model.folder import Loaded, read_model, write_model
+from pretrain.model.trim import (
+    Ids,
+    kept_tokens,
+    token_strings,
+    trimmed_model,
+    trimmed_tokenizer,
+)
+from pretrain.monitor.tables import escaped
+
+_ROWS = 64  # of validation, whose outputs are compared
+_WORDS = 20  # tokens in a text that both tokenizers cut
+_TOLERANCE = 1e-5  # of the largest output: other products of the same numbers
+
+
+def trim(
+    name: str,
+    shards: Path,
+    folder: Path,
+    *,
+    min_count: int,
+    size: int | None,
+    say: Callable[[str], None],
+) -> None:
+    """Write `folder`: the model `name` with the tokens that the training rows of `shards` use.
+
+    Raises:
+        RunError: the shards have another tokenizer, the tokenizer or a size does not fit, or what
+            is read back differs.
+        OSError: the disk is full or read-only.
+    """
+    manifest = load_manifest(shards)
+
+    def read(loaded: Loaded) -> tuple[Loaded, dict[str, bytes], dict[str, bytes], str]:
+        if not (loaded.folder / "tokenizer.json").is_file():
+            raise RunError(f"{name}: no tokenizer.json; save its tokenizer there")
+        positions = family_of(loaded.model).row_length(loaded.model.config)
+        tokenizer = tokenizer_files.of_checkpoint(loaded.folder, positions)
+        other = difference(loaded.folder, shards, manifest)
+        return loaded, tokenizer, sentence_modules(loaded.folder), other
+
+    loaded, tokenizer, modules, other = read_model(name, read, needs_head=False)
+    if other:
+        raise RunError(
+            f"shards {shards}: were prepared with another tokenizer than {name}: {other}"
+        )
+    model: Any = loaded.model.eval() if loaded.has_head else body(loaded.model, 0)
+    values = json.loads(tokenizer["tokenizer.json"])
+    counts = np.array(json.loads(read_listed(shards, manifest, TOKEN_COUNTS))["counts"], np.int64)
+    kept = kept_tokens(values, counts, min_count=min_count, size=size)
+    strings = token_strings(values)
+    fewer = trimmed_tokenizer(values, kept)
+    tokenizer["tokenizer.json"] = json.dumps(fewer, ensure_ascii=False).encode()
+    if "vocab.txt" in tokenizer:
+        tokenizer["vocab.txt"] = "".join(f"{strings[i]}\n" for i in kept).encode()
+    small = trimmed_model(model, kept)
+
+    def extra(place: Path) -> None:
+        for path, data in modules.items():
+            (place / path).parent.mkdir(exist_ok=True)
+            (place / path).write_bytes(data)
+
+    title, config = Path(name).name, model.config
+    said = f"{config.vocab_size:,} -> {len(kept):,} tokens"
+    card = ModelCard(
+        f"---\nlibrary_name: transformers\n---\n\n# {escaped(title)}, {len(kept):,} tokens\n\n"
+        f"The weights are those of `{title}`. Of its {config.vocab_size:,} tokens those are left "
+        f"that a corpus uses (digest `{manifest.digest}`).\n"
+    )
+    write_model(small, folder, tensors={}, tokenizer=tokenizer, card=card, extra=extra)
+    before, after = (4 * sum(p.numel() for p in m.parameters()) for m in (model, small))
+    say(f"{said}, {decimal(before)} -> {decimal(after)} in fp32")
+    compare_texts(values, folder, kept, strings)
+    rows = open_shards(shards, "validation" if "validation" in manifest.splits else "train")
+    say(f"outputs differ by at most {compare_outputs(model, small, rows, kept):.1e} of the largest")
+    for line in held(rows, values, folder, kept, strings):
+        say(line)
+
+
+def compare_texts(values: Any, folder: Path, kept: Ids, strings: Any) -> None:
+    """Cut texts of the kept tokens with both tokenizers, the new one from its file.
+
+    Raises:
+        RunError: a text whose tokens are all kept has other ones.
+    """
+    old, new = (
+        Tokenizer.from_str(json.dumps(values)),
+        Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
+    special = {token["id"] for token in values.get("added_tokens", [])}
+    words = [old.decode([i]) for i in kept.tolist() if i not in special]
+    texts = [" ".join(words[i : i + _WORDS]) for i in range(0, len(words), _WORDS)]
+    number = np.full(len(strings), -1)
+    number[kept] = np.arange(len(kept))
+    for one, other in zip(old.encode_batch(texts), new.encode_batch(texts), strict=True):
+        expected = number[one.ids]
+        if expected.min(initial=0) >= 0 and expected.tolist() != other.ids:
+            raise RunError(
+                f"{folder}: cuts {' '.join(one.tokens)[:80]!a} in another way; report it"
+            )
+
+
+@torch.no_grad()
+def compare_outputs(model: PreTrainedModel, small: PreTrainedModel, rows: Any, kept: Ids) -> float:
+    """Return how far the outputs of both models are apart, as a share of the largest.
+
+    Rows are read up to their first token that is not kept.
+
+    Raises:
+        RunError: more than rounding can explain.
+    """
+    most = 0.0
+    for ids in rows.rows(np.arange(min(_ROWS, len(rows)))).astype(np.int64):
+        own = np.isin(ids, kept)
+        ids = ids[: len(ids) if own.all() else int(own.argmin())]
+        if not len(ids):
+            continue
+        one = model(input_ids=torch.from_numpy(ids)[None])[0]
+        other = small(input_ids=torch.from_numpy(np.searchsorted(kept, ids))[None])[0]
+        if model.get_output_embeddings() is not None:
+            one = one[..., kept]
+        most = max(most, float((one - other).abs().max() / one.abs().max()))
+    if most > _TOLERANCE:
+        raise RunError(
+            f"outputs of the trimmed model differ by {most:.1e} of the largest; report it"
+        )
+    return most
+
+
+def held(rows: Any, values: Any, folder: Path, kept: Ids, strings: Any) -> Iterator[str]:
+    """Yield what became of the tokens of held-out rows."""
+    counts = np.bincount(
+        rows.rows(np.arange(len(rows))).astype(np.int64).ravel(), minlength=len(strings)
+    )
+    gone = np.setdiff1d(np.flatnonzero(counts), kept)
+    new = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    unknown = values["model"].get("unk_token") or "<unk>"
+    old, lost = Tokenizer.from_str(json.dumps(values)), 0
+    for token in gone.tolist():
+        pieces = new.encode(old.decode([token]), add_special_tokens=False).tokens
+        lost += int(counts[token]) * (unknown in pieces)
+    total = max(int(counts.sum()), 1)
+    yield (
+        f"held-out rows: {counts[gone].sum() / total:.2%} of the tokens are cut into smaller ones, "
+        f"{lost / total:.3%} become unknown"
+    )

@@ -1,0 +1,194 @@
+"""Trim a vocabulary to the tokens that a corpus uses, in tokenizer.json, config and weights.
+
+Tokens keep their order, so a kept token's new id is the number of kept ones before it. Text whose
+tokens are all kept is cut as before:
+
+- WordPiece takes the longest match, which is kept.
+- BPE merges in the order of its merges. One that was applied is part of a final token, so with a
+  token all pairs that make it are kept, and what they are made of.
+- Unigram takes the best sum of scores, which is still there and still the best.
+
+All tokens of one character stay, so that no new word becomes unknown for the lack of a letter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pretrain import RunError
+from pretrain.model.families import family_of
+
+Ids = NDArray[np.int64]
+_CONFIG_IDS = "_token_id"  # the end of a config's keys that hold ids
+
+
+def kept_tokens(values: Mapping[str, Any], counts: Ids, *, min_count: int, size: int | None) -> Ids:
+    """Return the ids to keep, in order.
+
+    Args:
+        values: of tokenizer.json.
+        counts: how often the corpus has each id [V].
+        min_count: so often it must have it; or, with `size`, at least once.
+        size: the most frequent tokens, so many in all with those that always stay.
+
+    Raises:
+        RunError: the tokenizer has no vocabulary of a known kind, or `size` is too small or large.
+    """
+    ids = _vocabulary(values)
+    prefix = values["model"].get("continuing_subword_prefix") or ""
+    always = {token["id"] for token in values.get("added_tokens", [])}
+    always |= {i for piece, i in ids.items() if len(piece.removeprefix(prefix)) <= 1}
+    always |= {i for piece, i in ids.items() if _is_byte(piece)}
+    if (unknown := values["model"].get("unk_id")) is not None:
+        always.add(unknown)
+    parts = _parts(values, ids)
+    kept = _closed(always, parts)
+    if size is None:
+        used = np.flatnonzero(counts >= max(min_count, 1)).tolist()
+        return np.array(sorted(_closed({*kept, *used}, parts)), np.int64)
+    most = len({*ids.values(), *always})
+    if not len(kept) <= size <= most:
+        raise RunError(
+            f"size {size:,}: special tokens and single characters are {len(kept):,}, and the "
+            f"tokenizer has {most:,} tokens: take a number between"
+        )
+    for token in np.argsort(-counts, kind="stable").tolist():
+        if not counts[token] or len(kept) == size:
+            break
+        more = _closed({token}, parts, kept)
+        if len(kept) + len(more) <= size:
+            kept |= more
+    return np.array(sorted(kept), np.int64)
+
+
+def _vocabulary(values: Mapping[str, Any]) -> dict[str, int]:
+    model = values.get("model", {})
+    if model.get("type") in ("WordPiece", "BPE"):
+        return dict(model["vocab"])
+    if model.get("type") == "Unigram":
+        return {piece: i for i, (piece, _) in enumerate(model["vocab"])}
+    raise RunError(
+        f"tokenizer.json: model {model.get('type')!r} cannot be trimmed; WordPiece, "
+        "BPE and Unigram can"
+    )
+
+
+def _is_byte(piece: str) -> bool:
+    """Return whether it stands for a byte that no other token has: <0x0A>."""
+    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+
+
+def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the merges of BPE, which older files write as one text each."""
+    found = []
+    for merge in values["model"].get("merges", []):
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        found.append((left, right))
+    return found
+
+
+def _parts(values: Mapping[str, Any], ids: Mapping[str, int]) -> dict[int, set[int]]:
+    """Return the ids that a token of BPE may be made of."""
+    prefix = values["model"].get("continuing_subword_prefix") or ""
+    found: dict[int, set[int]] = {}
+    for left, right in _pairs(values):
+        made = ids.get(left + right.removeprefix(prefix))
+        if made is not None:
+            found.setdefault(made, set()).update((ids[left], ids[right]))
+    return found
+
+
+def _closed(
+    tokens: Iterable[int], parts: Mapping[int, set[int]], known: Iterable[int] = ()
+) -> set[int]:
+    """Return the tokens and all that they are made of, without the known ones."""
+    found, left = set[int](), list(tokens)
+    known = known if isinstance(known, set) else set(known)
+    while left:
+        token = left.pop()
+        if token not in found and token not in known:
+            found.add(token)
+            left += parts.get(token, ())
+    return found
+
+
+def trimmed_tokenizer(values: Mapping[str, Any], kept: Ids) -> dict[str, Any]:
+    """Return tokenizer.json with the kept tokens and their new ids."""
+    new = {old: i for i, old in enumerate(kept.tolist())}
+    found: dict[str, Any] = copy.deepcopy(dict(values))
+    model, ids = found["model"], _vocabulary(values)
+    if model["type"] == "Unigram":
+        model["vocab"] = [entry for i, entry in enumerate(model["vocab"]) if i in new]
+        model["unk_id"] = None if model.get("unk_id") is None else new[model["unk_id"]]
+    else:
+        model["vocab"] = {piece: new[i] for piece, i in ids.items() if i in new}
+    if model["type"] == "BPE":
+        prefix, known = model.get("continuing_subword_prefix") or "", model["vocab"]
+        model["merges"] = [
+            [left, right]
+            for left, right in _pairs(values)
+            if left in known and right in known and left + right.removeprefix(prefix) in known
+        ]
+    for token in found.get("added_tokens", []):
+        token["id"] = new[token["id"]]
+    _renumber(found.get("post_processor"), new)
+    if (padding := found.get("padding")) is not None:
+        padding["pad_id"] = new[padding["pad_id"]]
+    return found
+
+
+def _renumber(processor: Any, new: Mapping[int, int]) -> None:
+    """Give a post-processor the new ids of its special tokens."""
+    for each in (processor or {}).get("processors", []):
+        _renumber(each, new)
+    for token in ((processor or {}).get("special_tokens") or {}).values():  # of a template
+        token["ids"] = [new[i] for i in token["ids"]]
+    for name in ("sep", "cls"):  # of BERT and RoBERTa: [token, id]
+        if processor and name in processor:
+            processor[name][1] = new[processor[name][1]]
+
+
+def trimmed_model(model: PreTrainedModel, kept: Ids) -> PreTrainedModel:
+    """Return a model of the same class with the rows of the kept tokens.
+
+    Raises:
+        RunError: an id of its config is not kept, or positions would move.
+    """
+    new = {old: i for i, old in enumerate(kept.tolist())}
+    config = copy.deepcopy(model.config)
+    for key, value in config.to_dict().items():
+        if key.endswith(_CONFIG_IDS) and isinstance(value, int):
+            if value not in new:
+                raise RunError(f"config.json: {key} {value} is no token that is kept; correct it")
+            setattr(config, key, new[value])
+    family = family_of(model)
+    if family.first_position(config) != family.first_position(model.config):
+        raise RunError("a token before the padding's is not kept, so that positions would move")
+    config.vocab_size = len(kept)
+    found = type(model)(config)
+    head = model.get_output_embeddings()
+    rows = {id(model.get_input_embeddings().weight)}
+    rows |= {id(t) for t in head.parameters()} if head is not None else set()
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        state[name] = tensor.detach()[kept] if id(tensor) in rows else tensor.detach()
+    state |= {name: tensor for name, tensor in model.named_buffers() if name in found.state_dict()}
+    found.load_state_dict(state)
+    found.tie_weights()
+    return found.eval()
+
+
+def token_strings(values: Mapping[str, Any]) -> Sequence[str]:
+    """Return the tokens of tokenizer.json by id; "" for an id without one."""
+    ids = _vocabulary(values) | {t["content"]: t["id"] for t in values.get("added_tokens", [])}
+    found = [""] * (max(ids.values()) + 1)
+    for piece, i in ids.items():
+        found[i] = piece
+    return found
