@@ -6,9 +6,11 @@ import io
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +28,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from data_prep.disk import Busy
 from data_prep.disk.credentials import masked
 from data_prep.messages import error_line, one_line, printable
 from pretrain.environment import LOGS
@@ -35,6 +38,9 @@ RUN_LOG = "logs/pretrain.log"  # in the folder of a run that no launcher has sta
 _COLUMNS = 80
 _WAITS = 0.01  # share of the time that waiting for data is worth a word
 
+_wrap = partial(
+    textwrap.wrap, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+)
 console = Console(highlight=False)
 if not console.is_terminal:
     console.width = 10_000  # a log file has no width: nothing is cut off there
@@ -42,15 +48,19 @@ if not console.is_terminal:
 
 def show(*lines: str) -> None:
     """Print lines without markup or wrapping, control characters escaped."""
-    for line in lines:
-        console.print(printable(line), markup=False, soft_wrap=True)
+    for line in map(printable, lines):
+        # A terminal would break a number. A command stays whole, to be pasted.
+        wraps = console.is_terminal and not line.startswith("  distil")
+        parts = _wrap(line, console.width) if wraps and len(line) > console.width else [line]
+        for part in parts:
+            console.print(part, markup=False, soft_wrap=True)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: the first column left-aligned, the others right-aligned."""
     table = Table()
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(one_line(cell)) for cell in row))  # Text: brackets are no markup
     console.print(table)
@@ -124,7 +134,9 @@ class Training:
         self.task: TaskID | None = None
         self.first: tuple[int, float] | None = None
         self.log = None if LOGS in os.environ else log
-        self.lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv[1:])}"]
+        # A job's keys may hold a secret, in its lines of setup.
+        command = [word for word in sys.argv[1:] if not word.startswith("slurm.")]
+        self.lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}"]
 
     def __enter__(self) -> Training:
         if self.bar:
@@ -134,7 +146,9 @@ class Training:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.bar:
             self.bar.stop()
-        if error is not None:
+        if error is not None and not isinstance(error, Busy):
+            if self.log is not None and any(self.log.parent.parent.glob("pretrain.*.lock")):
+                self.first = self.first or (0, 0.0)  # the folder is a run's, and no other's
             self._keep(f"error: {error_line(error)}")
 
     def say(self, text: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     ValidatorFunctionWrapHandler,
     field_validator,
@@ -318,12 +319,16 @@ class Logging(Keys):
 COMPUTED_BY = ("hardware", "machine")  # of a run's config.json: what the run was computed by
 
 
+# Tasks, by the hub's names, whose answer to an example is shown in a card.
+SHOWN = ("fill-mask", "text-classification", "token-classification")
+
+
 class Card(Keys):
     """Say what only the owner of a model knows, for the card of its exports."""
 
-    licence: str | None = None
-    """Of the model, as hubs spell it: apache-2.0, cc-by-sa-4.0."""
-    language: tuple[str, ...] = ()
+    licence: str | None = Field(None, pattern=r"^[a-z0-9.+-]+$")
+    """Of the model, as hubs spell it: apache-2.0, cc-by-sa-4.0, other."""
+    language: tuple[Annotated[str, Field(pattern=r"^[A-Za-z]{2,3}(-[A-Za-z0-9]+)*$")], ...] = ()
     """Codes of the texts' languages: [en, de]."""
     base_model: str | None = None
     """Hub name of the model that this one is made from; None: the teacher, if it came from a hub.
@@ -344,7 +349,7 @@ _Line = Annotated[str, Field(pattern=r"^[^\n]+$")]
 class Slurm(Keys):
     """Say what a cluster asks for, for `distil launch --slurm`."""
 
-    account: str | None = Field(None, pattern=_NO_SPACE)
+    account: Annotated[str, BeforeValidator(str), Field(pattern=_NO_SPACE)] | None = None
     """Who pays."""
     partition: str | None = Field(None, pattern=_NO_SPACE)
     """Which nodes."""
@@ -407,7 +412,7 @@ class RunConfig(Keys):
     card: Card = Card()
     """Licence, languages and an example for the model card; may change after training."""
     slurm: Slurm = Slurm()
-    """What the cluster asks for."""
+    """What the cluster asks for; no file of the run keeps it."""
 
     @field_validator("output", "shards", "vectors", mode="before")
     @classmethod
@@ -436,6 +441,12 @@ class RunConfig(Keys):
                 f"not {self.task.name}: set task.name, or take another objective"
             )
         self.task.check(self)
+        if (example := self.card.example) is not None:
+            pipeline = self.task.use(self.objective).pipeline
+            if pipeline not in SHOWN:
+                raise ValueError(f"card.example: none is shown for {pipeline}: remove it")
+            if pipeline == SHOWN[0] and example.count("[MASK]") != 1:
+                raise ValueError(f"card.example: {example!r}: write [MASK] once")
         if self.student.architecture == "bilstm" and self.train.compile:
             raise ValueError("a bilstm is not compiled: remove train.compile")
         return self
@@ -446,9 +457,9 @@ class RunConfig(Keys):
         values: dict[str, Any] = handler(self)
         if values.get("task") == {"name": self.objective.tasks[0]}:
             del values["task"]
-        for name, default in (("card", Card()), ("slurm", Slurm())):
-            if getattr(self, name) == default:
-                values.pop(name, None)  # not there where keys are chosen
+        values.pop("slurm", None)  # of a job, not of the run; its setup may hold a secret
+        if self.card == Card():
+            values.pop("card", None)  # not there where keys are chosen
         return values
 
     def unread(self) -> dict[str, str]:

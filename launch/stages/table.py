@@ -85,28 +85,27 @@ def make_all(
         for number, stage in enumerate(stages, start=1):
             show(f"{number:>3}  {_place(stage)}: {stage.title}, {stage.state()}")
     code, took = int(ExitCode.DONE), list[str]()
-    for number, stage in enumerate(stages, start=1):
-        show("", f"run {number} of {len(stages)}: {_place(stage)}, {stage.title} ({stage.state()})")
-        if dry_run:
-            costs = cost_lines(stage.flop, stage.disk, how.launch, stage.everywhere)
-            show(*lines[number - 1], *costs)
-            continue
-        began = time.monotonic()
-        # A stage continues after the last file that it wrote. While it trains, a signal saves.
-        with end_on_signal("stopped; the same command continues"):
-            if nodes is None or stage.everywhere:
-                code = stage.run(how)
-            else:
-                code = nodes.first(f"run {number}", partial(stage.run, how))
-        took.append(duration(time.monotonic() - began))
-        if code != ExitCode.DONE:
-            break
-    if not dry_run and len(stages) > 1:
-        show("")
-        results = [stage.result() for stage in stages[: len(took)]]
-        left = len(stages) - len(took)
-        columns = map(_place, stages), [*took, *[""] * left], [*results, *["not begun"] * left]
-        print_table(["run", "took", "result"], list(zip(*columns, strict=True)))
+    try:
+        for number, stage in enumerate(stages, start=1):
+            place = f"{_place(stage)}, {stage.title} ({stage.state()})"
+            show("", f"run {number} of {len(stages)}: {place}")
+            if dry_run:
+                costs = cost_lines(stage.flop, stage.disk, how.launch, stage.everywhere)
+                show(*lines[number - 1], *costs)
+                continue
+            began = time.monotonic()
+            # A stage continues after the last file that it wrote. While it trains, a signal saves.
+            with end_on_signal("stopped; the same command continues"):
+                if nodes is None or stage.everywhere:
+                    code = stage.run(how)
+                else:
+                    code = nodes.first(f"run {number}", partial(stage.run, how))
+            took.append(duration(time.monotonic() - began))
+            if code != ExitCode.DONE:
+                break
+    finally:  # after an error, too
+        if not dry_run and len(stages) > 1:
+            _show_results(stages[:number], stages[number:], took)
     known = [stage for stage in stages if stage.flop]
     if dry_run and known:
         total = sum(stage.flop or 0.0 for stage in known), sum(stage.disk for stage in known)
@@ -114,6 +113,17 @@ def make_all(
         without = f", without {unknown} stage(s) whose rows or models are not known" * (unknown > 0)
         show("", *(f"in all: {line}{without}" for line in cost_lines(*total, how.launch)))
     return code
+
+
+def _show_results(begun: Sequence[Stage], others: Sequence[Stage], took: Sequence[str]) -> None:
+    """Print what came of each stage; one that has raised an error has no time."""
+    rows = [
+        [_place(stage), time_taken, stage.result()]
+        for stage, time_taken in zip(begun, [*took, ""], strict=False)
+    ]
+    rows += [[_place(stage), "", "not begun"] for stage in others]
+    show("")
+    print_table(["run", "took", "result"], rows)
 
 
 def _place(stage: Stage) -> str:

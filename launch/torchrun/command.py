@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from launch.torchrun.hardware import Device
 from pretrain.config import Slurm
-from pretrain.environment import GRACE, TIMEOUT
+from pretrain.environment import GRACE, HEAD, TIMEOUT
 
 # SIGUSR1 is what Slurm is told to send before a time limit; by default it would end torchrun and
 # leave the ranks behind.
@@ -119,7 +120,7 @@ def batch_script(layout: Layout, config: Path, arguments: Sequence[str], slurm: 
     gpus = layout.device == "cuda"
     cores = layout.processes * (4 if gpus else 1)  # a GPU's process has loader workers
     options = {
-        "job-name": f"distil-{config.stem.removeprefix('shipped:')}",
+        "job-name": re.sub(r"[^\w.-]", "-", f"distil-{config.stem.removeprefix('shipped:')}"),
         "nodes": layout.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": layout.processes if gpus else None,
@@ -134,23 +135,24 @@ def batch_script(layout: Layout, config: Path, arguments: Sequence[str], slurm: 
     lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
     # srun does not inherit sbatch's --cpus-per-task.
     step = ["srun", "--kill-on-bad-exit=0", f"--cpus-per-task={cores}"]
-    mounts = ",".join(slurm.mounts)
-    if slurm.container is None:
-        inside = []
-    elif slurm.container.endswith(".sif"):
-        inside = ["apptainer", "exec", "--nv", *(["--bind", mounts] * bool(mounts))]
-        inside += [slurm.container]
-    else:
-        step += [f"--container-image={slurm.container}"]
-        step += [f"--container-mounts={mounts}"] * bool(mounts)
-        inside = []
-    run = shlex.join([*step, *inside, "distil", "launch", str(config), *arguments])
+    run = shlex.join(step)
+    if slurm.container is not None and slurm.container.endswith(".sif"):
+        binds = ["--bind", ",".join(slurm.mounts)] * bool(slurm.mounts)
+        run += " " + shlex.join(["apptainer", "exec", "--nv", *binds, slurm.container])
+    elif slurm.container is not None:  # Pyxis mounts nothing, and srun looks for a program outside
+        mounts = shlex.quote(",".join(["", *slurm.mounts]))
+        run += f' --container-image={shlex.quote(slurm.container)} --container-workdir="$PWD"'
+        run += f' --container-mounts="$PWD:$PWD"{mounts}'
+        run += " bash -c 'exec \"$@\"' -"
+    run += " " + shlex.join(["distil", "launch", str(config), *arguments])
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in (*lines, "--requeue", *slurm.options)),
             "set -uo pipefail",
             *slurm.setup,
+            # Here, because a container has no scontrol.
+            f'export {HEAD}="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
             f'{run} --nodes "$SLURM_JOB_NUM_NODES"',
             "code=$?",
             'if [[ $code == 75 ]]; then scontrol requeue "$SLURM_JOB_ID"; fi',

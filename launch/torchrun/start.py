@@ -30,6 +30,7 @@ from launch.torchrun.hardware import Device, Hardware, cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig, Slurm, accumulation_steps, with_defaults
 from pretrain.device.precision import check_precision
+from pretrain.environment import HEAD
 from pretrain.exit_codes import ExitCode
 from pretrain.run_folder import check_hub, check_inputs, check_output
 
@@ -77,6 +78,8 @@ def start(asked: Launch) -> int:
     preset = check_options(asked)
     overrides = [*asked.added, *asked.overrides]
     config = load_config(RunConfig, asked.config, overrides)
+    # Of the job, not of the run: its setup may hold a secret, and a rank's log shows the rest.
+    overrides = [text for text in overrides if not text.startswith("slurm.")]
     check_output(config)
     head, ranks = None, [0]
     if asked.nodes > 1 and not asked.slurm:
@@ -296,7 +299,8 @@ def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
     if found:
         host, port = found[1], found[2]
     elif "SLURM_JOB_NODELIST" in environment:
-        host, port = first_host(environment["SLURM_JOB_NODELIST"]), None
+        named = environment.get(HEAD) or first_host(environment["SLURM_JOB_NODELIST"])
+        host, port = named, None
     else:
         raise RunError(
             f"--nodes {asked.nodes}: without Slurm it needs --head HOST, the first node's name or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from transformers import PreTrainedModel
 from data_prep.disk.json_files import parse_object
 from data_prep.messages import first_line, one_line
 from pretrain import RunError
+from pretrain.config import SHOWN
 from pretrain.deploy.asked import Onnx
 from pretrain.export.arguments import check_target
 from pretrain.export.card import About, model_card
+from pretrain.files import replace_text
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of, has_types
 from pretrain.model.folder import Loaded, read_model, write_model
@@ -116,7 +119,9 @@ def export(
             from pretrain.deploy.write import write_onnx  # needs the extra
 
             write_onnx(place, onnx, say, before=folder)
+        new.append((place / "README.md").read_text(encoding="utf-8"))
 
+    new: list[str] = []
     difference, is_kept = write_model(
         student,
         folder,
@@ -126,21 +131,35 @@ def export(
         extra=extra,
         same=same,
     )
+    file = folder / "README.md"
+    if is_kept and of_owner(file.read_text(encoding="utf-8")) != of_owner(new[0]):
+        replace_text(file, new[0])
+        say(f"{file}: written again, because keys of `card` have changed")
     return exported(student, folder, saved.step, difference, kept=is_kept)
+
+
+def of_owner(card: str) -> list[Any]:
+    """Return what keys of `card` have written into a card."""
+    data = ModelCard(card).data
+    quoted = [line for line in card.splitlines() if line.startswith("> ")]
+    return [data.get("license"), data.get("language"), data.get("base_model"), quoted]
 
 
 def about_run(run: Path) -> About:
     """Return what a run's folder says for its card."""
     values = parse_object((run / "config.json").read_bytes())
-    lines, seconds, last = read_metrics(run / "metrics.jsonl"), 0.0, 0.0
-    for elapsed in (line["elapsed"] for line in lines if "elapsed" in line):
-        seconds += elapsed - last if elapsed >= last else elapsed  # each start counts from 0
-        last = elapsed
+    lines, starts = read_metrics(run / "metrics.jsonl"), [(-math.inf, 0.0)]  # begun, lasted
+    for line in lines:
+        if {"time", "elapsed"} <= line.keys():
+            begun = line["time"] - line["elapsed"]
+            if begun > starts[-1][0] + 2:  # else the same, but for rounding
+                starts.append((begun, 0.0))
+            starts[-1] = starts[-1][0], line["elapsed"]
     first = (line for line in lines if line["kind"] == "evaluation" and line["step"] == 0)
     return About(
         values.get("card") or {},
         values.get("machine") or {},
-        seconds,
+        sum(lasted for _, lasted in starts),
         max((line["epoch"] for line in lines if "epoch" in line), default=0.0),
         next(first, {}),
     )
@@ -150,19 +169,15 @@ def answer(folder: Path, pipeline: str, text: str) -> str:
     """Return the paragraph of a card that shows what an export answers to a text.
 
     Raises:
-        RunError: its task has no such example, or the text fits it not.
+        RunError: the text is longer than the model reads.
     """
-    if pipeline not in ("fill-mask", "text-classification", "token-classification"):
-        raise RunError(f"card.example: none is shown for {pipeline}; remove it")
     make: Any = transformers.pipeline
     run = make(pipeline, model=str(folder), device="cpu")
-    shown = text.replace("[MASK]", run.tokenizer.mask_token) if pipeline == "fill-mask" else text
-    try:
-        found = run(shown) if pipeline == "token-classification" else run(shown, top_k=3)
-    except transformers.pipelines.base.PipelineException as error:
-        raise RunError(f"card.example: {first_line(error)}; write [MASK] once") from error
-    if not found or isinstance(found[0], list):
-        raise RunError(f"card.example: {text!r}: write [MASK] once, or a text with an answer")
+    shown = text.replace("[MASK]", run.tokenizer.mask_token) if pipeline == SHOWN[0] else text
+    length, most = len(run.tokenizer(shown)["input_ids"]), run.tokenizer.model_max_length
+    if length > most:
+        raise RunError(f"card.example: has {length:,} tokens, and the model reads {most:,}: cut it")
+    found = run(shown) if pipeline == SHOWN[2] else run(shown, top_k=3)
     answers = (
         f"{one_line(str(each.get('token_str') or each.get('label') or each['word'])).strip()}"
         f"{' ' + each['entity'] if 'entity' in each else ''} ({each['score']:.0%})"

@@ -101,9 +101,11 @@ def report(run: Path) -> RunReport:
         RunError: the folder holds none.
     """
     config = recorded(run)
+    status, sealed = read_status(run), sealed_state(run)
+    if config is None and status is not None:
+        raise RunError(f"{run}: {status['ended']} before its first step: {status['error']}")
     if config is None:
         raise RunError(f"{run}: no run has written a config.json there; give the output of a run")
-    status, sealed = read_status(run), sealed_state(run)
     state = sealed[1] if sealed is not None else {}
     held = holder(run, "pretrain")
     if held.alive:

@@ -107,10 +107,12 @@ def test_a_shown_line_parses_back_in_a_shell() -> None:
 
 
 SRUN = """#!/bin/bash
-for word in "$@"; do echo "$word"; done >> "$LOG"
+for word in "head $DISTIL_HEAD" "$@"; do echo "$word"; done >> "$LOG"
 exit 75
 """
-SCONTROL = '#!/bin/bash\necho "scontrol $*" >> "$LOG"\n'
+SCONTROL = """#!/bin/bash
+if [[ $1 == show ]]; then printf 'n1\\nn2\\n'; else echo "scontrol $*" >> "$LOG"; fi
+"""
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,15 @@ SCONTROL = '#!/bin/bash\necho "scontrol $*" >> "$LOG"\n'
     [
         (None, [], []),
         ("here.sif", [], ["apptainer", "exec", "--nv", "--bind", "/a:/a,/b c:/b", "here.sif"]),
-        ("nvcr/x#y:1", ["--container-image=nvcr/x#y:1", "--container-mounts=/a:/a,/b c:/b"], []),
+        (
+            "nvcr/x#y:1",
+            [
+                "--container-image=nvcr/x#y:1",
+                "--container-workdir=HERE",
+                "--container-mounts=HERE:HERE,/a:/a,/b c:/b",
+            ],
+            ["bash", "-c", 'exec "$@"', "-"],
+        ),
     ],
     ids=["plain", "apptainer", "pyxis"],
 )
@@ -136,20 +146,25 @@ def test_a_jobs_script_asks_for_its_keys_and_queues_itself_again(
         setup=("export GREETING='a b'", 'echo "setup $GREETING" >> "$LOG"'),
     )
     layout, arguments = Layout(nodes=4, processes=8, device="cuda"), ["x=[0, 1]", "--gpus", "8"]
-    script = command.batch_script(layout, Path("c d/rxn.yaml"), arguments, slurm)
-    asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line]
-    expected = "--job-name=distil-rxn --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 "
-    expected += "--cpus-per-task=32 --account=me --partition=gpu --time=1-00:00:00 "
+    script = command.batch_script(layout, Path("c d/rxn $(id)\n#SBATCH.yaml"), arguments, slurm)
+    options = script.partition("set -uo")[0]  # Slurm reads none below a command
+    asked = [line.removeprefix("#SBATCH ") for line in options.splitlines()[1:]]
+    expected = "--job-name=distil-rxn---id---SBATCH --nodes=4 --ntasks-per-node=1 "
+    expected += (
+        "--gpus-per-node=8 --cpus-per-task=32 --account=me --partition=gpu --time=1-00:00:00 "
+    )
     expected += "--signal=USR1@120 --output=%x-%j.log --open-mode=append --requeue --qos=high"
     assert asked == expected.split()
     log = tmp_path / "log"
     environment = {"PATH": programs(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL)}
     environment |= {"LOG": str(log), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"}
-    ended = finished("bash", "-c", script, environment=environment)
+    environment["SLURM_JOB_NODELIST"] = "n[1-4]"
+    ended = finished("bash", "-c", script, environment=environment, cwd=tmp_path)
     assert ended.returncode == 75, ended.stderr
-    first, *words, last = log.read_text(encoding="utf-8").splitlines()
-    assert (first, last) == ("setup a b", "scontrol requeue 7")
-    run = ["distil", "launch", "c d/rxn.yaml", *arguments, "--nodes", "4"]
+    said = log.read_text(encoding="utf-8").replace("rxn $(id)\n", "rxn ")
+    first, head, *words, last = said.replace(str(tmp_path), "HERE").splitlines()
+    assert (first, head, last) == ("setup a b", "head n1", "scontrol requeue 7")
+    run = ["distil", "launch", "c d/rxn #SBATCH.yaml", *arguments, "--nodes", "4"]
     assert words == ["--kill-on-bad-exit=0", "--cpus-per-task=32", *step, *inside, *run]
 
 
@@ -157,6 +172,7 @@ def test_keys_that_would_add_lines_to_a_script_are_refused() -> None:
     for key, value in (("time", "1 --wait"), ("account", "a\nb"), ("options", ["--x\nrm -r /"])):
         with pytest.raises(ValidationError, match=key):
             Slurm.model_validate({key: value})
+    assert Slurm.model_validate({"account": 4711}).account == "4711"
     cpu = command.batch_script(CPU, Path("c/rxn.yaml"), [], Slurm())
     assert "gpus" not in cpu and "--cpus-per-task=2" in cpu and "account" not in cpu
 

@@ -119,6 +119,18 @@ def test_a_recipe_continues_when_its_corpus_is_unfinished(
     )
 
 
+def test_a_recipe_says_what_came_of_each_stage_after_an_error_too(
+    distil: Distil, recipe: dict[str, Any]
+) -> None:
+    recipe["runs"][3]["models"] = ["runs/own-encoder/student"]
+    recipe["runs"][3]["data"] = "runs/own-encoder/shards"
+    recipe["runs"][0]["validation"] = 0.0  # which the figures need
+    code, out, err = distil("recipe", write(recipe))
+    assert code == 2 and err.startswith("error: "), out + err
+    rows = [line.split("│")[1:4] for line in out.splitlines() if line.startswith("│ runs/own")]
+    assert [result.strip() for _, _, result in rows][-1] == "not begun"
+
+
 def test_a_signal_in_the_corpus_ends_with_75_and_the_same_command_continues(
     recipe: dict[str, Any],
 ) -> None:

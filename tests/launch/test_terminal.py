@@ -158,6 +158,25 @@ def test_a_real_terminal_gets_no_control_characters(tmp_path: Path) -> None:
         assert part not in text
 
 
+def test_a_terminal_breaks_no_number_and_no_command() -> None:
+    controller, terminal = pty.openpty()
+    warning = "warning: 10% of the corpus is read, of its rows and more rows: set it to 123,456,789"
+    command = f"  distil evaluate {'a' * 90} b"
+    program = f"from launch.console import show; show({warning!r}, {command!r})"
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    environment = os.environ | {"COLUMNS": "80", "TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, **streams)
+    os.close(terminal)
+    seen = bytearray()
+    with suppress(OSError):  # its end, on Linux
+        while data := os.read(controller, 4096):
+            seen += data
+    os.close(controller)
+    assert process.wait(60) == 0
+    first, second, third = seen.decode().splitlines()
+    assert len(first) <= 80 and second == "  123,456,789" and third == command
+
+
 def test_figures_of_any_task_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Show a task's own `accuracy`, which no LM head has."""
     Training().evaluation(3, {"accuracy": 0.5, "loss": 0.25})

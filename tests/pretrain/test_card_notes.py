@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from pydantic import ValidationError
 from support.runs import RECIPE, history, start
 from support.said import Said
 from support.task_data import WORDS
 from support.tiny import save_teacher, tiny_bert
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
+from launch.stages.export import contents
 from pretrain import RunError
+from pretrain.config import RunConfig
 from pretrain.export.export import export
 
 Settings = Callable[..., dict[str, Any]]
@@ -179,11 +182,44 @@ def test_a_card_for_a_release(tmp_path: Path, teacher_folder: Path, run_config: 
     )
     assert f"> {answers}" in card.text.replace("\\", "")
 
-    values["card"]["example"] = "no mask"
+    # A recipe compares an export with the files of a new one, and the card by its owner's keys.
+    said: list[str] = []
+    for licence, shown in (("apache-2.0", False), ("mit", True), ("mit", False)):
+        values["card"]["licence"] = licence
+        start(values)
+        said.clear()
+        export(Path(values["output"]), folder, pytest.fail, same=contents, say=said.append)
+        assert bool(said) == shown and ModelCard.load(folder / "README.md").data.license == licence
+
+    values["card"]["example"] = "[MASK] " + " ".join(WORDS[:5] * 20)
     start(values)
-    with pytest.raises(RunError, match=r"card\.example: .*write \[MASK\] once"):
+    with pytest.raises(RunError, match=r"card\.example: has \d+ tokens, and the model reads"):
         export(Path(values["output"]), tmp_path / "other", pytest.fail)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"card": {"example": "no mask"}}, r"card\.example: 'no mask': write \[MASK\] once"),
+        (
+            {"card": {"example": "[MASK]"}, "objective": {"name": "minilm"}},
+            "none is shown for",
+        ),
+        ({"card": {"licence": "not a licence!"}}, r"card\.licence"),
+        ({"card": {"language": ["en\nfoo: bar"]}}, r"card\.language"),
+    ],
+)
+def test_a_wrong_card_is_refused_before_training(
+    tmp_path: Path,
+    teacher_folder: Path,
+    run_config: Settings,
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    values = run_config(tmp_path / "run", teacher_folder, **RECIPE) | changes
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(values)
 
 
 def last_tokens(values: dict[str, Any]) -> int:

@@ -15,6 +15,9 @@ from support.runs import history, start, write_yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
+from pretrain import RunError
+from pretrain.monitor.report import report
+
 BLOCK, HEADER = 2**15, 7  # bytes of a .wandb file: LevelDB's log format, after a header
 
 
@@ -91,12 +94,18 @@ def test_wandb_without_a_key_is_refused_before_the_run_begins(
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr.splitlines()[-1]
     assert "error: logging.trackers: wandb: No API key" in last and "WANDB_MODE=offline" in last
-    assert not (Path(values["output"]) / "metrics.jsonl").exists()
+    output = Path(values["output"])
+    assert not (output / "metrics.jsonl").exists()
+    log = (output / "logs" / "pretrain.log").read_text(encoding="utf-8")
+    assert "error: logging.trackers: wandb: No API key" in log
+    with pytest.raises(RunError, match=r"failed before its first step: logging\.trackers"):
+        report(output)
 
 
 def test_a_run_in_one_process_keeps_what_it_says(values: dict[str, Any]) -> None:
     values["logging"]["trackers"] = []
     command = [sys.executable, "-m", "launch", "pretrain", str(write_yaml(values))]
+    command += ["slurm.setup=[export KEY=canary]"]  # of a job: no file of the run keeps it
 
     def distil(*options: str) -> list[str]:
         ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
@@ -111,3 +120,5 @@ def test_a_run_in_one_process_keeps_what_it_says(values: dict[str, Any]) -> None
     both = log.read_text(encoding="utf-8").splitlines()
     assert both == [*first.splitlines(), both[len(said) + 1], *more]
     assert both[0].endswith("--stop-after 1") and "distil export" in both[-1]
+    files = [path for path in Path(values["output"]).rglob("*") if path.is_file()]
+    assert not [path for path in files if b"canary" in path.read_bytes()]
