@@ -113,8 +113,9 @@ def resolve(run: dict[str, Any], sweeps: Mapping[str, Swept], axes: Mapping[str,
                     f"{key} {name} is swept over {_axes(sweep)}: give this run the same sweep, or "
                     f"name an entry, such as {sweep.folder(next(iter(sweep.entries)))}"
                 )
-            assert isinstance(place, dict)
-            place[inner or section] = name = sweep.folder(same[0])
+            name = sweep.folder(same[0])
+            # A section may be shared with other runs: this one gets its own.
+            run[section] = {**run[section], inner: name} if inner else name
         refuse_without_weights(key, os.fspath(name), sweeps)
 
 

@@ -19,6 +19,7 @@ from scipy import stats
 from support.processes import wait_until
 
 from data_prep.disk import lock
+from launch.config import load_config
 from launch.recipe_config import Recipe, SweepKeys
 from launch.stages.stage import How
 from launch.stages.sweep import Sweep
@@ -143,6 +144,26 @@ def test_an_override_narrows_a_sweep(distil: Distil, recipe: dict[str, Any]) -> 
     for name, rate in (("short", 2e-4), ("long", 3e-2)):
         state = json.loads(Path(f"student-seed1-{name}", "result.json").read_bytes())["state"]
         assert state["config"]["optimizer"]["learning_rate"] == rate
+
+
+@pytest.mark.parametrize("section", ["student", "model"])
+def test_each_run_of_a_sweep_begins_from_the_entry_with_its_values(
+    tmp_path: Path, section: str
+) -> None:
+    """`init` lies in a section that the runs share: each must get an entry of its own."""
+    again: dict[str, Any] = {"init": "first"}
+    more = {"teacher": "t", "student": again} if section == "student" else {"model": again}
+    objective = {} if section == "student" else {"objective": {"name": "mlm"}}
+    sweep = {"train.seed": [0, 1, 2]}
+    runs = [
+        {"output": "first", "teacher": "t", "keep_weights": True, "sweep": sweep},
+        {"output": "second", **more, **objective, "sweep": dict(sweep)},
+    ]
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"defaults": {"shards": "s"}, "runs": runs}), encoding="utf-8")
+    (_, second) = load_config(Recipe, path).runs
+    inits = [getattr(run, section).init for run in second.sweep.values()]
+    assert inits == ["first-seed0", "first-seed1", "first-seed2"]
 
 
 def test_a_run_of_a_sweep_is_the_run_without_one(distil: Distil, recipe: dict[str, Any]) -> None:
