@@ -217,22 +217,23 @@ def _run(
         )
 
     sizes = [_bytes_read(unit) for unit in units]
-    done = units_done = documents = 0
+    by_bytes = all(sizes)
+    sizes = sizes if by_bytes else [1] * len(units)
+    total, done, documents = sum(sizes), 0, 0
 
     def report(number: int, record: UnitRecord) -> None:
-        nonlocal done, units_done, documents
+        nonlocal done, documents
         held.check()
-        done, units_done = done + sizes[number], units_done + 1
+        done += sizes[number]
         documents += record.result.get("documents_in", 0)
         show()
 
     def show() -> None:
-        if all(sizes):
+        text = f"{done} of {total}"
+        if by_bytes:
             count = f", {documents:,} documents" if documents else ""
-            text = f"{megabytes(done)} of {megabytes(sum(sizes))} MB{count}"
-            progress(stage, done, sum(sizes), text)
-        else:
-            progress(stage, units_done, len(units), f"{units_done} of {len(units)}")
+            text = f"{megabytes(done)} of {megabytes(total)} MB{count}"
+        progress(stage, done, total, text)
 
     show()
     begun = time.time()

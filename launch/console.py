@@ -134,6 +134,7 @@ class Training:
         self.task: TaskID | None = None
         self.first: tuple[int, float] | None = None
         self.log = None if LOGS in os.environ else log
+        self.is_ours = False  # is the log's folder this run's, and no other's?
         # A job's keys may hold a secret, in its lines of setup.
         command = [word for word in sys.argv[1:] if not word.startswith("slurm.")]
         self.lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}"]
@@ -147,8 +148,9 @@ class Training:
         if self.bar:
             self.bar.stop()
         if error is not None and not isinstance(error, Busy):
-            if self.log is not None and any(self.log.parent.parent.glob("pretrain.*.lock")):
-                self.first = self.first or (0, 0.0)  # the folder is a run's, and no other's
+            self.is_ours |= self.log is not None and any(
+                self.log.parent.parent.glob("pretrain.*.lock")
+            )
             self._keep(f"error: {error_line(error)}")
 
     def say(self, text: str) -> None:
@@ -160,7 +162,7 @@ class Training:
         if self.log is None:
             return
         self.lines.append(printable(text))
-        if self.first is None:
+        if not self.is_ours:
             return
         with suppress(OSError):  # a full disk ends a run at its checkpoint, and not here
             self.log.parent.mkdir(exist_ok=True)
@@ -172,7 +174,7 @@ class Training:
         """Move the bar; print a line if there are values, with an ETA if there is no bar."""
         now = time.monotonic()
         if self.first is None:
-            self.first = (step, now)
+            self.first, self.is_ours = (step, now), True
         if self.bar:
             if self.task is None:
                 self.task = self.bar.add_task("training", total=total)

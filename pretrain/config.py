@@ -431,8 +431,8 @@ class RunConfig(Keys):
         if found:
             copy = _COPY.get(scheme, "rclone copy {url} DIR").format(url=value)
             raise ValueError(
-                f"{masked(value)} is no folder of this machine, and rows are read at random: copy "
-                f"it to every node's disk ({masked(copy)}), and give DIR"
+                f"{masked(value)} is not a folder of this machine, and rows are read at random: "
+                f"copy it to every node's disk ({masked(copy)}), and give DIR"
             )
         return value
 
@@ -469,7 +469,7 @@ class RunConfig(Keys):
             del values["task"]
         values.pop("slurm", None)  # of a job, not of the run; its setup may hold a secret
         if self.card == Card():
-            values.pop("card", None)  # not there where keys are chosen
+            values.pop("card", None)  # absent where keys are chosen
         return values
 
     def unread(self) -> dict[str, str]:

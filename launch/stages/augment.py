@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from data_prep.disk import hash_file, write_file
@@ -12,13 +11,12 @@ from data_prep.shards import load_manifest
 from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import AugmentKeys
-from launch.stages.stage import Compared, How, Made, digest, names_in, not_ours, real
+from launch.stages.stage import Compared, How, Made, names_in, not_ours, real, version_of
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.plan import Planned
 
-_PINNED = re.compile(r".+@[0-9a-f]{40}")
 CODE = 1  # raised when the same inputs would give other texts
 
 
@@ -98,10 +96,9 @@ class Augment(Compared):
     def _identity(self) -> dict[str, Any]:
         """Return what shapes the texts; a hub's model is known by its commit alone."""
         config = self.config
-        pinned = config.words if _PINNED.fullmatch(config.words) else None
         return {
             "shards": load_manifest(config.shards).digest,
-            "words": [config.words, digest(config.words) or pinned],
+            "words": [config.words, version_of(config.words)],
             "settings": config.model_dump(mode="json", exclude={"output", "shards", "words"}),
             "code": CODE,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pretrain.run_folder import onnx_file, sealed_state
 if TYPE_CHECKING:
     from launch.torchrun.start import Launch
 
+_PINNED = re.compile(r".+@[0-9a-f]{40}")  # a hub's name with its commit
 State = Literal["new", "begun", "done"]  # as the folder looks; what is done is compared in its turn
 # Real paths of what earlier stages make; with the sizes of a model, or the rows of shards, where
 # they are known.
@@ -136,6 +138,11 @@ def not_ours(output: Path, name: str, writer: str) -> RunError:
         f"output {output} holds {name}, which no {writer} has written; set another `output:`, a "
         "new or an empty folder"
     )
+
+
+def version_of(name: str) -> str | None:
+    """Return a hash of a model's files, or the commit that a hub's name ends with; else None."""
+    return digest(name) or (name if _PINNED.fullmatch(name) else None)
 
 
 def digest(name: str) -> str | None:

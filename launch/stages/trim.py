@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from data_prep.shards import load_manifest
 from launch.commands import quiet
 from launch.console import show
 from launch.recipe_config import TrimKeys
-from launch.stages.stage import Compared, How, Made, digest, names_in, not_ours, real
+from launch.stages.stage import Compared, How, Made, names_in, not_ours, real, version_of
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.run_folder import check_model
 
 TRIMMED = "trim.json"  # in the output: what it was made of
-_PINNED = re.compile(r".+@[0-9a-f]{40}")
 CODE = 1  # raised when the same inputs would give another model
 
 
@@ -100,10 +98,9 @@ class Trim(Compared):
     def _identity(self) -> dict[str, Any]:
         """Return what shapes the model; a hub's is known by its commit."""
         config = self.config
-        pinned = config.model if _PINNED.fullmatch(config.model) else None
         return {
             "shards": load_manifest(config.shards).digest,
-            "model": [config.model, digest(config.model) or pinned],
+            "model": [config.model, version_of(config.model)],
             "settings": [config.min_count, config.size],
             "code": CODE,
         }

@@ -47,8 +47,12 @@ class Head:
 def pretrain(
     config: Path, overrides: Sequence[str], stop_after: int | None, skip_rows: Sequence[str]
 ) -> list[str]:
-    """Return the arguments of `distil` that each rank runs."""
-    arguments = ["pretrain", str(config), *overrides]
+    """Return the arguments of `distil` that each rank runs.
+
+    Without keys of the job: its setup may hold a secret, and a rank's log shows the rest.
+    """
+    own = [text for text in overrides if not text.startswith("slurm.")]
+    arguments = ["pretrain", str(config), *own]
     if stop_after is not None:
         arguments += ["--stop-after", str(stop_after)]
     for rows in skip_rows:

@@ -78,8 +78,6 @@ def start(asked: Launch) -> int:
     preset = check_options(asked)
     overrides = [*asked.added, *asked.overrides]
     config = load_config(RunConfig, asked.config, overrides)
-    # Of the job, not of the run: its setup may hold a secret, and a rank's log shows the rest.
-    overrides = [text for text in overrides if not text.startswith("slurm.")]
     check_output(config)
     head, ranks = None, [0]
     if asked.nodes > 1 and not asked.slurm:

@@ -12,7 +12,7 @@ from data_prep.messages import duration, one_line
 from pretrain.config import OF_INIT
 from pretrain.model.families import family_of
 from pretrain.monitor.figures import label
-from pretrain.monitor.tables import escaped, markdown
+from pretrain.monitor.tables import escaped, markdown, with_columns
 from pretrain.objectives.known import objective_of, task_of
 from pretrain.objectives.objective import Objective
 from pretrain.tasks.mlm.head_figures import weak_teacher
@@ -214,9 +214,7 @@ def _figures(
 
     known = measured if measured and measured["step"] == state["step"] else {"tables": {}}
     for what, found in known["tables"].items():
-        columns = dict.fromkeys(name for _, row in found for name in row)
-        cells = [[name, *(row.get(c, "") for c in columns)] for name, row in found]
-        figures += [f"On {escaped(what)}, with 95 % intervals:", markdown(["", *columns], cells)]
+        figures += [f"On {escaped(what)}, with 95 % intervals:", markdown(*with_columns(found))]
     return figures
 
 

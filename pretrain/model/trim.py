@@ -166,7 +166,7 @@ def trimmed_model(model: PreTrainedModel, kept: Ids) -> PreTrainedModel:
     for key, value in config.to_dict().items():
         if key.endswith(_CONFIG_IDS) and isinstance(value, int):
             if value not in new:
-                raise RunError(f"config.json: {key} {value} is no token that is kept; correct it")
+                raise RunError(f"config.json: {key} {value} is not a kept token; correct it")
             setattr(config, key, new[value])
     family = family_of(model)
     if family.first_position(config) != family.first_position(model.config):

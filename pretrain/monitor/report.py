@@ -32,6 +32,7 @@ from pretrain.monitor.figures import RATES
 from pretrain.monitor.metrics import read_metrics
 from pretrain.monitor.plot import line_plot
 from pretrain.monitor.status import read_status
+from pretrain.monitor.tables import with_columns
 from pretrain.plan import num_steps
 from pretrain.run_folder import MEASURED, flatten, recorded, sealed_state
 
@@ -137,7 +138,7 @@ def report(run: Path) -> RunReport:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Return the values of a file; none if it is not there or not whole."""
+    """Return the values of a file; none if it is missing or incomplete."""
     try:
         return parse_object(file.read_bytes())
     except (OSError, ValueError):
@@ -230,10 +231,8 @@ def html(found: Sequence[RunReport]) -> str:
     )
     for name, each in zip(names, found, strict=True):
         for what, rows in each.measured.items():
-            columns = dict.fromkeys(column for _, row in rows for column in row)
-            cells = [[model, *(str(row.get(c, "")) for c in columns)] for model, row in rows]
             title = f"<h2>Measured: {escape(name)} on {escape(what)}</h2>"
-            parts.append(title + _table(["", *columns], cells))
+            parts.append(title + _table(*with_columns(rows)))
     parts += _differences(names, found)
     for title, of in (("Provenance", "origin"), ("Environment", "versions")):
         facts = [
@@ -339,9 +338,9 @@ def _differences(names: Sequence[str], found: Sequence[RunReport]) -> list[str]:
     return [f"<h2>{title}</h2>", _table(["key", *names], rows)] if rows else []
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     head = "".join(f"<th>{escape(column)}" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in rows)
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in row) for row in rows)
     return f"<table><tr>{head}{body}</table>"
 
 

@@ -67,6 +67,15 @@ def student_t(freedom: int) -> float:
     return math.sqrt(freedom) * math.tan(float(np.interp(0.95, below / below[-1], angles)))
 
 
+def with_columns(
+    rows: Iterable[tuple[str, Mapping[str, object]]],
+) -> tuple[list[str], list[list[object]]]:
+    """Return heads and cells of named rows; a figure that a row has not is empty."""
+    rows = list(rows)
+    columns = list(dict.fromkeys(column for _, row in rows for column in row))
+    return ["", *columns], [[name, *(row.get(c, "") for c in columns)] for name, row in rows]
+
+
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a table of Markdown; nothing in a cell is markup."""
     lines = [columns, ["---"] * len(columns), *rows]

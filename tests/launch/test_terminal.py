@@ -140,11 +140,13 @@ print_table(["name"], [[sys.argv[1]]])
 """
 
 
-def test_a_real_terminal_gets_no_control_characters(tmp_path: Path) -> None:
-    """Let our own colours and bars pass, but no control character of a string from outside."""
+def on_a_terminal(program: str, *arguments: str) -> str:
+    """Return what a program shows on a terminal of 80 columns."""
     controller, terminal = pty.openpty()
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, NAME], **streams)
+    environment = os.environ | {"COLUMNS": "80", "TERM": "xterm"}
+    command = [sys.executable, "-c", program, *arguments]
+    process = subprocess.Popen(command, env=environment, **streams)
     os.close(terminal)
     seen = bytearray()
     with suppress(OSError):  # its end, on Linux
@@ -152,28 +154,22 @@ def test_a_real_terminal_gets_no_control_characters(tmp_path: Path) -> None:
             seen += data
     os.close(controller)
     assert process.wait(60) == 0
-    text = seen.decode()
+    return seen.decode()
+
+
+def test_a_real_terminal_gets_no_control_characters(tmp_path: Path) -> None:
+    """Let our own colours and bars pass, but no control character of a string from outside."""
+    text = on_a_terminal(PROGRAM, NAME)
     assert "owned" in text and "training" in text
     for part in ("\x07", "\x1b]", "\x1b[2J", "\u202e", "\x9b", "\u2028"):
         assert part not in text
 
 
 def test_a_terminal_breaks_no_number_and_no_command() -> None:
-    controller, terminal = pty.openpty()
     warning = "warning: 10% of the corpus is read, of its rows and more rows: set it to 123,456,789"
     command = f"  distil evaluate {'a' * 90} b"
     program = f"from launch.console import show; show({warning!r}, {command!r})"
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    environment = os.environ | {"COLUMNS": "80", "TERM": "xterm"}
-    process = subprocess.Popen([sys.executable, "-c", program], env=environment, **streams)
-    os.close(terminal)
-    seen = bytearray()
-    with suppress(OSError):  # its end, on Linux
-        while data := os.read(controller, 4096):
-            seen += data
-    os.close(controller)
-    assert process.wait(60) == 0
-    first, second, third = seen.decode().splitlines()
+    first, second, third = on_a_terminal(program).splitlines()
     assert len(first) <= 80 and second == "  123,456,789" and third == command
 
 

@@ -10,17 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import backends
 from support.runs import history, refused, start
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
-from tokenizers.processors import RobertaProcessing, TemplateProcessing
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, pipeline
 
 from data_prep import CorpusError
@@ -30,7 +22,6 @@ from data_prep.shards import load_manifest, open_shards
 from pretrain.export.export import export
 
 Settings = Callable[..., dict[str, Any]]
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", AddedToken("<mask>", lstrip=True)]
 LARGE = 250_000
 WORDS = [
     "Zürich",
@@ -59,59 +50,22 @@ def texts() -> list[str]:
 
 
 def word_piece(size: int = 200) -> Tokenizer:
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=200, show_progress=False, special_tokens=special)
-    backend.train_from_iterator(texts(), trainer)
+    backend = backends.word_piece(texts(), 200, special)
     if size > backend.get_vocab_size():
         words = sorted(backend.get_vocab(), key=backend.token_to_id)
         # The words that are used come last: their ids need more than 16 bits.
         filler = [f"##unused{i}" for i in range(size - len(words))]
         numbered = {word: i for i, word in enumerate([*special, *filler, *words[len(special) :]])}
         backend.model = models.WordPiece(numbered, unk_token="[UNK]")
-    backend.decoder = decoders.WordPiece()
-    ends = [(name, backend.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
-    backend.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
-    return backend
-
-
-def byte_level() -> Tokenizer:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        show_progress=False,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    backend.train_from_iterator(texts(), trainer)
-    backend.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
-    return backend
-
-
-def unigram() -> Tokenizer:
-    backend = Tokenizer(models.Unigram())
-    backend.normalizer = normalizers.NFKC()
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200, show_progress=False, special_tokens=SPECIAL, unk_token="<unk>"
-    )
-    backend.train_from_iterator(texts(), trainer)
-    backend.post_processor = TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
-    )
     return backend
 
 
 KINDS: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "word-piece": (word_piece, "bert"),
     "large": (lambda: word_piece(LARGE), "bert"),
-    "byte-level": (byte_level, "roberta"),
-    "unigram": (unigram, "roberta"),
+    "byte-level": (lambda: backends.byte_level(texts(), 320), "roberta"),
+    "unigram": (lambda: backends.unigram(texts(), 200), "roberta"),
 }
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from support import backends
 from support.shipped import CONFIGS
 from support.task_data import save_model
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizers.processors import BertProcessing, RobertaProcessing, TemplateProcessing
-from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
+from tokenizers import Tokenizer, models
+from tokenizers.processors import BertProcessing
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -30,7 +30,6 @@ from transformers import (
 
 from pretrain.model.trim import kept_tokens, trimmed_model
 
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", AddedToken("<mask>", lstrip=True)]
 OURS = ["die", "grüßen", "Müller", "am", "Fluß", "wo", "Äpfel", "und", "Öl", "stehen"]
 OTHERS = ["naïve", "Cafés", "Zürich", "verlassen", "niemals", "siebzehn", "unbekannte", "Häuser"]
 
@@ -40,52 +39,26 @@ def texts(words: list[str], num: int, seed: int) -> list[str]:
     return [" ".join(draw.choices(words, k=draw.randint(5, 12))) for _ in range(num)]
 
 
+def corpus() -> list[str]:
+    return texts(OURS + OTHERS, 200, 0)
+
+
 def word_piece() -> Tokenizer:
-    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[unused0]", "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = WordPieceTrainer(vocab_size=140, show_progress=False, special_tokens=special)
-    backend.train_from_iterator(texts(OURS + OTHERS, 200, 0), trainer)
-    backend.decoder = decoders.WordPiece()
-    backend.post_processor = BertProcessing(("[SEP]", 4), ("[CLS]", 3))
-    return backend
-
-
-def byte_level() -> Tokenizer:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(
-        vocab_size=340, show_progress=False, special_tokens=SPECIAL, initial_alphabet=alphabet
-    )
-    backend.train_from_iterator(texts(OURS + OTHERS, 200, 0), trainer)
-    backend.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
-    return backend
-
-
-def unigram() -> Tokenizer:
-    backend = Tokenizer(models.Unigram())
-    backend.normalizer = normalizers.NFKC()
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    trainer = UnigramTrainer(
-        vocab_size=120, show_progress=False, special_tokens=SPECIAL, unk_token="<unk>"
-    )
-    backend.train_from_iterator(texts(OURS + OTHERS, 200, 0), trainer)
-    backend.post_processor = TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
-    )
-    return backend
+    ends = BertProcessing(("[SEP]", 4), ("[CLS]", 3))
+    return backends.word_piece(corpus(), 140, special, ends)
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"intermediate_size": 48, "max_position_embeddings": 66}
 KINDS: dict[str, tuple[Callable[[], Tokenizer], Any, Any]] = {
     "word-piece": (word_piece, BertConfig, BertForMaskedLM),
-    "byte-level": (byte_level, ModernBertConfig, ModernBertForMaskedLM),
-    "unigram": (unigram, XLMRobertaConfig, XLMRobertaForMaskedLM),
+    "byte-level": (
+        lambda: backends.byte_level(corpus(), 340),
+        ModernBertConfig,
+        ModernBertForMaskedLM,
+    ),
+    "unigram": (lambda: backends.unigram(corpus(), 120), XLMRobertaConfig, XLMRobertaForMaskedLM),
 }
 ROLES = {"pad": "<pad>", "cls": "<s>", "sep": "</s>", "bos": "<s>", "eos": "</s>"}
 
@@ -264,7 +237,7 @@ def test_xlm_r_at_its_real_shape(tmp_path: Path) -> None:
     """Trim 250,002 words to 24,000; count what is left on the meta device."""
     words = [f"▁w{i}" for i in range(249_000)]
     letters = [chr(c) for c in range(0x4E00, 0x4E00 + 997)]
-    vocabulary = [(str(token), 0.0) for token in SPECIAL[:4]]
+    vocabulary = [(str(token), 0.0) for token in backends.SPECIAL[:4]]
     vocabulary += [(piece, -float(i)) for i, piece in enumerate([*letters, *words])]
     vocabulary.append(("<mask>", 0.0))
     values = json.loads(Tokenizer(models.Unigram(vocabulary, unk_id=3)).to_str())
