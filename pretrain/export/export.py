@@ -148,7 +148,13 @@ def of_owner(card: str) -> list[Any]:
 def about_run(run: Path) -> About:
     """Return what a run's folder says for its card."""
     values = parse_object((run / "config.json").read_bytes())
-    lines, starts = read_metrics(run / "metrics.jsonl"), [(-math.inf, 0.0)]  # begun, lasted
+    # A line that no run wrote says nothing; `distil replay` refuses it.
+    lines = [
+        line
+        for line in read_metrics(run / "metrics.jsonl")
+        if isinstance(line, dict) and {"kind", "step"} <= line.keys()
+    ]
+    starts = [(-math.inf, 0.0)]  # begun, lasted
     for line in lines:
         if {"time", "elapsed"} <= line.keys():
             begun = line["time"] - line["elapsed"]

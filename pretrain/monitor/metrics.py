@@ -93,11 +93,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     entries = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
-            entry = json.loads(line)
+            entries.append(json.loads(line))
         except ValueError:
             break
-        if isinstance(entry, dict) and {"kind", "step"} <= entry.keys():
-            entries.append(entry)
     return entries
 
 
