@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from pretrain.contracts.terms import Encoded, Shape, Signal, SignalTerm, Term, constant, wide
+from pretrain.contracts.terms import Shape, SignalTerm, Term, wide
 from pretrain.objectives.finetune import labels_term
 from pretrain.objectives.kd import soft_term
-from pretrain.objectives.objective import Objective, Part, check_width, layer_pairs
+from pretrain.objectives.objective import Objective, Part, check_width, layer_pairs, layers_term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -109,16 +109,10 @@ def normalised_term(name: str, weight: float, pairs: Sequence[tuple[int, int]]) 
         variance_E11 = centred_EPD.square().sum((1, 2), keepdim=True) / count_E11
         return centred_EPD / (variance_E11 + _EPSILON).sqrt() / count_E11.sqrt()
 
-    def total(
-        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    def squares(
+        batch: Batch, adapters: nn.ModuleDict, student_BLD: Tensor, teacher_BLD: Tensor
     ) -> Tensor:
-        assert teacher is not None
-        sums = []
-        for ours, theirs in pairs:
-            both = (student, Signal("hidden", ours)), (teacher, Signal("hidden", theirs))
-            s, t = (normalised(of.signals[name], batch.labels[PLACES]) for of, name in both)
-            sums.append((s - t).square().sum())
-        return sum(sums[1:], sums[0])
+        s, t = (normalised(of, batch.labels[PLACES]) for of in (student_BLD, teacher_BLD))
+        return (s - t).square().sum()
 
-    needs = (frozenset(Signal("hidden", pair[i]) for pair in pairs) for i in (0, 1))
-    return SignalTerm(name, constant(weight), "sequences", total, True, *needs)
+    return layers_term(name, weight, "sequences", pairs, squares)

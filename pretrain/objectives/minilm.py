@@ -21,15 +21,11 @@ from pydantic import Field, model_validator
 
 from pretrain import RunError
 from pretrain.contracts.terms import (
-    Encoded,
     Kind,
     Shape,
-    Signal,
-    SignalTerm,
     Term,
-    constant,
 )
-from pretrain.objectives.objective import Objective, Part
+from pretrain.objectives.objective import Objective, Part, layers_term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -134,18 +130,19 @@ class MiniLM(Objective):
 
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return a term for each relation, with weight 1."""
+        from pretrain.kernels.relations import relation_divergence
+
         assert teacher is not None
         self.check(student, teacher)
         heads = self.num_heads(student, teacher)
         ours, theirs = student.num_layers - 1, self.teacher_layer % teacher.num_layers
+
+        def diverged(batch: Batch, _: nn.ModuleDict, *xy: Tensor) -> Tensor:
+            return relation_divergence(xy[:2], xy[2:], batch.documents, heads)
+
         return tuple(
-            relation_term(
-                name,
-                heads=heads,
-                student=(Signal(x, ours), Signal(y, ours)),
-                teacher=(Signal(x, theirs), Signal(y, theirs)),
-            )
-            for name, (x, y) in self._relations.items()
+            layers_term(name, 1.0, "tokens", [(ours, theirs)], diverged, kinds)
+            for name, kinds in self._relations.items()
         )
 
 
@@ -176,29 +173,3 @@ def divergence(student_BALL: Tensor, teacher_BALL: Tensor, tokens_BL: Tensor) ->
     tiny = torch.finfo(teacher_BALL.dtype).tiny
     logs = teacher_BALL.clamp_min(tiny).log() - student_BALL.clamp_min(tiny).log()
     return ((teacher_BALL * logs).sum(-1).mean(1) * tokens_BL).sum()
-
-
-def relation_term(
-    name: str, *, heads: int, student: tuple[Signal, Signal], teacher: tuple[Signal, Signal]
-) -> SignalTerm:
-    """Return a term of `divergence`: how a document's tokens are related in both models.
-
-    Args:
-        name: of the relation.
-        heads: relation heads, which divide both widths.
-        student: the two signals of the student whose products are compared.
-        teacher: those of the teacher.
-    """
-
-    from pretrain.kernels.relations import relation_divergence
-
-    def total(
-        ours: Encoded, theirs: Encoded | None, batch: Batch, adapters: nn.ModuleDict
-    ) -> Tensor:
-        assert theirs is not None
-        x, y = (ours.signals[signal] for signal in student)
-        tx, ty = (theirs.signals[signal] for signal in teacher)
-        return relation_divergence((x, y), (tx, ty), batch.documents, heads)
-
-    needs = frozenset(student), frozenset(teacher)
-    return SignalTerm(name, constant(1.0), "tokens", total, True, *needs)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from data_prep.keys import Keys
 from pretrain import RunError
-from pretrain.contracts.terms import Shape, Term
+from pretrain.contracts.terms import Encoded, Kind, Shape, Signal, SignalTerm, Term, constant
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+    from pretrain.contracts.batch import Batch
 
 
 def layer_pairs(
@@ -40,6 +42,28 @@ def layer_pairs(
     return tuple(enumerate(layers))
 
 
+def even_layers(student: int, teacher: int, who: str, otherwise: str) -> tuple[int, ...]:
+    """Return evenly spaced layers of a teacher that end with its last: 2, 5, 8, 11 for 4 of 12.
+
+    Layer m of the student, from 1, learns from layer m * teacher / student.
+
+    Args:
+        student, teacher: how many layers they have.
+        who: whose key says so, for the message.
+        otherwise: what the user may do if they are not evenly spaced.
+
+    Raises:
+        RunError: they are not.
+    """
+    if teacher % student:
+        raise RunError(
+            f"{who}: the teacher's {teacher} layers are no multiple of the student's {student}; "
+            f"{otherwise}"
+        )
+    step = teacher // student
+    return tuple(range(step - 1, teacher, step))
+
+
 def check_width(name: str, student: Shape, teacher: Shape, otherwise: str = "") -> None:
     """Refuse a student whose hidden states cannot be compared with the teacher's.
 
@@ -54,6 +78,41 @@ def check_width(name: str, student: Shape, teacher: Shape, otherwise: str = "") 
             f"{student.hidden_size} numbers, the teacher's {teacher.hidden_size}; set "
             f"student.hidden_size: {teacher.hidden_size}{otherwise}"
         )
+
+
+def layers_term(
+    name: str,
+    weight: float,
+    over: str,
+    pairs: Sequence[tuple[int, int]],
+    compare: Callable[..., Tensor],
+    kinds: Sequence[Kind] = ("hidden",),
+) -> SignalTerm:
+    """Return a term that compares layers of both models, and is the sum over pairs of them.
+
+    Args:
+        name, weight, over: of the term.
+        pairs: a layer of the student and one of the teacher; of hidden states -1: the embeddings.
+        compare: gets the batch, the adapters, the student's tensor of each kind, then the
+            teacher's, each [B, L, D]; returns a total.
+        kinds: what is compared.
+    """
+
+    def total(
+        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    ) -> Tensor:
+        import torch
+
+        assert teacher is not None
+        sums = []
+        for ours, theirs in pairs:  # one at a time, so that only its scores are in memory
+            of_both = [student.signals[Signal(kind, ours)] for kind in kinds]
+            of_both += [teacher.signals[Signal(kind, theirs)] for kind in kinds]
+            sums.append(compare(batch, adapters, *of_both))
+        return torch.stack(sums).sum()
+
+    needs = (frozenset(Signal(kind, pair[i]) for kind in kinds for pair in pairs) for i in (0, 1))
+    return SignalTerm(name, constant(weight), over, total, True, *needs)
 
 
 class Part(NamedTuple):

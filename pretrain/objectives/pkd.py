@@ -21,10 +21,17 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pretrain import RunError
-from pretrain.contracts.terms import Encoded, Shape, Signal, SignalTerm, Term, constant, wide
+from pretrain.contracts.terms import Shape, SignalTerm, Term, wide
 from pretrain.objectives.finetune import labels_term
 from pretrain.objectives.kd import soft_term
-from pretrain.objectives.objective import Objective, Part, check_width, layer_pairs
+from pretrain.objectives.objective import (
+    Objective,
+    Part,
+    check_width,
+    even_layers,
+    layer_pairs,
+    layers_term,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -88,13 +95,9 @@ class PatientDistillation(Objective):
                 "other; give it 2 layers or more, or take objective kd"
             )
         if layers == "skip":
-            if theirs % ours:
-                raise RunError(
-                    f"objective.layers skip: the teacher's {theirs} layers are no multiple of the "
-                    f"student's {ours}; list {ours - 1} layers of the teacher"
-                )
-            # Layer i of the paper, from 1, learns from layer i * theirs / ours.
-            layers = tuple(range(theirs // ours - 1, theirs - 1, theirs // ours))
+            # The student's last layer learns from logits.
+            instead = f"list {ours - 1} layers of the teacher"
+            layers = even_layers(ours, theirs, "objective.layers skip", instead)[:-1]
         elif layers == "last":
             layers = tuple(range(max(0, theirs - ours), theirs - 1))
         return [*layer_pairs(layers, ours, teacher, but=" but the last")]
@@ -127,23 +130,17 @@ def patience_term(
 
     from pretrain.contracts.batch import PLACES
 
-    def total(
-        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
+    def squares(
+        batch: Batch, adapters: nn.ModuleDict, student_BLD: Tensor, teacher_BLD: Tensor
     ) -> Tensor:
-        assert teacher is not None
         # [CLS] is the first token of an example; one that was left out of the run has no place.
         first_E = batch.labels[PLACES][:, 0]
 
-        def states(encoded: Encoded, layer: int) -> Tensor:
-            hidden_BLD = wide(encoded.signals[Signal("hidden", layer)])
-            cls_ED = hidden_BLD.flatten(0, 1).index_select(0, first_E.clamp(min=0))
+        def cls(hidden_BLD: Tensor) -> Tensor:
+            cls_ED = wide(hidden_BLD).flatten(0, 1).index_select(0, first_E.clamp(min=0))
             return normalize(cls_ED, dim=-1) if normalise else cls_ED
 
-        squares_E = sum(
-            (states(student, ours) - states(teacher, theirs)).square().sum(-1)
-            for ours, theirs in pairs
-        )
+        squares_E = (cls(student_BLD) - cls(teacher_BLD)).square().sum(-1)
         return (squares_E * (first_E >= 0)).sum()
 
-    needs = (frozenset(Signal("hidden", pair[i]) for pair in pairs) for i in (0, 1))
-    return SignalTerm("patience", constant(weight), "sequences", total, True, *needs)
+    return layers_term("patience", weight, "sequences", pairs, squares)

@@ -23,7 +23,7 @@ from pretrain import RunError
 from pretrain.contracts.terms import Shape, Term
 from pretrain.data.hashing import root
 from pretrain.objectives.finetune import TASKS, labels_term
-from pretrain.objectives.objective import Objective, Part
+from pretrain.objectives.objective import Objective, Part, even_layers
 
 _REPLACING = 4  # this use of the seed; order, masking and dropout have other numbers
 
@@ -74,11 +74,7 @@ class Theseus(Objective):
                 f"objective theseus: the student's {ours} layers replace the teacher's, which has "
                 f"{theirs}; set student.num_layers to a divisor of these"
             )
-        if theirs % ours:
-            raise RunError(
-                f"objective theseus: the teacher's {theirs} layers are no multiple of the "
-                f"student's {ours}; set student.num_layers to a divisor"
-            )
+        even_layers(ours, theirs, "objective theseus", "set student.num_layers to a divisor")
         if student[1:3] != teacher[1:3]:
             raise RunError(
                 "objective theseus: the student's layers stand among the teacher's, and have "

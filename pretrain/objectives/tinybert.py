@@ -26,15 +26,14 @@ student's norm stays as it was initialised.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from pretrain import RunError
-from pretrain.contracts.terms import Encoded, Shape, Signal, SignalTerm, Term, constant, wide
+from pretrain.contracts.terms import Shape, Term, wide
 from pretrain.objectives.finetune import TASKS
-from pretrain.objectives.objective import Objective, Part, layer_pairs
+from pretrain.objectives.objective import Objective, Part, even_layers, layer_pairs, layers_term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -86,13 +85,9 @@ class TinyBert(Objective):
     @property
     def parts(self) -> tuple[Part, ...]:
         """Return the terms with a weight above 0."""
+        squares = "mean squared difference of the attention scores"
         found = (
-            Part(
-                "attention",
-                self.attention,
-                "mean squared difference of the attention scores",
-                "pairs",
-            ),
+            Part("attention", self.attention, squares, "pairs"),
             Part("hidden", self.hidden, "that of the hidden states"),
             Part("embedding", self.embedding, "that of the embeddings"),
         )
@@ -101,9 +96,8 @@ class TinyBert(Objective):
     @property
     def sentence(self) -> str:
         """Return the terms, their weights and the map of layers, for the model card."""
-        layers = "evenly spaced layers"
-        if self.layers is not None:
-            layers = f"layers {', '.join(map(str, self.layers))}"
+        listed = ", ".join(map(str, self.layers or ()))
+        layers = f"layers {listed}" if listed else "evenly spaced layers"
         return f"{super().sentence}, with {layers} of the teacher"
 
     def layer_map(self, student: Shape, teacher: Shape) -> tuple[tuple[int, int], ...]:
@@ -115,15 +109,8 @@ class TinyBert(Objective):
         ours, theirs = student.num_layers, teacher.num_layers
         layers = self.layers
         if layers is None:
-            if theirs % ours:
-                raise RunError(
-                    f"objective.layers is missing: the teacher's {theirs} layers are no multiple "
-                    f"of the student's {ours}; list {ours} layers of the teacher, or set "
-                    "student.num_layers to a divisor"
-                )
-            # Layer m of the paper, from 1, learns from layer m * theirs / ours.
-            step = theirs // ours
-            layers = tuple(range(step - 1, theirs, step))
+            instead = f"list {ours} layers of the teacher, or set student.num_layers to a divisor"
+            layers = even_layers(ours, theirs, "objective.layers is missing", instead)
         return layer_pairs(layers, ours, teacher)
 
     def adapters(self, student: Shape, teacher: Shape | None) -> nn.ModuleDict:
@@ -148,28 +135,33 @@ class TinyBert(Objective):
 
     def terms(self, student: Shape, teacher: Shape | None) -> tuple[Term, ...]:
         """Return the terms with a weight above 0."""
+        from pretrain.kernels.relations import score_difference
+
         assert teacher is not None
         self.check(student, teacher)
         layers = self.layer_map(student, teacher)
 
+        def scored(batch: Batch, _: nn.ModuleDict, *qk: Tensor) -> Tensor:
+            return score_difference(qk[:2], qk[2:], batch.documents, teacher.num_heads)
+
         # The authors' code has both terms in one list, of which the embeddings are entry 0.
-        embedded = Signal("hidden", -1)
-        hidden = [(Signal("hidden", ours), Signal("hidden", theirs)) for ours, theirs in layers]
-        terms: tuple[tuple[float, Term], ...] = (
-            (self.attention, scores_term(self.attention, heads=teacher.num_heads, layers=layers)),
-            (
-                self.hidden,
-                adapted_mse_term("hidden", self.hidden, pairs=hidden, adapter=_ADAPTER),
-            ),
-            (
-                self.embedding,
-                adapted_mse_term(
-                    "embedding", self.embedding, pairs=[(embedded, embedded)], adapter=_ADAPTER
-                ),
-            ),
+        found = (
+            layers_term("attention", self.attention, "pairs", layers, scored, ("query", "key")),
+            layers_term("hidden", self.hidden, "tokens", layers, adapted_squares),
+            layers_term("embedding", self.embedding, "tokens", [(-1, -1)], adapted_squares),
         )
+        weights = self.attention, self.hidden, self.embedding
         # A term of weight 0 would cost its whole computation and change nothing.
-        return tuple(term for weight, term in terms if weight > 0)
+        return tuple(term for term, weight in zip(found, weights, strict=True) if weight > 0)
+
+
+def adapted_squares(
+    batch: Batch, adapters: nn.ModuleDict, student_BLD: Tensor, teacher_BLD: Tensor
+) -> Tensor:
+    """Compute the sum over tokens of the mean over the width of (W H + b - H')^2."""
+    adapted_BLD = adapters[_ADAPTER](student_BLD)
+    squares_BL = (wide(adapted_BLD) - wide(teacher_BLD)).square().mean(-1)
+    return (squares_BL * batch.packing.token_mask).sum()
 
 
 def scores(query_BLD: Tensor, key_BLD: Tensor, heads: int) -> Tensor:
@@ -191,65 +183,3 @@ def squared_difference(student_BALL: Tensor, teacher_BALL: Tensor, pairs_BLL: Te
     kept = (s.masked_fill(s <= -1e2, 0.0) for s in (student_BALL, teacher_BALL))
     squares_BLL = (next(kept) - next(kept)).square().mean(1)
     return squares_BLL.masked_fill(~pairs_BLL, 0.0).sum()
-
-
-def adapted_mse_term(
-    name: str, weight: float, *, pairs: Sequence[tuple[Signal, Signal]], adapter: str
-) -> SignalTerm:
-    """Return L_hid or L_emb, the mean squared difference of hidden states.
-
-    Args:
-        name, weight: of the term.
-        pairs: a signal of the student and one of the teacher; the sum over pairs is taken.
-        adapter: the name of the module that brings the student's to the teacher's width.
-    """
-
-    import torch
-
-    def total(
-        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
-    ) -> Tensor:
-        assert teacher is not None
-        # A mean over the width, as an MSE has it. `count` makes the sum a mean over tokens.
-        values_BL = [
-            (wide(adapters[adapter](student.signals[ours])) - wide(teacher.signals[theirs]))
-            .square()
-            .mean(-1)
-            for ours, theirs in pairs
-        ]
-        return torch.stack([(x_BL * batch.packing.token_mask).sum() for x_BL in values_BL]).sum()
-
-    needs = frozenset(ours for ours, _ in pairs), frozenset(theirs for _, theirs in pairs)
-    return SignalTerm(name, constant(weight), "tokens", total, True, *needs)
-
-
-def scores_term(weight: float, *, heads: int, layers: Sequence[tuple[int, int]]) -> SignalTerm:
-    """Return L_att, the mean squared difference of attention scores.
-
-    Args:
-        weight: of the term.
-        heads: attention heads of both models.
-        layers: one of the student and one of the teacher; the sum over these pairs is taken.
-    """
-    import torch
-
-    from pretrain.kernels.relations import score_difference
-
-    both = [
-        tuple((Signal("query", layer), Signal("key", layer)) for layer in pair) for pair in layers
-    ]
-
-    def total(
-        student: Encoded, teacher: Encoded | None, batch: Batch, adapters: nn.ModuleDict
-    ) -> Tensor:
-        assert teacher is not None
-        # One layer at a time, so that only its scores are in memory.
-        sums = []
-        for (query, key), (teacher_query, teacher_key) in both:
-            ours = student.signals[query], student.signals[key]
-            theirs = teacher.signals[teacher_query], teacher.signals[teacher_key]
-            sums.append(score_difference(ours, theirs, batch.documents, heads))
-        return torch.stack(sums).sum()
-
-    needs = (frozenset(signal for pair in both for signal in pair[i]) for i in (0, 1))
-    return SignalTerm("attention", constant(weight), "pairs", total, True, *needs)

@@ -25,8 +25,9 @@ from pretrain.contracts.packing import find_documents
 from pretrain.data.order import Order
 from pretrain.deploy.session import Session
 from pretrain.export.export import export
+from pretrain.model.bi_lstm_encoder import BiLstmConfig
+from pretrain.model.bi_lstm_heads import BiLstmForSequenceClassification
 from pretrain.model.families import FAMILIES, encode
-from pretrain.model.families.bi_lstm import BiLstmConfig, BiLstmForSequenceClassification
 from pretrain.model.task_head import TaskHead
 from pretrain.model.word_vectors import read_vectors
 from pretrain.objectives.kd import SoftLabels

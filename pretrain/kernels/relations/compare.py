@@ -35,8 +35,8 @@ Formula = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def relation_divergence(
-    student: tuple[Tensor, Tensor],
-    teacher: tuple[Tensor, Tensor],
+    student: tuple[Tensor, ...],
+    teacher: tuple[Tensor, ...],
     documents: Documents,
     heads: int,
 ) -> Tensor:
@@ -55,8 +55,8 @@ def relation_divergence(
 
 
 def score_difference(
-    student: tuple[Tensor, Tensor],
-    teacher: tuple[Tensor, Tensor],
+    student: tuple[Tensor, ...],
+    teacher: tuple[Tensor, ...],
     documents: Documents,
     heads: int,
 ) -> Tensor:
