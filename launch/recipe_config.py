@@ -87,6 +87,67 @@ class TrimKeys(Keys):
     """The most frequent tokens, so many in all, in place of `min_count`."""
 
 
+class PruneKeys(Keys):
+    """Configure a model with fewer heads and neurons: pretrain/tasks/importance.py.
+
+    Its output is a folder like the model's. A run that continues it (`student.init`, with the model
+    before as teacher) wins back quality.
+    """
+
+    stage: Literal["prune"] = "prune"
+    output: Path
+    """Folder of the new model."""
+    model: str
+    """Run, folder or hub name, with the head of a task or a masked-language-model head."""
+    shards: Path
+    """Of its task, or a corpus for a masked language model."""
+    heads: int | None = Field(None, ge=1)
+    """Attention heads that stay in a layer, on average. None: all. No class of transformers loads
+    fewer heads of the same width: they become zeros, and an export with ONNX leaves them out.
+    """
+    even_heads: bool = False
+    """As many heads stay in each layer."""
+    intermediate_size: int | None = Field(None, ge=1)
+    """Neurons that stay in the feed-forward part of each layer. None: all."""
+    multiple_of: int = Field(8, ge=1)
+    """That `intermediate_size` is, as matrix products are faster so."""
+    importance: Literal["self-supervised", "labels", "magnitude", "random"] = "self-supervised"
+    """What chooses them: how the loss against the model before would change without them, how that
+    of the labels would, the size of their weights, or chance.
+    """
+    rounds: int = Field(16, ge=1, le=1000)
+    """In which they go, each by scores of what is left; of magnitude and random one."""
+    documents: int = Field(512, ge=1)
+    """Training rows that are read in each round."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Of which rows, and of drawn labels."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_size(cls, values: Any) -> Any:
+        size = values.get("intermediate_size") if isinstance(values, dict) else None
+        if isinstance(size, list | tuple | dict):
+            raise ValueError(
+                "intermediate_size: no class of transformers loads layers of several sizes; give "
+                "one number for all"
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _something_goes(self) -> PruneKeys:
+        size, factor = self.intermediate_size, self.multiple_of
+        if self.heads is None and size is None:
+            raise ValueError("nothing would go: set heads or intermediate_size")
+        if size is not None and size % factor:
+            below = size // factor * factor
+            near = f"{below} or {below + factor}" if below else f"{factor}"
+            raise ValueError(
+                f"intermediate_size {size} is no multiple of {factor}: take {near}, or set "
+                "multiple_of: 1"
+            )
+        return self
+
+
 class EvaluateKeys(Keys):
     """Configure a measurement of a recipe, as `distil evaluate MODELS --data DATA` makes it."""
 
@@ -192,6 +253,7 @@ Stages = (
     | ExamplesKeys
     | AugmentKeys
     | TrimKeys
+    | PruneKeys
     | ScoresKeys
     | EvaluateKeys
     | ExportKeys

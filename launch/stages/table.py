@@ -15,6 +15,7 @@ from launch.stages.estimate import cost_lines
 from launch.stages.evaluate import Evaluate
 from launch.stages.export import Export
 from launch.stages.prepare import Examples, Prepare
+from launch.stages.prune import Prune
 from launch.stages.scores import Scores
 from launch.stages.stage import How, Stage, made_by, real
 from launch.stages.sweep import Sweep
@@ -32,6 +33,7 @@ STAGES: dict[str, type[Stage]] = {
     "examples": Examples,
     "augment": Augment,
     "trim": Trim,
+    "prune": Prune,
     "evaluate": Evaluate,
     "scores": Scores,
     "export": Export,

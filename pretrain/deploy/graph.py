@@ -52,6 +52,7 @@ from pretrain.deploy.session import (
 )
 from pretrain.model.families import FAMILIES
 from pretrain.model.pooling import ACTIVATIONS, SentenceHead
+from pretrain.model.prune import cut_zero_heads
 from pretrain.model.sentences import read_head
 
 OPSET = 20  # the first with Gelu as one operator
@@ -126,6 +127,7 @@ def load_graph(folder: Path) -> Graph:
     load, outputs = found[0] if found and not modules else (AutoModel, [])
     # Without SDPA the graph has a fifth of the nodes fewer.
     model = load.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    cut_zero_heads(model)
     head = None
     if modules:
         head = read_head(str(folder), folder, model.config.hidden_size).eval()

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import ModelCard
-from rich.filesize import decimal
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
@@ -19,9 +17,10 @@ from data_prep.shards.manifest import TOKEN_COUNTS
 from data_prep.tokens.comparison import difference
 from pretrain import RunError
 from pretrain.export.export import body, sentence_modules
+from pretrain.export.smaller import write_smaller
 from pretrain.model import tokenizer_files
 from pretrain.model.families import family_of
-from pretrain.model.folder import Loaded, read_model, write_model
+from pretrain.model.folder import Loaded, read_model
 from pretrain.model.trim import (
     Ids,
     kept_tokens,
@@ -29,7 +28,6 @@ from pretrain.model.trim import (
     trimmed_model,
     trimmed_tokenizer,
 )
-from pretrain.monitor.tables import escaped
 
 _ROWS = 64  # of validation, whose outputs are compared
 _WORDS = 20  # tokens in a text that both tokenizers cut
@@ -78,21 +76,19 @@ def trim(
         tokenizer["vocab.txt"] = "".join(f"{strings[i]}\n" for i in kept).encode()
     small = trimmed_model(model, kept)
 
-    def extra(place: Path) -> None:
-        for path, data in modules.items():
-            (place / path).parent.mkdir(exist_ok=True)
-            (place / path).write_bytes(data)
-
-    title, config = Path(name).name, model.config
-    said = f"{config.vocab_size:,} -> {len(kept):,} tokens"
-    card = ModelCard(
-        f"---\nlibrary_name: transformers\n---\n\n# {escaped(title)}, {len(kept):,} tokens\n\n"
-        f"The weights are those of `{title}`. Of its {config.vocab_size:,} tokens those are left "
-        f"that a corpus uses (digest `{manifest.digest}`).\n"
+    before = f"{model.config.vocab_size:,}"
+    write_smaller(
+        folder,
+        model,
+        small,
+        tokenizer=tokenizer,
+        modules=modules,
+        name=name,
+        left=f"{len(kept):,} tokens",
+        how=f"Of its {before} tokens those are left that a corpus uses (digest "
+        f"`{manifest.digest}`).",
+        say=lambda line: say(f"{before} -> {line}"),
     )
-    write_model(small, folder, tensors={}, tokenizer=tokenizer, card=card, extra=extra)
-    before, after = (4 * sum(p.numel() for p in m.parameters()) for m in (model, small))
-    say(f"{said}, {decimal(before)} -> {decimal(after)} in fp32")
     cuts = (
         Tokenizer.from_str(json.dumps(values)),
         Tokenizer.from_file(str(folder / "tokenizer.json")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pretrain.model.families.family import Family, MaskedLM
+from pretrain.model.families.family import Blocks, Family, MaskedLM
 from pretrain.model.families.walk import (
     FAMILIES,
     encode,
@@ -12,4 +12,14 @@ from pretrain.model.families.walk import (
     walk,
 )
 
-__all__ = ["FAMILIES", "Family", "MaskedLM", "encode", "family_of", "has_types", "shape_of", "walk"]
+__all__ = [
+    "FAMILIES",
+    "Blocks",
+    "Family",
+    "MaskedLM",
+    "encode",
+    "family_of",
+    "has_types",
+    "shape_of",
+    "walk",
+]

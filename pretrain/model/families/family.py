@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -17,6 +17,18 @@ from pretrain.contracts.terms import Kind
 from pretrain.kernels.head import Projection
 
 MaskedLM = PreTrainedModel  # a `...ForMaskedLM` of one of the families
+
+
+class Blocks(NamedTuple):
+    """Name the linear layers of a layer: what reads its heads and neurons, and what makes them.
+
+    The output of a layer before is once or several times all heads, or all neurons, side by side.
+    """
+
+    into_heads: tuple[nn.Linear, ...]
+    out_of_heads: nn.Linear
+    into_neurons: nn.Linear
+    out_of_neurons: nn.Linear
 
 
 class Family(ABC):
@@ -40,9 +52,15 @@ class Family(ABC):
 
     def layers(self, model: Any) -> nn.ModuleList:
         """Return the layers, from the embeddings to the head."""
-        # One name says where layers are, in the model and in its weights.
-        layers: Any = model.get_submodule(self.layer_prefix.removesuffix("."))
+        # One name says where layers are, in the model and in its weights. It begins with the
+        # encoder's, which is the model itself where that has no head.
+        place = self.layer_prefix.removesuffix(".").partition(".")[2]
+        layers: Any = model.base_model.get_submodule(place)
         return layers
+
+    def blocks(self, model: Any, index: int) -> Blocks:
+        """Return the linear layers of a layer, of a family with attention."""
+        raise NotImplementedError
 
     @abstractmethod
     def embed(

@@ -21,7 +21,7 @@ from pretrain.contracts.packing import Packing
 from pretrain.contracts.terms import Kind
 from pretrain.kernels.attention import attend
 from pretrain.kernels.head import Projection
-from pretrain.model.families.family import Family
+from pretrain.model.families.family import Blocks, Family
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 
@@ -67,6 +67,11 @@ class ModernBert(Family):
             both_halves = torch.cat((turned, turned), dim=-1)
             angles[kind] = both_halves.cos().to(hidden.dtype), both_halves.sin().to(hidden.dtype)
         return Rotated(packing, angles)
+
+    def blocks(self, model: Any, index: int) -> Blocks:
+        """Return the linear layers of a layer: those of query, key and value are one."""
+        layer: Any = self.layers(model)[index]
+        return Blocks((layer.attn.Wqkv,), layer.attn.Wo, layer.mlp.Wi, layer.mlp.Wo)
 
     def layer(
         self, model: Any, index: int, hidden: Tensor, prepared: Rotated, kinds: frozenset[Kind]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pretrain.contracts.packing import Packing
 from pretrain.contracts.terms import Kind
 from pretrain.kernels.attention import attend
-from pretrain.model.families.family import Family
+from pretrain.model.families.family import Blocks, Family
 
 
 class Parts(NamedTuple):
@@ -60,6 +60,11 @@ class PostNorm(Family):
     @abstractmethod
     def parts(self, model: Any, index: int) -> Parts:
         """Return the parts of a layer."""
+
+    def blocks(self, model: Any, index: int) -> Blocks:
+        """Return the linear layers of a layer."""
+        part: Any = self.parts(model, index)
+        return Blocks((part.query, part.key, part.value), part.out, part.up, part.down)
 
     def layer(
         self, model: Any, index: int, hidden: Tensor, packing: Packing, kinds: frozenset[Kind]

@@ -1,0 +1,59 @@
+"""Prune: write a model with its most important heads and neurons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from launch.recipe_config import PruneKeys
+from launch.stages.smaller import Smaller
+from pretrain import RunError
+from pretrain.plan import Sizes
+
+
+class Prune(Smaller):
+    """Prune heads and neurons."""
+
+    keys = PruneKeys
+    name = "prune"
+    own: ClassVar = Smaller.own | {"multiple_of"}
+
+    @property
+    def title(self) -> str:
+        """Return which model it prunes."""
+        return f"heads and neurons of {self.config.model}"
+
+    def plan(self, sizes: Sizes | None) -> tuple[Sizes | None, list[str]]:
+        """Return the sizes of the new model, and what a class of transformers loads of them."""
+        heads, neurons = self.config.heads, self.config.intermediate_size
+        lines = []
+        if sizes is not None:
+            self._check(sizes)
+        if neurons is not None:
+            old = f"{sizes.intermediate_size:,} -> " if sizes else ""
+            lines += [f"{old}{neurons:,} neurons in each layer: a smaller folder"]
+            sizes = sizes and sizes._replace(intermediate_size=neurons)
+        if heads is not None:
+            old = f"{sizes.num_attention_heads} -> " if sizes else ""
+            lines += [
+                f"{old}{heads} heads in a layer: zeros in the folder, as no class loads fewer; "
+                "left out by an export with ONNX"
+            ]
+        return sizes, lines
+
+    def _check(self, sizes: Sizes) -> None:
+        model, config = self.config.model, self.config
+        if sizes.family == "bilstm":
+            raise RunError(f"model {model}: a bilstm has no heads, and no feed-forward part")
+        for key, of in (
+            ("heads", sizes.num_attention_heads),
+            ("intermediate_size", sizes.intermediate_size),
+        ):
+            if (getattr(config, key) or 0) > of:
+                raise RunError(f"{key} {getattr(config, key):,}: {model} has {of:,}")
+
+    def writer(self) -> Callable[..., None]:
+        """Return `prune`."""
+        from pretrain.export.pruning import prune
+
+        return prune
