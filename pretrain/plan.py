@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards import load_manifest
 from pretrain import RunError
-from pretrain.config import RunConfig, Student
+from pretrain.config import Projected, RunConfig, Student
 from pretrain.contracts.terms import DISTILBERT_NAMES, Shape
 from pretrain.data.order import Order
 from pretrain.run_folder import sealed_state
@@ -117,9 +117,10 @@ def student_sizes(config: Student, teacher: Sizes) -> Sizes:
             "a DistilBERT does not have; set student.architecture: same"
         )
     layers = teacher.num_hidden_layers
-    listed = config.init if not isinstance(config.init, str) else ()
+    listed = config.init if isinstance(config.init, tuple) else ()
+    projects = isinstance(config.init, Projected)
     num_layers = len(listed) or config.num_layers or max(1, layers // 2)
-    if config.init == "teacher" and num_layers > layers:
+    if (config.init == "teacher" or projects) and num_layers > layers:
         raise RunError(
             f"student.num_layers {num_layers} is more than the teacher's {layers}; "
             "ask for fewer, or set student.init: random"
@@ -132,8 +133,10 @@ def student_sizes(config: Student, teacher: Sizes) -> Sizes:
         if own not in (None, there) and (listed or config.init == "teacher"):
             raise RunError(
                 f"student.{name} {own}: the teacher has {there}, so its layers cannot be "
-                "copied; set student.init: random"
+                "copied; set student.init: random, or {project: teacher} for fewer"
             )
+        if projects and own is not None and own > there:
+            raise RunError(f"student.{name} {own}: is more than the teacher's {there}")
         sizes = sizes._replace(**{name: own or there})
     if sizes.hidden_size % sizes.num_attention_heads:
         raise RunError(

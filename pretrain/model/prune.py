@@ -40,6 +40,13 @@ class Way(NamedTuple):
         """Return how many numbers a unit is."""
         return self.reads.in_features // self.num
 
+    def squares(self) -> Tensor:
+        """Return the sum of the squares of all weights that make or read each number of a unit."""
+        found = self.reads.weight.square().sum(0).view(self.num, self.width)
+        for linear in self.makes:
+            found = found + linear.weight.square().sum(1).view(-1, *found.shape).sum(0)
+        return found
+
     def rows(self, linear: nn.Linear, kept: Tensor) -> Tensor:
         """Return which rows of a layer that makes the units belong to some of them."""
         return kept.repeat_interleave(self.width).repeat(
@@ -62,14 +69,10 @@ def ways(model: PreTrainedModel) -> Iterator[tuple[Way, Way]]:
 def magnitudes(model: PreTrainedModel) -> Units:
     """Return the norm of all weights that make or read a head or a neuron."""
 
-    def norms(way: Way) -> Tensor:
-        squares = way.reads.weight.square().sum(0).view(way.num, -1).sum(1)
-        for linear in way.makes:
-            squares += linear.weight.square().sum(1).view(-1, way.num, way.width).sum((0, 2))
-        return squares.sqrt()
-
-    heads, neurons = zip(*([norms(way) for way in both] for both in ways(model)), strict=True)
-    return Units(torch.stack(heads).cpu(), torch.stack(neurons).cpu())
+    found = zip(
+        *([way.squares().sum(1).sqrt() for way in both] for both in ways(model)), strict=True
+    )
+    return Units(*(torch.stack(layers).cpu() for layers in found))
 
 
 @torch.no_grad()

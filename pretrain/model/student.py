@@ -12,13 +12,14 @@ from transformers import DistilBertForMaskedLM
 from data_prep.messages import first_line
 from data_prep.shards import Manifest
 from pretrain import RunError
-from pretrain.config import Model, Student
+from pretrain.config import Model, Projected, Student
 from pretrain.model.families import FAMILIES, Family, MaskedLM, family_of
 from pretrain.model.families.bert import Bert
 from pretrain.model.families.bi_lstm import BiLstm
 from pretrain.model.families.distil_bert import DistilBert
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length, reinitialise
+from pretrain.model.project import project
 from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
 from pretrain.model.word_vectors import read_vectors
 from pretrain.plan import Sizes, default_layers, student_sizes
@@ -86,10 +87,11 @@ def build_student(
         )
 
     layers: tuple[int, ...] = ()  # of the teacher, that it starts from
-    if config.init == "teacher":
+    projects = isinstance(config.init, Projected)
+    if config.init == "teacher" or projects:
         period = family.period(theirs) if architecture == kind else 1
         layers = default_layers(theirs.num_hidden_layers, num_layers, period)
-    elif not isinstance(config.init, str):
+    elif isinstance(config.init, tuple):
         layers = config.init
 
     # Build it, and fill it.
@@ -102,7 +104,11 @@ def build_student(
     numbers = " and ".join(", ".join(map(str, layers)).rsplit(", ", 1))
     begun = f"the teacher's layer{'s' if len(layers) > 1 else ''} {numbers}"
     notes.append(f"the student began from {begun if layers else 'random weights'}")
-    if not layers:
+    if projects:
+        alike = {"init": "teacher", **dict.fromkeys(_SIZES)}
+        project(build_student(config.model_copy(update=alike), teacher, seed), student)
+        notes[-1] += ", cut to the largest weights for its width"
+    elif not layers:
         reinitialise(student, seed)
         family.initialise(student, seed)
         if vectors is not None:
