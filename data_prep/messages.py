@@ -65,10 +65,12 @@ def error_line(error: BaseException, limit: int = 200) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time in seconds, minutes or hours."""
+    """Return a span of time in seconds, minutes, hours or days."""
     if seconds < 120:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 72 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def megabytes(num: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -57,13 +57,29 @@ def show(*lines: str) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: the first column left-aligned, the others right-aligned."""
-    table = Table()
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(one_line(cell)) for cell in row))  # Text: brackets are no markup
-    console.print(table)
+    """Print a table: the first column left-aligned, the others right-aligned.
+
+    Columns that a terminal has no room for follow in tables of their own, below.
+    """
+    cells = [[one_line(cell) for cell in row] for row in rows]
+
+    def width(i: int) -> int:
+        words = columns[i].replace("-", "- ").split()
+        return max(len(text) for text in (*words, *(row[i] for row in cells), "")) + 3
+
+    groups, room = [list[int]()], console.width - 1 - min(width(0), console.width // 2)
+    for i in range(1, len(columns)):
+        if groups[-1] and sum(map(width, [*groups[-1], i])) > room:
+            groups.append([])
+        groups[-1].append(i)
+    for group in groups:
+        table = Table()
+        for i in (0, *group):
+            justify: Literal["left", "right"] = "right" if i else "left"
+            table.add_column(columns[i], justify=justify, overflow="fold")
+        for row in cells:
+            table.add_row(*(Text(row[i]) for i in (0, *group)))  # Text: brackets are no markup
+        console.print(table)
 
 
 def counts(label: str, values: Mapping[str, int]) -> str:
@@ -193,12 +209,14 @@ class Training:
         if values["data_wait"] > _WAITS:
             parts.append(f"wait {values['data_wait']:.0%}")
         parts += [*terms, f"lr {values['learning_rate']:.2e}", f"norm {values['grad_norm']:.2f}"]
-        # What does not fit is in metrics.jsonl.
+        # What does not fit is in the log, and in metrics.jsonl.
         line = f"{time.strftime('%H:%M:%S')} +{_clock(now - start)}  step {step}/{total}"
+        whole = "  ".join([line, *parts])
         for part in parts:
             if len(line) + 2 + len(part) <= _COLUMNS:
                 line += f"  {part}"
-        self.say(line)
+        show(line)
+        self._keep(whole)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Print the validation figures on a line."""

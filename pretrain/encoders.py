@@ -6,8 +6,7 @@ Shapes: n texts or pairs, W and V widths of vectors.
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +18,13 @@ from data_prep.tokens import of_shards
 from pretrain import RunError
 from pretrain.deploy.session import OnnxEncoder, model_folder
 from pretrain.evaluate import students_at_start
-from pretrain.files import replace_json
 from pretrain.model.folder import Loaded, model_config, read_model
 from pretrain.model.model_files import read_tokenizer
 from pretrain.model.pooling import SentenceHead
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.teacher import Teacher
 from pretrain.monitor.figures import Figure, interval, resamples
-from pretrain.run_folder import MEASURED, onnx_file, sealed_state
+from pretrain.run_folder import onnx_file
 
 DOCUMENTS = 512  # of the validation rows: 131,000 pairs
 FEWEST_PAIRS = 5
@@ -311,20 +309,3 @@ def evaluate_encoders(
     say(f"{len(texts):,} validation documents of {data}")
     vectors = {name: encoder(texts) for name, encoder in encoders.items()}
     return {name: compare_vectors(found, vectors[teacher]) for name, found in vectors.items()}
-
-
-def keep_figures(
-    run: Path, data: Path, teacher: str | None, found: Mapping[str, Mapping[str, Figure]]
-) -> None:
-    """Keep the figures of a run's newest checkpoint in its folder, for the card of an export."""
-    sealed, file = sealed_state(run), run / MEASURED
-    if sealed is None:
-        return
-    step = sealed[1]["step"]
-    known = json.loads(file.read_bytes()) if file.exists() else {}
-    tables = known["tables"] if known.get("step") == step else {}
-    # A published card names no folder of this machine.
-    names = {teacher: "teacher", str(run): "student"}
-    rows = [[names.get(n, n), {k: str(v) for k, v in row.items()}] for n, row in found.items()]
-    tables[f"pairs of {data.name}" if data.is_file() else "validation documents"] = rows
-    replace_json(file, {"step": step, "tables": tables})

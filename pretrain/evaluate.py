@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from pretrain.config import Projected
 from pretrain.contracts.terms import TeacherLabels
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM
@@ -119,10 +120,13 @@ def students_at_start(
         if sealed is None or config is None or not layers:
             continue
         weights = weights or parameters_sha256(teacher.model)
-        key = (layers, config.student.architecture)
+        begun = config.student
+        sizes = begun.hidden_size, begun.num_attention_heads, begun.intermediate_size
+        key = (layers, begun.architecture, sizes)
         if key in found or sealed[1]["teacher"]["sha256"] != weights:
             continue
-        begun = config.student.model_copy(update={"init": layers, "num_layers": None})
+        if not isinstance(begun.init, Projected):
+            begun = begun.model_copy(update={"init": layers, "num_layers": None})
         model = build_student(begun, teacher, config.train.seed, needs_head=needs_head)
         found[key] = name, model.eval()
     return {

@@ -6,14 +6,12 @@ import json
 import re
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from data_prep.keys import Keys
 from launch.commands import Config, Overrides
-
-if TYPE_CHECKING:
-    from data_prep.keys import Keys
 
 config = typer.Typer(
     no_args_is_help=True, help="Explain the keys of a config file; show and compare files."
@@ -23,7 +21,9 @@ Kind = Literal["run", "corpus", "examples", "recipe"]
 
 @config.command("keys")
 def keys(
-    prefix: Annotated[str, typer.Argument(help="Only keys that begin so: train, or mask.")] = "",
+    prefix: Annotated[
+        str, typer.Argument(help="Only keys with a part that begins so: train, or learning_rate.")
+    ] = "",
     kind: Annotated[Kind | None, typer.Option(help="Only keys of such a file.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/config.md.")] = False,
 ) -> None:
@@ -46,7 +46,7 @@ def keys(
     for each in [kind] if kind else reference.KINDS:
         group = None
         for key in reference.keys(each):
-            if not key.path.startswith(prefix):
+            if not key.path.startswith(prefix) and f".{prefix}" not in f".{key.path}":
                 continue
             if group != (each, key.section):
                 group = each, key.section
@@ -56,10 +56,11 @@ def keys(
             needed = "; required" if key.default == "required" else ""
             head = f"{key.path}: {key.values}{default}{needed}"
             show(textwrap.fill(head, 80, initial_indent="  ", subsequent_indent="    "))
-            show(textwrap.fill(key.text, 80, initial_indent="      ", subsequent_indent="      "))
+            for line in textwrap.wrap(key.text, 74):
+                show(f"      {line}")
             found = True
     if not found:
-        raise RunError(f"{prefix}: no key begins so; distil config keys shows all")
+        raise RunError(f"{prefix}: no part of a key begins so; distil config keys shows all")
 
 
 @config.command("schema")
@@ -89,19 +90,24 @@ def show_file(
 ) -> None:
     """Check a file, and print its keys as they are read, overrides included.
 
-    Sweeps and defaults of a recipe are written out: this is for reading. Passwords in URLs are left
-    out.
+    Sweeps and defaults of a recipe are written out: this is for reading. Passwords are left out.
 
     Example: distil config show configs/demo.yaml --diff runs/demo
     """
     from data_prep.disk.credentials import masked
     from launch.config import as_yaml
     from pretrain import RunError
+    from pretrain.config import RunConfig
     from pretrain.run_folder import flatten
 
     ours = loaded(file, overrides or [])
     if diff is None:
         values = ours.model_dump(mode="json", exclude_unset=not resolved)
+        # What a run leaves out of the config that it keeps: its job, and sections at their default.
+        for name, section in ours if isinstance(ours, RunConfig) else ():
+            if name not in values and isinstance(section, Keys):
+                own = section.model_dump(mode="json", exclude_defaults=not resolved)
+                values |= {name: own} if own else {}
         typer.echo(masked(as_yaml(values)), nl=False)
         return
     if resolved:

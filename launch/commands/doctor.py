@@ -39,12 +39,18 @@ def doctor(
     Example: distil doctor configs/demo.yaml
     """
     from launch.checks import findings
-    from launch.config import load_config
+    from launch.config import kind_of, load_config
+    from launch.recipe_config import Recipe
     from launch.torchrun.start import Launch, meeting_point
     from launch.torchrun.sums import measure
     from pretrain import RunError
     from pretrain.config import RunConfig
 
+    if config is not None and kind_of(config, overrides or []) is Recipe:
+        raise RunError(
+            f"{config}: is a recipe; its dry run checks its stages: distil recipe {config} "
+            "--dry-run. Without a file, or with a run's, doctor checks the machine"
+        )
     run = load_config(RunConfig, config, overrides or []) if config is not None else None
     asked = Launch(config or Path(), [], nodes=nodes, gpus=gpus, node_rank=node_rank, head=head)
     if not distributed and (nodes, gpus, node_rank, head) != (1, None, None, None):

@@ -18,6 +18,9 @@ def report(
     html: Annotated[
         Path | None, typer.Option(help="Write one page with curves to this file.", metavar="FILE")
     ] = None,
+    text: Annotated[
+        bool, typer.Option("--text", help="Show it in the terminal: the default.")
+    ] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Show it again every 5 s until all have ended.")
     ] = False,
@@ -28,15 +31,26 @@ def report(
 
     Example: distil report runs/demo/student --html report.html
     """
+    from pretrain import RunError
     from pretrain.files import replace_text
     from pretrain.monitor import report as of
 
     while True:
-        found = [of.report(run) for run in runs]
+        found, missing = [], list[str]()
+        for run in runs:
+            try:
+                found.append(of.report(run))
+            except RunError as error:
+                if len(runs) == 1:
+                    raise
+                missing.append(str(error))
+        if not found:
+            raise RunError(missing[0])
         if watch and console.is_terminal:
             console.clear()
         for each in found:
             show(*of.text(each))
+        show(*missing)
         if html is not None:
             html.parent.mkdir(parents=True, exist_ok=True)
             replace_text(html, of.html(found))

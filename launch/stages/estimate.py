@@ -107,11 +107,14 @@ def run_lines(
     if config.model is not None:
         row_length = min(row_length, config.model.max_position_embeddings)
     name = config.teacher or (config.model.init if config.model is not None else None)
-    if name is not None and (read := _read(name)) is not None:
+    read = _read(name) if name is not None else None
+    if read is not None and name is not None:
         made[real(name)] = Sizes.of(read)
         row_length = min(row_length, read.get("max_position_embeddings", row_length))
         vocabulary = read.get("vocab_size", vocabulary)
     lines = []
+    if name is not None and read is None and not Path(name).exists():
+        lines.append(f"{name}: no hub answers, and no cache has it: its sizes are not known")
     if tokens is not None:
         if not tokens < 1e18:
             raise RunError(
@@ -215,7 +218,8 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str
         if where.nodes > 1:
             seconds = sent / _NETWORK
             whole = duration(seconds * steps)
-            line += f": {seconds:.2g} s between nodes at 25 Gbit/s, {whole} of the run"
+            line += f": {seconds:.2g} s between nodes at 25 Gbit/s, {whole} in all, which the "
+            line += "estimate leaves out and the backward pass hides in part"
         lines.append(line)
     return lines
 
@@ -223,7 +227,10 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str
 def _with_precision(config: RunConfig, used: Device) -> RunConfig:
     """Replace `precision: auto` by this machine's choice, or check another for its device."""
     if config.train.precision != "auto":
-        check_precision(config.train.precision, used)
+        try:
+            check_precision(config.train.precision, used)
+        except RunError as error:
+            raise RunError(f"{error}, or name another machine with --hardware") from None
         return config
     import torch
 

@@ -16,7 +16,13 @@ from launch.stages.stage import Compared, How, Made, digest, made_by, names_in, 
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
-from pretrain.run_folder import check_model, check_source, teacher_of_runs
+from pretrain.run_folder import (
+    MEASURED,
+    check_model,
+    check_source,
+    sealed_state,
+    teacher_of_runs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -146,7 +152,6 @@ def measure(
     from data_prep.messages import warn
     from pretrain import encoders, head_sums
     from pretrain.lm_heads import evaluate_heads
-    from pretrain.run_folder import is_run
 
     quiet()
     if not data.is_file() and load_manifest(data).has_labels:
@@ -157,8 +162,7 @@ def measure(
         found = evaluate_tasks(
             models, data, teacher=teacher, split=split, same_vocabulary=same_vocabulary
         )
-        if len(models) == 1 and is_run(Path(models[0])):
-            encoders.keep_figures(Path(models[0]), data, teacher, found)
+        keep_figures(models, f"{split} examples", teacher, found)
         return found, MEANINGS
     if split != "validation":
         raise RunError(f"split {split}: is for the examples of a task; leave it out")
@@ -171,8 +175,8 @@ def measure(
             same_vocabulary=same_vocabulary,
             documents=rows or encoders.DOCUMENTS,
         )
-        if len(models) == 1 and is_run(Path(models[0])):
-            encoders.keep_figures(Path(models[0]), data, teacher, found)
+        what = f"pairs of {data.name}" if data.is_file() else "validation documents"
+        keep_figures(models, what, teacher, found)
         return found, encoders.MEANINGS
     found = evaluate_heads(
         models,
@@ -183,7 +187,35 @@ def measure(
         say=say,
         warn=warn,
     )
+    keep_figures(models, "masked tokens of validation rows", teacher, found)
     return found, head_sums.MEANINGS
+
+
+def keep_figures(
+    models: Sequence[str], what: str, teacher: str | None, found: Mapping[str, Mapping[str, Figure]]
+) -> None:
+    """Keep the figures of each run's newest checkpoint in its folder, for the card of an export."""
+    for model in models:
+        run = Path(model)
+        sealed = sealed_state(run)
+        if sealed is None:  # no run
+            continue
+        step, file = sealed[1]["step"], run / MEASURED
+        known = json.loads(file.read_bytes()) if file.exists() else {}
+        tables = known["tables"] if known.get("step") == step else {}
+        # A published card names no folder of this machine, and no other run's figures.
+        names = {teacher: "teacher", model: "student", f"{run.name}, untrained": "untrained"}
+        rows = [
+            [names.get(name, name), shown(figures)]
+            for name, figures in found.items()
+            if name in names or not (name in models or name.endswith(", untrained"))
+        ]
+        replace_json(file, {"step": step, "tables": {**tables, what: rows}})
+
+
+def shown(figures: Mapping[str, Figure]) -> dict[str, str]:
+    """Return figures as a card shows them, without those of single layers and ranks."""
+    return {k: str(v) for k, v in figures.items() if " of ranks " not in k and "layer" not in k}
 
 
 def row_names(models: Iterable[str]) -> dict[str, str]:

@@ -153,8 +153,9 @@ def batch_script(layout: Layout, config: Path, arguments: Sequence[str], slurm: 
         [
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in (*lines, "--requeue", *slurm.options)),
-            "set -uo pipefail",
-            *slurm.setup,
+            # A line of setup that fails ends the job. It may read variables that are not set.
+            *(["set -eo pipefail", *slurm.setup] if slurm.setup else []),
+            "set +e -uo pipefail",
             # Here, because a container has no scontrol.
             f'export {HEAD}="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
             f'{run} --nodes "$SLURM_JOB_NUM_NODES"',

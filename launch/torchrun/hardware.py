@@ -44,8 +44,13 @@ PRESETS = (
     Hardware(
         "8xv100-16gb", "cuda", 8, "fp16", micro_batch_size="auto", rate=0.33 * 125e12, memory=16e9
     ),
+    Hardware("8xv100-32gb", "cuda", 8, "fp16", "auto", rate=0.33 * 125e12, memory=32e9),
     Hardware("a100", "cuda", 8, "bf16", micro_batch_size="auto", rate=0.49 * 312e12, memory=40e9),
+    Hardware("8xa100-80gb", "cuda", 8, "bf16", "auto", rate=0.49 * 312e12, memory=80e9),
+    Hardware("h100", "cuda", 1, "bf16", micro_batch_size="auto", rate=0.33 * 989e12, memory=80e9),
+    Hardware("8xh100", "cuda", 8, "bf16", "auto", rate=0.33 * 989e12, memory=80e9),
     Hardware("h200", "cuda", 1, "bf16", micro_batch_size="auto", rate=0.33 * 989e12, memory=141e9),
+    Hardware("8xh200", "cuda", 8, "bf16", "auto", rate=0.33 * 989e12, memory=141e9),
 )
 PRESET_NAMES = ", ".join(preset.name for preset in PRESETS)
 

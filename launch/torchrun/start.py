@@ -84,7 +84,9 @@ def start(asked: Launch) -> int:
         head, ranks = meeting_point(asked)
         if not (asked.dry_run or asked.public):
             check_private(head, here=ranks == [0])
-    if not asked.dry_run:
+    # The lines of `slurm.setup` may bring the shards to each node.
+    later = asked.slurm and config.slurm.setup and not (config.shards / "manifest.json").exists()
+    if not (asked.dry_run or asked.show_script or later):
         check_inputs(config)  # the first rank would report this too, but half a minute later
     if not (asked.dry_run or asked.slurm):  # a queued job may follow the run that works now
         refuse_if_held(config.output, "pretrain", who="distil pretrain")
@@ -110,6 +112,8 @@ def start(asked: Launch) -> int:
             )
     layout = layout_of(asked, preset, torch.cuda.device_count())
     about = [config_line(asked.config), *describe(asked, preset, layout, config)]
+    if later:
+        about.append(f"{config.shards}: not here; slurm.setup must bring the shards to each node")
     if not asked.show_script:
         for line in about:
             print(printable(f"# {line}"))
@@ -228,6 +232,8 @@ def submit(asked: Launch, layout: Layout, overrides: list[str], slurm: Slurm) ->
         if shutil.which(program) is None:
             raise RunError(f"--slurm: {program} is not on PATH: run this command {place}")
     failed = subprocess.run(["sbatch"], input=script, text=True, check=False).returncode
+    if not failed:
+        print("next: squeue --me; its output is distil-*.log here; scancel ends it", flush=True)
     return ExitCode.MISTAKE if failed else ExitCode.DONE
 
 
@@ -299,6 +305,8 @@ def meeting_point(asked: Launch) -> tuple[Head, list[int]]:
     elif "SLURM_JOB_NODELIST" in environment:
         named = environment.get(HEAD) or first_host(environment["SLURM_JOB_NODELIST"])
         host, port = named, None
+    elif asked.dry_run:
+        host, port = "FIRST_NODE", None
     else:
         raise RunError(
             f"--nodes {asked.nodes}: without Slurm it needs --head HOST, the first node's name or "

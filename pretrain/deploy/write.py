@@ -230,7 +230,9 @@ def _card(folder: Path, record: dict[str, Any]) -> str:
     has_logits = name in (LOGITS, *ENDS)
     quality = next((file["quality"] for file in files.values() if "quality" in file), "")
     columns = ["file", "bytes", "difference", "same answers" if has_logits else "lowest cosine"]
-    columns += [quality, "agreement", "in fp32"] if quality else []
+    columns += [quality, "agreement"] if quality else []
+    in_part = any(known.get("kept") for known in files.values())
+    columns += ["left in fp32"] if in_part else []
     rows = []
     for file, known in files.items():
         cells = [file, f"{known['bytes']:,}", f"{known['difference']:.1e}", f"{known['same']:.4f}"]
@@ -240,7 +242,7 @@ def _card(folder: Path, record: dict[str, Any]) -> str:
                 value = next(f["in_fp32"] for f in files.values() if "quality" in f)
             agreement = f"{known['agreement']:.4f}" if "agreement" in known else ""
             cells += ["" if value is None else f"{value:.4f}", agreement]
-            cells += [", ".join(known.get("kept", ()))]
+            cells += [", ".join(known.get("kept", ()))] if in_part else []
         rows.append(cells)
     longest = max(file["longest"] for file in files.values())
     lines = [

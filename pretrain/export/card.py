@@ -65,7 +65,7 @@ def model_card(
     config, teacher, about = state["config"], state["teacher"], about or About()
     objective = objective_of(state)
     distilled = (teacher is not None or bool(state.get("vectors"))) and objective.compares
-    how = _provenance(state, objective, distilled)
+    how = _provenance(state, objective, distilled, about.card.get("base_model"))
     size, notes = sum(p.numel() for p in student.parameters()), state.get("notes")
 
     figures = _figures(state, objective.needs_logits, measured, about.before)
@@ -218,7 +218,9 @@ def _figures(
     return figures
 
 
-def _provenance(state: Mapping[str, Any], objective: Objective, distilled: bool) -> str:
+def _provenance(
+    state: Mapping[str, Any], objective: Objective, distilled: bool, known: str | None
+) -> str:
     """Return a sentence that says how the model was trained."""
     teacher, vectors = state["teacher"], state.get("vectors") or {}
     how = task_of(state).trained(objective)
@@ -230,7 +232,7 @@ def _provenance(state: Mapping[str, Any], objective: Objective, distilled: bool)
         )
     elif distilled:
         revision = f" at revision `{escaped(teacher['revision'])}`" if teacher["revision"] else ""
-        name = escaped(teacher["name"] or "a local model")
+        name = escaped(teacher["name"] or known or "a local model")
         paper = f" ({objective.published})" if objective.published else ""
         how = (
             f"Distilled from {name}{revision} (weights sha256 `{teacher['sha256'][:16]}`) with "

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_prep.disk.json_files import parse_object
-from data_prep.messages import first_line, one_line
+from data_prep.messages import first_line
 from pretrain import RunError
 from pretrain.config import SHOWN
 from pretrain.deploy.asked import Onnx
@@ -25,15 +25,16 @@ from pretrain.export.card import About, model_card
 from pretrain.files import replace_text
 from pretrain.model import tokenizer_files
 from pretrain.model.families import MaskedLM, family_of, has_types
-from pretrain.model.folder import Loaded, read_model, write_model
+from pretrain.model.folder import Loaded, model_config, read_model, write_model
 from pretrain.model.loading import reinitialise
-from pretrain.model.model_files import read_config, read_tensors
+from pretrain.model.model_files import read_tensors
 from pretrain.model.sentences import read_head
-from pretrain.model.task_head import saved_head
+from pretrain.model.task_head import TaskHead, output_of, saved_head, with_head
 from pretrain.monitor.metrics import read_metrics
 from pretrain.monitor.tables import escaped
 from pretrain.objectives.known import objective_of, task_of
 from pretrain.run_folder import MEASURED, check_run, onnx_file
+from pretrain.tasks.labelled import task_head_of
 
 Tensors = dict[str, Tensor]
 
@@ -134,15 +135,16 @@ def export(
     file = folder / "README.md"
     if is_kept and of_owner(file.read_text(encoding="utf-8")) != of_owner(new[0]):
         replace_text(file, new[0])
-        say(f"{file}: written again, because keys of `card` have changed")
+        say(f"{file}: written again, because keys of `card` or figures have changed")
     return exported(student, folder, saved.step, difference, kept=is_kept)
 
 
 def of_owner(card: str) -> list[Any]:
-    """Return what keys of `card` have written into a card."""
+    """Return what keys of `card` and `distil evaluate` have written into a card."""
     data = ModelCard(card).data
     quoted = [line for line in card.splitlines() if line.startswith("> ")]
-    return [data.get("license"), data.get("language"), data.get("base_model"), quoted]
+    tables = re.findall(r"On [^\n]*, with 95 % intervals:\n\n(?:\|[^\n]*\n)*", card)
+    return [data.get("license"), data.get("language"), data.get("base_model"), quoted, tables]
 
 
 def about_run(run: Path) -> About:
@@ -185,11 +187,11 @@ def answer(folder: Path, pipeline: str, text: str) -> str:
         raise RunError(f"card.example: has {length:,} tokens, and the model reads {most:,}: cut it")
     found = run(shown) if pipeline == SHOWN[2] else run(shown, top_k=3)
     answers = (
-        f"{one_line(str(each.get('token_str') or each.get('label') or each['word'])).strip()}"
-        f"{' ' + each['entity'] if 'entity' in each else ''} ({each['score']:.0%})"
+        f"**{escaped(str(each.get('token_str') or each.get('label') or each['word']).strip())}**"
+        f"{escaped(' ' + each['entity']) if 'entity' in each else ''} ({each['score']:.0%})"
         for each in found
     )
-    return f"> {escaped(text)}\n>\n> {escaped(', '.join(answers))}"
+    return f"> {escaped(text)}\n>\n> The model answers: {', '.join(answers)}"
 
 
 def export_model(
@@ -215,31 +217,37 @@ def export_model(
     if onnx_file(Path(name)) is not None:
         raise RunError(f"{name}: is an ONNX file already; give the folder with the model's weights")
 
-    def read(loaded: Loaded) -> tuple[Loaded, dict[str, bytes], Tensors, dict[str, bytes]]:
-        names = read_config(name, loaded.folder).get("architectures") or [""]
-        if re.search("For(Sequence|Token|Question)", str(names[0])):
-            raise RunError(
-                f"{name}: is a {names[0]}, whose head would be lost here; export the run that "
-                "trained it with --onnx"
-            )
+    output = output_of(model_config(name, name))
+
+    def read(
+        loaded: Loaded,
+    ) -> tuple[Loaded, TaskHead | None, dict[str, bytes], Tensors, dict[str, bytes]]:
+        head = task_head_of(name, loaded, output) if output is not None else None
         family = family_of(loaded.model)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             if not (loaded.folder / file).is_file():
                 raise RunError(f"{name}: no {file}; save its tokenizer there with save_pretrained")
         # Before anything is written: modules that are not supported.
         read_head(name, loaded.folder, loaded.model.config.hidden_size)
+        settings = parse_object((loaded.folder / "tokenizer_config.json").read_bytes())
+        given = settings.get("model_input_names", "token_type_ids")
         tokenizer = tokenizer_files.of_checkpoint(
-            loaded.folder, family.row_length(loaded.model.config)
+            loaded.folder,
+            family.row_length(loaded.model.config),
+            types=head is not None and has_types(loaded.model) and "token_type_ids" in given,
         )
-        modules = sentence_modules(loaded.folder)
         tensors = read_tensors(name, loaded.folder, pickled=True)
-        return loaded, tokenizer, tensors, modules
+        return loaded, head, tokenizer, tensors, sentence_modules(loaded.folder)
 
-    loaded, tokenizer, tensors, modules = read_model(name, read, needs_head=False, warn=warn)
+    loaded, head, tokenizer, tensors, modules = read_model(
+        name, read, needs_head=False, of_task=output is not None, warn=warn
+    )
     # A sentence encoder may have kept a head that its vectors do not need.
     has_logits = loaded.has_head and "modules.json" not in modules
     model: Any = loaded.model.eval() if has_logits else body(loaded.model, 0)
-    if (pooler := getattr(model, "pooler", None)) is not None:
+    if head is not None:
+        model = with_head(loaded.model, head)
+    elif (pooler := getattr(model, "pooler", None)) is not None:
         found = {
             k.rpartition("pooler.")[2]: v.float() for k, v in tensors.items() if "pooler." in k
         }

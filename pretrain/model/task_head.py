@@ -28,7 +28,7 @@ from pretrain.model.distillation import HEAD
 from pretrain.model.families import MaskedLM
 
 Output = Literal["classes", "score", "tags", "span"]
-_CLASSES: dict[str, Any] = {
+_CLASSES: dict[Output, Any] = {
     "classes": AutoModelForSequenceClassification,
     "score": AutoModelForSequenceClassification,
     "tags": AutoModelForTokenClassification,
@@ -147,6 +147,16 @@ def labels_of(raw: Mapping[str, Any], output: Output) -> list[str]:
     if isinstance(names, dict) and names:
         return [str(names[key]) for key in sorted(names, key=int)]
     return ["LABEL_0", "LABEL_1"]  # transformers leaves out the two of its default
+
+
+def output_of(raw: Mapping[str, Any]) -> Output | None:
+    """Return what the head in a config.json predicts; None of another one."""
+    name = str((raw.get("architectures") or [""])[0])
+    for output, kind in _CLASSES.items():
+        if name.endswith(kind.__name__.removeprefix("AutoModel")):
+            one = output == "classes" and len(labels_of(raw, output)) == 1
+            return "score" if one else output
+    return None
 
 
 def check_head(who: str, raw: Mapping[str, Any], output: Output) -> None:

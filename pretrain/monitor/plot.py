@@ -9,6 +9,7 @@ from html import escape
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 340, 56, 190, 36, 46
 _COLOURS = ("#0b62a4", "#c2410c", "#15803d", "#7e22ce", "#b91c1c", "#0e7490", "#a16207", "#4d4d4d")
 _ROW = 16  # between two labels
+_NARROW = 460
 
 
 def line_plot(
@@ -16,6 +17,8 @@ def line_plot(
     x_label: str,
     curves: Mapping[str, Sequence[tuple[float, float]]],
     lines: Mapping[str, float] | None = None,
+    *,
+    narrow: bool = False,
 ) -> str:
     """Return an SVG of curves, and of dashed lines for what has one value.
 
@@ -25,6 +28,7 @@ def line_plot(
         curves: the points (x, y) of each, by label; x from 0. One without points is not shown,
             and keeps its colour.
         lines: a value of y each, by label.
+        narrow: labels stand below the plot, not beside it.
     """
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(curves)}
     curves, lines = {name: points for name, points in curves.items() if points}, lines or {}
@@ -32,33 +36,38 @@ def line_plot(
     most = max((x for points in curves.values() for x, _ in points), default=0) or 1
     margin = 0.05 * (max(values) - min(values)) or 0.05 * abs(values[0]) or 1
     low, high = min(values) - margin, max(values) + margin
-    end = _WIDTH - _RIGHT
-    # Labels beside the plot, one below the other.
-    height = max(_HEIGHT, _TOP + _BOTTOM + _ROW * (len(curves) + len(lines)))
+    # Labels one below the other.
+    rows = _ROW * (len(curves) + len(lines))
+    width, height = _WIDTH, max(_HEIGHT, _TOP + _BOTTOM + rows)
+    end, bottom = width - _RIGHT, height - _BOTTOM
+    if narrow:
+        width, height = _NARROW, _HEIGHT + rows
+        end, bottom = width - 20, _HEIGHT - _BOTTOM
 
     def x_of(x: float) -> float:
         return _LEFT + (end - _LEFT) * x / most
 
     def y_of(value: float) -> float:
-        return _TOP + (height - _TOP - _BOTTOM) * (high - value) / (high - low)
+        return _TOP + (bottom - _TOP) * (high - value) / (high - low)
 
     def text(x: float, y: float, content: str, more: str = "") -> str:
         return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(content)}</text>'
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="13">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         text(_LEFT, 20, title, 'font-weight="bold"'),
-        text((_LEFT + end) / 2, height - 6, x_label, 'text-anchor="middle"'),
+        text((_LEFT + end) / 2, bottom + 40, x_label, 'text-anchor="middle"'),
     ]
     for value in ticks(low, high):
         y = y_of(value)
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{end}" stroke="#dddddd"/>')
-        parts.append(text(_LEFT - 8, y + 4, f"{value:.3g}", 'text-anchor="end"'))
+        label = f"{value / 1000:,.10g}k" if high >= 10_000 else f"{value:.10g}"
+        parts.append(text(_LEFT - 8, y + 4, label, 'text-anchor="end"'))
     for x in ticks(0, most):
         label = f"{x / 1000:,.0f}k" if most >= 10_000 else f"{x:g}"
-        parts.append(text(x_of(x), height - 24, label, 'text-anchor="middle"'))
+        parts.append(text(x_of(x), bottom + 22, label, 'text-anchor="middle"'))
     labels = []
     for name, value in lines.items():
         y = y_of(value)
@@ -70,6 +79,10 @@ def line_plot(
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="3"/>')
         labels.append((y_of(points[-1][1]), colour, name))
     # Labels that would overlap move down; where there is no more place, up.
+    if narrow:
+        for i, (_, colour, name) in enumerate(labels):
+            parts.append(text(_LEFT, _HEIGHT + _ROW * (i + 0.75), name, f'fill="{colour}"'))
+        return "\n".join([*parts, "</svg>", ""])
     labels.sort()
     places, lowest = list[float](), 0.0
     for y, _, _ in labels:

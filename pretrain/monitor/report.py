@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 
 from data_prep.disk.json_files import parse_object
 from data_prep.disk.locks import holder
-from data_prep.keys import Keys
 from data_prep.messages import duration
 from data_prep.shards import CorpusError, load_manifest
 from pretrain import RunError
@@ -44,7 +43,8 @@ _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:1rem auto;padding:0 .75rem}"
     "table{border-collapse:collapse;display:block;overflow-x:auto}"
     "td,th{padding:.2rem .6rem;border-bottom:1px solid #ddd;text-align:left}"
-    "svg{width:100%;height:auto;min-width:36rem}.plot{overflow-x:auto}h2{overflow-wrap:anywhere}.bad{color:#b91c1c}"
+    "svg{width:100%;height:auto}.plots{display:grid;gap:1rem;"
+    "grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr))}h2{overflow-wrap:anywhere}.bad{color:#b91c1c}"
 )
 
 
@@ -103,10 +103,12 @@ def report(run: Path) -> RunReport:
     """
     config = recorded(run)
     status, sealed = read_status(run), sealed_state(run)
+    if config is None and (run / "config.json").exists():
+        raise RunError(f"{run / 'config.json'}: cannot be read as the config of a run; restore it")
     if config is None and status is not None:
         raise RunError(f"{run}: {status['ended']} before its first step: {status['error']}")
     if config is None:
-        raise RunError(f"{run}: no run has written a config.json there; give the output of a run")
+        raise RunError(f"{run}: no run has begun there; give the output of a run")
     state = sealed[1] if sealed is not None else {}
     held = holder(run, "pretrain")
     if held.alive:
@@ -223,9 +225,8 @@ def html(found: Sequence[RunReport]) -> str:
         bad = ' class="bad"' if each.error else ""
         parts.append(f"<h2>{escape(name)}</h2><p{bad}>{escape(each.state)}</p>")
         parts.append("<p>" + "<br>".join(shown) + "</p>")
-    for title, curves, lines in _plots(names, found):
-        plot = line_plot(title, "optimizer steps", curves, lines)
-        parts.append(f'<div class="plot">{plot}</div>')
+    plots = (line_plot(*each, narrow=True) for each in _plots(names, found))
+    parts.append(f'<div class="plots">{"".join(f"<div>{plot}</div>" for plot in plots)}</div>')
     parts.append(
         "<h2>Size and speed</h2>" + _table(["run", "size", "training"], _sizes(names, found))
     )
@@ -284,9 +285,9 @@ Curves = dict[str, list[tuple[float, float]]]
 
 def _plots(
     names: Sequence[str], found: Sequence[RunReport]
-) -> list[tuple[str, Curves, dict[str, float]]]:
-    """Return title, curves and dashed lines of each plot that has something to show."""
-    plots: list[tuple[str, Curves, dict[str, float]]] = []
+) -> list[tuple[str, str, Curves, dict[str, float]]]:
+    """Return title, label, curves and dashed lines of each plot that has something to show."""
+    plots: list[tuple[str, str, Curves, dict[str, float]]] = []
 
     def add(title: str, kind: str, key: str, line_of: str = "") -> None:
         curves: Curves = {}
@@ -298,7 +299,7 @@ def _plots(
             if line_of and own and _finite(own[-1].get(line_of)):
                 lines[f"teacher of {name}"] = own[-1][line_of]
         if any(curves.values()):
-            plots.append((title, curves, lines))
+            plots.append((title, "optimizer steps", curves, lines))
 
     add("training loss", "train", "loss")
     for term in dict.fromkeys(
@@ -317,23 +318,18 @@ def _plots(
 
 def _differences(names: Sequence[str], found: Sequence[RunReport]) -> list[str]:
     """Return what differs between the configs; of a single run what is not the default."""
-    configs = [flatten(each.config.model_dump(mode="json")) for each in found]
-    title = "What differs"
-    if len(found) == 1:
-        title, names = "Config", ["default", *names]
-        fields = RunConfig.model_fields.items()
-        # Not a whole config: an objective may need a teacher.
-        sections = {name: field.get_default(call_default_factory=True) for name, field in fields}
-        dumped = {
-            name: section.model_dump(mode="json")
-            for name, section in sections.items()
-            if isinstance(section, Keys)
-        }
-        configs = [flatten(dumped), *configs]
+    alone = len(found) == 1
+    title = "Config: what is not the default" if alone else "What differs"
+    configs = [
+        flatten(each.config.model_dump(mode="json", exclude_none=True, exclude_defaults=alone))
+        for each in found
+    ]
+    for config, each in zip(configs, found, strict=True):  # of each kind its own default
+        config |= {"objective.name": each.config.objective.name, "task.name": each.config.task.name}
     rows = [
         [key, *(str(config.get(key, "")) for config in configs)]
         for key in dict.fromkeys(key for config in configs for key in config)
-        if key != "output" and len({str(config.get(key, "")) for config in configs}) > 1
+        if key != "output" and (alone or len({str(config.get(key)) for config in configs}) > 1)
     ]
     return [f"<h2>{title}</h2>", _table(["key", *names], rows)] if rows else []
 

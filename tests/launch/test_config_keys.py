@@ -87,7 +87,7 @@ def test_a_key_is_shown_with_what_it_takes(distil: Any) -> None:
         assert code == 0 and [part for part in parts if part not in joined] == [], out
         assert all(len(line) <= 80 for line in out.splitlines())
     code, _, err = distil("config", "keys", "trian")
-    assert code == 2 and "trian: no key begins so" in err
+    assert code == 2 and "trian: no part of a key begins so" in err
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

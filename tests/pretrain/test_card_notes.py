@@ -177,10 +177,10 @@ def test_a_card_for_a_release(tmp_path: Path, teacher_folder: Path, run_config: 
     place = (ids["input_ids"][0] == tokenizer.mask_token_id).nonzero().item()
     best = logits[place].softmax(-1).topk(3)
     answers = ", ".join(
-        f"{tokenizer.decode([i])} ({p:.0%})"
+        f"**{tokenizer.decode([i])}** ({p:.0%})"
         for p, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
     )
-    assert f"> {answers}" in card.text.replace("\\", "")
+    assert f"> The model answers: {answers}" in card.text.replace("\\", "")
 
     # A recipe compares an export with the files of a new one, and the card by its owner's keys.
     said: list[str] = []

@@ -118,8 +118,15 @@ def test_a_run_begins_from_a_cut_teacher(
     code, out, err = distil("pretrain", path)
     assert code == 0, out + err
     assert "cut to the largest weights for its width" in " ".join(out.split())
+    # What it began as is measured beside it, and the card has the table.
+    code, out, err = distil("evaluate", tmp_path / "run", values["shards"])
+    assert code == 0 and "the same layers, untrained" in out, out + err
     code, out, err = distil("export", tmp_path / "run", tmp_path / "exported")
     assert code == 0, out + err
+    card = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
+    table = card.partition("On masked tokens of validation rows, with 95 % intervals:")[2]
+    names = [line.split("|")[1].strip() for line in table.splitlines()[4:] if "|" in line][:4]
+    assert {"teacher", "student", "guessing", "the same layers, untrained"} <= set(names)
     config = AutoModelForMaskedLM.from_pretrained(tmp_path / "exported").config
     assert config.hidden_size == 16 and config.num_hidden_layers == 2
 

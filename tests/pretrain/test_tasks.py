@@ -466,8 +466,11 @@ def test_files_and_heads_of_another_task_are_refused(tmp_path: Path) -> None:
     for name in (file, str(exported)):
         with runs.refused("which has no head for TokenClassification"):
             evaluate_tasks([name], shards)
-    with runs.refused("whose head would be lost here"):
-        export_model(str(exported), tmp_path / "again", Onnx(), print)
+    # The folder is exported again with its head.
+    export_model(str(exported), tmp_path / "again", Onnx(), print)
+    again = str(tmp_path / "again" / "onnx" / "model.onnx")
+    found = evaluate_tasks([file, again], folders["classification"])
+    assert found[file] == found[again]
 
 
 # Layouts, kills, exports
