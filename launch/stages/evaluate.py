@@ -195,6 +195,8 @@ def keep_figures(
     models: Sequence[str], what: str, teacher: str | None, found: Mapping[str, Mapping[str, Figure]]
 ) -> None:
     """Keep the figures of each run's newest checkpoint in its folder, for the card of an export."""
+    from pretrain.evaluate import UNTRAINED
+
     for model in models:
         run = Path(model)
         sealed = sealed_state(run)
@@ -208,7 +210,7 @@ def keep_figures(
         rows = [
             [names.get(name, name), shown(figures)]
             for name, figures in found.items()
-            if name in names or not (name in models or name.endswith(", untrained"))
+            if name in {*names, UNTRAINED} or not (name in models or name.endswith(", untrained"))
         ]
         replace_json(file, {"step": step, "tables": {**tables, what: rows}})
 
