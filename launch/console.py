@@ -36,6 +36,7 @@ from pretrain.monitor.figures import RATES, label
 
 RUN_LOG = "logs/pretrain.log"  # in the folder of a run that no launcher has started
 _COLUMNS = 80
+_FIGURE = 24  # characters of a cell that is not broken
 _WAITS = 0.01  # share of the time that waiting for data is worth a word
 
 _wrap = partial(
@@ -63,9 +64,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """
     cells = [[one_line(cell) for cell in row] for row in rows]
 
-    def width(i: int) -> int:
-        words = columns[i].replace("-", "- ").split()
-        return max(len(text) for text in (*words, *(row[i] for row in cells), "")) + 3
+    def width(i: int) -> int:  # a figure stays whole, a text breaks between its words
+        texts = [row[i] for row in cells]
+        words = [word for text in texts if len(text) > _FIGURE for word in text.split()]
+        whole = [text for text in texts if len(text) <= _FIGURE]
+        return max(map(len, [*columns[i].replace("-", "- ").split(), *words, *whole, ""])) + 3
 
     groups, room = [list[int]()], console.width - 1 - min(width(0), console.width // 2)
     for i in range(1, len(columns)):
@@ -76,7 +79,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table = Table()
         for i in (0, *group):
             justify: Literal["left", "right"] = "right" if i else "left"
-            table.add_column(columns[i], justify=justify, overflow="fold")
+            whole = i > 0 and len(group) > 1 and all(len(row[i]) <= _FIGURE for row in cells)
+            # Broken here, so that a column is as wide as was counted.
+            title = columns[i] if len(groups) == 1 else textwrap.fill(columns[i], width(i) - 3)
+            table.add_column(title, justify=justify, overflow="fold", no_wrap=whole)
         for row in cells:
             table.add_row(*(Text(row[i]) for i in (0, *group)))  # Text: brackets are no markup
         console.print(table)

@@ -143,11 +143,11 @@ def test_a_jobs_script_asks_for_its_keys_and_queues_itself_again(
         options=("--qos=high",),
         container=container,
         mounts=("/a:/a", "/b c:/b"),
-        setup=("export GREETING='a b'", 'echo "setup $GREETING" >> "$LOG"'),
+        setup=("export GREETING='a b'", 'echo "setup $GREETING$UNSET" >> "$LOG"'),
     )
     layout, arguments = Layout(nodes=4, processes=8, device="cuda"), ["x=[0, 1]", "--gpus", "8"]
     script = command.batch_script(layout, Path("c d/rxn $(id)\n#SBATCH.yaml"), arguments, slurm)
-    options = script.partition("set -uo")[0]  # Slurm reads none below a command
+    options = script.partition("set -eo")[0]  # Slurm reads none below a command
     asked = [line.removeprefix("#SBATCH ") for line in options.splitlines()[1:]]
     expected = "--job-name=distil-rxn---id---SBATCH --nodes=4 --ntasks-per-node=1 "
     expected += (
@@ -166,12 +166,23 @@ def test_a_jobs_script_asks_for_its_keys_and_queues_itself_again(
     assert (first, head, last) == ("setup a b", "head n1", "scontrol requeue 7")
     run = ["distil", "launch", "c d/rxn #SBATCH.yaml", *arguments, "--nodes", "4"]
     assert words == ["--kill-on-bad-exit=0", "--cpus-per-task=32", *step, *inside, *run]
+    # A line of setup that fails ends the job: it would train in another environment.
+    log.unlink()
+    slurm = slurm.model_copy(update={"setup": ("source /no/such/environment",)})
+    script = command.batch_script(layout, Path("rxn.yaml"), arguments, slurm)
+    ended = finished("bash", "-c", script, environment=environment, cwd=tmp_path)
+    assert ended.returncode == 1 and not log.exists()
 
 
 def test_keys_that_would_add_lines_to_a_script_are_refused() -> None:
-    for key, value in (("time", "1 --wait"), ("account", "a\nb"), ("options", ["--x\nrm -r /"])):
+    for key, value in (
+        *(("time", "1 --wait"), ("time", "24h"), ("time", 43_200), ("time", "1-00:00:00:00")),
+        *(("account", "a\nb"), ("options", ["--x\nrm -r /"])),
+    ):
         with pytest.raises(ValidationError, match=key):
             Slurm.model_validate({key: value})
+    for value in ("90", "90:00", "12:00:00", "1-12", "1-12:30", "1-12:30:00", "UNLIMITED"):
+        assert Slurm.model_validate({"time": value}).time == value
     assert Slurm.model_validate({"account": 4711}).account == "4711"
     cpu = command.batch_script(CPU, Path("c/rxn.yaml"), [], Slurm())
     assert "gpus" not in cpu and "--cpus-per-task=2" in cpu and "account" not in cpu
@@ -248,6 +259,8 @@ def test_a_dry_run_of_several_nodes_shows_each(distil: Distil, run: Path) -> Non
         ]
         for rank in ("0", "1")
     ]
+    without = distil(*options)
+    assert without.code == 0 and without.out.count("--master-addr FIRST_NODE ") == 2
     one = distil(*options, "--head", "[::1]:4711", "--node-rank", 1)
     assert one[1].splitlines() == [*out.splitlines()[:-2], out.splitlines()[-1]]
 
@@ -330,7 +343,7 @@ def test_slurm_names_the_node_the_head_and_the_launch(
         ("--skip-rows 1:2 --skip-rows 9:9", "--skip-rows 9:9: no range"),
         ("--gpus 3", "nowhere holds no finished shards; run `distil prepare`"),
         ("--dry-run --gpus 3", "32 is not a multiple of micro_batch_size 8 x 3 process(es) = 24"),
-        ("--dry-run train.precision=fp16", "train.precision fp16 needs a CUDA GPU, this is cpu"),
+        ("--dry-run train.precision=fp16", "fp16 needs a CUDA GPU, this is cpu; use bf16 or fp32"),
         ("train.max_stepz=3", "did you mean train.max_steps"),
         ("--nodes 2", "--nodes 2: without Slurm it needs --head HOST"),
         ("--nodes 2 --head h", "--nodes 2: add --node-rank R, another number on each node"),
@@ -430,6 +443,13 @@ def test_without_slurm_nothing_is_submitted(
     monkeypatch.setenv("PATH", str(run.parent))
     ended = distil("launch", run, f"shards={shards}", "--hardware", "cpu", "--slurm")
     assert_refused(ended, "error: --slurm: sbatch is not on PATH")
+    # Shards that its lines of setup bring are not on this node.
+    job = ("launch", run, "--hardware", "cpu", "--slurm")
+    assert_refused(distil(*job), "nowhere holds no finished shards")
+    ended = distil(*job, "slurm.setup=[aws s3 sync s3://b/s nowhere]")
+    assert ended.code == 2 and "sbatch is not on PATH" in ended.err
+    assert "nowhere: not here; slurm.setup must bring the shards to each node" in ended.out
+    assert "distil launch" in distil(*job, "--print").out
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,11 @@ def test_a_file_is_shown_and_compared(tmp_path: Path, distil: Any) -> None:
         'student.init: "teacher" -> [1, 2]',
         "train.max_steps: 5 -> 7",
     ]
+    code, out, _ = distil("config", "show", file, "slurm.account=me", "card.language=en")
+    assert code == 0 and yaml.safe_load(out)["slurm"] == {"account": "me"}
+    assert yaml.safe_load(out)["card"] == {"language": ["en"]}
+    code, out, _ = distil("config", "keys", "learning_rate")
+    assert code == 0 and "  optimizer.learning_rate: " in out
     code, _, err = distil("config", "show", file, "train.max_stpes=1")
     assert code == 2 and "max_stpes" in err
     code, _, err = distil("config", "show", file, "--diff", CONFIGS / "glue.yaml")

@@ -173,6 +173,16 @@ def test_a_terminal_breaks_no_number_and_no_command() -> None:
     assert len(first) <= 80 and second == "  123,456,789" and third == command
 
 
+def test_a_wide_table_is_split_between_columns() -> None:
+    columns = ["", *(f"untrained {i}" for i in range(8))]
+    row = ["a name of a run", *(f"{i}.5 ±0.25" for i in range(8))]
+    program = f"from launch.console import print_table; print_table({columns!r}, [{row!r}])"
+    out = re.sub(r"\x1b\[[0-9;]*m", "", on_a_terminal(program))
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert out.count("a name of a run") == 2 and out.count("untrained") == 8
+    assert all(out.count(cell) == 1 for cell in row[1:])
+
+
 def test_figures_of_any_task_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Show a task's own `accuracy`, which no LM head has."""
     Training().evaluation(3, {"accuracy": 0.5, "loss": 0.25})

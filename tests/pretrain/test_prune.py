@@ -15,8 +15,11 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from scipy import stats
 from support import task_data
+from support.shipped import CONFIGS
+from support.tiny import save_teacher
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM
 
@@ -165,8 +168,6 @@ def test_scores_do_not_depend_on_the_batch(kind: str, tmp_path: Path, corpus: Pa
 
 
 def masked_lm(folder: Path, corpus: Path) -> Calibration:
-    from support.tiny import save_teacher
-
     save_teacher(folder / "teacher")
     rows, _ = calibration(str(folder / "teacher"), open_shards(corpus), 9, 0)
     return replace(rows, model=rows.model.double())
@@ -343,8 +344,6 @@ def test_a_pruned_folder_is_evaluated_continued_and_exported(
 def test_a_masked_language_model_is_pruned_on_a_corpus(
     tmp_path: Path, corpus: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from support.tiny import save_teacher
-
     monkeypatch.chdir(tmp_path)
     save_teacher(Path("model"))
     before = AutoModelForMaskedLM.from_pretrained("model").config
@@ -354,6 +353,34 @@ def test_a_masked_language_model_is_pruned_on_a_corpus(
     after = AutoModelForMaskedLM.from_pretrained("small").config
     assert (before.intermediate_size, after.intermediate_size) != (8, before.intermediate_size)
     assert after.intermediate_size == 8
+
+
+@pytest.mark.slow
+def test_the_shipped_recipe(tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run it with a tiny body and a table of two classes."""
+    monkeypatch.chdir(tmp_path)
+    save_teacher(tmp_path / "body")
+    data = task_data.write_data(tmp_path, "classification")
+    rows = data.read_text(encoding="utf-8").splitlines()[1:]
+    for name in ("train", "dev"):
+        path = tmp_path / "glue" / "SST-2" / f"{name}.tsv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"{row.split(',')[0]}\t{i % 2}" for i, row in enumerate(rows)]
+        path.write_text("\n".join(["sentence\tlabel", *lines]) + "\n", encoding="utf-8")
+    values = yaml.safe_load((CONFIGS / "pruning.yaml").read_text(encoding="utf-8"))
+    values["defaults"]["train"] = {"max_steps": 2, "global_batch_size": 8, "precision": "fp32"}
+    for run in values["runs"]:
+        if run.get("stage") == "prune":
+            run |= {"heads": 1, "intermediate_size": 16, "documents": 20}
+            run["rounds"] = min(run.get("rounds", 16), 2)
+    layers = values["runs"][-3]["sweep"]
+    layers["layers"]["student"] = {"architecture": "same", "num_layers": 2, "init": [0, 1]}
+    values["runs"][0]["tokenizer"] = values["runs"][1]["model"]["init"] = "body"
+    Path("recipe.json").write_text(json.dumps(values), encoding="utf-8")
+    for options in (["--dry-run"], []):
+        code, out, err = distil("recipe", "recipe.json", *options)
+        assert code == 0, out + err
+    assert "retention" in out and "student rounds16" in out
 
 
 @pytest.mark.parametrize(

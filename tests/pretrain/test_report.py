@@ -104,6 +104,10 @@ def test_a_page_has_the_curves_and_what_differs(
     assert curve is not None and len(curve[1].split()) == 4
     assert "teacher of c" in found
 
+    # A run that has not begun is named, and hides no other.
+    code, out, err = distil("report", runs[1], tmp_path / "later", "--text")
+    assert code == 0 and "step 4 of 4" in out and "later: no run has begun there" in out, err
+
 
 def test_a_running_and_a_killed_run_are_told_apart(
     tmp_path: Path, teacher_folder: Path, run_config: Settings, distil: Any
@@ -148,11 +152,14 @@ def test_a_failed_run_shows_its_error_and_another_machine_is_not_asked(
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, distil: Any) -> None:
     code, _, err = distil("report", tmp_path)
     assert code == 2 and "no run has begun there" in err
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    code, _, err = distil("report", tmp_path)
+    assert code == 2 and "config.json: cannot be read as the config of a run" in err
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(45, "45 s"), (600, "10 min"), (12_000, "3.3 h"), (187_200, "52.0 h")],
+    [(45, "45 s"), (600, "10 min"), (12_000, "3.3 h"), (187_200, "52.0 h"), (864_000, "10.0 days")],
 )
 def test_a_time_is_said_as_people_say_it(seconds: float, text: str) -> None:
     assert duration(seconds) == text
