@@ -20,8 +20,9 @@ from launch.sweep_config import (
     refuse_without_weights,
     resolve,
 )
-from pretrain.config import RunConfig, Slurm
+from pretrain.config import RunConfig
 from pretrain.objectives.known import objective_kind, unread_keys, with_objective
+from pretrain.owner_config import Slurm
 
 
 class TrainKeys(RunConfig):

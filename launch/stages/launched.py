@@ -19,8 +19,8 @@ from launch.torchrun.start import (
     submit,
 )
 from pretrain import RunError
-from pretrain.config import Slurm
 from pretrain.exit_codes import ExitCode
+from pretrain.owner_config import Slurm
 
 
 def check(asked: Launch) -> tuple[list[Stage], list[list[str]], Slurm]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.torchrun.hardware import Device
-from pretrain.config import Slurm
 from pretrain.environment import GRACE, HEAD, TIMEOUT
+from pretrain.owner_config import Slurm
 
 # SIGUSR1 is what Slurm is told to send before a time limit; by default it would end torchrun and
 # leave the ranks behind.

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from data_prep.disk.json_files import parse_object
 from data_prep.messages import first_line
 from pretrain import RunError
-from pretrain.config import SHOWN
 from pretrain.deploy.asked import Onnx
 from pretrain.export.arguments import check_target
 from pretrain.export.card import About, model_card
@@ -33,6 +32,7 @@ from pretrain.model.task_head import TaskHead, output_of, saved_head, with_head
 from pretrain.monitor.metrics import read_metrics
 from pretrain.monitor.tables import escaped
 from pretrain.objectives.known import objective_of, task_of
+from pretrain.owner_config import SHOWN
 from pretrain.run_folder import MEASURED, check_run, onnx_file
 from pretrain.tasks.labelled import task_head_of
 

@@ -25,7 +25,8 @@ from launch.torchrun.command import Head, Layout
 from launch.torchrun.hardware import PRESETS, Hardware, hardware
 from launch.torchrun.start import Launch, first_host, launch_id, layout_of, with_fewer_nodes
 from pretrain import RunError
-from pretrain.config import RunConfig, Slurm
+from pretrain.config import RunConfig
+from pretrain.owner_config import Slurm
 
 CPU = Layout(nodes=1, processes=2, device="cpu")
 TORCHRUN = [sys.executable, command.ENTRY, "torch.distributed.run"]
