@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from data_prep.shards import Manifest
 from launch.recipe_config import PruneKeys
-from launch.stages.smaller import Smaller
+from launch.stages.written import Written
 from pretrain import RunError
-from pretrain.plan import Sizes
+from pretrain.plan import Planned, Sizes
 
 
-class Prune(Smaller):
+class Prune(Written):
     """Prune heads and neurons."""
 
     keys = PruneKeys
-    name = "prune"
-    own: ClassVar = Smaller.own | {"multiple_of"}
+    name, record = "prune", "prune.json"
+    places: ClassVar = Written.places | {"multiple_of"}
 
     @property
     def title(self) -> str:
         """Return which model it prunes."""
-        return f"heads and neurons of {self.config.model}"
+        return f"heads and neurons of {self.source}"
 
-    def plan(self, sizes: Sizes | None) -> tuple[Sizes | None, list[str]]:
+    def plan(
+        self, model: Sizes | None, shards: Manifest | Planned | None
+    ) -> tuple[Sizes | None, list[str]]:
         """Return the sizes of the new model, and what a class of transformers loads of them."""
+        sizes = model
         heads, neurons = self.config.heads, self.config.intermediate_size
         lines = []
         if sizes is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 import yaml
 from scipy import stats
 from support import task_data
+from support.processes import finished
 from support.shipped import CONFIGS
 from support.tiny import save_teacher
 from torch import Tensor, nn
@@ -433,3 +435,26 @@ def test_baselines_choose_by_weights_and_by_chance(tmp_path: Path) -> None:
     up, down = layer.intermediate.dense.weight[7], layer.output.dense.weight[:, 7]
     assert torch.allclose(found.neurons[1, 7], torch.cat([up, down]).norm())
     assert isinstance(layer, nn.Module)
+
+
+def test_a_killed_stage_is_made_by_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """End it without a word at three moments: what is left never stands in the way."""
+    monkeypatch.chdir(tmp_path)
+    task_data.make(tmp_path, "classification")
+    save(tmp_path / "model", "bert")
+    path = recipe(tmp_path, "classification", heads=2)
+    for moment in (
+        "import pretrain.export.pruning as m; m.compare = end",  # chosen, not written
+        "import launch.stages.written as m; m.replace_json = end",  # written, without its record
+        "import launch.stages.written as m; m.Path.rename = end",  # with it, beside its place
+    ):
+        program = f"import os, sys\ndef end(*_, **__): os._exit(9)\n{moment}\n"
+        program += f"sys.argv[1:] = ['recipe', {str(path)!r}]\nfrom launch.cli import main\nmain()"
+        ended = finished(sys.executable, "-c", program)
+        assert ended.returncode == 9, ended.stdout + ended.stderr
+        assert not Path("small").exists()
+    ended = finished(sys.executable, "-m", "launch", "recipe", str(path))
+    assert ended.returncode == 0 and Path("small/prune.json").is_file(), ended.stderr
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
