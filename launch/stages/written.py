@@ -86,7 +86,7 @@ class Written(Compared):
             show(f"{config.output}: up to date")
             return ExitCode.DONE
         # What an earlier stage, or a hub, has given is known now.
-        self.plan(self._sizes(), load_manifest(config.shards))
+        show(*self.plan(self._sizes(), load_manifest(config.shards))[1])
         write = self.writer()
         quiet()
         target = real(config.output)

@@ -27,6 +27,7 @@ from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from pretrain.config import RunConfig, Student
 from pretrain.export.export import body, export
+from pretrain.export.pruning import prune
 from pretrain.model.folder import load_model
 from pretrain.model.student import build_student
 from pretrain.train import train
@@ -71,7 +72,7 @@ def python_4(installing: dict[str, str]) -> Path:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return a folder for each tokenizer with `shards`, two runs and their exports."""
+    """Return a folder for each tokenizer with `shards`, two runs, exports and a pruned one."""
     folders = {}
     for name, tokenizer in TOKENIZERS.items():
         folder = folders[name] = tmp_path_factory.mktemp(name)
@@ -106,6 +107,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             }
             train(RunConfig.model_validate(values | settings))
             export(folder / run, folder / f"{run}-exported", pytest.fail)
+        places = str(folder / "student-exported"), folder / "shards", folder / "pruned-exported"
+        sizes = {"heads": 2, "intermediate_size": 40, "even_heads": False, "rounds": 2}
+        prune(*places, **sizes, importance="self-supervised", documents=9, seed=0, say=print)
     return folders
 
 
@@ -148,7 +152,7 @@ def in_4(python: Path, *folders: Path, ask: str = "answers") -> list[dict[str, A
     return found
 
 
-@pytest.mark.parametrize("model", ["teacher", "student"])
+@pytest.mark.parametrize("model", ["teacher", "student", "pruned"])
 def test_an_export_is_the_same_in_4_and_5(
     exports: dict[str, Path], python_4: Path, model: str
 ) -> None:
