@@ -85,7 +85,13 @@ class TrimKeys(Keys):
     min_count: int = Field(1, ge=1)
     """Tokens that are rarer go, but special ones and single characters."""
     size: int | None = Field(None, ge=1)
-    """The most frequent tokens, so many in all, in place of `min_count`."""
+    """The most frequent tokens that are used, at most so many in all, in place of `min_count`."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TrimKeys:
+        if self.size is not None and "min_count" in self.model_fields_set:
+            raise ValueError("size takes the place of min_count: remove one of them")
+        return self
 
 
 class PruneKeys(Keys):
@@ -139,6 +145,9 @@ class PruneKeys(Keys):
         size, factor = self.intermediate_size, self.multiple_of
         if self.heads is None and size is None:
             raise ValueError("nothing would go: set heads or intermediate_size")
+        measures = self.importance in ("self-supervised", "labels")
+        if not measures and (unread := {"rounds", "documents"} & self.model_fields_set):
+            raise ValueError(f"importance {self.importance} reads no rows: remove {min(unread)}")
         if size is not None and size % factor:
             below = size // factor * factor
             near = f"{below} or {below + factor}" if below else f"{factor}"

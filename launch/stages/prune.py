@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
-from data_prep.shards import Manifest
+from data_prep.shards import Manifest, load_manifest
 from launch.recipe_config import PruneKeys
+from launch.stages.stage import How, Made, real
 from launch.stages.written import Written
 from pretrain import RunError
 from pretrain.plan import Planned, Sizes
@@ -23,6 +25,16 @@ class Prune(Written):
     def title(self) -> str:
         """Return which model it prunes."""
         return f"heads and neurons of {self.source}"
+
+    def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
+        """Refuse a model without a head for the shards, too, where both are there."""
+        found = super().check(made, how, dry_run=dry_run)
+        folder, shards = Path(self.source), self.config.shards
+        if not {real(folder), real(shards)} & made.keys() and (folder / "config.json").is_file():
+            from pretrain.export.pruning import check_kind
+
+            check_kind(self.source, folder, load_manifest(shards), shards)
+        return found
 
     def plan(
         self, model: Sizes | None, shards: Manifest | Planned | None
@@ -55,6 +67,9 @@ class Prune(Written):
         ):
             if (getattr(config, key) or 0) > of:
                 raise RunError(f"{key} {getattr(config, key):,}: {model} has {of:,}")
+        asked = config.heads or sizes.num_attention_heads, config.intermediate_size
+        if asked[0] == sizes.num_attention_heads and asked[1] in (None, sizes.intermediate_size):
+            raise RunError(f"nothing would go: {model} has so many heads and neurons")
 
     def writer(self) -> Callable[..., None]:
         """Return `prune`."""

@@ -14,6 +14,7 @@ from data_prep.shards import Manifest, load_manifest
 from launch.commands import quiet
 from launch.console import show
 from launch.stages.stage import Compared, How, Made, names_in, not_ours, real, version_of
+from pretrain import RunError
 from pretrain.exit_codes import ExitCode
 from pretrain.files import replace_json
 from pretrain.plan import Planned, Sizes
@@ -65,6 +66,15 @@ class Written(Compared):
         names = names_in(config.output)
         if names and self.record not in names:
             raise not_ours(config.output, names[0], f"stage {self.name}")
+        own = set(self._recorded().get("files", ())) | {self.record, "README.md"}
+        for path in sorted(config.output.rglob("*")):
+            if path.is_file() and str(path.relative_to(config.output)) not in own:
+                name = str(path.relative_to(config.output))
+                raise not_ours(config.output, name, f"stage {self.name}")
+        for key, read in self.reads().items():
+            there, target = real(read), real(config.output)
+            if target.is_relative_to(there) or there.is_relative_to(target):
+                raise RunError(f"output {config.output}: is {key}, or one lies in the other")
         model, shards = made.get(place), made.get(real(config.shards))
         if place not in made and Path(self.source).exists():  # else a hub's name
             check_model(Path(self.source))
@@ -120,13 +130,21 @@ class Written(Compared):
             if path.name not in (self.record, "README.md")
         }
 
-    def _kept(self) -> Any:
-        """Return what the folder was made of; None if a file is missing or was changed."""
+    def _recorded(self) -> dict[str, Any]:
+        """Return the record of the output; none if it is missing or damaged."""
         try:
             kept = json.loads((self.config.output / self.record).read_bytes())
-            same = kept["files"] == self._files(self.config.output)
+        except (OSError, ValueError):
+            return {}
+        return kept if isinstance(kept, dict) and kept.keys() == {"inputs", "files"} else {}
+
+    def _kept(self) -> Any:
+        """Return what the folder was made of; None if a file is missing or was changed."""
+        kept = self._recorded()
+        try:
+            same = kept and kept["files"] == self._files(self.config.output)
             return kept["inputs"] if same and kept["inputs"]["model"][1] else None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, KeyError, TypeError):
             return None
 
     def _settings(self) -> dict[str, Any]:

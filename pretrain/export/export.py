@@ -34,7 +34,7 @@ from pretrain.monitor.tables import escaped
 from pretrain.objectives.known import objective_of, task_of
 from pretrain.owner_config import SHOWN
 from pretrain.run_folder import MEASURED, check_run, onnx_file
-from pretrain.tasks.labelled import task_head_of
+from pretrain.tasks.labelled import own_head
 
 Tensors = dict[str, Tensor]
 
@@ -217,30 +217,27 @@ def export_model(
     if onnx_file(Path(name)) is not None:
         raise RunError(f"{name}: is an ONNX file already; give the folder with the model's weights")
 
-    output = output_of(model_config(name, name))
-
     def read(
         loaded: Loaded,
     ) -> tuple[Loaded, TaskHead | None, dict[str, bytes], Tensors, dict[str, bytes]]:
-        head = task_head_of(name, loaded, output) if output is not None else None
+        head = own_head(name, loaded)
         family = family_of(loaded.model)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             if not (loaded.folder / file).is_file():
                 raise RunError(f"{name}: no {file}; save its tokenizer there with save_pretrained")
         # Before anything is written: modules that are not supported.
         read_head(name, loaded.folder, loaded.model.config.hidden_size)
-        settings = parse_object((loaded.folder / "tokenizer_config.json").read_bytes())
-        given = settings.get("model_input_names", "token_type_ids")
         tokenizer = tokenizer_files.of_checkpoint(
             loaded.folder,
             family.row_length(loaded.model.config),
-            types=head is not None and has_types(loaded.model) and "token_type_ids" in given,
+            types=None if head is not None and has_types(loaded.model) else False,
         )
         tensors = read_tensors(name, loaded.folder, pickled=True)
         return loaded, head, tokenizer, tensors, sentence_modules(loaded.folder)
 
+    of_task = output_of(model_config(name, name)) is not None
     loaded, head, tokenizer, tensors, modules = read_model(
-        name, read, needs_head=False, of_task=output is not None, warn=warn
+        name, read, needs_head=False, of_task=of_task, warn=warn
     )
     # A sentence encoder may have kept a head that its vectors do not need.
     has_logits = loaded.has_head and "modules.json" not in modules

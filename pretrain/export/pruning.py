@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_prep.shards import ShardSet, open_shards
+from data_prep.shards import Manifest, ShardSet, open_shards
 from pretrain import RunError
 from pretrain.device.gpu import check_kernels
 from pretrain.export.smaller import write_smaller
@@ -20,8 +20,9 @@ from pretrain.model import tokenizer_files
 from pretrain.model.families import family_of
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.loading import check_row_length
+from pretrain.model.model_files import read_config
 from pretrain.model.prune import Units, magnitudes, pruned_model
-from pretrain.model.task_head import with_head
+from pretrain.model.task_head import check_head, with_head
 from pretrain.model.teacher import check_tokenizer
 from pretrain.tasks.importance import Calibration, masked, scores
 from pretrain.tasks.labelled import OUTPUTS, LabelledRows, check_labels, task_head_of
@@ -66,15 +67,16 @@ def prune(
     """
     rows, tokenizer = calibration(name, open_shards(shards), documents, seed)
     model, every = rows.model, magnitudes(rows.model)
-    kept = Units(*(torch.ones_like(x, dtype=torch.bool) for x in every))
-    depth, most = kept.heads.shape
-    targets = (
-        (depth * most, depth * (heads or most)),
-        (
-            kept.neurons.shape[1],
-            intermediate_size or kept.neurons.shape[1],
-        ),
-    )
+    # A head of zeros was pruned before.
+    kept = Units(every.heads > 0, torch.ones_like(every.neurons, dtype=torch.bool))
+    depth, size = kept.neurons.shape
+    there = int(kept.heads.sum())
+    if heads is not None and depth * heads > there:
+        raise RunError(
+            f"heads {heads}: {name} has {there} of {kept.heads.numel()} heads left, "
+            f"{there / depth:.3g} in a layer; take no more"
+        )
+    targets = (there, depth * heads if heads else there), (size, intermediate_size or size)
     draw = torch.Generator().manual_seed(seed)
     rounds = rounds if importance in ("self-supervised", "labels") else 1
     for number in range(1, rounds + 1):
@@ -102,13 +104,29 @@ def prune(
         f"{int(stay.sum()):,} of {stay.numel():,} {what}"
         for stay, what in zip(kept, ("heads", "neurons"), strict=True)
     )
-    how = (
-        f"What is left was chosen by {importance} importance in {rounds} rounds, with seed {seed} "
-        f"on {len(rows.numbers):,} rows of shards `{rows.examples.shards.manifest.digest}`. Heads "
-        "that went are zeros here; `distil export --onnx` leaves them out."
+    how = {"magnitude": "the size of weights", "random": f"chance, with seed {seed}"}.get(
+        importance,
+        f"{importance} importance in {rounds} rounds, with seed {seed} on {len(rows.numbers):,} "
+        f"rows of shards `{rows.examples.shards.manifest.digest}`",
     )
+    how = f"What is left was chosen by {how}. Heads that went are zeros here; "
+    how += "`distil export --onnx` leaves them out."
     rest: dict[str, Any] = {"tokenizer": tokenizer, "modules": {}, "name": name}
     write_smaller(folder, *both, **rest, left=left, how=how, say=say)
+
+
+def check_kind(who: str, folder: Path, manifest: Manifest, shards: Path) -> None:
+    """Refuse a model's folder whose head is not for the shards; RunError says what would be."""
+    raw, output = read_config(who, folder), OUTPUTS.get(manifest.kind)
+    if output is not None:
+        check_head(who, raw, output)
+        return
+    name = str((raw.get("architectures") or [""])[0])
+    if manifest.kind or not name.endswith("ForMaskedLM"):
+        raise RunError(
+            f"{who}: is a {name}, and {shards} holds {manifest.kind or 'a corpus'}: give a masked "
+            "language model and a corpus, or a model with a head and the examples of its task"
+        )
 
 
 def calibration(
@@ -117,6 +135,10 @@ def calibration(
     """Return a model with rows to score it on, on a GPU if there is one, and its tokenizer."""
     manifest = shards.manifest
     output = OUTPUTS.get(manifest.kind)
+    if manifest.kind and output is None:
+        raise RunError(
+            f"{shards.folder}: holds {manifest.kind}, whose models have no head to prune"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_kernels(device)
     numbers = np.random.default_rng(seed).permutation(len(shards))[:documents]
@@ -146,7 +168,7 @@ def calibration(
 def best(scores: Tensor, kept: Tensor, num: int) -> Tensor:
     """Return so many of the kept units of each row [.., U], those with the highest scores."""
     order = scores.masked_fill(~kept, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-    return torch.zeros_like(kept).scatter_(-1, order[..., :num], True)
+    return torch.zeros_like(kept).scatter_(-1, order[..., :num], True) & kept
 
 
 def best_heads(scores: Tensor, kept: Tensor, num: int, *, even: bool) -> Tensor:

@@ -19,8 +19,9 @@ from pretrain import RunError
 from pretrain.export.export import body, sentence_modules
 from pretrain.export.smaller import write_smaller
 from pretrain.model import tokenizer_files
-from pretrain.model.families import family_of
+from pretrain.model.families import family_of, has_types
 from pretrain.model.folder import Loaded, read_model
+from pretrain.model.task_head import with_head
 from pretrain.model.trim import (
     Ids,
     kept_tokens,
@@ -28,9 +29,11 @@ from pretrain.model.trim import (
     trimmed_model,
     trimmed_tokenizer,
 )
+from pretrain.tasks.labelled import own_head
 
 _ROWS = 64  # of validation, whose outputs are compared
 _WORDS = 20  # tokens in a text that both tokenizers cut
+_HELD = 2048  # rows of validation that are cut again
 _TOLERANCE = 1e-5  # of the largest output: other products of the same numbers
 
 
@@ -52,23 +55,29 @@ def trim(
     """
     manifest = load_manifest(shards)
 
-    def read(loaded: Loaded) -> tuple[Loaded, dict[str, bytes], dict[str, bytes], str]:
+    def read(loaded: Loaded) -> tuple[Any, dict[str, bytes], dict[str, bytes], str]:
         if not (loaded.folder / "tokenizer.json").is_file():
             raise RunError(f"{name}: no tokenizer.json; save its tokenizer there")
-        positions = family_of(loaded.model).row_length(loaded.model.config)
-        tokenizer = tokenizer_files.of_checkpoint(loaded.folder, positions)
+        head, positions = own_head(name, loaded), loaded.model.config
+        tokenizer = tokenizer_files.of_checkpoint(
+            loaded.folder,
+            family_of(loaded.model).row_length(positions),
+            types=None if head is not None and has_types(loaded.model) else False,
+        )
         other = difference(loaded.folder, shards, manifest)
-        return loaded, tokenizer, sentence_modules(loaded.folder), other
+        model: Any = loaded.model.eval() if loaded.has_head else body(loaded.model, 0)
+        model = model if head is None else with_head(loaded.model, head)
+        return model, tokenizer, sentence_modules(loaded.folder), other
 
-    loaded, tokenizer, modules, other = read_model(name, read, needs_head=False)
+    model, tokenizer, modules, other = read_model(name, read, needs_head=False, of_task=True)
     if other:
         raise RunError(
             f"shards {shards}: were prepared with another tokenizer than {name}: {other}"
         )
-    model: Any = loaded.model.eval() if loaded.has_head else body(loaded.model, 0)
     values = json.loads(tokenizer["tokenizer.json"])
     counts = np.array(json.loads(read_listed(shards, manifest, TOKEN_COUNTS))["counts"], np.int64)
-    kept = kept_tokens(values, counts, min_count=min_count, size=size)
+    first = family_of(model).first_position(model.config)
+    kept = kept_tokens(values, counts, min_count=min_count, size=size, first=first)
     strings = token_strings(values)
     fewer = trimmed_tokenizer(values, kept)
     tokenizer["tokenizer.json"] = json.dumps(fewer, ensure_ascii=False).encode()
@@ -97,7 +106,7 @@ def trim(
     compare_texts(*cuts, kept, special, folder)
     rows = open_shards(shards, "validation" if "validation" in manifest.splits else "train")
     say(f"outputs differ by at most {compare_outputs(model, small, rows, kept):.1e} of the largest")
-    say(held(rows, *cuts, kept, values["model"].get("unk_token") or "<unk>"))
+    say(held(rows, *cuts, kept))
 
 
 def compare_texts(
@@ -143,18 +152,28 @@ def compare_outputs(model: PreTrainedModel, small: PreTrainedModel, rows: Any, k
     return most
 
 
-def held(rows: Any, old: Tokenizer, new: Tokenizer, kept: Ids, unknown: str) -> str:
-    """Return what became of the tokens of held-out rows."""
+def held(rows: Any, old: Tokenizer, new: Tokenizer, kept: Ids) -> str:
+    """Return what became of the tokens of held-out rows, whose text both tokenizers cut."""
     ids = rows.rows(np.arange(len(rows))).astype(np.int64)
     counts = np.bincount(ids.ravel())
     gone = np.setdiff1d(np.flatnonzero(counts), kept)
-    lost = sum(
-        int(counts[token])
-        for token in gone.tolist()
-        if unknown in new.encode(old.decode([token]), add_special_tokens=False).tokens
-    )
     total = max(int(counts.sum()), 1)
+    some = ids[:_HELD].tolist()
+    texts = old.decode_batch(some)
+    num, unknown = 0, []
+    for tokenizer in (old, new):
+        id = unknown_id(tokenizer)
+        cut = tokenizer.encode_batch(texts, add_special_tokens=False)
+        num = sum(len(one.ids) for one in cut)
+        unknown.append(sum(one.ids.count(id) for one in cut))
     return (
         f"held-out rows: {counts[gone].sum() / total:.2%} of the tokens are cut into smaller ones, "
-        f"{lost / total:.3%} become unknown"
+        f"{(unknown[1] - unknown[0]) / max(num, 1):.3%} become unknown (in {len(some):,} rows)"
     )
+
+
+def unknown_id(tokenizer: Tokenizer) -> int:
+    """Return the id of unknown tokens; -1 if there is none."""
+    model = json.loads(tokenizer.to_str())["model"]
+    named = model.get("unk_id", tokenizer.token_to_id(model.get("unk_token") or ""))
+    return -1 if named is None else int(named)

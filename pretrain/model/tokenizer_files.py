@@ -36,8 +36,12 @@ def of_shards(
     return _for_model(folder / "tokenizer", found, max_positions, types)
 
 
-def of_checkpoint(student: Path, max_positions: int, *, types: bool = False) -> dict[str, bytes]:
+def of_checkpoint(
+    student: Path, max_positions: int, *, types: bool | None = False
+) -> dict[str, bytes]:
     """Read the tokenizer of a checkpoint, which any release may have written; see `of_shards`.
+
+    With `types` None it gives the tokens' types if its settings say so, as by default they do.
 
     Raises:
         RunError: there is none.
@@ -53,7 +57,7 @@ def of_checkpoint(student: Path, max_positions: int, *, types: bool = False) -> 
 
 
 def _for_model(
-    folder: Path, found: Mapping[str, bytes], max_positions: int, types: bool
+    folder: Path, found: Mapping[str, bytes], max_positions: int, types: bool | None
 ) -> dict[str, bytes]:
     try:
         settings = json.loads(found[_SETTINGS])
@@ -62,6 +66,8 @@ def _for_model(
         raise RunError(f"{folder / _SETTINGS}: not a JSON object; restore it") from error
     # A release's default class for BERT or DistilBERT may replace the normaliser of tokenizer.json.
     # DistilBERT has no token types, and a BERT trained on a corpus has only seen type 0.
+    if types is None:
+        types = "token_type_ids" in settings.get("model_input_names", ["token_type_ids"])
     second = ["token_type_ids"] if types else []
     kept |= {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,7 +1,7 @@
 """Trim a vocabulary to the tokens that a corpus uses, in tokenizer.json, config and weights.
 
 Tokens keep their order, so a kept token's new id is the number of kept ones before it. Text whose
-tokens are all kept is cut as before:
+tokens are all kept and known is cut as before:
 
 - WordPiece takes the longest match, which is kept.
 - BPE merges in the order of its merges. One that was applied is part of a final token, so with a
@@ -23,18 +23,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pretrain import RunError
-from pretrain.model.families import family_of
 
 Ids = NDArray[np.int64]
 _CONFIG_IDS = "_token_id"  # the end of a config's keys that hold ids
 
 
-def kept_tokens(values: Mapping[str, Any], counts: Ids, *, min_count: int, size: int | None) -> Ids:
+def kept_tokens(
+    values: Mapping[str, Any], counts: Ids, *, min_count: int, size: int | None, first: int = 0
+) -> Ids:
     """Return the ids to keep, in order.
 
     Args:
         values: of tokenizer.json.
         counts: how often the corpus has each id [V].
+        first: so many ids stay at the beginning, where positions begin behind that of padding.
         min_count: so often it must have it; or, with `size`, at least once.
         size: the most frequent tokens, so many in all with those that always stay.
 
@@ -46,8 +48,7 @@ def kept_tokens(values: Mapping[str, Any], counts: Ids, *, min_count: int, size:
     always = {token["id"] for token in values.get("added_tokens", [])}
     always |= {i for piece, i in ids.items() if len(piece.removeprefix(prefix)) <= 1}
     always |= {i for piece, i in ids.items() if _is_byte(piece)}
-    if (unknown := values["model"].get("unk_id")) is not None:
-        always.add(unknown)
+    always |= _named(values, ids) | set(range(first))
     parts = _parts(values, ids)
     kept = _closed(always, parts)
     if size is None:
@@ -78,6 +79,18 @@ def _vocabulary(values: Mapping[str, Any]) -> dict[str, int]:
         f"tokenizer.json: model {model.get('type')!r} cannot be trimmed; WordPiece, "
         "BPE and Unigram can"
     )
+
+
+def _named(values: Mapping[str, Any], ids: Mapping[str, int]) -> set[int]:
+    """Return the ids that other parts of the file name: unknown, and of the post-processor."""
+    found = {values["model"].get("unk_id"), ids.get(values["model"].get("unk_token") or "")}
+    processors = [values.get("post_processor") or {}]
+    while processors:
+        one = processors.pop()
+        processors += one.get("processors") or []
+        found |= {i for t in (one.get("special_tokens") or {}).values() for i in t["ids"]}
+        found |= {one[name][1] for name in ("sep", "cls") if name in one}
+    return {i for i in found if i is not None}
 
 
 def _is_byte(piece: str) -> bool:
@@ -159,18 +172,16 @@ def trimmed_model(model: PreTrainedModel, kept: Ids) -> PreTrainedModel:
     """Return a model of the same class with the rows of the kept tokens.
 
     Raises:
-        RunError: an id of its config is not kept, or positions would move.
+        RunError: an id of its config is not kept.
     """
     new = {old: i for i, old in enumerate(kept.tolist())}
     config = copy.deepcopy(model.config)
     for key, value in config.to_dict().items():
-        if key.endswith(_CONFIG_IDS) and isinstance(value, int):
-            if value not in new:
-                raise RunError(f"config.json: {key} {value} is not a kept token; correct it")
-            setattr(config, key, new[value])
-    family = family_of(model)
-    if family.first_position(config) != family.first_position(model.config):
-        raise RunError("a token before the padding's is not kept, so that positions would move")
+        if key.endswith(_CONFIG_IDS) and value is not None:
+            every = value if isinstance(value, list) else [value]  # of ends there may be several
+            if lost := [i for i in every if i not in new]:
+                raise RunError(f"config.json: {key} {lost[0]} is not a kept token; correct it")
+            setattr(config, key, [new[i] for i in every] if every is value else new[value])
     config.vocab_size = len(kept)
     found = type(model)(config)
     head = model.get_output_embeddings()

@@ -34,6 +34,7 @@ from pretrain.model.task_head import (
     check_head,
     head_tensors,
     labels_of,
+    output_of,
     read_task_head,
     saved_head,
 )
@@ -270,6 +271,15 @@ def task_head_of(who: str, loaded: Loaded, output: Output) -> TaskHead:
     """Return the trained head of a loaded model; RunError if it has none."""
     raw = _config_of_head(who, loaded, output)
     return read_task_head(who, raw, _own_tensors(who, loaded), loaded.model, output)
+
+
+def own_head(who: str, loaded: Loaded) -> TaskHead | None:
+    """Return the head of a task that a loaded model has; None of another model."""
+    if loaded.saved is not None:
+        output = (loaded.saved.state.get("labels") or {}).get("output")
+    else:
+        output = output_of(read_config(who, loaded.folder))
+    return None if output is None else task_head_of(who, loaded, output)
 
 
 def _config_of_head(who: str, loaded: Loaded, output: Output) -> dict[str, Any]:

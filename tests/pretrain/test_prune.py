@@ -393,21 +393,34 @@ def test_the_shipped_recipe(tmp_path: Path, distil: Any, monkeypatch: pytest.Mon
         ({"intermediate_size": 72}, "intermediate_size 72: model has 64"),
         ({"intermediate_size": [24, 32]}, "no class of transformers loads layers of several sizes"),
         ({"heads": 5}, "heads 5: model has 4"),
+        ({"heads": 4, "intermediate_size": 64}, "nothing would go"),
+        ({"heads": 2, "importance": "random", "rounds": 3}, "reads no rows: remove documents"),
+        ({"heads": 2, "model": "body"}, "body: it is a BertModel, which has no head for"),
+        ({"heads": 2, "model": "body", "shards": "corpus"}, "give a masked language model"),
+        ({"heads": 2, "shards": "corpus"}, "holds a corpus: give a masked language model"),
+        ({"heads": 2, "output": "model"}, "output model holds config.json"),
+        ({"heads": 2, "output": "model/small"}, "is model, or one lies in the other"),
         ({"heads": 2, "importance": "best"}, "importance"),
         ({"heads": 2, "model": "nowhere/model"}, "nowhere/model"),
         ({"heads": 2, "model": "shards"}, "holds shards, not a model"),
     ],
 )
 def test_what_cannot_be_pruned_is_refused(
-    keys: dict[str, Any], message: str, tmp_path: Path, distil: Any, monkeypatch: Any
+    keys: dict[str, Any], message: str, tmp_path: Path, corpus: Path, distil: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     task_data.make(tmp_path, "classification")
     save(tmp_path / "model", "bert")
+    Path("corpus").symlink_to(corpus)
+    save(tmp_path / "body", "bert").bert.save_pretrained(tmp_path / "body")
     path = recipe(tmp_path, "classification", **keys)
-    code, out, err = distil("recipe", path)
+    # All but a hub's answer is known before the first stage starts.
+    for options in ([] if "nowhere" in message else ["--dry-run"], []):
+        code, out, err = distil("recipe", path, *options)
+        assert code == 2, out + err
     assert code == 2 and message in " ".join(err.split()), out + err
     assert not Path("small").exists() and "Traceback" not in err
+    assert Path("model/config.json").is_file()
 
 
 def test_a_quantised_model_is_refused(
@@ -458,3 +471,33 @@ def test_a_killed_stage_is_made_by_the_same_command(
     ended = finished(sys.executable, "-m", "launch", "recipe", str(path))
     assert ended.returncode == 0 and Path("small/prune.json").is_file(), ended.stderr
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_what_was_made_stays_until_something_else_is(
+    tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuse wrong shards, a user's own file and the model as output; heads of zeros are gone."""
+    monkeypatch.chdir(tmp_path)
+    task_data.make(tmp_path, "classification")
+    task_data.make(tmp_path / "other", "regression")
+    save(tmp_path / "model", "bert")
+    path = recipe(tmp_path, "classification", heads=2)
+    code, out, err = distil("recipe", path)
+    assert code == 0, out + err
+    before = Path("small/model.safetensors").read_bytes()
+    for wrong, message in (
+        (["runs.0.shards=other/shards"], "the task is a score"),
+        (["runs.0.model=small", "runs.0.seed=1"], "is model, or one lies in the other"),
+    ):
+        code, _, err = distil("recipe", path, *wrong)
+        assert code == 2 and message in err
+        assert Path("small/model.safetensors").read_bytes() == before
+    again = ("recipe", path, "runs.0.model=small", "runs.0.output=less")
+    code, _, err = distil(*again, "runs.0.heads=3")
+    assert code == 2 and "small has 4 of 8 heads left, 2 in a layer; take no more" in err
+    code, out, err = distil(*again, "runs.0.heads=1")
+    assert code == 0 and "2 of 8 heads" in out, out + err
+    Path("small/notes.txt").write_text("mine", encoding="utf-8")
+    code, _, err = distil("recipe", path, "runs.0.seed=1")
+    assert code == 2 and "holds notes.txt, which no stage prune has written" in err
+    assert Path("small/notes.txt").read_text(encoding="utf-8") == "mine"

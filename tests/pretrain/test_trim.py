@@ -15,10 +15,11 @@ import yaml
 from support import backends
 from support.shipped import CONFIGS
 from support.task_data import save_model
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import BertProcessing
 from transformers import (
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
@@ -28,7 +29,8 @@ from transformers import (
     XLMRobertaForMaskedLM,
 )
 
-from pretrain.model.trim import kept_tokens, trimmed_model
+from pretrain.export.trimming import held, unknown_id
+from pretrain.model.trim import kept_tokens, trimmed_model, trimmed_tokenizer
 
 OURS = ["die", "grüßen", "Müller", "am", "Fluß", "wo", "Äpfel", "und", "Öl", "stehen"]
 OTHERS = ["naïve", "Cafés", "Zürich", "verlassen", "niemals", "siebzehn", "unbekannte", "Häuser"]
@@ -265,3 +267,76 @@ def test_xlm_r_at_its_real_shape(tmp_path: Path) -> None:
     sizes = [sum(p.numel() for p in m.parameters()) for m in (model, small, counted)]
     assert sizes[0] - sizes[1] == 226_002 * 769 and sizes[1] == sizes[2]
     print(f"{sizes[0]:,} -> {sizes[1]:,} parameters")
+
+
+def test_the_head_of_a_task_stays(tmp_path: Path, distil: Any) -> None:
+    """Trim a classifier: kept text has the same logits."""
+    save(tmp_path, "word-piece")
+    folder = tmp_path / "model"
+    body = AutoModelForMaskedLM.from_pretrained(folder)
+    config = body.config
+    config.num_labels = 3
+    classifier = AutoModelForSequenceClassification.from_config(config)
+    classifier.bert.load_state_dict(body.bert.state_dict(), strict=False)
+    classifier.save_pretrained(folder)
+    path = recipe(tmp_path)
+    values = json.loads(path.read_bytes())
+    path.write_text(json.dumps({"runs": values["runs"][:2]}), encoding="utf-8")
+    code, out, err = distil("recipe", path)
+    assert code == 0, out + err
+    old, new = (
+        (
+            AutoTokenizer.from_pretrained(f),
+            AutoModelForSequenceClassification.from_pretrained(f).eval(),
+        )
+        for f in (folder, tmp_path / "small")
+    )
+    assert new[1].config.vocab_size < old[1].config.vocab_size
+    for text in texts(OURS, 10, 2):
+        with torch.no_grad():
+            a, b = (m(**t(text, return_tensors="pt")).logits for t, m in (old, new))
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_unknown_tokens_of_held_out_text_are_counted() -> None:
+    """Compare with a count by hand, of a Unigram whose token of two characters goes."""
+
+    class Rows:
+        def __len__(self) -> int:
+            return 2
+
+        def rows(self, some: Any) -> Any:
+            return np.array([[2, 3, 4], [2, 3, 3]])[some]
+
+    vocabulary = [("[PAD]", 0.0), ("[UNK]", 0.0), ("▁", -1.0), ("▁da", -1.0), ("日本", -1.0)]
+    backends_ = []
+    for some in (vocabulary, vocabulary[:4]):
+        backend = Tokenizer(models.Unigram(some, unk_id=1))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()
+        backend.decoder = decoders.Metaspace()
+        backends_.append(backend)
+    said = held(Rows(), *backends_, np.arange(4))
+    assert "16.67% of the tokens are cut" in said and "0.000% become" not in said
+    assert unknown_id(backends_[0]) == 1
+
+
+def test_tokens_that_other_parts_name_stay() -> None:
+    backend = backends.word_piece(corpus(), 140, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    values = json.loads(backend.to_str())
+    values["added_tokens"] = []
+    kept = kept_tokens(values, np.zeros(140, np.int64), min_count=1, size=None)
+    assert backend.token_to_id("[UNK]") in kept
+    cut = Tokenizer.from_str(json.dumps(trimmed_tokenizer(values, kept)))
+    assert cut.encode("☃", add_special_tokens=False).tokens == ["[UNK]"]
+
+
+def test_a_list_of_ends_is_renumbered_and_tokens_before_padding_stay(tmp_path: Path) -> None:
+    save(tmp_path, "word-piece")
+    model = BertForMaskedLM.from_pretrained(tmp_path / "model")
+    model.config.eos_token_id = [3, 4]
+    kept = np.array([1, 2, 3, 4, 5, 9, 11])
+    assert trimmed_model(model, kept).config.eos_token_id == [2, 3]
+    values = json.loads((tmp_path / "model" / "tokenizer.json").read_bytes())
+    size = len(values["model"]["vocab"])
+    kept = kept_tokens(values, np.zeros(size, np.int64), min_count=1, size=None, first=12)
+    assert set(range(12)) <= set(kept.tolist())
