@@ -190,7 +190,7 @@ def _held(plan: Plan, name: str) -> Iterator[Lock]:
         with lock(plan.work / "locks", name, output=output) as held:
             yield held
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:
             error.filename = str(output)  # a full disk does not say which
         raise
 

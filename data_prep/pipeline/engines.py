@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import site
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -138,28 +139,43 @@ class _Fixed(list[str]):
 @contextmanager
 def _ray(workers: int) -> Iterator[Run]:
     """Yield a function that runs Ray tasks, on RAY_ADDRESS or on `workers` local cores."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address:
+        _check_address(address)
+        # A head that finds a token in its home wants one of everybody, and `ray.init` sends none to
+        # an address that was named, unless it is told to before Ray is imported.
+        if (Path.home() / ".ray" / "auth_token").is_file():
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
     except ImportError:
         raise CorpusError(f"--engine ray: Ray is not installed: {extra('ray')}") from None
     own = not ray.is_initialized()
     if own:
-        cluster = bool(os.environ.get("RAY_ADDRESS"))
         job = ray.job_config.JobConfig()
         here = str(Path(__file__).parents[2])
         job._py_driver_sys_path = _Fixed([here] if here not in site.getsitepackages() else [])
-        ray.init(
-            num_cpus=None if cluster else workers,
-            include_dashboard=None if cluster else False,
-            log_to_driver=False,
-            configure_logging=False,
-            job_config=job,
-        )
+        try:
+            ray.init(
+                # Without an address it would join a cluster that happens to run here.
+                address or "local",
+                num_cpus=None if address else workers,
+                include_dashboard=None if address else False,
+                log_to_driver=False,
+                configure_logging=False,
+                job_config=job,
+            )
+        except (ConnectionError, RuntimeError) as error:
+            raise CorpusError(
+                f"--engine ray: Ray has not begun ({error_line(error)}): see `ray status`; all "
+                "nodes need the same ~/.ray/auth_token, or none"
+            ) from None
     # A task whose worker or node dies runs again: a unit is identical wherever it is made.
     task: Any = ray.remote(max_retries=3, num_cpus=1)(_call)
 
     def run(function: Callable[[Any], Any], items: Sequence[Any], report: Report) -> list[Any]:
-        waiting = {task.remote(function, item): number for number, item in enumerate(items)}
+        place = os.getcwd()
+        waiting = {task.remote(function, item, place): n for n, item in enumerate(items)}
         results: list[Any] = [None] * len(items)
         try:
             while waiting:
@@ -183,6 +199,22 @@ def _ray(workers: int) -> Iterator[Run]:
             ray.shutdown()
 
 
-def _call(function: Callable[[Any], Any], item: Any) -> Any:
+def _check_address(address: str) -> None:
+    """Refuse an address at which nothing listens: Ray ends the process there without a word."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():  # "auto" and "local"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise CorpusError(
+            f"RAY_ADDRESS {address}: no cluster answers ({error}): start it with `ray start "
+            "--head`, or unset RAY_ADDRESS"
+        ) from None
+
+
+def _call(function: Callable[[Any], Any], item: Any, place: str) -> Any:
     _set_up()
+    if os.path.isdir(place):  # a worker begins where `ray start` was called
+        os.chdir(place)
     return function(item)

@@ -1,0 +1,98 @@
+"""Prepare a corpus beside and on a Ray cluster that was started by hand, as the manual says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.processes import finished, in_a_process
+
+from data_prep.shards import load_manifest
+
+pytest.importorskip("ray", reason="Ray is an extra: pip install '.[ray]'")
+RAY = str(Path(sys.executable).with_name("ray"))
+PORT = 6391
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of its own for Ray, and one where it keeps its sockets."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    return tmp_path
+
+
+@pytest.fixture(params=["before", "after"])
+def head(home: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Start a head as the manual says, before or after a local run has left a token."""
+    if not Path(RAY).exists():
+        pytest.skip("the command `ray` is not beside this interpreter")
+    token = home / "home" / ".ray" / "auth_token"
+    if request.param == "after":
+        token.parent.mkdir()
+        token.write_text("left by a local run", encoding="utf-8")
+    temporary = Path("/tmp") / f"distil-ray-{os.getpid()}"  # short: a socket's path has 107 bytes
+    command = [RAY, "start", "--head", f"--port={PORT}", "--num-cpus=1"]
+    command += ["--include-dashboard=false", "--object-store-memory=100000000"]
+    command.append(f"--temp-dir={temporary}")
+    started = finished(*command)
+    assert started.returncode == 0, started.stdout + started.stderr
+    os.environ["RAY_TMPDIR"] = str(temporary)  # where a client looks for a cluster of this machine
+    yield f"127.0.0.1:{PORT}"
+    for process in psutil.process_iter(["cmdline"]):  # `ray stop` would end others' clusters, too
+        if any(str(temporary) in word for word in process.info["cmdline"] or ()):
+            process.kill()
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def corpus(folder: Path) -> Path:
+    lines = [f"text {i} of a few plain words" for i in range(300)]
+    (folder / "texts.txt").write_text("\n".join(lines), encoding="utf-8")
+    path = folder / "corpus.yaml"
+    values = {
+        "output": "shards",
+        "tokenizer": {"train": {"vocab_size": 200}},
+        "row_length": 32,
+        "sources": [{"kind": "text", "path": "texts.txt", "document": "line"}],
+        "min_characters": 1,
+        "deduplicate": {"documents": "none"},
+    }
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+def test_a_cluster_is_used_by_its_address_alone(head: str, home: Path) -> None:
+    """Without an address it is let alone; with one it is asked as it wants to be."""
+    path = corpus(home)
+    digests = []
+    for output, environment in (
+        ("plain", None),
+        ("beside", {}),
+        ("together", {"RAY_ADDRESS": head}),
+    ):
+        engine = [] if environment is None else ["--engine", "ray"]
+        ended = in_a_process(
+            *("prepare", path, *engine, f"output={output}"), cwd=home, environment=environment
+        )
+        assert ended[0] == 0, ended[1] + ended[2]
+        digests.append(load_manifest(home / output).digest)
+    assert len(set(digests)) == 1
+
+
+def test_an_address_without_a_cluster_is_named(home: Path) -> None:
+    environment = {"RAY_ADDRESS": "127.0.0.1:6390", "RAY_gcs_rpc_server_reconnect_timeout_s": "1"}
+    command = ("prepare", corpus(home), "--engine", "ray", "workers=1")
+    code, out, err = in_a_process(*command, cwd=home, environment=environment)
+    line = err.strip().splitlines()[-1]
+    assert code == 2 and "Traceback" not in err, out + err
+    assert line.startswith("error: RAY_ADDRESS 127.0.0.1:6390: no cluster answers"), line
