@@ -66,6 +66,8 @@ def prune(
         OSError: the disk is full or read-only.
     """
     rows, tokenizer = calibration(name, open_shards(shards), documents, seed)
+    if importance == "labels" and not getattr(rows.examples, "labelled", True):
+        raise RunError(f"{shards}: has no labels; take importance self-supervised")
     model, every = rows.model, magnitudes(rows.model)
     # A head of zeros was pruned before.
     kept = Units(every.heads > 0, torch.ones_like(every.neurons, dtype=torch.bool))

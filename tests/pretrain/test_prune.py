@@ -501,3 +501,21 @@ def test_what_was_made_stays_until_something_else_is(
     code, _, err = distil("recipe", path, "runs.0.seed=1")
     assert code == 2 and "holds notes.txt, which no stage prune has written" in err
     assert Path("small/notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_labels_that_are_not_there_are_not_a_choice(
+    tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuse the loss of labels where the data have probabilities alone."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"text": f"{w} {w}", "p": [0.2, 0.3, 0.5]} for w in task_data.WORDS[:40]]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    task = {"name": "classification", "labels": ["a", "b", "c"], "probabilities": "p"}
+    files = {"train": str(data), "validation": str(data)}
+    task_data.make(tmp_path, "classification", task=task, **files)
+    save(tmp_path / "model", "bert")
+    code, out, err = distil("recipe", recipe(tmp_path, "", heads=2, importance="labels"))
+    assert code == 2 and "has no labels; take importance self-supervised" in err, out + err
+    code, out, err = distil("recipe", recipe(tmp_path, "", heads=2))
+    assert code == 0, out + err
