@@ -39,9 +39,7 @@ _COLUMNS = 80
 _FIGURE = 24  # characters of a cell that is not broken
 _WAITS = 0.01  # share of the time that waiting for data is worth a word
 
-_wrap = partial(
-    textwrap.wrap, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-)
+_wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 console = Console(highlight=False)
 if not console.is_terminal:
     console.width = 10_000  # a log file has no width: nothing is cut off there
@@ -52,7 +50,10 @@ def show(*lines: str) -> None:
     for line in map(printable, lines):
         # A terminal would break a number. A command stays whole, to be pasted.
         wraps = console.is_terminal and not line.startswith("  distil")
-        parts = _wrap(line, console.width) if wraps and len(line) > console.width else [line]
+        parts = [line]
+        if wraps and len(line) > console.width:  # a comment of a shell stays one
+            indent = "#   " if line.startswith("# ") else "  "
+            parts = _wrap(line, console.width, subsequent_indent=indent)
         for part in parts:
             console.print(part, markup=False, soft_wrap=True)
 

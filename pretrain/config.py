@@ -389,7 +389,9 @@ class RunConfig(Keys):
     logging: Logging = Logging()
     """What is written while it trains."""
     card: Card = Card()
-    """Licence, languages and an example for the model card; may change after training."""
+    """Licence, languages and an example for the model card. They may change after training: give
+    the run's command with them again, and export.
+    """
     slurm: Slurm = Slurm()
     """What the cluster asks for; no file of the run keeps it."""
 

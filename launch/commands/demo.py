@@ -248,7 +248,8 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
         ],
         "next": [
             f"  distil evaluate {output}/student-export {output}/shards",
-            f"  distil pretrain shipped:demo.yaml output={output}/longer train.max_steps=2000",
+            f"  distil pretrain shipped:demo.yaml output={output}/longer "
+            f"shards={output}/shards train.max_steps=2000",
             "  distil prepare CORPUS.yaml     # your own text: docs/CORPUS.md",
         ],
     }

@@ -114,7 +114,10 @@ def run_lines(
         vocabulary = read.get("vocab_size", vocabulary)
     lines = []
     if name is not None and read is None and not Path(name).exists():
-        lines.append(f"{name}: no hub answers, and no cache has it: its sizes are not known")
+        lines.append(
+            f"{name}: no hub answers, and no cache has it: for a plan put its config.json into "
+            f"./{name}/"
+        )
     if tokens is not None:
         if not tokens < 1e18:
             raise RunError(
@@ -218,8 +221,8 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str
         if where.nodes > 1:
             seconds = sent / _NETWORK
             whole = duration(seconds * steps)
-            line += f": {seconds:.2g} s between nodes at 25 Gbit/s, {whole} in all, which the "
-            line += "estimate leaves out and the backward pass hides in part"
+            line += f": {seconds:.2g} s between nodes at 25 Gbit/s, {whole} in all; where that is "
+            line += "more than the estimate below, the network decides"
         lines.append(line)
     return lines
 

@@ -187,7 +187,8 @@ def measure(
         say=say,
         warn=warn,
     )
-    keep_figures(models, "masked tokens of validation rows", teacher, found)
+    what = f"masked tokens of at most {rows or 1024:,} validation rows"
+    keep_figures(models, what, teacher, found)
     return found, head_sums.MEANINGS
 
 

@@ -34,7 +34,9 @@ def check(asked: Launch) -> tuple[list[Stage], list[list[str]], Slurm]:
         raise RunError("--stop-after and --skip-rows are for one run, and this is a recipe")
     recipe = load_config(Recipe, asked.config, asked.overrides)
     stages = [stage_of(entry) for entry in recipe.runs]
-    lines = check_all(stages, How(asked), dry_run=asked.dry_run)
+    # The lines of `slurm.setup` may bring shards to each node.
+    later = asked.show_script or bool(asked.slurm and recipe.slurm.setup)
+    lines = check_all(stages, How(asked), dry_run=asked.dry_run or later)
     if not asked.show_script:
         show(config_line(asked.config))
     return stages, lines, recipe.slurm

@@ -24,6 +24,7 @@ import psutil
 from data_prep.disk import refuse_if_held
 from data_prep.messages import extra, printable
 from launch.config import config_line, load_config
+from launch.console import show
 from launch.torchrun import command
 from launch.torchrun.command import LATE, PORT, Head, Layout
 from launch.torchrun.hardware import Device, Hardware, cores, hardware
@@ -116,8 +117,7 @@ def start(asked: Launch) -> int:
     if later:
         about.append(f"{config.shards}: not here; slurm.setup must bring the shards to each node")
     if not asked.show_script:
-        for line in about:
-            print(printable(f"# {line}"))
+        show(*(f"# {line}" for line in about))
     if asked.slurm:
         return submit(asked, layout, overrides, config.slurm)
 

@@ -232,7 +232,8 @@ def _provenance(
         )
     elif distilled:
         revision = f" at revision `{escaped(teacher['revision'])}`" if teacher["revision"] else ""
-        name = escaped(teacher["name"] or known or "a local model")
+        local = f"a local model, made from {known}" if known else "a local model"
+        name = escaped(teacher["name"] or local)
         paper = f" ({objective.published})" if objective.published else ""
         how = (
             f"Distilled from {name}{revision} (weights sha256 `{teacher['sha256'][:16]}`) with "

@@ -77,6 +77,9 @@ def line_plot(
         colour = colours[name]
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="3"/>')
+        if len(points) == 1:  # has no line
+            x, y = x_of(points[0][0]), y_of(points[0][1])
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
         labels.append((y_of(points[-1][1]), colour, name))
     # Labels that would overlap move down; where there is no more place, up.
     if narrow:

@@ -1,6 +1,7 @@
 """Test recipes under `distil launch`: on one node, on two of a job of Slurm, and mistakes."""
 
 import gzip
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -91,6 +92,16 @@ def test_slurm_is_asked_with_the_recipe_after_all_checks(recipe: Path, distil: A
     code, _, err = distil("launch", recipe, "--nodes", 2, "--node-rank", 0, "--head", "h:99999")
     assert code == 2 and "there is no port 99999" in err
     assert not Path("runs").exists()
+    # Shards that the job's lines of setup bring are not here.
+    values = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    values["runs"] = [run for run in values["runs"] if run.get("stage", "train") == "train"][:1]
+    staged = recipe.with_name("staged.json")
+    staged.write_text(json.dumps(values), encoding="utf-8")
+    job = ("launch", staged, "--slurm", "--hardware", "cpu")
+    code, _, err = distil(*job)
+    assert code == 2 and "holds no finished shards" in err
+    code, out, err = distil(*job, "slurm.setup=[echo copied]", "--print")
+    assert code == 0 and "echo copied" in out, err
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from support.runs import RECIPE, start, step_folder
 
 from data_prep.messages import duration
+from pretrain.monitor.plot import line_plot
 from pretrain.monitor.report import report
 
 Settings = Callable[..., dict[str, Any]]
@@ -103,6 +104,10 @@ def test_a_page_has_the_curves_and_what_differs(
     curve = re.search(r"training loss.*?points=\"([^\"]+)\"", text, re.S)
     assert curve is not None and len(curve[1].split()) == 4
     assert "teacher of c" in found
+
+    # A curve of one point is a dot.
+    assert line_plot("t", "x", {"a": [(1.0, 2.0)]}, narrow=True).count("<circle") == 1
+    assert "<circle" not in line_plot("t", "x", {"a": [(1.0, 2.0), (2.0, 3.0)]})
 
     # A run that has not begun is named, and hides no other.
     code, out, err = distil("report", runs[1], tmp_path / "later", "--text")
