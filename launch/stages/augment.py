@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-from data_prep.examples.labelled_files import AUGMENTED
+from data_prep.disk import write_file
+from data_prep.examples.labelled_files import AUGMENTED, TEXTS
 from data_prep.shards import Manifest
 from launch.recipe_config import AugmentKeys
 from launch.stages.written import Written
@@ -44,7 +48,19 @@ class Augment(Written):
         return rows, [f"texts like those of {config.shards}"]
 
     def writer(self) -> Callable[..., None]:
-        """Return `augment`."""
-        from pretrain.tasks.augmentation import augment
+        """Return what writes the texts."""
+        from pretrain.tasks.augmentation import Augmentation, augmented
 
-        return augment
+        def write(words: str, shards: Path, folder: Path, *, say: Any, **settings: Any) -> None:
+            records, num = augmented(shards, words, Augmentation(**settings), say), 0
+
+            def lines() -> Iterator[bytes]:
+                nonlocal num
+                for num, record in enumerate(records, 1):  # noqa: B007
+                    yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+            folder.mkdir(parents=True)
+            write_file(folder / TEXTS, lambda out: out.writelines(lines()))
+            say(f"{num:,} texts")
+
+        return write

@@ -11,7 +11,6 @@ ones of the texts. Of a pair each text is changed beside the original of the oth
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,8 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.disk import write_file
-from data_prep.examples.labelled_files import TEXTS
 from data_prep.shards import open_shards
 from pretrain import RunError
 from pretrain.model.folder import Loaded, read_model
@@ -29,24 +26,6 @@ from pretrain.model.loading import check_row_length
 from pretrain.model.teacher import check_tokenizer
 from pretrain.tasks.labelled import LabelledRows
 from pretrain.tasks.word_candidates import Word, Words
-
-
-def augment(
-    model: str, shards: Path, folder: Path, *, say: Callable[[str], None], **settings: Any
-) -> None:
-    """Write the new texts of the training examples of a task to a folder; see `augmented`."""
-    file = folder / TEXTS
-    file.parent.mkdir(parents=True)
-    num = 0
-
-    def lines() -> Iterator[bytes]:
-        nonlocal num
-        for record in augmented(shards, model, Augmentation(**settings), say):
-            num += 1
-            yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
-
-    write_file(file, lambda out: out.writelines(lines()))
-    say(f"{num:,} texts")
 
 
 class Augmentation(NamedTuple):
