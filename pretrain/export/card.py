@@ -179,7 +179,10 @@ def _figures(
     figures = ["Not measured: the corpus had no validation split."]
 
     def table(names: Mapping[str, str]) -> str:
-        columns = {"trained": evaluation, "before training": before}
+        # Of an interrupted run before the step of its weights.
+        step = state.get("evaluation_step", state["step"])
+        ours = "trained" if step == state["step"] else f"at step {step:,}"
+        columns = {ours: evaluation, "before training": before if step else {}}
         columns["teacher"] = {
             name.removeprefix("teacher_"): value
             for name, value in evaluation.items()

@@ -225,3 +225,14 @@ def test_a_wrong_card_is_refused_before_training(
 def last_tokens(values: dict[str, Any]) -> int:
     """Return the tokens that a run has seen, by its metrics."""
     return int([e for e in history(values["output"]) if e["kind"] == "train"][-1]["tokens"])
+
+
+def test_the_figures_of_an_interrupted_run_are_of_their_step(
+    tmp_path: Path, teacher_folder: Path, run_config: Settings
+) -> None:
+    """Call nothing "trained" that was measured before."""
+    values = run_config(tmp_path / "run", teacher_folder, **RECIPE)
+    start(values, stop_after=1)
+    export(tmp_path / "run", tmp_path / "exported", pytest.fail)
+    table = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
+    assert "at step 0 | teacher |" in table and "| trained |" not in table
