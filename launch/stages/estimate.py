@@ -107,13 +107,12 @@ def run_lines(
     if config.model is not None:
         row_length = min(row_length, config.model.max_position_embeddings)
     name = config.teacher or (config.model.init if config.model is not None else None)
-    read = _read(name) if name is not None else None
-    if read is not None and name is not None:
+    lines = []
+    if name is not None and (read := _read(name)) is not None:
         made[real(name)] = Sizes.of(read)
         row_length = min(row_length, read.get("max_position_embeddings", row_length))
         vocabulary = read.get("vocab_size", vocabulary)
-    lines = []
-    if name is not None and read is None and not Path(name).exists():
+    elif name is not None and not Path(name).exists():
         lines.append(
             f"{name}: no hub answers, and no cache has it: for a plan put its config.json into "
             f"./{name}/"

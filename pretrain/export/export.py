@@ -221,17 +221,12 @@ def export_model(
         loaded: Loaded,
     ) -> tuple[Loaded, TaskHead | None, dict[str, bytes], Tensors, dict[str, bytes]]:
         head = own_head(name, loaded)
-        family = family_of(loaded.model)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             if not (loaded.folder / file).is_file():
                 raise RunError(f"{name}: no {file}; save its tokenizer there with save_pretrained")
         # Before anything is written: modules that are not supported.
         read_head(name, loaded.folder, loaded.model.config.hidden_size)
-        tokenizer = tokenizer_files.of_checkpoint(
-            loaded.folder,
-            family.row_length(loaded.model.config),
-            types=None if head is not None and has_types(loaded.model) else False,
-        )
+        tokenizer = own_tokenizer(loaded, head)
         tensors = read_tensors(name, loaded.folder, pickled=True)
         return loaded, head, tokenizer, tensors, sentence_modules(loaded.folder)
 
@@ -254,9 +249,7 @@ def export_model(
     def extra(place: Path) -> None:
         from pretrain.deploy.write import write_onnx  # needs the extra
 
-        for path, data in modules.items():
-            (place / path).parent.mkdir(exist_ok=True)
-            (place / path).write_bytes(data)
+        write_modules(place, modules)
         write_onnx(place, onnx, say, before=folder)
 
     title = Path(name).name
@@ -273,6 +266,20 @@ def sentence_modules(folder: Path) -> dict[str, bytes]:
     files += folder.glob("[1-9]_*/*.json")
     files += folder.glob("[1-9]_*/*.safetensors")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def write_modules(folder: Path, modules: Mapping[str, bytes]) -> None:
+    """Write what `sentence_modules` has read."""
+    for path, data in modules.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes(data)
+
+
+def own_tokenizer(loaded: Loaded, head: TaskHead | None) -> dict[str, bytes]:
+    """Return the tokenizer files of a loaded model, with types where its task's head reads them."""
+    family, config = family_of(loaded.model), loaded.model.config
+    types = None if head is not None and has_types(loaded.model) else False
+    return tokenizer_files.of_checkpoint(loaded.folder, family.row_length(config), types=types)
 
 
 def exported(

@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 from rich.filesize import decimal
 from transformers import PreTrainedModel
 
+from pretrain.export.export import write_modules
 from pretrain.model.folder import write_model
 from pretrain.monitor.tables import escaped
 
@@ -39,9 +40,7 @@ def write_smaller(
     """
 
     def extra(place: Path) -> None:
-        for path, data in modules.items():
-            (place / path).parent.mkdir(exist_ok=True)
-            (place / path).write_bytes(data)
+        write_modules(place, modules)
 
     title = escaped(Path(name).name)
     card = ModelCard(

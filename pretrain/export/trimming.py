@@ -16,10 +16,9 @@ from data_prep.shards import load_manifest, open_shards, read_listed
 from data_prep.shards.manifest import TOKEN_COUNTS
 from data_prep.tokens.comparison import difference
 from pretrain import RunError
-from pretrain.export.export import body, sentence_modules
+from pretrain.export.export import body, own_tokenizer, sentence_modules
 from pretrain.export.smaller import write_smaller
-from pretrain.model import tokenizer_files
-from pretrain.model.families import family_of, has_types
+from pretrain.model.families import family_of
 from pretrain.model.folder import Loaded, read_model
 from pretrain.model.task_head import with_head
 from pretrain.model.trim import (
@@ -58,12 +57,8 @@ def trim(
     def read(loaded: Loaded) -> tuple[Any, dict[str, bytes], dict[str, bytes], str]:
         if not (loaded.folder / "tokenizer.json").is_file():
             raise RunError(f"{name}: no tokenizer.json; save its tokenizer there")
-        head, positions = own_head(name, loaded), loaded.model.config
-        tokenizer = tokenizer_files.of_checkpoint(
-            loaded.folder,
-            family_of(loaded.model).row_length(positions),
-            types=None if head is not None and has_types(loaded.model) else False,
-        )
+        head = own_head(name, loaded)
+        tokenizer = own_tokenizer(loaded, head)
         other = difference(loaded.folder, shards, manifest)
         model: Any = loaded.model.eval() if loaded.has_head else body(loaded.model, 0)
         model = model if head is None else with_head(loaded.model, head)

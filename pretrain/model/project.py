@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pretrain import RunError
-from pretrain.model.prune import Way, ways
+from pretrain.model.prune import Way, rows_of, ways
 
 
 @torch.no_grad()
@@ -42,14 +42,13 @@ def project(model: Any, student: Any) -> None:
                     f"student: its heads have {small.width} numbers, the teacher's {way.width}, "
                     "which are turned by positions; change num_attention_heads or hidden_size"
                 )
-            units = chosen(way, small)
+            numbers = chosen(way, small)
             for linear, target in zip(way.makes, small.makes, strict=True):
-                times = torch.arange(linear.out_features // (way.num * way.width))
-                rows = (times[:, None] * way.num * way.width + units).flatten()
+                rows = rows_of(linear, numbers)
                 target.weight.copy_(linear.weight[rows][:, hidden])
                 if linear.bias is not None:
                     target.bias.copy_(linear.bias[rows])
-            small.reads.weight.copy_(way.reads.weight[hidden][:, units])
+            small.reads.weight.copy_(way.reads.weight[hidden][:, numbers])
             if way.reads.bias is not None:
                 small.reads.bias.copy_(way.reads.bias[hidden])
             done |= {id(p) for part in (*small.makes, small.reads) for p in part.parameters()}
@@ -69,7 +68,7 @@ def largest(values: Tensor, num: int) -> Tensor:
 
 
 def chosen(way: Way, small: Way) -> Tensor:
-    """Return the places of the numbers that stay, of all units of a layer side by side."""
+    """Return which numbers of all units of a layer stay."""
     squares_UW = way.squares()
     if small.num > way.num or small.width > way.width:
         raise RunError(
@@ -77,5 +76,6 @@ def chosen(way: Way, small: Way) -> Tensor:
             f"{way.num} of {way.width}; take no more"
         )
     units = largest(squares_UW.sum(1), small.num)
-    inside = largest(squares_UW[units], small.width)
-    return (units[:, None] * way.width + inside).flatten()
+    found_UW = torch.zeros_like(squares_UW, dtype=torch.bool)
+    found_UW[units[:, None], largest(squares_UW[units], small.width)] = True
+    return found_UW.flatten()

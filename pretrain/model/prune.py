@@ -47,11 +47,14 @@ class Way(NamedTuple):
             found = found + linear.weight.square().sum(1).view(-1, *found.shape).sum(0)
         return found
 
-    def rows(self, linear: nn.Linear, kept: Tensor) -> Tensor:
-        """Return which rows of a layer that makes the units belong to some of them."""
-        return kept.repeat_interleave(self.width).repeat(
-            linear.out_features // len(kept) // self.width
-        )
+    def numbers(self, kept: Tensor) -> Tensor:
+        """Return which of all numbers belong to some units."""
+        return kept.repeat_interleave(self.width)
+
+
+def rows_of(linear: nn.Linear, numbers: Tensor) -> Tensor:
+    """Return which rows of a layer make some of a way's numbers."""
+    return numbers.repeat(linear.out_features // len(numbers))
 
 
 def ways(model: PreTrainedModel) -> Iterator[tuple[Way, Way]]:
@@ -88,11 +91,11 @@ def pruned_model(model: PreTrainedModel, kept: Units) -> PreTrainedModel:
     tensors: dict[int, Tensor] = {}
     for (heads, neurons), stay, left in zip(ways(model), *kept, strict=True):
         for way, some, keep in ((heads, stay, _zeroed), (neurons, left, _cut)):
+            numbers = way.numbers(some)
             for linear in way.makes:
-                rows = way.rows(linear, some)
+                rows = rows_of(linear, numbers)
                 tensors |= {id(p): keep(p, rows, 0) for p in linear.parameters()}
-            columns = some.repeat_interleave(way.width)
-            tensors[id(way.reads.weight)] = keep(way.reads.weight, columns, 1)
+            tensors[id(way.reads.weight)] = keep(way.reads.weight, numbers, 1)
     state = {
         key: tensors.get(id(tensor), tensor)
         for key, tensor in model.named_parameters(remove_duplicate=False)
@@ -124,12 +127,12 @@ def cut_zero_heads(model: PreTrainedModel) -> int:
         kept = way.reads.weight.view(-1, way.num, way.width).ne(0).any(2).any(0)
         kept[0] |= not kept.any()
         cut += int((~kept).sum())
+        numbers = way.numbers(kept)
         for linear in way.makes:
-            rows = way.rows(linear, kept)
+            rows = rows_of(linear, numbers)
             for name, parameter in [*linear.named_parameters()]:
                 setattr(linear, name, nn.Parameter(_cut(parameter, rows, 0)))
             linear.out_features = len(linear.weight)
-        columns = kept.repeat_interleave(way.width)
-        way.reads.weight = nn.Parameter(_cut(way.reads.weight, columns, 1))
+        way.reads.weight = nn.Parameter(_cut(way.reads.weight, numbers, 1))
         way.reads.in_features = way.reads.weight.shape[1]
     return cut

@@ -14,7 +14,7 @@ All tokens of one character stay, so that no new word becomes unknown for the la
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,13 +84,19 @@ def _vocabulary(values: Mapping[str, Any]) -> dict[str, int]:
 def _named(values: Mapping[str, Any], ids: Mapping[str, int]) -> set[int]:
     """Return the ids that other parts of the file name: unknown, and of the post-processor."""
     found = {values["model"].get("unk_id"), ids.get(values["model"].get("unk_token") or "")}
-    processors = [values.get("post_processor") or {}]
-    while processors:
-        one = processors.pop()
-        processors += one.get("processors") or []
-        found |= {i for t in (one.get("special_tokens") or {}).values() for i in t["ids"]}
-        found |= {one[name][1] for name in ("sep", "cls") if name in one}
+    found |= {entry[i] for entry, i in _places(values.get("post_processor"))}
     return {i for i in found if i is not None}
+
+
+def _places(processor: Any) -> Iterator[tuple[list[Any], int]]:
+    """Yield each list of a post-processor in which an id stands, and where."""
+    for each in (processor or {}).get("processors", []):
+        yield from _places(each)
+    for token in ((processor or {}).get("special_tokens") or {}).values():  # of a template
+        yield from ((token["ids"], i) for i in range(len(token["ids"])))
+    for name in ("sep", "cls"):  # of BERT and RoBERTa: [token, id]
+        if processor and name in processor:
+            yield processor[name], 1
 
 
 def _is_byte(piece: str) -> bool:
@@ -151,21 +157,11 @@ def trimmed_tokenizer(values: Mapping[str, Any], kept: Ids) -> dict[str, Any]:
         ]
     for token in found.get("added_tokens", []):
         token["id"] = new[token["id"]]
-    _renumber(found.get("post_processor"), new)
+    for entry, i in _places(found.get("post_processor")):
+        entry[i] = new[entry[i]]
     if (padding := found.get("padding")) is not None:
         padding["pad_id"] = new[padding["pad_id"]]
     return found
-
-
-def _renumber(processor: Any, new: Mapping[int, int]) -> None:
-    """Give a post-processor the new ids of its special tokens."""
-    for each in (processor or {}).get("processors", []):
-        _renumber(each, new)
-    for token in ((processor or {}).get("special_tokens") or {}).values():  # of a template
-        token["ids"] = [new[i] for i in token["ids"]]
-    for name in ("sep", "cls"):  # of BERT and RoBERTa: [token, id]
-        if processor and name in processor:
-            processor[name][1] = new[processor[name][1]]
 
 
 def trimmed_model(model: PreTrainedModel, kept: Ids) -> PreTrainedModel:

@@ -81,11 +81,11 @@ def line_plot(
             x, y = x_of(points[0][0]), y_of(points[0][1])
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>')
         labels.append((y_of(points[-1][1]), colour, name))
-    # Labels that would overlap move down; where there is no more place, up.
     if narrow:
         for i, (_, colour, name) in enumerate(labels):
             parts.append(text(_LEFT, _HEIGHT + _ROW * (i + 0.75), name, f'fill="{colour}"'))
         return "\n".join([*parts, "</svg>", ""])
+    # Labels that would overlap move down; where there is no more place, up.
     labels.sort()
     places, lowest = list[float](), 0.0
     for y, _, _ in labels:

@@ -225,7 +225,10 @@ def html(found: Sequence[RunReport]) -> str:
         bad = ' class="bad"' if each.error else ""
         parts.append(f"<h2>{escape(name)}</h2><p{bad}>{escape(each.state)}</p>")
         parts.append("<p>" + "<br>".join(shown) + "</p>")
-    plots = (line_plot(*each, narrow=True) for each in _plots(names, found))
+    plots = (
+        line_plot(title, "optimizer steps", curves, lines, narrow=True)
+        for title, curves, lines in _plots(names, found)
+    )
     parts.append(f'<div class="plots">{"".join(f"<div>{plot}</div>" for plot in plots)}</div>')
     parts.append(
         "<h2>Size and speed</h2>" + _table(["run", "size", "training"], _sizes(names, found))
@@ -285,9 +288,9 @@ Curves = dict[str, list[tuple[float, float]]]
 
 def _plots(
     names: Sequence[str], found: Sequence[RunReport]
-) -> list[tuple[str, str, Curves, dict[str, float]]]:
-    """Return title, label, curves and dashed lines of each plot that has something to show."""
-    plots: list[tuple[str, str, Curves, dict[str, float]]] = []
+) -> list[tuple[str, Curves, dict[str, float]]]:
+    """Return title, curves and dashed lines of each plot that has something to show."""
+    plots: list[tuple[str, Curves, dict[str, float]]] = []
 
     def add(title: str, kind: str, key: str, line_of: str = "") -> None:
         curves: Curves = {}
@@ -299,7 +302,7 @@ def _plots(
             if line_of and own and _finite(own[-1].get(line_of)):
                 lines[f"teacher of {name}"] = own[-1][line_of]
         if any(curves.values()):
-            plots.append((title, "optimizer steps", curves, lines))
+            plots.append((title, curves, lines))
 
     add("training loss", "train", "loss")
     for term in dict.fromkeys(

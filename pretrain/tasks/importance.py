@@ -92,14 +92,15 @@ class Calibration:
             return answers(logits, labels[PLACES] >= 0).mT.flatten(0, 1)
         return logits[there] if self.head.output == "tags" else logits
 
-    def loss(self, kind: Loss, p: Tensor, q: Tensor, batch: Batch, drawn: Tensor) -> Tensor:
-        """Return the sum of the losses of outputs p, where the whole model has q."""
+    def loss(self, kind: Loss, p: Tensor, q: Tensor | None, batch: Batch, drawn: Tensor) -> Tensor:
+        """Return the sum of the losses of outputs p; labels need no q of the whole model."""
         scores = self.head is not None and self.head.output == "score"
         if kind == "labels":
             labels = _labels(batch, _there(batch, self.head))
             if scores:
                 return (p[:, 0] - labels).square()[~labels.isnan()].sum()
             return F.cross_entropy(p, labels.long(), reduction="sum")
+        assert q is not None
         if scores:
             normal = torch.erfinv(2 * drawn - 1).to(p.dtype)[:, None] * 2**0.5
             return (p - q - normal * (kind == "drawn")).square().sum() / 2
@@ -168,7 +169,7 @@ def scores(rows: Calibration, kept: Units, kind: Loss) -> Units:
     num, sums = 0, [torch.zeros(())] * 2 * len(kept.heads)
     for batch, drawn in rows.batches():
         with torch.no_grad():
-            q = rows.outputs(batch)
+            q = None if kind == "labels" else rows.outputs(batch)
         with masked(rows.model, kept) as units:
             loss = rows.loss(kind, rows.outputs(batch), q, batch, drawn)
         index_T = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)

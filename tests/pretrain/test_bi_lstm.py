@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from data_prep.shards import open_shards
+from pretrain import RunError
 from pretrain.config import RunConfig, Student
 from pretrain.contracts.batch import apart
 from pretrain.contracts.packing import find_documents
@@ -28,6 +29,7 @@ from pretrain.export.export import export
 from pretrain.model.bi_lstm_encoder import BiLstmConfig
 from pretrain.model.bi_lstm_heads import BiLstmForSequenceClassification
 from pretrain.model.families import FAMILIES, encode
+from pretrain.model.prune import cut_zero_heads, magnitudes
 from pretrain.model.task_head import TaskHead
 from pretrain.model.word_vectors import read_vectors
 from pretrain.objectives.kd import SoftLabels
@@ -301,3 +303,10 @@ def test_what_a_bilstm_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="that do not change"):
         task = {"name": "classification", "ngrams": 0.1, "logits": "file"}
         RunConfig.model_validate(values | {"task": task})
+
+
+def test_a_bilstm_has_nothing_to_prune() -> None:
+    model = BiLstmForSequenceClassification(BiLstmConfig(vocab_size=10, num_labels=2))
+    with pytest.raises(RunError, match="a bilstm has no heads, and no feed-forward part"):
+        magnitudes(model)
+    assert cut_zero_heads(model) == 0

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from pretrain import RunError
 from pretrain.contracts.packing import Packing
 from pretrain.contracts.terms import Kind
 from pretrain.kernels.head import Projection
@@ -59,8 +60,12 @@ class Family(ABC):
         return layers
 
     def blocks(self, model: Any, index: int) -> Blocks:
-        """Return the linear layers of a layer, of a family with attention."""
-        raise NotImplementedError
+        """Return the linear layers of a layer.
+
+        Raises:
+            RunError: the family has no attention.
+        """
+        raise RunError(f"a {self.model_type} has no heads, and no feed-forward part")
 
     @abstractmethod
     def embed(
