@@ -15,7 +15,8 @@ from data_prep.config import CorpusConfig
 from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.keys import Keys
 from data_prep.messages import one_line
-from launch.recipe_config import Recipe, SweepKeys, filled
+from launch.recipe_config import Recipe, filled
+from launch.stage_keys import SweepKeys
 from pretrain.config import RunConfig
 from pretrain.objectives.known import with_objective
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
-    ValidatorFunctionWrapHandler,
     field_validator,
     model_serializer,
     model_validator,
@@ -18,6 +17,7 @@ from data_prep.keys import Keys
 from pretrain import RunError
 from pretrain.device.precision import PrecisionName
 from pretrain.kernels.products import ProductsName
+from pretrain.model_config import Model, Student
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.objectives.known import Objective, with_objective
 from pretrain.owner_config import SHOWN, Card, Slurm
@@ -27,144 +27,6 @@ from pretrain.tasks.folders import TASKS, AnyTask
 ROWS_ON_HOST, EXAMPLES_ON_HOST = 8, 16
 _Share = Annotated[float, Field(ge=0, lt=1)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-# Keys of `model:` that are those of the model in `init`, if there is one.
-OF_INIT = (
-    *("architecture", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "max_position_embeddings"),
-)
-
-
-class Model(Keys):
-    """Hold the model that `objective: mlm` trains, with sizes named as in `BertConfig`.
-
-    It may also be the student of objective embedding, whose teacher may have another vocabulary.
-
-    It is random, or with `init`, a folder, a run or a hub's name, an existing one that is trained
-    on: domain-adaptive pretraining. That has its own sizes, and gets a head if it has none.
-    """
-
-    init: str | None = None
-    """Folder, run or hub name of a model to continue from, which keeps its own sizes. None: random
-    weights.
-    """
-    architecture: Literal["bert", "roberta", "modernbert"] = "bert"
-    """The family of a model with random weights."""
-    hidden_size: int = Field(768, ge=1, le=2**14)
-    """Width of its hidden states."""
-    num_hidden_layers: int = Field(12, ge=1, le=256)
-    """How many layers it has."""
-    num_attention_heads: int = Field(12, ge=1, le=2**10)
-    """Heads of each layer; they divide the width."""
-    intermediate_size: int = Field(3072, ge=1, le=2**16)
-    """Inner width of each layer's feed-forward part."""
-    max_position_embeddings: int = Field(512, ge=8, le=2**16)
-    """The longest row that it can read, in tokens."""
-    hidden_dropout_prob: float = Field(0.1, ge=0, lt=1)
-    """Share of the hidden states that dropout zeroes; 0.1 as in BERT."""
-    attention_probs_dropout_prob: float = Field(0.1, ge=0, lt=1)
-    """Share of the attention weights that dropout zeroes."""
-
-    @model_validator(mode="after")
-    def sizes_fit(self) -> Model:
-        """Refuse sizes that `init` would ignore, and heads that do not divide the width."""
-        for name in OF_INIT if self.init is not None else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"{name} cannot be set with init, whose model keeps its own: remove it. For "
-                    "fewer layers use `teacher:` with objective {kl: 0, mlm: 1, cosine: 0}"
-                )
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} does not divide "
-                f"hidden_size {self.hidden_size}"
-            )
-        return self
-
-
-class Projected(Keys):
-    """Take the teacher's largest weights for a narrower student: pretrain/model/project.py."""
-
-    project: Literal["teacher"]
-    """What it is cut from."""
-
-
-class Student(Keys):
-    """Hold the sizes of the student and the source of its weights."""
-
-    architecture: Literal["distilbert", "same", "bilstm"] | None = None
-    """`same` is the teacher's own family, `bilstm` is not a Transformer. None: a BERT's student is
-    a DistilBERT, and others are of their teacher's family.
-    """
-    num_layers: int | None = Field(None, ge=1, le=256)
-    """How many layers. None: half of the teacher's, as many as `init` lists, or one in a bilstm."""
-    hidden_size: int | None = Field(None, ge=1, le=2**14)
-    """Width; of a bilstm, of both directions (None: 300). None: the teacher's. Another one needs
-    `init: random`, `{project: teacher}` or a folder, and so below.
-    """
-    num_attention_heads: int | None = Field(None, ge=1, le=2**10)
-    """Heads of each layer. None: as many as the teacher has."""
-    intermediate_size: int | None = Field(None, ge=1, le=2**16)
-    """Inner width of the feed-forward part. None: the teacher's. Of a bilstm's classifier: 200."""
-    init: Projected | tuple[int, ...] | str = "teacher"
-    """`teacher` (its layers, evenly spaced up to the last), a list of the teacher's layers from 0,
-    `{project: teacher}` (those layers, with the largest weights that a narrower student has room
-    for), `random` (the paper loses 3.7 points of GLUE with it; a bilstm's default), or a folder to
-    continue from.
-    """
-    dropout: float = Field(0.1, ge=0, lt=1)
-    """Share of the hidden states that dropout zeroes, also of a folder that has another."""
-    attention_dropout: float = Field(0.1, ge=0, lt=1)
-    """Share of the attention weights that dropout zeroes."""
-    word_vectors: (
-        Annotated[int, Field(ge=1, le=2**14)] | Annotated[str, Field(min_length=1)] | None
-    ) = None
-    """Of a bilstm: how many numbers a word has, at first random (None: 300). Or vectors that stay
-    as they are, beside trained ones: a text file, or `teacher` for its input embeddings.
-    """
-
-    @field_validator("architecture", mode="wrap")
-    @classmethod
-    def _own_or_distilbert(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return check(value)
-        except ValueError:
-            message = "give distilbert, or same, which is the teacher's own family, or bilstm"
-            raise ValueError(message) from None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_layers_to_copy(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("architecture") == "bilstm":
-            return {"init": "random", **values}
-        return values
-
-    @model_validator(mode="after")
-    def _fits_a_bilstm(self) -> Student:
-        if self.architecture != "bilstm":
-            if self.word_vectors is not None:
-                raise ValueError("word_vectors are of a bilstm: remove them, or set architecture")
-        elif self.init == "teacher" or not isinstance(self.init, str):
-            raise ValueError("init: a bilstm has no layers of its teacher; remove it")
-        elif self.init != "random" and self.word_vectors is not None:
-            raise ValueError("init: a folder has its own words: remove word_vectors")
-        elif self.num_attention_heads is not None or self.attention_dropout != 0.1:
-            raise ValueError("a bilstm has no attention: remove its heads and attention_dropout")
-        elif (self.hidden_size or 2) % 2:
-            raise ValueError("hidden_size of a bilstm is that of both directions: an even number")
-        return self
-
-    @model_validator(mode="after")
-    def _layers_agree(self) -> Student:
-        if isinstance(self.init, tuple):
-            if not self.init:
-                raise ValueError("init lists no teacher layer")
-            if self.num_layers not in (None, len(self.init)):
-                raise ValueError(
-                    f"num_layers is {self.num_layers} but init lists {len(self.init)} layers"
-                )
-        return self
 
 
 class MaskingConfig(Keys):

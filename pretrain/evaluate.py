@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from pretrain.config import Projected
 from pretrain.contracts.terms import TeacherLabels
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import MaskedLM
@@ -24,6 +23,7 @@ from pretrain.model.teacher import (
     Teacher,
     parameters_sha256,
 )
+from pretrain.model_config import Projected
 from pretrain.run_folder import noted_layers, recorded, sealed_state
 from pretrain.tasks.task import Measure
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from data_prep.disk.json_files import parse_object, read_regular
 from data_prep.shards import load_manifest
 from pretrain import RunError
-from pretrain.config import Projected, RunConfig, Student
+from pretrain.config import RunConfig
 from pretrain.contracts.terms import DISTILBERT_NAMES, Shape
 from pretrain.data.order import Order
+from pretrain.model_config import Projected, Student
 from pretrain.run_folder import sealed_state
 
 FEWEST_STEPS = 200  # a student has hardly left its warm-up before

@@ -10,7 +10,7 @@ from typing import Any
 from data_prep.disk import write_file
 from data_prep.examples.labelled_files import AUGMENTED, TEXTS
 from data_prep.shards import Manifest
-from launch.recipe_config import AugmentKeys
+from launch.stage_keys import AugmentKeys
 from launch.stages.written import Written
 from pretrain import RunError
 from pretrain.plan import Planned, Sizes

@@ -11,7 +11,7 @@ from data_prep.shards import load_manifest
 from data_prep.shards.manifest import Split
 from launch.commands import quiet
 from launch.console import show
-from launch.recipe_config import EvaluateKeys
+from launch.stage_keys import EvaluateKeys
 from launch.stages.stage import Compared, How, Made, digest, made_by, names_in, not_ours, real
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode

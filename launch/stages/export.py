@@ -10,7 +10,7 @@ from data_prep.disk.json_files import canonical_sha256
 from data_prep.messages import warn
 from launch.commands import quiet
 from launch.console import show
-from launch.recipe_config import ExportKeys
+from launch.stage_keys import ExportKeys
 from launch.stages.stage import How, Made, Stage, State, names_in, not_ours, real
 from pretrain import RunError
 from pretrain.deploy.asked import Onnx, check_onnx, check_packages

@@ -12,7 +12,7 @@ from data_prep.examples.examples_config import ExamplesConfig
 from data_prep.pipeline.finished import check_folders
 from data_prep.tokens.loading import refuse_path
 from launch.console import counts, keep_going, show, stages
-from launch.recipe_config import ExamplesKeys, PrepareKeys
+from launch.stage_keys import ExamplesKeys, PrepareKeys
 from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.exit_codes import ExitCode
 from pretrain.plan import Planned

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from data_prep.shards import Manifest, load_manifest
-from launch.recipe_config import PruneKeys
+from launch.stage_keys import PruneKeys
 from launch.stages.stage import How, Made, real
 from launch.stages.written import Written
 from pretrain import RunError

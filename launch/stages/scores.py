@@ -9,7 +9,7 @@ from typing import Any
 from data_prep.shards import load_manifest
 from launch.commands import quiet
 from launch.console import print_table, show
-from launch.recipe_config import ScoresKeys
+from launch.stage_keys import ScoresKeys
 from launch.stages.stage import Compared, How, Made, digest, names_in, not_ours, real
 from pretrain import RunError
 from pretrain.exit_codes import ExitCode

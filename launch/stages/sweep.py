@@ -21,7 +21,7 @@ from data_prep.shards import load_manifest
 from launch.checks import room
 from launch.commands import quiet
 from launch.console import show
-from launch.recipe_config import SweepKeys
+from launch.stage_keys import SweepKeys
 from launch.stages.comparison import FILES, write_comparison
 from launch.stages.stage import How, Made, Stage, State, digest, names_in, not_ours, real
 from launch.stages.train import Train

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from launch.commands import quiet
 from launch.console import RUN_LOG, Training, show
-from launch.recipe_config import TrainKeys
+from launch.stage_keys import TrainKeys
 from launch.stages.estimate import on_hardware, step_lines
 from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.config import RunConfig, accumulation_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from data_prep.shards import Manifest
-from launch.recipe_config import TrimKeys
+from launch.stage_keys import TrimKeys
 from launch.stages.written import Written
 from pretrain import RunError
 from pretrain.plan import Planned, Sizes

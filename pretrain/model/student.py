@@ -12,7 +12,6 @@ from transformers import DistilBertForMaskedLM
 from data_prep.messages import first_line
 from data_prep.shards import Manifest
 from pretrain import RunError
-from pretrain.config import Model, Projected, Student
 from pretrain.model.families import FAMILIES, Family, MaskedLM, family_of
 from pretrain.model.families.bert import Bert
 from pretrain.model.families.bi_lstm import BiLstm
@@ -22,6 +21,7 @@ from pretrain.model.loading import check_row_length, reinitialise
 from pretrain.model.project import project
 from pretrain.model.teacher import Teacher, check_tokenizer, parameters_sha256
 from pretrain.model.word_vectors import read_vectors
+from pretrain.model_config import Model, Projected, Student
 from pretrain.plan import Sizes, default_layers, student_sizes
 from pretrain.run_folder import check_source
 

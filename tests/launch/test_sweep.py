@@ -20,7 +20,8 @@ from support.processes import wait_until
 
 from data_prep.disk import lock
 from launch.config import load_config
-from launch.recipe_config import Recipe, SweepKeys
+from launch.recipe_config import Recipe
+from launch.stage_keys import SweepKeys
 from launch.stages.stage import How
 from launch.stages.sweep import Sweep
 from pretrain import RunError

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification
 
 from data_prep.shards import open_shards
 from pretrain import RunError
-from pretrain.config import RunConfig, Student
+from pretrain.config import RunConfig
 from pretrain.contracts.batch import apart
 from pretrain.contracts.packing import find_documents
 from pretrain.data.order import Order
@@ -32,6 +32,7 @@ from pretrain.model.families import FAMILIES, encode
 from pretrain.model.prune import cut_zero_heads, magnitudes
 from pretrain.model.task_head import TaskHead
 from pretrain.model.word_vectors import read_vectors
+from pretrain.model_config import Student
 from pretrain.objectives.kd import SoftLabels
 from pretrain.tasks.labelled import LabelledRows
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import Segments, load_manifest, open_shards
-from pretrain.config import RunConfig, Student
+from pretrain.config import RunConfig
 from pretrain.contracts.packing import find_documents
 from pretrain.export.export import export
 from pretrain.model.distillation import Distillation
@@ -45,6 +45,7 @@ from pretrain.model.model_files import read_config, read_tensors
 from pretrain.model.pooling import SentenceHead, pooled
 from pretrain.model.sentences import TextEncoder, read_head
 from pretrain.model.student import build_student
+from pretrain.model_config import Student
 from pretrain.objectives.embedding import Embedding
 from pretrain.tasks.embedding.documents import Documents
 from pretrain.tasks.embedding.examples import vectors_by, with_documents

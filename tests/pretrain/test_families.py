@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from data_prep.shards import Manifest
-from pretrain.config import Student
 from pretrain.contracts.packing import Packing, find_documents
 from pretrain.contracts.terms import Signal
 from pretrain.export.export import export
@@ -32,6 +31,7 @@ from pretrain.model.families import FAMILIES, MaskedLM, encode, family_of, shape
 from pretrain.model.folder import load_model
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher, parameters_sha256
+from pretrain.model_config import Student
 from pretrain.tasks.mlm.examples import masked_batch
 
 attention = import_module("pretrain.kernels.attention.attend")  # its function has this name, too

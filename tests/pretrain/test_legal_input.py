@@ -24,7 +24,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from data_prep.config import CorpusConfig
 from data_prep.prepare import prepare
 from data_prep.shards import Manifest, load_manifest
-from pretrain.config import RunConfig, Student
+from pretrain.config import RunConfig
 from pretrain.contracts.packing import find_documents
 from pretrain.export.export import export
 from pretrain.lm_heads import evaluate_heads
@@ -33,6 +33,7 @@ from pretrain.model.distillation import Distillation
 from pretrain.model.families import encode, family_of, shape_of
 from pretrain.model.student import build_student
 from pretrain.model.teacher import load_teacher
+from pretrain.model_config import Student
 from pretrain.monitor.metrics import Silent
 from pretrain.objectives.distilbert import DistilBert
 from pretrain.tasks.mlm.examples import masked_batch

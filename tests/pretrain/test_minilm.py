@@ -18,13 +18,14 @@ from support.tiny import as_teacher, tiny_bert
 from torch import Tensor
 from transformers import AutoModel
 
-from pretrain.config import RunConfig, Student
+from pretrain.config import RunConfig
 from pretrain.contracts.terms import Shape, Signal, SignalTerm
 from pretrain.export.export import export
 from pretrain.lm_heads import evaluate_heads
 from pretrain.model.distillation import Distillation
 from pretrain.model.families import shape_of
 from pretrain.model.student import build_student
+from pretrain.model_config import Student
 from pretrain.objectives.minilm import MiniLM
 
 NARROW = {

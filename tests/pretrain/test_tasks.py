@@ -28,7 +28,6 @@ from torch.nn.functional import cross_entropy, mse_loss
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data_prep.shards import open_shards
-from pretrain.config import Student
 from pretrain.contracts.batch import PLACES, Batch, apart
 from pretrain.contracts.terms import Encoded
 from pretrain.data.order import Order
@@ -37,6 +36,7 @@ from pretrain.export.export import export, export_model
 from pretrain.model.folder import read_model
 from pretrain.model.student import build_student
 from pretrain.model.task_head import TaskHead
+from pretrain.model_config import Student
 from pretrain.objectives.finetune import loss_of_labels
 from pretrain.objectives.kd import soft_term
 from pretrain.scores import evaluate_tasks

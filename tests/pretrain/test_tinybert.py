@@ -27,7 +27,7 @@ from transformers import (
 
 from data_prep.shards import open_shards
 from launch.config import load_config
-from pretrain.config import RunConfig, Student
+from pretrain.config import RunConfig
 from pretrain.contracts.terms import Shape
 from pretrain.data.order import Order
 from pretrain.export.export import export
@@ -35,6 +35,7 @@ from pretrain.model.distillation import Distillation
 from pretrain.model.families import FAMILIES, shape_of
 from pretrain.model.loading import reinitialise
 from pretrain.model.student import build_student
+from pretrain.model_config import Student
 from pretrain.objectives.tinybert import TinyBert
 from pretrain.tasks.labelled import LabelledRows
 
