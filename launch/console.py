@@ -85,7 +85,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             title = columns[i] if len(groups) == 1 else textwrap.fill(columns[i], width(i) - 3)
             table.add_column(title, justify=justify, overflow="fold", no_wrap=whole)
         for row in cells:
-            table.add_row(*(Text(row[i]) for i in (0, *group)))  # Text: brackets are no markup
+            table.add_row(*(Text(row[i]) for i in (0, *group)))  # Text: brackets are not markup
         console.print(table)
 
 

@@ -140,7 +140,7 @@ class PruneKeys(Keys):
             below = size // factor * factor
             near = f"{below} or {below + factor}" if below else f"{factor}"
             raise ValueError(
-                f"intermediate_size {size} is no multiple of {factor}: take {near}, or set "
+                f"intermediate_size {size} is not a multiple of {factor}: take {near}, or set "
                 "multiple_of: 1"
             )
         return self

@@ -32,7 +32,7 @@ class Augment(Written):
     def plan(
         self, model: Sizes | None, shards: Manifest | Planned | None
     ) -> tuple[Planned | None, list[str]]:
-        """Return the rows of the new texts; refuse shards of another kind."""
+        """Return the rows of the new texts; refuse shards of a different kind."""
         config, there = self.config, shards
         if isinstance(there, Manifest):
             if there.kind not in ("classification", "regression"):

@@ -27,7 +27,7 @@ class Prune(Written):
         return f"heads and neurons of {self.source}"
 
     def check(self, made: Made, how: How, *, dry_run: bool) -> tuple[Made, list[str]]:
-        """Refuse a model without a head for the shards, too, where both are there."""
+        """Also refuse a model without a head for the shards, if both exist."""
         found = super().check(made, how, dry_run=dry_run)
         folder, shards = Path(self.source), self.config.shards
         if not {real(folder), real(shards)} & made.keys() and (folder / "config.json").is_file():

@@ -86,7 +86,7 @@ class Written(Compared):
         return {real(config.output): found}, lines
 
     def is_kept(self) -> bool:
-        """Return whether the folder of these very inputs is there."""
+        """Return whether the folder was made of these very inputs."""
         return bool(self._kept() == self._identity())
 
     def run(self, how: How) -> int:

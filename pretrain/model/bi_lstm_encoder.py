@@ -1,6 +1,6 @@
 """Define the student that is not a Transformer: the BiLSTM of Tang et al. (2019, arXiv 1903.12136).
 
-    x = [fixed(w); trained(w)]                            word vectors, or trained(w) alone
+    x = [fixed(w); trained(w)]                            word vectors, or only trained(w)
     h = [LSTM(x, left to right); LSTM(x, right to left)]  of each document
     f = h_last = [left to right at its last token; right to left at its first]
     f = [a; b; |a - b|; a b]    of a pair, where a and b are h_last of its texts (siamese)
@@ -135,7 +135,7 @@ class BiLstmEncoder(BiLstmModel):
             values = hidden_BLD[..., :-1] if self.config.siamese else hidden_BLD
             states = layer(values, first_B)
             if self.config.siamese:
-                # The second text begins at place 0 of its own.
+                # Read the second text from place 0 on.
                 begins_B1 = first_B[:, None]
                 moved = (place_BL + begins_B1).clamp(max=input_ids.shape[1] - 1)
                 other = layer(picked(values, moved), second_B)

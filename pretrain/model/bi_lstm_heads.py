@@ -88,7 +88,7 @@ class BiLstmForSequenceClassification(BiLstmModel):
             second_BL, hidden_BLD = hidden_BLD[..., -1].float(), hidden_BLD[..., :-1]
             begins_B = ends_B - (second_BL * attention_mask).sum(1).long()
             a, b = last(hidden_BLD, begins_B * 0, begins_B), last(hidden_BLD, begins_B, ends_B)
-            b = b * (ends_B > begins_B)[:, None]  # 0 if there is no second text
+            b = b * (ends_B > begins_B)[:, None]  # 0 without a second text
             features = torch.cat([a, b, (a - b).abs(), a * b], dim=-1)
         else:
             features = last(hidden_BLD, ends_B * 0, ends_B)

@@ -21,7 +21,7 @@ from pretrain.model.prune import Way, rows_of, ways
 
 @torch.no_grad()
 def project(model: Any, student: Any) -> None:
-    """Copy a model's weights into a student of the same family and depth that is no wider.
+    """Copy a model's weights into a student of the same family and depth, of at most its width.
 
     Raises:
         RunError: it is wider, or its positions are angles of a head's numbers and its heads are

@@ -105,8 +105,8 @@ def build_student(
     begun = f"the teacher's layer{'s' if len(layers) > 1 else ''} {numbers}"
     notes.append(f"the student began from {begun if layers else 'random weights'}")
     if projects:
-        alike = {"init": "teacher", **dict.fromkeys(_SIZES)}
-        project(build_student(config.model_copy(update=alike), teacher, seed), student)
+        as_wide = {"init": "teacher", **dict.fromkeys(_SIZES)}
+        project(build_student(config.model_copy(update=as_wide), teacher, seed), student)
         notes[-1] += ", cut to the largest weights for its width"
     elif not layers:
         reinitialise(student, seed)

@@ -321,10 +321,10 @@ def _plots(
 
 def _differences(names: Sequence[str], found: Sequence[RunReport]) -> list[str]:
     """Return what differs between the configs; of a single run what is not the default."""
-    alone = len(found) == 1
-    title = "Config: what is not the default" if alone else "What differs"
+    single = len(found) == 1
+    title = "Config: what is not the default" if single else "What differs"
     configs = [
-        flatten(each.config.model_dump(mode="json", exclude_none=True, exclude_defaults=alone))
+        flatten(each.config.model_dump(mode="json", exclude_none=True, exclude_defaults=single))
         for each in found
     ]
     for config, each in zip(configs, found, strict=True):  # of each kind its own default
@@ -332,7 +332,7 @@ def _differences(names: Sequence[str], found: Sequence[RunReport]) -> list[str]:
     rows = [
         [key, *(str(config.get(key, "")) for config in configs)]
         for key in dict.fromkeys(key for config in configs for key in config)
-        if key != "output" and (alone or len({str(config.get(key)) for config in configs}) > 1)
+        if key != "output" and (single or len({str(config.get(key)) for config in configs}) > 1)
     ]
     return [f"<h2>{title}</h2>", _table(["key", *names], rows)] if rows else []
 

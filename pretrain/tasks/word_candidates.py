@@ -61,7 +61,7 @@ class Words:
         return str(self.tokenizer.decode([int(id) for id in ids]))
 
     def is_alphabetic(self, ids: Sequence[int]) -> bool:
-        """Return whether some tokens are letters alone."""
+        """Return whether some tokens are only letters."""
         return self.text(ids).strip().isalpha()
 
     def of(self, row: NDArray[Any]) -> list[Word]:

@@ -22,7 +22,7 @@ PORT = 6391
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder of its own for Ray, and one where it keeps its sockets."""
+    """Return a folder with a new home, and without Ray's variables."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -72,7 +72,7 @@ def corpus(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_cluster_is_used_by_its_address_alone(head: str, home: Path) -> None:
-    """Without an address it is let alone; with one it is asked as it wants to be."""
+    """Join it only by its address, and with the token that it asks for."""
     path = corpus(home)
     digests = []
     for output, environment in (

@@ -390,7 +390,7 @@ def test_the_shipped_recipe(tmp_path: Path, distil: Any, monkeypatch: pytest.Mon
     ("keys", "message"),
     [
         ({}, "nothing would go: set heads or intermediate_size"),
-        ({"intermediate_size": 30}, "is no multiple of 8: take 24 or 32, or set multiple_of: 1"),
+        ({"intermediate_size": 30}, "is not a multiple of 8: take 24 or 32, or set multiple_of: 1"),
         ({"intermediate_size": 72}, "intermediate_size 72: model has 64"),
         ({"intermediate_size": [24, 32]}, "no class of transformers loads layers of several sizes"),
         ({"heads": 5}, "heads 5: model has 4"),
@@ -507,7 +507,7 @@ def test_what_was_made_stays_until_something_else_is(
 def test_labels_that_are_not_there_are_not_a_choice(
     tmp_path: Path, distil: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refuse the loss of labels where the data have probabilities alone."""
+    """Refuse the loss of labels where the data have only probabilities."""
     monkeypatch.chdir(tmp_path)
     rows = [{"text": f"{w} {w}", "p": [0.2, 0.3, 0.5]} for w in task_data.WORDS[:40]]
     data = tmp_path / "rows.jsonl"
