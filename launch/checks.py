@@ -107,7 +107,7 @@ def device() -> Iterator[Finding]:
         for place in places:
             free, total = torch.cuda.mem_get_info(place)
             about = f"{torch.cuda.get_device_name(place)}, {decimal(free)} of {decimal(total)} free"
-            yield _tried(str(place), about, partial(check_kernels, place))
+            yield tried(str(place), about, partial(check_kernels, place))
         used = places[0]
     else:
         used = torch.device("cpu")
@@ -118,7 +118,7 @@ def device() -> Iterator[Finding]:
             yield Finding("note", "cores", f"{cores()} of {os.cpu_count()} may be used here")
     precision, reason = choose(used)
     yield Finding("ok", "precision", f"auto is {precision} ({reason})")
-    found = _tried("compiler", "train.compile works", partial(check_compiler, used))
+    found = tried("compiler", "train.compile works", partial(check_compiler, used))
     # It is off by default.
     yield found._replace(grade="ok" if found.grade == "ok" else "note")
 
@@ -171,7 +171,7 @@ def room(output: Path) -> tuple[Path, int]:
 
 
 def inputs(config: RunConfig) -> Iterator[Finding]:
-    """Load shards, teacher, tokenizer and student as a run would."""
+    """Check the precision, and load shards, teacher, tokenizer and student as a run would."""
     import torch
     from accelerate import PartialState
 
@@ -181,15 +181,18 @@ def inputs(config: RunConfig) -> Iterator[Finding]:
     from pretrain.run_folder import check_hub, check_inputs, check_output
 
     def load() -> None:
-        if config.train.precision != "auto":
-            used = "cuda" if torch.cuda.is_available() else "cpu"
-            check_precision(config.train.precision, used)
         check_output(config)
         check_inputs(config)
         check_hub(config)
-        load_inputs(config, PartialState(cpu=True), Silent())
+        # On a login node, too, which may lack the GPU of a precision.
+        load_inputs(config.with_train(precision="fp32"), PartialState(cpu=True), Silent())
 
-    yield _tried("run", "shards, teacher, tokenizer and student fit each other", load)
+    precision = config.train.precision
+    if precision != "auto":
+        used = "cuda" if torch.cuda.is_available() else "cpu"
+        check = partial(check_precision, precision, used)
+        yield tried("train.precision", f"{precision} works on this {used}", check)
+    yield tried("run", "shards, teacher, tokenizer and student fit each other", load)
 
 
 def disk_of(config: RunConfig | None) -> int:
@@ -202,7 +205,7 @@ def disk_of(config: RunConfig | None) -> int:
         return 0  # loading its inputs says why
 
 
-def _tried(what: str, fine: str, check: Callable[[], None]) -> Finding:
+def tried(what: str, fine: str, check: Callable[[], object]) -> Finding:
     """Return the error of a check in one line, or that all is fine."""
     try:
         check()

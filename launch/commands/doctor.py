@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,10 +13,14 @@ from launch.commands import HeadNode, NodeRank, NumNodes, Overrides
 from launch.console import show
 from pretrain.exit_codes import ExitCode
 
+if TYPE_CHECKING:
+    from launch.checks import Finding
+    from launch.recipe_config import Recipe
+
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(help="A run's YAML file, whose inputs are checked, too.")
+        Path | None, typer.Argument(help="A run or a recipe, whose inputs are checked, too.")
     ] = None,
     overrides: Overrides = None,
     distributed: Annotated[
@@ -33,8 +38,9 @@ def doctor(
 ) -> None:
     """Check this machine: versions, GPU, precision, compilers, memory, disk, clock.
 
-    With CONFIG the inputs of a run are loaded as it would load them. With --distributed processes
-    sum as many numbers as a DistilBERT has gradients; with --nodes the same command runs on each.
+    With CONFIG the inputs of a run are loaded as it would load them, and the stages of a recipe
+    checked as at its start. With --distributed processes sum as many numbers as a DistilBERT has
+    gradients; with --nodes the same command runs on each.
 
     Example: distil doctor configs/demo.yaml
     """
@@ -46,22 +52,33 @@ def doctor(
     from pretrain import RunError
     from pretrain.config import RunConfig
 
+    run, recipe = None, None
     if config is not None and kind_of(config, overrides or []) is Recipe:
-        raise RunError(
-            f"{config}: is a recipe; its dry run checks its stages: distil recipe {config} "
-            "--dry-run. Without a file, or with a run's, doctor checks the machine"
-        )
-    run = load_config(RunConfig, config, overrides or []) if config is not None else None
+        recipe = load_config(Recipe, config, overrides or [])
+    elif config is not None:
+        run = load_config(RunConfig, config, overrides or [])
     asked = Launch(config or Path(), [], nodes=nodes, gpus=gpus, node_rank=node_rank, head=head)
     if not distributed and (nodes, gpus, node_rank, head) != (1, None, None, None):
         raise RunError("--nodes, --gpus, --node-rank and --head are for --distributed: add that")
     if distributed and nodes > 1:
         meeting_point(asked)  # raises before the checks, which take seconds
     failed = 0
-    for found in chain(findings(run), measure(asked, timeout) if distributed else ()):
+    about = [findings(run), [check_recipe(recipe)] if recipe is not None else []]
+    for found in chain(*about, measure(asked, timeout) if distributed else ()):
         show(f"{found.grade:<4}  {found.what}: {found.text}")
         failed += found.grade == "fail"
     if failed:
         show(f"{failed} check(s) failed")
         raise typer.Exit(ExitCode.MISTAKE)
     show("all is well")
+
+
+def check_recipe(recipe: Recipe) -> Finding:
+    """Check the stages of a recipe as at its start."""
+    from launch.checks import tried
+    from launch.stages.stage import How
+    from launch.stages.table import check_all, stage_of
+
+    stages = [stage_of(entry) for entry in recipe.runs]
+    check = partial(check_all, stages, How(), dry_run=False)
+    return tried("recipe", f"the inputs of its {len(stages)} stage(s) fit each other", check)

@@ -123,8 +123,6 @@ def launch(
         is_recipe = kind_of(config) is Recipe
         if tokens is not None and not dry_run:
             raise RunError("--tokens is for --dry-run: add that")
-        if tokens is not None and is_recipe:
-            raise RunError("--tokens is for one run, and this is a recipe, whose stages say theirs")
         if not is_recipe:
             if dry_run:
                 from launch.stages.estimate import run_lines
@@ -135,5 +133,5 @@ def launch(
             raise typer.Exit(start(asked))
         from launch.stages.launched import check, make
 
-        checked = check(asked)
+        checked = check(asked, tokens)
     raise typer.Exit(make(asked, *checked))

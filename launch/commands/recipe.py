@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from launch.commands import AcceptCode, Config, Overrides
+from launch.commands import AcceptCode, Config, Overrides, Tokens
 from launch.console import keep_going, show
 from launch.torchrun.hardware import PRESET_NAMES
 from pretrain.signals import end_on_signal
@@ -22,6 +22,7 @@ def recipe(
         str | None, typer.Option(help=f"One of {PRESET_NAMES}.", metavar="NAME")
     ] = None,
     accept_code: AcceptCode = False,
+    tokens: Tokens = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs, start none.")] = False,
 ) -> None:
     """Make the stages of a recipe in their order; the same command continues where it was.
@@ -40,11 +41,14 @@ def recipe(
         from launch.stages.stage import How
         from launch.stages.table import check_all, make_all, stage_of
         from launch.torchrun.start import Launch
+        from pretrain import RunError
 
         launched = None
         if gpus is not None or hardware is not None:
             launched = Launch(config, [], gpus=gpus, hardware=hardware)
-        how = How(launched, accept_code)
+        if tokens is not None and not dry_run:
+            raise RunError("--tokens is for --dry-run: add that")
+        how = How(launched, accept_code, tokens)
         entries = load_config(Recipe, config, overrides or []).runs
         stages = [stage_of(entry) for entry in entries]
         lines = check_all(stages, how, dry_run=dry_run)

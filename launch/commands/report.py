@@ -36,25 +36,27 @@ def report(
     from pretrain.monitor import report as of
 
     while True:
-        found, missing = [], list[str]()
+        found, missing, waiting = [], list[str](), False
         for run in runs:
+            waits = watch and of.not_begun(run)
             try:
                 found.append(of.report(run))
             except RunError as error:
-                if len(runs) == 1:
+                if len(runs) == 1 and not waits:
                     raise
-                missing.append(str(error))
-        if not found:
+                missing.append(f"{run}: has not begun; waiting" if waits else str(error))
+                waiting |= waits
+        if not (found or waiting):
             raise RunError(missing[0])
         if watch and console.is_terminal:
             console.clear()
         for each in found:
             show(*of.text(each))
         show(*missing)
-        if html is not None:
+        if html is not None and found:
             html.parent.mkdir(parents=True, exist_ok=True)
             replace_text(html, of.html(found))
-        if not watch or not any(each.running is not False for each in found):
+        if not (waiting or (watch and any(each.running is not False for each in found))):
             break
         time.sleep(_EVERY)
     if html is not None:

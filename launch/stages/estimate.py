@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.filesize import decimal
 
 from data_prep.messages import duration
-from launch.stages.stage import real
+from launch.stages.stage import Made, real
 from launch.torchrun.hardware import Device, cores, hardware
 from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
@@ -100,19 +100,34 @@ def run_lines(
         needs_shards: refuse missing shards.
 
     Raises:
-        RunError, CorpusError: see `plan` and `step_lines`.
+        RunError, CorpusError: see `assumed`, `plan` and `step_lines`.
     """
-    made: dict[Path, Sizes | Planned | None] = {}
+    made, lines = assumed(config, tokens, {})
+    found = plan(config, made, needs_shards=needs_shards and tokens is None)
+    costs = cost_lines(found.flop, found.disk, asked)
+    return [*lines, *found.lines, *step_lines(config, found, asked), *costs]
+
+
+def assumed(
+    config: RunConfig, tokens: float | None, made: Made
+) -> tuple[dict[Path, Sizes | Planned | None], list[str]]:
+    """Return `made` with a run's models and shards that do not exist yet, and lines on both.
+
+    Raises:
+        RunError: a number of tokens for shards that exist.
+    """
+    found, lines = dict(made), list[str]()
     row_length, vocabulary = _ROW
     if config.model is not None:
         row_length = min(row_length, config.model.max_position_embeddings)
     name = config.teacher or (config.model.init if config.model is not None else None)
-    lines = []
-    if name is not None and (read := _read(name)) is not None:
-        made[real(name)] = Sizes.of(read)
+    if name is None or real(name) in made:
+        pass
+    elif (read := _read(name)) is not None:
+        found[real(name)] = Sizes.of(read)
         row_length = min(row_length, read.get("max_position_embeddings", row_length))
         vocabulary = read.get("vocab_size", vocabulary)
-    elif name is not None and not Path(name).exists():
+    elif not Path(name).exists():
         lines.append(
             f"{name}: no hub answers, and no cache has it: for a plan put its config.json into "
             f"./{name}/"
@@ -125,13 +140,11 @@ def run_lines(
         if (config.shards / "manifest.json").exists():
             raise RunError(f"--tokens: {config.shards} has its own number of them: leave it out")
         rows = max(1, round(tokens / row_length))
-        made[real(config.shards)] = Planned(rows, round(tokens), row_length, vocabulary)
+        found[real(config.shards)] = Planned(rows, round(tokens), row_length, vocabulary)
         lines.append(
             f"assumed: {tokens:,.0f} tokens in full rows of {row_length}, {vocabulary:,} words"
         )
-    found = plan(config, made, needs_shards=needs_shards and tokens is None)
-    costs = cost_lines(found.flop, found.disk, asked)
-    return [*lines, *found.lines, *step_lines(config, found, asked), *costs]
+    return found, lines
 
 
 def _read(name: str) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from pretrain.exit_codes import ExitCode
 from pretrain.owner_config import Slurm
 
 
-def check(asked: Launch) -> tuple[list[Stage], list[list[str]], Slurm]:
+def check(asked: Launch, tokens: float | None) -> tuple[list[Stage], list[list[str]], Slurm]:
     """Return the stages of a recipe, their lines of `--dry-run`, and what the cluster asks for.
 
     Raises:
@@ -36,7 +36,7 @@ def check(asked: Launch) -> tuple[list[Stage], list[list[str]], Slurm]:
     stages = [stage_of(entry) for entry in recipe.runs]
     # The lines of `slurm.setup` may bring shards to each node.
     later = asked.show_script or bool(asked.slurm and recipe.slurm.setup)
-    lines = check_all(stages, How(asked), dry_run=asked.dry_run or later)
+    lines = check_all(stages, How(asked, tokens=tokens), dry_run=asked.dry_run or later)
     if not asked.show_script:
         show(config_line(asked.config))
     return stages, lines, recipe.slurm

@@ -35,6 +35,7 @@ class How:
 
     launch: Launch | None = None  # as `distil launch` starts a run; otherwise in this process
     accept_code: bool = False  # of finished shards, as in `distil prepare`
+    tokens: float | None = None  # of shards that do not exist yet and no stage makes, in a dry run
 
 
 class Stage(ABC):

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from launch.commands import quiet
 from launch.console import RUN_LOG, Training, show
 from launch.stage_keys import TrainKeys
-from launch.stages.estimate import on_hardware, step_lines
+from launch.stages.estimate import assumed, on_hardware, step_lines
 from launch.stages.stage import How, Made, Stage, State, real
 from pretrain.config import RunConfig, accumulation_steps
 from pretrain.exit_codes import ExitCode
@@ -44,11 +44,15 @@ class Train(Stage):
             # Raises if the processes cannot share a batch.
             world = how.launch.world if how.launch is not None else 1
             accumulation_steps(on_hardware(config, how.launch), world)
-        found = plan(config, made, needs_shards=needs_shards)
+        known, about = made, list[str]()
+        unknown = made.get(real(config.shards)) is None
+        if how.tokens and unknown and not (config.shards / "manifest.json").exists():
+            known, about = assumed(config, how.tokens, made)
+        found = plan(config, known, needs_shards=needs_shards)
         if not dry_run:
             check_hub(config, list(made))
         self.flop, self.disk = found.flop, found.disk
-        lines = list(found.lines)
+        lines = [*about, *found.lines]
         if dry_run:
             lines += step_lines(on_hardware(config, how.launch), found, how.launch)
         return {real(config.output): found.student}, lines

@@ -20,6 +20,7 @@ PORT = 29500
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # the interface of a single node
 FOLDER = Path(__file__).parents[1]
 ENTRY = str(Path(__file__).with_name("entry.py"))  # runs the module that follows it
+_CORES = re.compile(r"(?:--cpus-per-task=|--cpus-per-task |-c *)([0-9]+)")
 LATE = 30  # seconds by which one node may start its processes later than another
 
 
@@ -122,7 +123,9 @@ def batch_script(layout: Layout, config: Path, arguments: Sequence[str], slurm: 
     the script queues the same job again.
     """
     gpus = layout.device == "cuda"
-    cores = layout.processes * (4 if gpus else 1)  # a GPU's process has loader workers
+    cores = str(layout.processes * (4 if gpus else 1))  # a GPU's process has loader workers
+    asked = [found[1] for o in slurm.options if (found := _CORES.fullmatch(o))]
+    cores = asked[-1] if asked else cores
     options = {
         "job-name": re.sub(r"[^\w.-]", "-", f"distil-{config.stem.removeprefix('shipped:')}"),
         "nodes": layout.nodes,

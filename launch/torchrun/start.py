@@ -88,8 +88,10 @@ def start(asked: Launch) -> int:
             check_private(head, here=ranks == [0])
     # The lines of `slurm.setup` may bring the shards to each node.
     later = asked.slurm and config.slurm.setup and not (config.shards / "manifest.json").exists()
-    if not (asked.dry_run or asked.show_script or later):
-        check_inputs(config)  # the first rank would report this too, but half a minute later
+    if not (asked.dry_run or asked.show_script):
+        check_inputs(
+            config, needs_shards=not later
+        )  # the first rank would report this too, but half a minute later
     if not (asked.dry_run or asked.slurm):  # a queued job may follow the run that works now
         refuse_if_held(config.output, "pretrain", who="distil pretrain")
     accumulation_steps(config, asked.world)  # raises if they do not divide

@@ -95,8 +95,8 @@ def test_options_of_a_dry_run_need_one(distil: Distil, paper: str, run: Path) ->
     Path("recipe.yaml").write_text(
         "runs: [{output: a, shards: b, teacher: bert}]", encoding="utf-8"
     )
-    code, _, err = distil("launch", "recipe.yaml", "--dry-run", "--tokens", "4e9")
-    assert code == 2 and "--tokens is for one run" in err
+    code, _, err = distil("recipe", "recipe.yaml", "--tokens", "4e9")
+    assert code == 2 and "--tokens is for --dry-run" in err
     code, _, err = distil("pretrain", run, "--dry-run", "--tokens", "4e9")
     assert code == 2 and "has its own number of them" in err
 
@@ -158,3 +158,23 @@ def test_what_is_not_known_is_said(distil: Distil, paper: str) -> None:
     Path("bert").mkdir()
     out = distil("launch", paper, "--dry-run", "--hardware", "a100", "--tokens", "4e9").out
     assert "memory: known once the config.json of its models can be read" in out
+
+
+@pytest.mark.parametrize("command", ["recipe", "launch"])
+def test_runs_of_a_recipe_are_planned_as_one_run(
+    distil: Distil, paper: str, command: str, tmp_path: Path
+) -> None:
+    run = yaml.safe_load(Path(paper).read_text(encoding="utf-8"))
+    again = {"output": "again", "shards": "shards", "teacher": "run", "train": run["train"]}
+    Path("recipe.yaml").write_text(json.dumps({"runs": [run, again]}), encoding="utf-8")
+    options = ("--dry-run", "--hardware", "8xv100-16gb", "--tokens", "4e9")
+    one = distil("launch", paper, *options).out
+    code, out, err = distil(command, "recipe.yaml", *options)
+    assert code == 0, out + err
+    first, _, second = out.partition("run 2 of 2")
+    for found in ("memory: .*", "steps: .*", "assumed: .*", "estimate: .*"):
+        (line,) = re.findall(f"# ({found})", one)
+        assert line in first, (line, first)
+    # The student of the first run, of six layers, is the teacher of the second.
+    assert "student: distilbert, 3 layers" in second and "estimate: " in second
+    assert "no hub answers" not in out
