@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from scipy import stats
-from support.processes import wait_until
+from support.processes import in_a_process, wait_until
 
 from data_prep.disk import lock
 from launch.config import load_config
@@ -35,6 +35,11 @@ def recipe(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> dic
     """Return a recipe of two tiny teachers, and of two students of each; one thread each."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return recipe_of(shards)
+
+
+def recipe_of(shards: Path) -> dict[str, Any]:
+    """Return the recipe."""
     return {
         "defaults": {
             "shards": str(shards),
@@ -130,21 +135,20 @@ def test_a_swept_student_has_the_teacher_of_its_seed_and_the_table_is_right(
     assert files == {path: path.stat().st_mtime_ns for path in files}
 
 
-def test_an_override_narrows_a_sweep(distil: Distil, recipe: dict[str, Any]) -> None:
+def test_an_override_narrows_a_sweep(recipe: dict[str, Any]) -> None:
     narrowed = (
         "runs.1.sweep.train.seed=[1]",
         "runs.1.sweep.short.optimizer.learning_rate=2e-4",
         "runs.1.sweep.long.optimizer.learning_rate=3e-2",
     )
-    code, out, err = distil("recipe", write(recipe), *narrowed)
-    assert code == 0, out + err
-    assert {path.name for path in Path().glob("student-*")} == {
+    _, student = load_config(Recipe, Path(write(recipe)), narrowed).runs
+    assert isinstance(student, SweepKeys)
+    rates = {label: run.optimizer.learning_rate for label, run in student.sweep.items()}
+    assert rates == {"seed1-short": 2e-4, "seed1-long": 3e-2}
+    assert {str(run.output) for run in student.sweep.values()} == {
         "student-seed1-short",
         "student-seed1-long",
     }
-    for name, rate in (("short", 2e-4), ("long", 3e-2)):
-        state = json.loads(Path(f"student-seed1-{name}", "result.json").read_bytes())["state"]
-        assert state["config"]["optimizer"]["learning_rate"] == rate
 
 
 @pytest.mark.parametrize("section", ["student", "model"])
@@ -180,12 +184,25 @@ def test_a_run_of_a_sweep_is_the_run_without_one(distil: Distil, recipe: dict[st
     assert weights[0] == weights[1] != weights[2]
 
 
+@pytest.fixture(scope="module")
+def finished_sweep(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """Return a folder with the recipe of one seed, and all that it makes."""
+    folder = tmp_path_factory.mktemp("sweep")
+    values = recipe_of(shards)
+    for run in values["runs"]:
+        run["sweep"]["train.seed"] = [0]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    code, out, err = in_a_process("recipe", "recipe.yaml", cwd=folder)
+    assert code == 0, out + err
+    return folder
+
+
 @pytest.fixture
-def teachers(distil: Distil, recipe: dict[str, Any]) -> dict[str, Any]:
+def teachers(finished_sweep: Path, recipe: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """Return the recipe with one seed only, finished."""
+    shutil.copytree(finished_sweep, tmp_path, dirs_exist_ok=True)
     for run in recipe["runs"]:
         run["sweep"]["train.seed"] = [0]
-    assert distil("recipe", write(recipe)).code == 0
     return recipe
 
 
@@ -353,8 +370,9 @@ def test_a_model_to_continue_is_compared(distil: Distil, recipe: dict[str, Any])
     recipe["runs"][1] |= {
         "objective": {"name": "mlm"},
         "model": {"init": "teacher"},
-        "sweep": {"train.seed": [0, 1]},
+        "sweep": {"train.seed": [0]},
     }
+    recipe["runs"][0]["sweep"]["train.seed"] = [0]
     assert distil("recipe", write(recipe)).code == 0
     for folder in Path().glob("teacher*"):
         shutil.rmtree(folder)

