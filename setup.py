@@ -96,6 +96,11 @@ setup(
             "mypy>=1.15",
             "nanotoken>=0.1,<0.2",
             *EXTRAS["onnx"],
+            # An S3 server for tests: its own extra `server` brings sixty packages.
+            *EXTRAS["s3"],
+            "flask>=3",
+            "flask-cors>=5",
+            "moto[s3]>=5",
             "pre-commit>=4",
             "pytest>=8",
             "pytest-xdist>=3.5",

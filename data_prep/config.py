@@ -173,6 +173,10 @@ class CorpusConfig(Keys):
         default_factory=lambda: os.cpu_count() or 1
     )
     """Processes, by default one for each core; the result is the same with any number."""
+    work: Annotated[str, Field(min_length=1)] | None = None
+    """URL or path of what stages write for each other, for machines that share no `output`: a
+    task copies what it reads and sends what it writes. None: in `output`.
+    """
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of the split, `fraction` of sources, and samples."""
     keep_text: bool = False
@@ -188,6 +192,11 @@ class CorpusConfig(Keys):
         if "://" in str(value):
             raise ValueError("a local folder; `--upload URL` copies the shards when they are done")
         return value
+
+    @field_validator("work")
+    @classmethod
+    def _from_here(cls, value: str | None) -> str | None:
+        return value if value is None or "://" in value else os.path.abspath(value)
 
     @model_validator(mode="after")
     def _check_together(self) -> "CorpusConfig":
@@ -223,7 +232,7 @@ class CorpusConfig(Keys):
 
         A tokenizer given by name or path is left out: the manifest records its fingerprint.
         """
-        values = self.model_dump(mode="json", exclude={"output", "workers", "max_unknown"})
+        values = self.model_dump(mode="json", exclude={"output", "workers", "work", "max_unknown"})
         values["row_length"] = row_length
         if not self.keep_text:  # a later key: finished corpora recorded a config without it
             del values["keep_text"]

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import Lock, lock
 from data_prep.messages import Progress, megabytes
-from data_prep.pipeline.engines import Engine, Run, WorkerDiedError, started
+from data_prep.pipeline.engines import Engine, Run, WorkerDiedError, num_nodes, started
 from data_prep.pipeline.finished import find_finished, open_work
 from data_prep.pipeline.plan import PART_BYTES, PIECE_BYTES, STAGES, Plan
 from data_prep.pipeline.stage import Reads
@@ -33,6 +34,7 @@ from data_prep.pipeline.stages.finish import (
     unknown_share,
     unknown_text,
 )
+from data_prep.pipeline.store import StoredStage
 from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, is_output_whole, run_unit
 from data_prep.pipeline.watchdog import last_seen
 from data_prep.shards import Manifest, read_listed
@@ -67,11 +69,12 @@ def prepare(
         shutil.rmtree(plan.work, ignore_errors=True)  # killed between the manifest and its removal
         return finished[0]
     open_work(plan)
-    with _held(plan, "prepare") as held, started(config.workers, engine) as run:
+    shared = plan.work if plan.store is None else None
+    with _held(plan, "prepare") as held, started(config.workers, engine, shared) as run:
         for stage in STAGES:
             units = plan.units(stage)
             _check_what_is_read(plan, STAGES[stage].reads, units)
-            _run(plan, stage, units, held, progress, warn, run)
+            _run(plan, stage, units, held, progress, warn, run, engine)
             _require_rows(plan, stage)
         return _finish(plan, warn)
 
@@ -99,8 +102,12 @@ def prepare_stage(
     open_work(plan)
     units = plan.units(stage)[task - 1 :: tasks]
     _check_what_is_read(plan, STAGES[stage].reads, units)
-    with _held(plan, f"{stage}-{task}-of-{tasks}") as held, started(config.workers, engine) as run:
-        _run(plan, stage, units, held, progress, warn, run)
+    shared = plan.work if plan.store is None else None
+    with (
+        _held(plan, f"{stage}-{task}-of-{tasks}") as held,
+        started(config.workers, engine, shared) as run,
+    ):
+        _run(plan, stage, units, held, progress, warn, run, engine)
     return len(units)
 
 
@@ -128,7 +135,11 @@ def _finish(plan: Plan, warn: Warn) -> Manifest:
         finished = find_finished(plan, lambda text: None)
         if not finished:
             _check_what_is_read(plan, READS, [])
+            for stage, patterns in READS.items():
+                plan.bring(stage, patterns)
             finished = [finish(plan, length) for length in plan.config.row_lengths]
+            if plan.store is not None:
+                plan.store.remove(unit for stage in STAGES for unit in plan.units(stage))
         shutil.rmtree(plan.work)
     for manifest in finished:
         _check_unknown(plan, manifest, warn)
@@ -169,7 +180,7 @@ def _check_what_is_read(plan: Plan, reads: Reads, units: Sequence[Unit]) -> None
                 raise CorpusError(
                     f"{names}: changed since it was read: run all stages again from {earlier} on"
                 )
-            for output in record.outputs:
+            for output in record.outputs if plan.store is None else ():  # a task compares its own
                 file = unit.folder / output.file
                 # Of the parts, a unit reads its own alone; comparing all would take hours.
                 others = unit.folder.parent in listed and file not in parts
@@ -196,7 +207,14 @@ def _held(plan: Plan, name: str) -> Iterator[Lock]:
 
 
 def _run(
-    plan: Plan, stage: str, units: list[Unit], held: Lock, progress: Progress, warn: Warn, run: Run
+    plan: Plan,
+    stage: str,
+    units: list[Unit],
+    held: Lock,
+    progress: Progress,
+    warn: Warn,
+    run: Run,
+    engine: Engine,
 ) -> None:
     if not units:
         return
@@ -216,14 +234,25 @@ def _run(
             f"({others[mine[0]]}): making them again"
         )
 
-    sizes = [_bytes_read(unit) for unit in units]
+    function: Callable[[Any], UnitRecord] = partial(run_unit, STAGES[stage].run)
+    items: Sequence[Any] = units
+    if plan.store is None:
+        sizes = [_bytes_read(unit) for unit in units]
+    else:
+        shared, own = plan.needs(units)
+        function = StoredStage(STAGES[stage].run, plan.store, plan.work, tuple(shared))
+        items = [(unit, tuple(files)) for unit, files in zip(units, own, strict=True)]
+        sizes = [sum(file.record.bytes for file in files) for files in own]
+        if units[0].pieces:
+            sizes = [_bytes_read(unit) for unit in units]
     by_bytes = all(sizes)
     sizes = sizes if by_bytes else [1] * len(units)
-    total, done, documents = sum(sizes), 0, 0
+    total, done, documents, ended = sum(sizes), 0, 0, 0
 
     def report(number: int, record: UnitRecord) -> None:
-        nonlocal done, documents
+        nonlocal done, documents, ended
         held.check()
+        ended += 1
         done += sizes[number]
         documents += record.result.get("documents_in", 0)
         show()
@@ -233,12 +262,14 @@ def _run(
         if by_bytes:
             count = f", {documents:,} documents" if documents else ""
             text = f"{megabytes(done)} of {megabytes(total)} MB{count}"
+        if engine == "ray":
+            text += f", {ended} of {len(units)} units, {num_nodes()} node(s)"
         progress(stage, done, total, text)
 
     show()
     begun = time.time()
     try:
-        records = run(partial(run_unit, STAGES[stage].run), units, report)
+        records = run(function, items, report)
     except WorkerDiedError as error:
         seen = " and ".join(last_seen(home, begun))
         raise WorkerDiedError(f"{error}; last read: {seen}" if seen else str(error)) from None
@@ -263,6 +294,7 @@ def _require_rows(plan: Plan, stage: str) -> None:
         dropped = sum((Counter(result["dropped"]) for result in extracted), Counter())
         documents = sum(result["documents_in"] for result in extracted)
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+        plan.bring("extract", ("quarantine.jsonl",))
         logs = (folder / "quarantine.jsonl" for folder in plan.folders("extract"))
         lines = (line for log in logs for line in log.read_text(encoding="utf-8").splitlines())
         first = next((detail for line in lines if (detail := json.loads(line)["detail"])), "")

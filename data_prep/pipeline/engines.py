@@ -10,18 +10,20 @@ import site
 import socket
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from data_prep import CorpusError
 from data_prep.messages import error_line, extra
 
 Engine = Literal["processes", "ray"]
 Report = Callable[[int, Any], None]  # (number of an item, its result), after each
+_MEMORY = 2**30  # bytes that a task asks a cluster for
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -35,10 +37,15 @@ class WorkerDiedError(CorpusError):
 Run = Callable[[Callable[[Any], Any], Sequence[Any], Report], list[Any]]
 
 
-def started(workers: int, engine: Engine = "processes") -> AbstractContextManager[Run]:
-    """Return a context manager; it gives a function that runs units, and ends its processes."""
+def started(
+    workers: int, engine: Engine = "processes", shared: Path | None = None
+) -> AbstractContextManager[Run]:
+    """Return a context manager; it gives a function that runs units, and ends its processes.
+
+    `shared` is a folder that units write to: every node of a cluster must see it.
+    """
     if engine == "ray":
-        return _ray(workers)
+        return _ray(workers, shared)
     return nullcontext(_here) if workers == 1 else _processes(workers)
 
 
@@ -137,7 +144,7 @@ class _Fixed(list[str]):
 
 
 @contextmanager
-def _ray(workers: int) -> Iterator[Run]:
+def _ray(workers: int, shared: Path | None) -> Iterator[Run]:
     """Yield a function that runs Ray tasks, on RAY_ADDRESS or on `workers` local cores."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address:
@@ -171,11 +178,17 @@ def _ray(workers: int) -> Iterator[Run]:
                 "nodes need the same ~/.ray/auth_token, or none"
             ) from None
     # A task whose worker or node dies runs again: a unit is identical wherever it is made.
-    task: Any = ray.remote(max_retries=3, num_cpus=1)(_call)
+    memory = _MEMORY if address else None
+    task: Any = ray.remote(max_retries=3, num_cpus=1, memory=memory)(_call)
+    place = _Place(os.getcwd())
+    if address and shared is not None:
+        place = place._replace(output=str(shared.parent), marker=str(_mark(shared)))
 
     def run(function: Callable[[Any], Any], items: Sequence[Any], report: Report) -> list[Any]:
-        place = os.getcwd()
-        waiting = {task.remote(function, item, place): n for n, item in enumerate(items)}
+        if place.marker:
+            _ask_nodes(place)
+        once = ray.put(function)  # it may name a file for each unit of an earlier stage
+        waiting = {task.remote(once, item, place): n for n, item in enumerate(items)}
         results: list[Any] = [None] * len(items)
         try:
             while waiting:
@@ -195,8 +208,57 @@ def _ray(workers: int) -> Iterator[Run]:
     try:
         yield run
     finally:
+        if place.marker:
+            Path(place.marker).unlink(missing_ok=True)
         if own:
             ray.shutdown()
+
+
+class _Place(NamedTuple):
+    """Hold where tasks work, and a file that they must see."""
+
+    folder: str
+    output: str = ""
+    marker: str = ""
+
+
+def _mark(shared: Path) -> Path:
+    """Write a file with a new name."""
+    shared.mkdir(parents=True, exist_ok=True)
+    marker = shared.resolve() / f".seen-{uuid.uuid4().hex[:8]}"
+    marker.touch()
+    return marker
+
+
+def num_nodes() -> int:
+    """Return the nodes of the cluster that this process has joined."""
+    import ray
+
+    return sum(node["Alive"] for node in ray.nodes())
+
+
+def _ask_nodes(place: _Place) -> None:
+    """Let each node look for the marker; CorpusError names those that do not see it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look: Any = ray.remote(num_cpus=0, max_retries=0)(os.path.exists)
+    asked = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            answer = look.options(scheduling_strategy=there).remote(place.marker)
+            asked[node["NodeManagerAddress"]] = answer
+    blind = sorted(name for name, answer in asked.items() if not ray.get(answer))
+    if blind:
+        raise _not_shared(place.output, ", ".join(blind))
+
+
+def _not_shared(output: str, who: str) -> CorpusError:
+    return CorpusError(
+        f"{output}: not seen by {who}: put `output` where every node of the cluster sees it, or "
+        "set `work: URL`, a place for what the stages write"
+    )
 
 
 def _check_address(address: str) -> None:
@@ -213,8 +275,10 @@ def _check_address(address: str) -> None:
         ) from None
 
 
-def _call(function: Callable[[Any], Any], item: Any, place: str) -> Any:
+def _call(function: Callable[[Any], Any], item: Any, place: _Place) -> Any:
     _set_up()
-    if os.path.isdir(place):  # a worker begins where `ray start` was called
-        os.chdir(place)
+    if os.path.isdir(place.folder):  # a worker begins where `ray start` was called
+        os.chdir(place.folder)
+    if place.marker and not os.path.exists(place.marker):  # a node that came later
+        raise _not_shared(place.output, socket.gethostname())
     return function(item)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from data_prep.disk.json_files import canonical_sha256
 from data_prep.pipeline.code import BEHAVIOUR, Code, code_of
 from data_prep.pipeline.stage import Stage
 from data_prep.pipeline.stages import deduplicate, examples, extract, match, pack, vocabulary
+from data_prep.pipeline.store import Needed, Store, bring_records, name_of
 from data_prep.pipeline.units import NamedPiece, Unit, UnitRecord
 from data_prep.shards.manifest import TokenizerRecord
 from data_prep.tokens import load
@@ -43,6 +45,7 @@ class Plan:
     ) -> None:
         self.config = config
         self.work = config.output / ".work"
+        self.store = Store(config.work.rstrip("/")) if config.work is not None else None
         self.part_bytes = part_bytes
         self.piece_bytes = min(piece_bytes, part_bytes)
         self.pieces: list[list[NamedPiece]] = [
@@ -63,7 +66,45 @@ class Plan:
                 identity = canonical_sha256([stage, keys, read, upstream])
                 code, folder = code_of(stage), self.work / stage / f"{number:06d}"
                 units.append(Unit(stage, number, task, identity, code, upstream, folder, pieces))
+            if self.store is not None:
+                bring_records(self.store, units)
         return self._units[stage]
+
+    def needs(self, units: Sequence[Unit]) -> tuple[list[Needed], list[list[Needed]]]:
+        """Return the files of earlier stages that all units of a stage read, and each one's own.
+
+        CorpusError while an earlier stage is not complete.
+        """
+        if not any(unit.upstream for unit in units):  # such as a vocabulary that is named
+            return [], [[] for _ in units]
+        stage, shared, by_file = STAGES[units[0].stage], list[Needed](), dict[Path, Needed]()
+        own = [[*dict.fromkeys(stage.files_read(unit.task))] for unit in units]
+        listed = {file.parent.parent for files in own for file in files}  # others are read whole
+        for earlier, patterns in stage.reads.items():
+            for each, record in zip(self.units(earlier), self.records(earlier), strict=True):
+                place, name = f"{earlier}/{each.folder.name}", f"{earlier}/{name_of(each)}"
+                for output in record.outputs:
+                    if not any(fnmatch(output.file, pattern) for pattern in patterns):
+                        continue
+                    needed = Needed(place, name, output)
+                    if each.folder.parent in listed:
+                        by_file[each.folder / output.file] = needed
+                    else:
+                        shared.append(needed)
+        return shared, [[by_file[file] for file in files] for files in own]
+
+    def bring(self, stage: str, patterns: Sequence[str], number: int | None = None) -> None:
+        """Copy files of a stage's units (or of one) from the store; without one they are here."""
+        if self.store is None:
+            return
+        pairs = zip(self.units(stage), self.records(stage), strict=True)
+        for unit, record in pairs:
+            if number is not None and unit.number != number:
+                continue
+            for output in record.outputs:
+                if any(fnmatch(output.file, pattern) for pattern in patterns):
+                    needed = Needed("", f"{stage}/{name_of(unit)}", output)
+                    self.store.fetch(needed, unit.folder / output.file)
 
     def finished(self, stage: str, records: Sequence[UnitRecord]) -> None:
         """Take the records of a stage that was just run, instead of reading them.

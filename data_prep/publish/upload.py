@@ -61,7 +61,7 @@ def upload(
                 f"{shown}: holds another corpus (its {MANIFEST} differs): choose another URL"
             )
         what = "cannot be listed"
-        there = _files(fs, root)
+        there = files_below(fs, root)
         sizes = {name: info.get("size") for name, info in there.items()}
         if finished and all(sizes.get(record.file) == record.bytes for record in records):
             return "up to date"
@@ -81,19 +81,19 @@ def upload(
                 if not _same(there.get(record.file), path, record):
                     names.append(record.file)
             what = f"upload stopped at file {start + 1} of {total}"
-            _send(fs, protocol, folder, root, names)
+            send(fs, protocol, folder, root, names)
             for done in range(start, min(start + step, len(records))):
                 report("upload", done + 1, total, f"{done + 1} of {total} files")
 
         what = "cannot be listed"
-        there = _files(fs, root)
+        there = files_below(fs, root)
         for record in records:
             if (size := there.get(record.file, {}).get("size")) != record.bytes:
                 raise CorpusError(
                     f"{shown}: {record.file} arrived with {size} bytes: upload it again"
                 )
         what = f"upload stopped at {MANIFEST}"
-        _send(fs, protocol, folder, root, [MANIFEST])
+        send(fs, protocol, folder, root, [MANIFEST])
         report("upload", total, total, f"{total} of {total} files")
         return "done"
     except CorpusError:
@@ -147,7 +147,7 @@ def _holds(fs: AbstractFileSystem, place: str, manifest: Path) -> bool | None:
         return None
 
 
-def _files(fs: AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
+def files_below(fs: AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
     """Return what the file system tells of each file below `root`, by name."""
     fs.invalidate_cache()
     try:
@@ -157,7 +157,7 @@ def _files(fs: AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
     return {path[len(root) + 1 :]: info for path, info in found.items()}
 
 
-def _send(
+def send(
     fs: AbstractFileSystem, protocol: str, folder: Path, root: str, names: Sequence[str]
 ) -> None:
     """Write files of the folder below `root`, several at once; try again if that fails."""
@@ -187,7 +187,9 @@ def _send(
                     fs.put_file(source, target)
             return
         except Exception as error:
-            if pause is None or isinstance(error, PermissionError | FileNotFoundError):
+            if pause is None or isinstance(
+                error, PermissionError | FileNotFoundError | NotADirectoryError
+            ):
                 raise
             time.sleep(pause)
 

@@ -47,7 +47,7 @@ def bare(url: str) -> str:
 
 def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
     """Return (URL, bytes; 0 if unknown) of a file, a folder's files by pattern, or a glob's."""
-    with _reached(url) as (files, root):
+    with reached(url) as (files, root):
         if not url.endswith("/") and files.isfile(root):
             return [(url, files.info(root).get("size") or 0)]
         if files.isdir(root):
@@ -77,7 +77,7 @@ def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
 
 def opened(url: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
     """Return the bytes of a file from `start` on; `seekable` allows reads in any order."""
-    with _reached(url) as (files, path):
+    with reached(url) as (files, path):
         if _is_http(url) and start == 0 and not seekable:
             file = files.open(path, "rb", block_size=0)  # one request, that any server answers
         else:
@@ -89,7 +89,7 @@ def opened(url: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
 
 def exists(url: str) -> bool:
     """Return whether the file exists."""
-    with _reached(url) as (files, path):
+    with reached(url) as (files, path):
         return bool(files.exists(path))
 
 
@@ -98,7 +98,7 @@ def takes_ranges(url: str) -> bool:
     if not _is_http(url):
         return True
     small = {"block_size": 1 << 10, "cache_type": "none"}
-    with _reached(url) as (files, path), files.open(path, "rb", **small) as file:
+    with reached(url) as (files, path), files.open(path, "rb", **small) as file:
         try:
             file.seek(1)
             file.read(1)
@@ -112,7 +112,7 @@ def version(url: str) -> str:
 
     Returns "" if the store reports neither: equal sizes do not mean equal content.
     """
-    with _reached(url) as (files, path):
+    with reached(url) as (files, path):
         files.invalidate_cache(path)
         info = files.info(path)
     state = sorted((k.lower(), str(v)) for k, v in info.items() if k.lower() in _STATES)
@@ -121,16 +121,20 @@ def version(url: str) -> str:
     return hashlib.sha256(repr((info.get("size"), state)).encode()).hexdigest()[:32]
 
 
-def failed(url: str, error: Exception) -> CorpusError:
+def failed(url: str, error: Exception, what: str = "cannot be read") -> CorpusError:
     """Return a CorpusError for an error of a file system, without credentials."""
     return CorpusError(
-        f"{one_line(url)}: cannot be read ({error_line(error)}); check path, access and network"
+        f"{one_line(url)}: {what} ({error_line(error)}); check path, access and network"
     )
 
 
 @contextmanager
-def _reached(url: str) -> Iterator[tuple[Any, str]]:
-    """Yield the file system of a URL and the path in it; its errors are raised as CorpusError."""
+def reached(url: str, what: str = "cannot be read") -> Iterator[tuple[Any, str]]:
+    """Yield the file system of a URL and the path in it.
+
+    Raises:
+        CorpusError: for any error of the file system; says what cannot be done.
+    """
     from fsspec.core import url_to_fs
 
     protocol = url.split("://", 1)[0]
@@ -153,7 +157,7 @@ def _reached(url: str) -> Iterator[tuple[Any, str]]:
     except CorpusError:
         raise
     except Exception as error:  # each store has its own
-        raise failed(url, error) from None  # the cause may hold a signed URL
+        raise failed(url, error, what) from None  # the cause may hold a signed URL
 
 
 def _is_http(url: str) -> bool:

@@ -144,7 +144,9 @@ def unknown_strings(plan: Plan, tokenizer: Path, unknown: int) -> dict[str, int]
     """
     backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     found, characters = Counter[str](), 0
-    for unit, record in zip(plan.folders("extract"), plan.records("extract"), strict=True):
+    units = zip(plan.folders("extract"), plan.records("extract"), strict=True)
+    for number_of_unit, (unit, record) in enumerate(units):
+        plan.bring("extract", ("index.arrow", "part-*"), number_of_unit)
         parts = read_index(unit)["part"]
         for number, part in enumerate(record.result["parts"]):
             for _, document in read_part(unit / part["file"], parts[parts == number] == number):

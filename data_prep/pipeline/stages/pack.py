@@ -301,7 +301,9 @@ STAGE = Stage(
     _plan,
     pack_unit,
     reads={"extract": ("part-*",), "deduplicate": ("*",), "vocabulary": ("*",)},
-    files_read=lambda task: (part.file for part in task.slices),
+    files_read=lambda task: (
+        file for part in task.slices for file in (part.file, part.fates, part.taken_out)
+    ),
     leaves_rows=lambda records: any(
         record.result["shards"] for record in records if record.result["split"] == "train"
     ),
