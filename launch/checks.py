@@ -178,20 +178,23 @@ def inputs(config: RunConfig) -> Iterator[Finding]:
     from pretrain.device.precision import check_precision
     from pretrain.load import load_inputs
     from pretrain.monitor.metrics import Silent
-    from pretrain.run_folder import check_hub, check_inputs, check_output
+    from pretrain.run_folder import check_hub, check_inputs, check_output, sealed_state
 
     def load() -> None:
         check_output(config)
         check_inputs(config)
         check_hub(config)
-        # On a login node, too, which may lack the GPU of a precision.
-        load_inputs(config.with_train(precision="fp32"), PartialState(cpu=True), Silent())
+        load_inputs(config, PartialState(cpu=True), Silent())
 
     precision = config.train.precision
     if precision != "auto":
         used = "cuda" if torch.cuda.is_available() else "cpu"
         check = partial(check_precision, precision, used)
-        yield tried("train.precision", f"{precision} works on this {used}", check)
+        found = tried("train.precision", f"{precision} works on this {used}", check)
+        yield found
+        # A login node may lack the GPU, and can still say whether the inputs of a new run fit.
+        if found.grade != "ok" and sealed_state(config.output) is None:
+            config = config.with_train(precision="fp32")
     yield tried("run", "shards, teacher, tokenizer and student fit each other", load)
 
 

@@ -161,6 +161,8 @@ def explain(model: type[BaseModel], values: dict[str, Any], error: ValidationErr
             text += f" (in YAML `{name}: {{{_SHORT[name]}: {given}}}`)"
         elif keys := list(_properties(model, *_node(model, values, location))):
             text += f" ({given}); its keys are {', '.join(keys)}"
+    elif first["type"] in ("tuple_type", "list_type"):
+        text = f"{key}: is a list: [{one_line(str(first['input']), _SHOWN)}]"
     else:
         message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         if message.startswith("Input should "):

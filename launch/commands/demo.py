@@ -233,6 +233,7 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
         rows.append(
             [_SHORT_NAMES.get(text, text), f"{sizes[name]:,}", *cells, f"{speeds[name]:,.0f}"]
         )
+    few = ["of --quick: on 64 validation rows; distil evaluate reads all of them"] * quick
     fill = pipeline("fill-mask", model=str(folders["student"]), device="cpu")
     words = ", ".join(answer["token_str"] for answer in fill(_SENTENCE, top_k=3))
     return {
@@ -245,6 +246,7 @@ def measure(output: Path, *, quick: bool) -> dict[str, Any]:
             f"most frequent one gives {found[GUESSING]['accuracy'].value:.1%}",
             "agreement: the share of hidden tokens where a model and the teacher guess the same",
             "tokens/s: forward pass in fp32 on this CPU",
+            *few,
         ],
         "next": [
             f"  distil evaluate {output}/student-export {output}/shards",

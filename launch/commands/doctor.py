@@ -52,6 +52,8 @@ def doctor(
     from pretrain import RunError
     from pretrain.config import RunConfig
 
+    if config is not None and (config / "config.json").is_file():
+        config /= "config.json"  # of a run
     run, recipe = None, None
     if config is not None and kind_of(config, overrides or []) is Recipe:
         recipe = load_config(Recipe, config, overrides or [])

@@ -128,7 +128,7 @@ def launch(
                 from launch.stages.estimate import run_lines
 
                 run = load_config(RunConfig, config, [*asked.added, *asked.overrides])
-                about = run_lines(run, asked, tokens=tokens, needs_shards=False)
+                about = run_lines(run, asked, tokens=tokens)
                 show(*(f"# {line}" for line in about))
             raise typer.Exit(start(asked))
         from launch.stages.launched import check, make

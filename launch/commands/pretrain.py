@@ -66,8 +66,8 @@ def pretrain(
             if dry_run:
                 from launch.stages.estimate import run_lines
 
-                check_inputs(settings, needs_shards=tokens is None)
-                show(*run_lines(settings, asked, tokens=tokens, needs_shards=True))
+                check_inputs(settings, needs_shards=False)
+                show(*run_lines(settings, asked, tokens=tokens))
                 return
             if tokens is not None or hardware_name is not None:
                 raise RunError("--tokens and --hardware are for --dry-run: add that")

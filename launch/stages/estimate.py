@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,7 @@ _ROW = 512, 30522  # length and vocabulary, where no model is known: BERT's
 _OF_PYTHON = 1e9  # bytes of a process on a CPU besides tensors
 _OF_MEMORY = {"model", "student", "objective", "task", "masking"}
 _NETWORK = 25e9 / 8  # bytes/s between nodes, for the time that gradients take
+_STEP = 0.02  # seconds of a GPU's step, whatever the sizes: hundreds of kernels are started
 
 
 class Target(NamedTuple):
@@ -88,24 +90,22 @@ def on_hardware(config: RunConfig, asked: Launch | None) -> RunConfig:
     return config.with_train(precision=preset.precision, micro_batch_size=preset.micro_batch_size)
 
 
-def run_lines(
-    config: RunConfig, asked: Launch | None, *, tokens: float | None = None, needs_shards: bool
-) -> list[str]:
+def run_lines(config: RunConfig, asked: Launch | None, *, tokens: float | None = None) -> list[str]:
     """Return what a run would do, and what it would take.
 
     Args:
         config: with the precision and micro-batch of the hardware, if that was asked for.
         asked: the options of `distil launch`.
         tokens: of shards that do not exist yet, in full rows of the teacher's length.
-        needs_shards: refuse missing shards.
 
     Raises:
         RunError, CorpusError: see `assumed`, `plan` and `step_lines`.
     """
     made, lines = assumed(config, tokens, {})
-    found = plan(config, made, needs_shards=needs_shards and tokens is None)
-    costs = cost_lines(found.flop, found.disk, asked)
-    return [*lines, *found.lines, *step_lines(config, found, asked), *costs]
+    found = plan(config, made, needs_shards=False)
+    about, least = step_lines(config, found, asked)
+    costs = cost_lines([Cost(found.flop, found.disk, least)], asked)
+    return [*lines, *found.lines, *about, *costs]
 
 
 def assumed(
@@ -157,21 +157,35 @@ def _read(name: str) -> dict[str, Any] | None:
         return None
 
 
-def cost_lines(
-    flop: float | None, disk: int, asked: Launch | None, everywhere: bool = True
-) -> list[str]:
-    """Return the estimate of time and disk, on all nodes or one; none for what is not known."""
-    if not flop:
+class Cost(NamedTuple):
+    """Hold what a stage takes."""
+
+    flop: float | None
+    disk: int
+    least: float = 0.0  # seconds, whatever the FLOP/s: of the network, and of steps
+    everywhere: bool = True  # do all nodes take part? Otherwise one
+
+
+def cost_lines(costs: Sequence[Cost], asked: Launch | None) -> list[str]:
+    """Return the estimate of time and disk of all that is known; none for what is not."""
+    known = [cost for cost in costs if cost.flop]
+    if not known:
         return []
-    where = target(asked, everywhere=everywhere)
-    text = f"{decimal(disk)} of checkpoints"
-    if where.rate is None:
-        return [f"estimate: {text}; for its time add --hardware NAME"]
-    return [f"estimate: {duration(flop / where.rate)} on {where.name}, {text}"]
+    seconds, slow = 0.0, False
+    for flop, _, least, everywhere in known:
+        where = target(asked, everywhere=everywhere)
+        text = f"{decimal(sum(cost.disk for cost in known))} of checkpoints"
+        if where.rate is None:
+            return [f"estimate: {text}; for its time add --hardware NAME"]
+        slow |= least > (flop or 0.0) / where.rate
+        seconds += max(least, (flop or 0.0) / where.rate)
+    name = target(asked, everywhere=any(cost.everywhere for cost in known)).name
+    why = ", not for its arithmetic: see above" * slow
+    return [f"estimate: {duration(seconds)} on {name}{why}, {text}"]
 
 
-def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str]:
-    """Return the parameters, memory, work and network of a step of a run.
+def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[list[str], float]:
+    """Return the parameters, memory, work and network of a step, and the least time of all steps.
 
     Args:
         config: with the precision and micro-batch of the hardware, if that was asked for.
@@ -184,15 +198,15 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str
     where = target(asked)
     accumulation_steps(config, where.world)  # raises if they do not divide
     if found.student is None:
-        return ["memory: known once the config.json of its models can be read"]
+        return ["memory: known once the config.json of its models can be read"], 0.0
     if found.rows is None:
-        return [f"memory: known once {config.shards} exists, or with --tokens"]
+        return [f"memory: known once {config.shards} exists, or with --tokens"], 0.0
     from pretrain.model.families import FAMILIES
 
     if not FAMILIES[found.student.family].attends:
-        return []
+        return [], 0.0
     if where.memory is None:
-        return ["memory: add --hardware NAME"]
+        return ["memory: add --hardware NAME"], 0.0
     config = with_defaults(_with_precision(config, where.device), where.device, where.world)
     share = config.train.global_batch_size // where.world
     counted = _budget(_shape(config), found.student, found.teacher, found.rows, where.device)
@@ -227,16 +241,16 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> list[str
         f"x {where.world} process(es), {config.train.precision}"
         + (f", {decimal(round(found.flop / steps)).rpartition('B')[0]}FLOP" if found.flop else ""),
     ]
+    step = _STEP if where.device == "cuda" else 0.0
     if where.world > 1:
         sent = 2 * (where.world - 1) / where.world * 4 * counted.trained
         line = f"network: a process sends {decimal(round(sent))} of gradients a step"
         if where.nodes > 1:
-            seconds = sent / _NETWORK
-            whole = duration(seconds * steps)
-            line += f": {seconds:.2g} s between nodes at 25 Gbit/s, {whole} in all; where that is "
-            line += "more than the estimate below, the network decides"
+            step = max(step, seconds := sent / _NETWORK)
+            line += f": {seconds:.2g} s between nodes at 25 Gbit/s, {duration(seconds * steps)} in "
+            line += "all; where arithmetic takes less, the network decides"
         lines.append(line)
-    return lines
+    return lines, step * steps
 
 
 def _with_precision(config: RunConfig, used: Device) -> RunConfig:

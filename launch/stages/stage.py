@@ -50,6 +50,7 @@ class Stage(ABC):
     everywhere: ClassVar[bool] = False  # do all nodes take part? Otherwise the first one does it
     flop: float | None = 0.0  # that it takes, once `check` has estimated it; None: not known
     disk: int = 0  # bytes of the checkpoints that it keeps
+    least: float = 0.0  # seconds that it takes, however fast arithmetic is
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -107,6 +107,7 @@ class Sweep(Stage):
             lines += [f"{label}: {line}" for label in labels]
         flops, disks = [r.flop for r in self.runs.values()], [r.disk for r in self.runs.values()]
         self.flop = None if None in flops else sum(f or 0.0 for f in flops)
+        self.least = sum(run.least for run in self.runs.values())
         self.disk = sum(disks) if self.config.keep_weights else max(disks, default=0)
         return outputs, lines
 

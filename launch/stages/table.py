@@ -11,7 +11,7 @@ from typing import Any
 from data_prep.messages import duration
 from launch.console import print_table, show
 from launch.stages.augment import Augment
-from launch.stages.estimate import cost_lines
+from launch.stages.estimate import Cost, cost_lines
 from launch.stages.evaluate import Evaluate
 from launch.stages.export import Export
 from launch.stages.prepare import Examples, Prepare
@@ -63,6 +63,8 @@ def check_all(stages: Sequence[Stage], how: How, *, dry_run: bool) -> list[list[
         outputs, about = stage.check(made, how, dry_run=dry_run)
         lines.append(about)
         made |= outputs
+    if how.tokens is not None and not any("assumed: " in line for about in lines for line in about):
+        raise RunError("--tokens: shards are there, or stages make them: leave it out")
     return lines
 
 
@@ -92,8 +94,7 @@ def make_all(
             place = f"{_place(stage)}, {stage.title} ({stage.state()})"
             show("", f"run {number} of {len(stages)}: {place}")
             if dry_run:
-                costs = cost_lines(stage.flop, stage.disk, how.launch, stage.everywhere)
-                show(*lines[number - 1], *costs)
+                show(*lines[number - 1], *cost_lines([_cost(stage)], how.launch))
                 continue
             began = time.monotonic()
             # A stage continues after the last file that it wrote. While it trains, a signal saves.
@@ -110,11 +111,17 @@ def make_all(
             _show_results(stages[:number], stages[number:], took)
     known = [stage for stage in stages if stage.flop]
     if dry_run and known:
-        total = sum(stage.flop or 0.0 for stage in known), sum(stage.disk for stage in known)
         unknown = sum(stage.flop is None for stage in stages)
         without = f", without {unknown} stage(s) whose rows or models are not known" * (unknown > 0)
-        show("", *(f"in all: {line}{without}" for line in cost_lines(*total, how.launch)))
+        show(
+            "",
+            *(f"in all: {line}{without}" for line in cost_lines([*map(_cost, known)], how.launch)),
+        )
     return code
+
+
+def _cost(stage: Stage) -> Cost:
+    return Cost(stage.flop, stage.disk, stage.least, stage.everywhere)
 
 
 def _show_results(begun: Sequence[Stage], others: Sequence[Stage], took: Sequence[str]) -> None:

@@ -54,7 +54,8 @@ class Train(Stage):
         self.flop, self.disk = found.flop, found.disk
         lines = [*about, *found.lines]
         if dry_run:
-            lines += step_lines(on_hardware(config, how.launch), found, how.launch)
+            more, self.least = step_lines(on_hardware(config, how.launch), found, how.launch)
+            lines += more
         return {real(config.output): found.student}, lines
 
     def state(self) -> State:

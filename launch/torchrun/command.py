@@ -139,6 +139,11 @@ def batch_script(layout: Layout, config: Path, arguments: Sequence[str], slurm: 
         "output": "%x-%j.log",
         "open-mode": "append",
     }
+    given = {re.split("[= ]", option)[0].lstrip("-") for option in slurm.options}
+    if given & {"gres", "gpus", "gpus-per-task", "G"}:
+        options["gpus-per-node"] = None
+    if asked:
+        options["cpus-per-task"] = None
     lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
     # srun does not inherit sbatch's --cpus-per-task.
     step = ["srun", "--kill-on-bad-exit=0", f"--cpus-per-task={cores}"]

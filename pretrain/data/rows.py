@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 
 import numpy as np
 import torch
@@ -218,3 +220,12 @@ def _ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     # torch's handler would print that shared memory is short; see `explained_workers`.
     signal.signal(signal.SIGBUS, signal.SIG_DFL)
+    sys.excepthook = _but_connections
+
+
+def _but_connections(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an error of a worker, but not that its run has ended while rows were on their way."""
+    if not issubclass(kind, ConnectionError):
+        sys.__excepthook__(kind, error, trace)

@@ -168,9 +168,10 @@ def test_a_jobs_script_asks_for_its_keys_and_queues_itself_again(
     run = ["distil", "launch", "c d/rxn #SBATCH.yaml", *arguments, "--nodes", "4"]
     assert words == ["--kill-on-bad-exit=0", "--cpus-per-task=32", *step, *inside, *run]
     # Later lines of #SBATCH win, and srun must ask for as many.
-    more = slurm.model_copy(update={"options": ("--cpus-per-task=64",)})
+    more = slurm.model_copy(update={"options": ("--cpus-per-task=64", "--gres=gpu:a100:8")})
     script = command.batch_script(layout, Path("rxn.yaml"), arguments, more)
     assert "srun --kill-on-bad-exit=0 --cpus-per-task=64 " in script
+    assert script.count("#SBATCH --cpus-per-task=") == 1 and "gpus-per-node" not in script
     # A line of setup that fails ends the job: it would train in another environment.
     log.unlink()
     slurm = slurm.model_copy(update={"setup": ("source /no/such/environment",)})

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 RECIPES = [path for path in SHIPPED if "\nruns:" in path.read_text(encoding="utf-8")]
-MUTATIONS, RUNS = 1000, 50
+MUTATIONS, RUNS = 400, 25
 ODD = [
     *("0", "-1", "010", "1e-6", "1e999", ".inf", ".nan", "1:30", "0x10", "1_000", "9" * 5000),
     *("true", "no", "null", "~", "''", "2024-13-45", "2024-01-01", "!!int x", "!!binary YQ=="),
@@ -75,7 +75,7 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, str]]
     return found
 
 
-def test_of_a_thousand_mutated_configs_each_loads_or_is_refused_in_a_line(
+def test_each_mutated_config_loads_or_is_refused_in_a_line(
     accepted: list[tuple[Path, str]],
 ) -> None:
     assert RUNS < len(accepted) < MUTATIONS - RUNS

@@ -56,6 +56,19 @@ def test_inputs_of_a_run_are_loaded_as_it_would(distil: Distil, run: Path) -> No
     assert code == 2 and "fail  run: /nowhere" in out and out.endswith("1 check(s) failed\n")
 
 
+def test_a_run_that_was_interrupted_is_well(distil: Distil, run: Path) -> None:
+    """Begin it in bf16, which `auto` keeps for it on a machine that would choose fp32."""
+    more = ("train.num_workers=0", "train.max_steps=4")
+    assert distil("pretrain", run, *more, "train.precision=bf16", "--stop-after", 2).code == 0
+    for precision in ("auto", "bf16"):
+        code, out, err = distil("doctor", run, *more, f"train.precision={precision}")
+        assert code == 0 and "ok    run: shards" in out, out + err
+    code, out, _ = distil("doctor", run, *more, "train.precision=fp32")
+    assert code == 2 and "precision was bf16" in out
+    (output,) = (path.parent for path in run.parent.glob("*/config.json"))
+    assert "run: shards" in distil("doctor", output).out
+
+
 def test_a_recipe_is_checked_as_at_its_start(distil: Distil, run: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     values = yaml.safe_load(run.read_text(encoding="utf-8"))
@@ -118,7 +131,7 @@ def test_nodes_that_do_not_fit_each_other_say_why() -> None:
             free.bind(("127.0.0.1", 0))
             head = f"127.0.0.1:{free.getsockname()[1]}"
         command = [sys.executable, "-m", "launch", "doctor", "--distributed", "--nodes", "2"]
-        command += ["--head", head, "--timeout", "60"]
+        command += ["--head", head, "--timeout", "30"]
         first = subprocess.Popen(
             [*command, "--gpus", "2", "--node-rank", "0"], stdout=subprocess.PIPE, text=True
         )

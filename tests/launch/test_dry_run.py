@@ -178,3 +178,29 @@ def test_runs_of_a_recipe_are_planned_as_one_run(
     # The student of the first run, of six layers, is the teacher of the second.
     assert "student: distilbert, 3 layers" in second and "estimate: " in second
     assert "no hub answers" not in out
+
+
+def test_where_the_network_decides_the_estimate_is_its_time(distil: Distil, paper: str) -> None:
+    """Take rows of 16 in steps of 64: little arithmetic, and gradients of the whole student."""
+    options = ["train.global_batch_size=64", "train.epochs=1", "--dry-run", "--tokens", "1e8"]
+    options += ["--hardware", "8xa100-80gb", "--nodes", "4"]
+    values = json.loads(Path("bert/config.json").read_text(encoding="utf-8"))
+    values["max_position_embeddings"] = 16
+    Path("bert/config.json").write_text(json.dumps(values), encoding="utf-8")
+    out = distil("launch", paper, *options).out
+    steps = 1e8 / 16 / 64
+    sent = 2 * 31 / 32 * 4 * (STUDENT - (512 - 16) * 768)
+    hours = steps * sent / (25e9 / 8) / 3600
+    (shown,) = re.findall(r"estimate: ([\d.]+) h on 4 nodes of 8xa100-80gb, not for its", out)
+    assert float(shown) == pytest.approx(hours, rel=0.02)
+    Path("recipe.yaml").write_text(
+        json.dumps({"runs": [yaml.safe_load(Path(paper).read_text(encoding="utf-8"))]}),
+        encoding="utf-8",
+    )
+    keys = [f"runs.0.{key}" for key in options[:2]]
+    code, out, err = distil("launch", "recipe.yaml", *keys, *options[2:])
+    assert code == 0 and out.count(f"estimate: {shown} h on 4 nodes") == 2, out + err
+    # On one node no gradient leaves it, but a step has its kernels to start: 20 ms.
+    out = distil("launch", paper, *options[:-2]).out
+    (shown,) = re.findall(r"estimate: (\d+) min on 8xa100-80gb, not for its", out)
+    assert float(shown) == pytest.approx(steps * 0.02 / 60, rel=0.02)

@@ -10,7 +10,9 @@ from support.runs import history
 
 FEW = [1, 10, 11]  # the first epoch ends in step 11
 ALL = list(range(1, 21))
-LONG = ALL if os.environ.get("DISTIL_TORTURE") else FEW  # `make torture` sets it
+LONG, LAYOUTS = FEW, [(3, 2, 2), (4, 1, 0)]
+if os.environ.get("DISTIL_TORTURE"):  # `make torture` sets it
+    LONG, LAYOUTS = ALL, [(3, 1, 2), (3, 2, 0), *LAYOUTS, (4, 2, 2)]
 
 
 @pytest.fixture
@@ -51,10 +53,7 @@ def result(output: Path, step: int) -> tuple[dict[str, str], list[dict[str, Any]
     [
         *((*layout, FEW) for layout in ((1, 2, 2), (3, 1, 0))),
         pytest.param(1, 1, 0, ALL, marks=pytest.mark.slow),
-        *(
-            pytest.param(*layout, LONG, marks=pytest.mark.slow)
-            for layout in ((3, 1, 2), (3, 2, 0), (3, 2, 2), (4, 1, 0), (4, 2, 2))
-        ),
+        *(pytest.param(*layout, LONG, marks=pytest.mark.slow) for layout in LAYOUTS),
     ],
     ids=lambda value: f"{len(value)}_steps" if isinstance(value, list) else None,
 )
