@@ -65,7 +65,7 @@ def export(
     from pretrain import RunError
     from pretrain.deploy.asked import Onnx, check_onnx
     from pretrain.export.arguments import check_repository, check_target, hub_token
-    from pretrain.run_folder import check_run, is_run
+    from pretrain.run_folder import check_run, is_run, sealed_state
 
     token = ""
     if push is not None:
@@ -95,9 +95,13 @@ def export(
         )
     else:
         exported = export_model(run, folder, wanted, warn, show)
+    _, state = sealed_state(Path(run)) or (None, {})
+    whole = state.get("num_steps", exported.step)
     show(
         f"{folder}: {exported.architecture}, {exported.num_parameters:,} parameters, "
-        f"{exported.num_bytes:,} bytes, from step {exported.step:,}",
+        f"{exported.num_bytes:,} bytes, from step {exported.step:,}"
+        + f" of {whole:,}: unfinished"
+        * (exported.step < whole),
         f"read back: outputs differ by at most {exported.difference:.1e}",
     )
     if push is not None:

@@ -95,8 +95,8 @@ def export(
     model, saved = loaded.model.eval(), loaded.saved
     assert saved is not None
     objective, seed = objective_of(saved.state), saved.state["config"]["train"]["seed"]
-    if saved.step < (whole := saved.state["num_steps"]):
-        warn(f"{run}: unfinished; the files are of step {saved.step:,} of {whole:,}")
+    if onnx is not None and saved.step < saved.state["num_steps"]:
+        warn(f"{run}: unfinished; the files are of step {saved.step:,}")
     student: Any = task_of(saved.state).finished(model, saved.state, adapters)
     if student is not None:  # of a task: the encoder has its prefix there, and the head lies beside
         prefix = student.base_model_prefix

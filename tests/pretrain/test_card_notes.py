@@ -236,3 +236,4 @@ def test_the_figures_of_an_interrupted_run_are_of_their_step(
     export(tmp_path / "run", tmp_path / "exported", pytest.fail)
     table = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
     assert "at step 0 | teacher |" in table and "| trained |" not in table
+    assert "The weights are of step 1, which was not measured" in table
