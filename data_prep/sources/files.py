@@ -122,10 +122,12 @@ def byte_ranges(piece: Piece, limit: int) -> list[Piece]:
     return [*ranges[:-1], replace(ranges[-1], end=None)]
 
 
-def opened(path: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
-    """Return a file for reading from byte `start` on; CorpusError if it cannot be opened."""
+def opened(
+    path: str, start: int = 0, end: int | None = None, *, seekable: bool = False
+) -> BinaryIO:
+    """Return a file for reading from byte `start` to about `end`; CorpusError if it cannot be."""
     if remote.is_remote(path):
-        return remote.opened(path, start, seekable=seekable)
+        return remote.opened(path, start, end, seekable=seekable)
     try:
         file = open(path, "rb")  # noqa: SIM115  (the caller closes it)
         file.seek(start)
@@ -135,15 +137,21 @@ def opened(path: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
 
 
 def file_chunks(
-    path: str, start: int = 0, end: int | None = None, *, stored: bool = False
+    path: str,
+    start: int = 0,
+    end: int | None = None,
+    *,
+    stored: bool = False,
+    about: int | None = None,
 ) -> Iterator[bytes]:
     """Yield a file's stored bytes `start` to `end`, decompressed unless `stored`, in small chunks.
 
-    Raises CorpusError if the file is unreadable, damaged or cut short.
+    Where no end is given, `about` says up to where they will be taken: a store is asked for no more
+    at once. Raises CorpusError if the file is unreadable, damaged or cut short.
     """
     is_local = not remote.is_remote(path)
     name = path if is_local else remote.bare(path)
-    with opened(path, start) as file:
+    with opened(path, start, about if end is None else end) as file:
         left = None if end is None else end - start
         try:
             yield from blocks(file, left) if stored else decompressed(file, name, left)
@@ -175,7 +183,7 @@ def lines(
     offset, size = max(start - 1, 0), 0
     inside = start == 0  # else the first line begins before `start` and is another piece's
     held: list[bytes] = []
-    for chunk in file_chunks(path, offset):
+    for chunk in file_chunks(path, offset, about=end):
         *ended, rest = chunk.split(b"\n")
         for part in ended:
             size += len(part)

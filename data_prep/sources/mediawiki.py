@@ -153,17 +153,17 @@ def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
     if streams:
         feed = _until_page(file_chunks(piece.path, piece.start, piece.end), 0, None, dump)
     elif piece.start == 0:
-        feed = _until_page(file_chunks(piece.path), 0, piece.end, dump)
+        feed = _until_page(file_chunks(piece.path, about=piece.end), 0, piece.end, dump)
     else:
         first, ahead = piece.start, _Dump()  # where the first page of the piece begins
-        chunks = file_chunks(piece.path, first)
+        chunks = file_chunks(piece.path, first, about=piece.end)
         for at, skipped in _until_page(chunks, first, first, ahead):
             first = at + len(skipped)
             if piece.end is not None and first >= piece.end:
                 return  # it is another piece's
         if ahead.ended:
             return  # no page begins in the rest of the file
-        feed = _until_page(file_chunks(piece.path, first), first, piece.end, dump)
+        feed = _until_page(file_chunks(piece.path, first, about=piece.end), first, piece.end, dump)
     if piece.start > 0:
         feed = chain(_head(piece.path), feed)
 
@@ -203,7 +203,7 @@ def _pages(piece: Piece, dump: _Dump) -> Iterator[_Page]:
 
 
 def _head(path: str) -> Iterator[tuple[int, bytes]]:
-    for at, chunk in _until_page(file_chunks(path), 0, 0, _Dump()):
+    for at, chunk in _until_page(file_chunks(path, about=1), 0, 0, _Dump()):
         if at > _HEAD_LIMIT:
             raise CorpusError(
                 f"{one_line(path)}: no <page> in its first MiB; is it a MediaWiki dump?"

@@ -5,15 +5,16 @@ from __future__ import annotations
 import glob
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 from urllib.parse import unquote
 
 from data_prep import CorpusError
 from data_prep.disk.credentials import masked
 from data_prep.messages import error_line, extra, one_line
+from data_prep.sources.ranges import again, reader
 
 # Protocol -> (package, the extra that brings it); other protocols name their package themselves.
 DRIVERS = {
@@ -29,7 +30,6 @@ _STATES = (
     *("etag", "md5", "md5hash", "content-md5", "crc32c", "digest", "generation", "blob_id"),
     *("lastmodified", "last-modified", "last_modified", "mtime", "modified", "updated"),
 )
-_CACHE = {"block_size": 1 << 22, "cache_type": "blockcache", "cache_options": {"maxblocks": 8}}
 _STALL = 120  # seconds without a byte, after which a download fails
 
 
@@ -48,7 +48,7 @@ def bare(url: str) -> str:
 def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
     """Return (URL, bytes; 0 if unknown) of a file, a folder's files by pattern, or a glob's."""
     with reached(url) as (files, root):
-        if not url.endswith("/") and files.isfile(root):
+        if not url.endswith("/") and _is_file(url, files, root):
             return [(url, files.info(root).get("size") or 0)]
         if files.isdir(root):
             stem, base = url.rstrip("/"), root.rstrip("/")
@@ -75,36 +75,53 @@ def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
     return result
 
 
-def opened(url: str, start: int = 0, *, seekable: bool = False) -> BinaryIO:
-    """Return the bytes of a file from `start` on; `seekable` allows reads in any order."""
+def _is_file(url: str, files: Any, root: str) -> bool:
+    if not _is_http(url):
+        return bool(files.isfile(root))
+    try:  # fsspec would say no of any error
+        again(lambda: files.info(root))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def opened(url: str, start: int = 0, end: int | None = None, *, seekable: bool = False) -> BinaryIO:
+    """Return the bytes of a file from `start` on, which are read up to about `end`.
+
+    `seekable` allows reads in any order. A server without ranges sends whole files, in one request.
+    """
     with reached(url) as (files, path):
-        if _is_http(url) and start == 0 and not seekable:
-            file = files.open(path, "rb", block_size=0)  # one request, that any server answers
-        else:
-            file = files.open(path, "rb", **(_CACHE if seekable else {}))
-        if start:
-            file.seek(start)
-        return file
+        files.invalidate_cache(path)
+        info = again(lambda: files.info(path))
+        size, whole = info.get("size"), _is_http(url) and not info.get("partial")
+        if size is None or (whole and not seekable and start == 0):
+            return again(lambda: files.open(path, "rb", block_size=0))
+        found = reader(files, path, _state(info), size, start, 0 if seekable else end)
+        return cast(BinaryIO, found)
 
 
 def exists(url: str) -> bool:
     """Return whether the file exists."""
     with reached(url) as (files, path):
-        return bool(files.exists(path))
+        return _is_file(url, files, path)
 
 
 def takes_ranges(url: str) -> bool:
     """Return whether parts of a file can be requested; some HTTP servers send whole files."""
     if not _is_http(url):
         return True
-    small = {"block_size": 1 << 10, "cache_type": "none"}
-    with reached(url) as (files, path), files.open(path, "rb", **small) as file:
-        try:
-            file.seek(1)
-            file.read(1)
-        except ValueError:
-            return False
-        return True
+
+    def try_it() -> bool:
+        with files.open(path, "rb", block_size=1 << 10, cache_type="none") as file:
+            try:
+                file.seek(1)
+                file.read(1)
+            except ValueError:
+                return False
+            return True
+
+    with reached(url) as (files, path):
+        return again(try_it)
 
 
 def version(url: str) -> str:
@@ -114,7 +131,10 @@ def version(url: str) -> str:
     """
     with reached(url) as (files, path):
         files.invalidate_cache(path)
-        info = files.info(path)
+        return _state(again(lambda: files.info(path)))
+
+
+def _state(info: Mapping[str, Any]) -> str:
     state = sorted((k.lower(), str(v)) for k, v in info.items() if k.lower() in _STATES)
     if not state:
         return ""

@@ -1,0 +1,241 @@
+"""Read remote inputs: how many bytes move, and what a store that fails now and then costs."""
+
+from __future__ import annotations
+
+import random
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep import CorpusError
+from data_prep.config import CorpusConfig
+from data_prep.prepare import prepare
+from data_prep.shards import load_manifest
+from data_prep.sources import ranges
+from data_prep.sources.files import Piece, file_chunks, lines
+from data_prep.sources.ranges import BLOCK, Ranges
+
+pytest.importorskip("aiohttp")
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges._kept.clear()
+    monkeypatch.setattr(ranges, "PAUSES", (0.01, 0.01, 0.01))
+
+
+def test_any_order_of_reads_gives_the_bytes() -> None:
+    draw = random.Random(0)
+    data = draw.randbytes(5 * BLOCK + 77)
+    for state in ("", "etag"):
+        asked: list[int] = []
+
+        def fetch(first: int, last: int, asked: list[int] = asked) -> bytes:
+            asked.append(last - first)
+            return data[first:last]
+
+        file = Ranges(fetch, state, len(data), 0, 0)
+        for _ in range(200):
+            place, size = draw.randrange(len(data) + 10), draw.randrange(2 * BLOCK)
+            assert file.seek(place) == file.tell() == place
+            assert file.read(size) == data[place : place + size]
+        assert file.seek(-7, 2) == len(data) - 7 and file.read() == data[-7:]
+        assert file.read(5) == b"" and file.seek(0) == 0 and file.read() == data
+        ranges._kept.clear()
+    # In order it asks for more and more, and for no more than lies before the end that it knows.
+    asked = []
+    file = Ranges(lambda a, b: asked.append(b - a) or data[a:b], "", len(data), 0, 3 * BLOCK)
+    assert file.read(10) == data[:10] and asked == [3 * BLOCK]
+
+
+class Server(BaseHTTPRequestHandler):
+    """Serve one file with ranges; fail a share of the requests as busy servers do."""
+
+    data, fails, changed = b"", 0.0, 0
+    draw, sent, failed = random.Random(7), 0, 0
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        cls = type(self)
+        if cls.draw.random() < cls.fails:
+            cls.failed += 1
+            self.send_error(503)
+            return
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        first = int(found[1]) if found else 0
+        last = min(int(found[2]) + 1 if found and found[2] else len(cls.data), len(cls.data))
+        self.send_response(206 if found else 200)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("ETag", f'"{cls.changed}"')
+        self.send_header("Content-Length", str(last - first))
+        if found:
+            self.send_header("Content-Range", f"bytes {first}-{last - 1}/{len(cls.data)}")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(cls.data[first:last])
+            cls.sent += last - first
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+class Quiet(ThreadingHTTPServer):
+    """Say nothing of a client that goes."""
+
+    def handle_error(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, type[Server]]]:
+    handler = type("Handler", (Server,), {"draw": random.Random(7)})
+    with Quiet(("127.0.0.1", 0), handler) as served:
+        thread = threading.Thread(target=served.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{served.server_port}/texts.txt", handler
+        served.shutdown()
+        thread.join()
+
+
+def texts(num: int) -> bytes:
+    draw = random.Random(3)
+    words = [f"word{i}" for i in range(3000)]
+    return "\n".join(" ".join(draw.choices(words, k=60)) for _ in range(num)).encode()
+
+
+def corpus(output: Path, path: str) -> CorpusConfig:
+    values: dict[str, Any] = {
+        "output": output,
+        "tokenizer": {"train": {"vocab_size": 300}},
+        "row_length": 64,
+        "sources": [{"kind": "text", "path": path, "document": "line"}],
+        "deduplicate": {"documents": "none"},
+        "workers": 1,
+    }
+    return CorpusConfig.model_validate(values)
+
+
+def test_a_server_that_fails_now_and_then_moves_each_byte_about_once(
+    tmp_path: Path, server: tuple[str, type[Server]]
+) -> None:
+    url, handler = server
+    handler.data, handler.fails = texts(28_000), 0.1
+    (tmp_path / "texts.txt").write_bytes(handler.data)
+    local = prepare(corpus(tmp_path / "local", str(tmp_path / "texts.txt")))
+    assert len(handler.data) > 2 * (5 << 20)  # three pieces
+    assert prepare(corpus(tmp_path / "remote", url)).digest == local.digest
+    assert handler.failed > 0
+    assert handler.sent < 1.2 * len(handler.data), handler.sent / len(handler.data)
+
+
+def test_what_is_missing_or_closed_is_said_at_once(
+    tmp_path: Path, server: tuple[str, type[Server]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, handler = server
+    monkeypatch.setattr(ranges, "PAUSES", (60.0,))
+    for code in (403, 404):
+        monkeypatch.setattr(handler, "do_GET", lambda self, code=code: self.send_error(code))
+        with pytest.raises(CorpusError, match=r"texts\.txt"):
+            prepare(corpus(tmp_path / str(code), url))
+
+
+def test_a_file_that_changed_is_not_read_from_what_was_kept(
+    server: tuple[str, type[Server]],
+) -> None:
+    url, handler = server
+    handler.data = b"first\nlines\n"
+    piece = Piece(url, 0, None, 12)
+    before = piece.version(), piece.sha256()
+    assert [line for _, line in lines(url)] == [b"first", b"lines"]
+    handler.data, handler.changed = b"other\nlines\n", 1
+    assert [line for _, line in lines(url)] == [b"other", b"lines"]
+    assert piece.version() != before[0] and piece.sha256() != before[1]
+
+
+def test_a_server_that_ignores_a_range_is_refused(
+    server: tuple[str, type[Server]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, handler = server
+    handler.data = random.Random(0).randbytes(3 * BLOCK)
+    served = handler.do_GET
+
+    def ignores(self: Any) -> None:
+        if self.command == "GET" and self.headers.get("Range", "bytes=0-0") != "bytes=0-0":
+            del self.headers["Range"]
+        served(self)
+
+    monkeypatch.setattr(handler, "do_GET", ignores)
+    with pytest.raises(CorpusError, match=r"texts\.txt: cannot be read"):
+        list(file_chunks(url, BLOCK, 2 * BLOCK))
+
+
+def test_s3_moves_each_byte_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moto.server")
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        _, port = server.get_host_and_port()
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "test")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        bucket, data = boto3.resource("s3").Bucket("bucket"), texts(28_000)
+        bucket.create()
+        bucket.put_object(Key="texts/a.txt", Body=data)
+        with counted(port) as proxy:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+            manifest = prepare(corpus(tmp_path / "remote", "s3://bucket/texts/"))
+        (tmp_path / "a.txt").write_bytes(data)
+        local = prepare(corpus(tmp_path / "local", str(tmp_path / "a.txt")))
+        assert load_manifest(tmp_path / "remote").digest == manifest.digest == local.digest
+        assert proxy.moved < 1.2 * len(data), proxy.moved / len(data)
+    finally:
+        server.stop()
+
+
+class counted:
+    """Pass connections on to a port, and count what comes back."""
+
+    def __init__(self, target: int) -> None:
+        self.target, self.moved = target, 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+
+    def __enter__(self) -> counted:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self.listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self.target))
+            for source, sink, counts in ((near, far, False), (far, near, True)):
+                threading.Thread(
+                    target=self._pump, args=(source, sink, counts), daemon=True
+                ).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                self.moved += len(data) * counts
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
