@@ -24,9 +24,9 @@ from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.messages import one_line
 from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, run_unit
-from data_prep.publish.upload import FILES_AT_ONCE, files_below, send
 from data_prep.shards.manifest import FileRecord
 from data_prep.sources.remote import reached
+from data_prep.sources.sending import FILES_AT_ONCE, files_below, send
 
 _SCRATCH = "scratch-"  # begins the name of a folder of one task
 

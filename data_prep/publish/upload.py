@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import time
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +21,9 @@ from data_prep.messages import Progress, extra
 from data_prep.shards import load_manifest
 from data_prep.shards.manifest import MANIFEST, FileRecord, ShardRecord
 from data_prep.sources.remote import DRIVERS
+from data_prep.sources.sending import FILES_AT_ONCE, files_below, send
 
-PAUSES = (1.0, 4.0, 16.0)  # seconds before each further attempt
-FILES_AT_ONCE = 8  # a driver may hold 50 MB of each
 FILES_IN_A_COMMIT = 64  # hf:// allows some hundred commits an hour
-_NO_FOLDERS = {"hf", "adl", "oci", "oss"}  # to make one there would, at worst, make a bucket
 
 
 def upload(
@@ -145,53 +141,6 @@ def _holds(fs: AbstractFileSystem, place: str, manifest: Path) -> bool | None:
         return parse_object(there)["self_sha256"] == parse_object(sealed)["self_sha256"] or None
     except (ValueError, KeyError):
         return None
-
-
-def files_below(fs: AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
-    """Return what the file system tells of each file below `root`, by name."""
-    fs.invalidate_cache()
-    try:
-        found = fs.find(root, detail=True)
-    except FileNotFoundError:
-        return {}
-    return {path[len(root) + 1 :]: info for path, info in found.items()}
-
-
-def send(
-    fs: AbstractFileSystem, protocol: str, folder: Path, root: str, names: Sequence[str]
-) -> None:
-    """Write files of the folder below `root`, several at once; try again if that fails."""
-    pairs = [(str(folder / name), f"{root}/{name}") for name in names]
-    for pause in (*PAUSES, None) if names else ():
-        try:
-            place: Any = fs.resolve_path(root) if protocol == "hf" else None
-            if hasattr(place, "repo_id"):  # else it is a bucket
-                from huggingface_hub import HfApi  # slow to import
-
-                # One commit for many files: fsspec's driver makes one for each.
-                HfApi(endpoint=fs.endpoint, token=fs.token).upload_folder(
-                    repo_id=place.repo_id,
-                    repo_type=place.repo_type,
-                    revision=place.revision,
-                    folder_path=folder,
-                    path_in_repo=place.path_in_repo or None,
-                    allow_patterns=list(names),
-                    commit_message=f"Upload {names[-1]} and {len(names) - 1} more files",
-                )
-            elif fs.async_impl:
-                fs.put(*map(list, zip(*pairs, strict=True)))
-            else:  # some drivers' `put` takes one file, and some need the folder
-                for source, target in pairs:
-                    if protocol not in _NO_FOLDERS:
-                        fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-                    fs.put_file(source, target)
-            return
-        except Exception as error:
-            if pause is None or isinstance(
-                error, PermissionError | FileNotFoundError | NotADirectoryError
-            ):
-                raise
-            time.sleep(pause)
 
 
 def _same(info: dict[str, Any] | None, path: Path, record: ShardRecord | FileRecord) -> bool:
