@@ -1,6 +1,7 @@
 """Define the corpus file that `distil prepare` reads."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -143,6 +144,7 @@ class Decontaminate(Keys):
     """Drop these documents; a quotation is also a match."""
 
 
+_NOT_WRITTEN = {"memory", "http", "https", "data", "github", "git", "zip", "tar", "hf"}
 RowLength = Annotated[int, Field(ge=8, le=4096)]
 
 
@@ -186,6 +188,22 @@ class CorpusConfig(Keys):
     max_unknown: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of tokens that may be unknown: with more the tokenizer is not of this text."""
 
+    @model_validator(mode="after")
+    def _check_work(self) -> "CorpusConfig":
+        if self.work is None:
+            return self
+
+        def inside(inner: str, outer: str) -> bool:
+            if "://" in inner or "://" in outer:
+                return f"{inner.rstrip('/')}/".startswith(f"{outer.rstrip('/')}/")
+            return Path(os.path.realpath(inner)).is_relative_to(os.path.realpath(outer))
+
+        read = {str(path) for s in self.sources if (path := getattr(s, "path", None))}
+        for other in (str(self.output), *read):
+            if inside(self.work, other) or (other not in read and inside(other, self.work)):
+                raise ValueError(f"work lies in {other}, or the other way round: choose another")
+        return self
+
     @field_validator("output", mode="before")
     @classmethod
     def _local(cls, value: Any) -> Any:
@@ -196,7 +214,14 @@ class CorpusConfig(Keys):
     @field_validator("work")
     @classmethod
     def _from_here(cls, value: str | None) -> str | None:
-        return value if value is None or "://" in value else os.path.abspath(value)
+        if value is None:
+            return None
+        protocol, colon, place = value.rpartition("://")
+        if re.search(r"[*?\[\]]|::|^\w+:/?[^/]", value) or (colon and not place.strip("/")):
+            raise ValueError("give the path of a folder, or a URL such as s3://bucket/work")
+        if protocol in _NOT_WRITTEN:
+            raise ValueError(f"{protocol}:// is not shared, or is only read: give another place")
+        return value if colon and protocol != "file" else os.path.abspath(place)
 
     @model_validator(mode="after")
     def _check_together(self) -> "CorpusConfig":

@@ -66,7 +66,7 @@ def prepare(
     if finished := find_finished(plan, warn, accept_code):
         for manifest in finished:
             _check_unknown(plan, manifest, warn)
-        shutil.rmtree(plan.work, ignore_errors=True)  # killed between the manifest and its removal
+        _clear(plan, warn)  # killed between the manifest and its removal
         return finished[0]
     open_work(plan)
     shared = plan.work if plan.store is None else None
@@ -121,6 +121,7 @@ def finalise(
     """Put together what the stages made; CorpusError if one is not complete."""
     plan = Plan(config, part_bytes, piece_bytes)
     if finished := find_finished(plan, warn):
+        _clear(plan, warn)
         return finished[0]
     open_work(plan)
     for stage in STAGES:
@@ -138,12 +139,20 @@ def _finish(plan: Plan, warn: Warn) -> Manifest:
             for stage, patterns in READS.items():
                 plan.bring(stage, patterns)
             finished = [finish(plan, length) for length in plan.config.row_lengths]
-            if plan.store is not None:
-                plan.store.remove(unit for stage in STAGES for unit in plan.units(stage))
-        shutil.rmtree(plan.work)
+        _clear(plan, warn)
     for manifest in finished:
         _check_unknown(plan, manifest, warn)
     return finished[0]
+
+
+def _clear(plan: Plan, warn: Warn) -> None:
+    """Remove what the stages of a finished corpus have written for each other."""
+    if plan.store is not None:
+        try:
+            plan.store.remove()
+        except CorpusError as error:
+            warn(f"{error}: what stages wrote is left there")
+    shutil.rmtree(plan.work, ignore_errors=True)
 
 
 def _check_unknown(plan: Plan, manifest: Manifest, warn: Warn) -> None:
@@ -226,7 +235,8 @@ def _run(
         raise CorpusError(
             f"{plan.config.output}: {len(others)} of {len(plan.units(stage))} units of stage "
             f"{stage} were made by other code ({others[min(others)]}): run all its tasks with one "
-            f"version; to make the stage again with this one, delete {home}"
+            f"version; to make the stage again with this one, delete "
+            + (str(home) if plan.store is None else f"{plan.store.url}/{stage}")
         )
     if mine:
         warn(
@@ -242,9 +252,9 @@ def _run(
         shared, own = plan.needs(units)
         function = StoredStage(STAGES[stage].run, plan.store, plan.work, tuple(shared))
         items = [(unit, tuple(files)) for unit, files in zip(units, own, strict=True)]
-        sizes = [sum(file.record.bytes for file in files) for files in own]
-        if units[0].pieces:
-            sizes = [_bytes_read(unit) for unit in units]
+        of_files = (sum(file.record.bytes for file in files) for files in own)
+        pieces = (sum(piece.size for *_, piece in unit.pieces) for unit in units)
+        sizes = [a + b for a, b in zip(pieces, of_files, strict=True)]
     by_bytes = all(sizes)
     sizes = sizes if by_bytes else [1] * len(units)
     total, done, documents, ended = sum(sizes), 0, 0, 0

@@ -243,13 +243,18 @@ def _ask_nodes(place: _Place) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     look: Any = ray.remote(num_cpus=0, max_retries=0)(os.path.exists)
-    asked = {}
+    asked = []
     for node in ray.nodes():
         if node["Alive"]:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             answer = look.options(scheduling_strategy=there).remote(place.marker)
-            asked[node["NodeManagerAddress"]] = answer
-    blind = sorted(name for name, answer in asked.items() if not ray.get(answer))
+            asked.append((node["NodeManagerAddress"], answer))
+    try:
+        blind = sorted({name for name, answer in asked if not ray.get(answer)})
+    except ray.exceptions.RayError as error:
+        raise WorkerDiedError(
+            f"a node of the cluster does not answer ({error_line(error)})"
+        ) from None
     if blind:
         raise _not_shared(place.output, ", ".join(blind))
 

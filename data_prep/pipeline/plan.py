@@ -13,7 +13,7 @@ from data_prep.disk.json_files import canonical_sha256
 from data_prep.pipeline.code import BEHAVIOUR, Code, code_of
 from data_prep.pipeline.stage import Stage
 from data_prep.pipeline.stages import deduplicate, examples, extract, match, pack, vocabulary
-from data_prep.pipeline.store import Needed, Store, bring_records, name_of
+from data_prep.pipeline.store import Needed, Store, name_of
 from data_prep.pipeline.units import NamedPiece, Unit, UnitRecord
 from data_prep.shards.manifest import TokenizerRecord
 from data_prep.tokens import load
@@ -45,7 +45,13 @@ class Plan:
     ) -> None:
         self.config = config
         self.work = config.output / ".work"
-        self.store = Store(config.work.rstrip("/")) if config.work is not None else None
+        self.store: Store | None = None
+        if config.work is not None:
+            # Its settings, the places of its inputs among them, whatever the machine.
+            kept = config.model_dump(
+                mode="json", exclude={"output", "workers", "work", "max_unknown"}
+            )
+            self.store = Store(f"{config.work.rstrip('/')}/{canonical_sha256(kept)[:16]}")
         self.part_bytes = part_bytes
         self.piece_bytes = min(piece_bytes, part_bytes)
         self.pieces: list[list[NamedPiece]] = [
@@ -56,6 +62,7 @@ class Plan:
         self.code: dict[str, Code] = {stage: code_of(stage) for stage in BEHAVIOUR}
         self._units: dict[str, list[Unit]] = {}
         self._records: dict[str, list[UnitRecord]] = {}
+        self._stored: dict[tuple[str, int], bytes] = {}  # records in the store
 
     def units(self, stage: str) -> list[Unit]:
         """Return the stage's units; CorpusError while an earlier stage is not complete."""
@@ -67,8 +74,13 @@ class Plan:
                 code, folder = code_of(stage), self.work / stage / f"{number:06d}"
                 units.append(Unit(stage, number, task, identity, code, upstream, folder, pieces))
             if self.store is not None:
-                bring_records(self.store, units)
+                self._stored |= {(stage, n): r for n, r in self.store.records(units).items()}
         return self._units[stage]
+
+    def _record(self, unit: Unit, any_code: bool = False) -> UnitRecord | None:
+        if self.store is None:
+            return unit.record(any_code)
+        return unit.valid(self._stored.get((unit.stage, unit.number), b""), any_code)
 
     def needs(self, units: Sequence[Unit]) -> tuple[list[Needed], list[list[Needed]]]:
         """Return the files of earlier stages that all units of a stage read, and each one's own.
@@ -116,7 +128,7 @@ class Plan:
     def records(self, stage: str) -> list[UnitRecord]:
         """Return what the stage's units wrote; CorpusError if one is missing."""
         if stage not in self._records:
-            found = [unit.record() for unit in self.units(stage)]
+            found = [self._record(unit) for unit in self.units(stage)]
             missing = sum(record is None for record in found)
             if missing and (others := self.of_other_code(stage)):
                 raise CorpusError(
@@ -134,7 +146,12 @@ class Plan:
 
     def of_other_code(self, stage: str) -> dict[int, str]:
         """Return the numbers of the units that other code left on disk, and how it differs."""
-        found = {unit.number: unit.other_code() for unit in self.units(stage)}
+        found = dict[int, str]()
+        for unit in self.units(stage):
+            if self.store is None:
+                found[unit.number] = unit.other_code()
+            elif record := self._record(unit, any_code=True):
+                found[unit.number] = record.code.differences(unit.code)
         return {number: difference for number, difference in found.items() if difference}
 
     def folders(self, stage: str) -> tuple[Path, ...]:

@@ -1,7 +1,8 @@
 """Make units on machines that share no folder, through a place that fsspec reads and writes.
 
-The place holds STAGE/IDENTITY/FILE for each file of a unit and, written last, STAGE/IDENTITY.json,
-its record. A task copies what its unit reads to a scratch folder of its own machine, compares the
+The place holds CORPUS/STAGE/IDENTITY/FILE for each file of a unit and, written last,
+CORPUS/STAGE/IDENTITY.json, its record; CORPUS is a hash of the config, so one place may serve
+several. A task copies what its unit reads to a scratch folder of its own machine, compares the
 hashes, makes the unit there as anywhere, and sends what it wrote.
 """
 
@@ -11,13 +12,13 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from data_prep import CorpusError
 from data_prep.disk import hash_file
@@ -25,6 +26,7 @@ from data_prep.disk.json_files import canonical_sha256
 from data_prep.messages import one_line
 from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, run_unit
 from data_prep.shards.manifest import FileRecord
+from data_prep.sources.ranges import again
 from data_prep.sources.remote import reached
 from data_prep.sources.sending import FILES_AT_ONCE, files_below, send
 
@@ -42,39 +44,59 @@ class Needed:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Hold a URL, or a path that several machines see."""
+    """Hold the URL, or a path that several machines see, of one corpus."""
 
     url: str
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each file below a folder, by its name from the store on."""
         with reached(f"{self.url}/{folder}") as (files, root):
-            found = files_below(files, root.rstrip("/"))
+            found = again(lambda: files_below(files, root.rstrip("/")))
             return {f"{folder}/{name}": info.get("size") or 0 for name, info in found.items()}
 
-    def read(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return the bytes of small files by their names; drivers read several at a time."""
-        with reached(self.url) as (files, root):
-            root = root.rstrip("/")
-            found = files.cat([f"{root}/{name}" for name in names]) if names else {}
-            return {path[len(root) + 1 :]: data for path, data in found.items()}
+    def read(self, name: str) -> bytes | None:
+        """Return the bytes of a small file; None if it is not there."""
+        with reached(f"{self.url}/{name}") as (files, path):
+            try:
+                found: bytes = again(lambda: files.cat_file(path))
+            except FileNotFoundError:
+                return None
+            return found
+
+    def records(self, units: Sequence[Unit]) -> dict[int, bytes]:
+        """Return the records that are there of a stage's units, by their number."""
+        there = self.sizes(units[0].stage) if units else {}
+        names = {unit.number: f"{unit.stage}/{name_of(unit)}.json" for unit in units}
+        wanted = {number: name for number, name in names.items() if name in there}
+        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+            found = zip(wanted, pool.map(self.read, wanted.values()), strict=True)
+            return {number: data for number, data in found if data is not None}
 
     def fetch(self, needed: Needed, target: Path) -> None:
-        """Copy a file to `target`; CorpusError if it is missing or not what its unit has written.
+        """Copy a file to `target`.
 
-        Drivers try again by themselves where a store is busy.
+        Raises:
+            CorpusError: it is missing, or not what its unit has written. The unit's record is
+                removed, so that it is made again.
         """
-        name = f"{needed.name}/{needed.record.file}"
+        name, record = f"{needed.name}/{needed.record.file}", f"{needed.name}.json"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)  # other names of a damaged file stay as they are
-        with reached(f"{self.url}/{name}") as (files, path):
-            files.get_file(path, str(target))
-        if hash_file(target) != (needed.record.sha256, needed.record.bytes):
-            target.unlink()
-            raise CorpusError(
-                f"{one_line(self.url)}: {name} is not what its unit has written: remove it and run "
-                "the same command again"
-            )
+        with reached(f"{self.url}/{name}") as (files, path), suppress(FileNotFoundError):
+            again(lambda: files.get_file(path, str(target)))
+        if target.exists() and hash_file(target) == (needed.record.sha256, needed.record.bytes):
+            return
+        target.unlink(missing_ok=True)
+        with (
+            reached(f"{self.url}/{record}", "cannot be removed") as (files, path),
+            suppress(FileNotFoundError),
+        ):
+            files.rm_file(path)
+        stage = needed.name.partition("/")[0]
+        raise CorpusError(
+            f"{one_line(self.url)}/{name}: missing, or not what its unit has written: run `distil "
+            f"prepare CONFIG --stage {stage}`, or all of `distil prepare CONFIG`, again"
+        )
 
     def send(self, folder: Path, unit: Unit, record: UnitRecord) -> None:
         """Copy a unit's files, and its record when they are there; `folder` is the stage's.
@@ -83,60 +105,41 @@ class Store:
         """
         name = name_of(unit)
         with reached(f"{self.url}/{unit.stage}", "cannot be written") as (files, root):
-            root, protocol = root.rstrip("/"), self.url.partition("://")[0]
+            root = root.rstrip("/")
             names = [f"{name}/{output.file}" for output in record.outputs]
             for start in range(0, len(names), FILES_AT_ONCE):
-                send(files, protocol, folder, root, names[start : start + FILES_AT_ONCE])
+                self._put(files, folder, root, names[start : start + FILES_AT_ONCE])
             there = files_below(files, f"{root}/{name}")
             for output in record.outputs:
                 if there.get(output.file, {}).get("size") != output.bytes:
                     raise CorpusError(
-                        f"{one_line(self.url)}: {unit.stage}/{name}/{output.file} did not arrive: "
+                        f"{one_line(self.url)}/{unit.stage}/{name}/{output.file}: did not arrive: "
                         "run the same command again"
                     )
-            send(files, protocol, folder, root, [f"{name}.json"])
+            self._put(files, folder, root, [f"{name}.json"])
 
-    def remove(self, units: Iterable[Unit]) -> None:
-        """Remove what units have left, records first: without one a unit is not finished."""
-        names = {f"{unit.stage}/{name_of(unit)}" for unit in units}
-        stages = sorted({name.partition("/")[0] for name in names})
-        there = [name for stage in stages for name in self.sizes(stage)]
-        records = [name for name in there if name.removesuffix(".json") in names]
-        others = [name for name in there if "/".join(name.split("/")[:2]) in names]
+    def _put(self, files: Any, folder: Path, root: str, names: Sequence[str]) -> None:
+        if "://" in self.url:
+            send(files, self.url.partition("://")[0], folder, root, names)
+            return
+        for name in names:  # whole or not at all: another task may read it
+            target = Path(root, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = target.with_name(f".{target.name}-{uuid.uuid4().hex[:8]}")
+            shutil.copyfile(folder / name, part)
+            os.replace(part, target)
+
+    def remove(self) -> None:
+        """Remove all that is there of this corpus."""
         with reached(self.url, "cannot be emptied") as (files, root):
-            for found in (records, others):
-                if found:
-                    files.rm([f"{root.rstrip('/')}/{name}" for name in found])
+            files.invalidate_cache()
+            if files.exists(root):
+                files.rm(root, recursive=True)
 
 
 def name_of(unit: Unit) -> str:
     """Return the name of a unit in a store."""
     return unit.identity[:32]
-
-
-def bring_records(store: Store, units: Sequence[Unit]) -> None:
-    """Write what a store has of units' records to where the units are planned, and nothing else."""
-    if not units:
-        return
-    there = store.sizes(units[0].stage)
-    names = [f"{unit.stage}/{name_of(unit)}.json" for unit in units]
-    found = store.read([name for name in names if name in there])
-    for unit, name in zip(units, names, strict=True):
-        file = unit.folder.with_suffix(".json")
-        if name in found:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(found[name])
-        else:
-            file.unlink(missing_ok=True)
-
-
-def record_of(unit: Unit, data: bytes) -> UnitRecord | None:
-    """Return a record that a store has of this very unit; None for any other."""
-    try:
-        record = UnitRecord.model_validate_json(data)
-    except ValidationError:
-        return None
-    return record if record.identity == unit.identity and record.code == unit.code else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,8 @@ class StoredStage:
                 folder=stage / name_of(unit),
             )
             record = run_unit(self.run, here)
+            if old := self._finished(unit):  # Ray may have begun the same task elsewhere
+                return old
             self.store.send(stage, unit, record)
         return record
 
@@ -177,12 +182,8 @@ class StoredStage:
         Who reads the files compares their hashes.
         """
         name = f"{unit.stage}/{name_of(unit)}"
-        with reached(f"{self.store.url}/{name}.json") as (files, path):
-            try:
-                data = files.cat_file(path)
-            except FileNotFoundError:
-                return None
-        record = record_of(unit, data)
+        data = self.store.read(f"{name}.json")
+        record = unit.valid(data) if data is not None else None
         if record is None or not inputs_are_same(unit, record):
             return None
         sizes = self.store.sizes(name)
@@ -193,16 +194,22 @@ class StoredStage:
         """Give a task the machine's copy of a file; fetch it if there is none, or a damaged one."""
         copy, target = common / needed.record.sha256, scratch / needed.place / needed.record.file
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(copy, target)
-            if hash_file(target) == (needed.record.sha256, needed.record.bytes):
+        with _locked(common / f"{copy.name}.lock", wait=True):
+            if copy.exists() and hash_file(copy) == (needed.record.sha256, needed.record.bytes):
+                _linked(copy, target)
                 return
-        except FileNotFoundError:
-            pass
-        self.store.fetch(needed, target)
-        # Under a name that no other task takes, and then in one step.
-        os.link(target, fresh := common / f"{scratch.name}-{copy.name}")
-        os.replace(fresh, copy)
+            self.store.fetch(needed, target)
+            fresh = common / f"{copy.name}.part"
+            fresh.unlink(missing_ok=True)
+            _linked(target, fresh)
+            os.replace(fresh, copy)
+
+
+def _linked(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
 
 
 @contextmanager
@@ -221,7 +228,8 @@ def _scratch(url: str, stage: str) -> Iterator[tuple[Path, Path]]:
         with _locked(home, wait=True):
             for left in home.iterdir():
                 if left.name.startswith(_SCRATCH):
-                    with suppress(BlockingIOError), _locked(left):  # its task lives
+                    # Its task lives, or has just ended.
+                    with suppress(OSError), _locked(left, make=False):
                         shutil.rmtree(left, ignore_errors=True)
                 elif left != common:
                     shutil.rmtree(left, ignore_errors=True)
@@ -235,9 +243,10 @@ def _scratch(url: str, stage: str) -> Iterator[tuple[Path, Path]]:
 
 
 @contextmanager
-def _locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Lock a folder of this machine; it is made if it is not there. A dead process holds none."""
-    folder.mkdir(exist_ok=True)
+def _locked(folder: Path, *, wait: bool = False, make: bool = True) -> Iterator[None]:
+    """Lock a folder of this machine. A dead process holds none."""
+    if make:
+        folder.mkdir(exist_ok=True)
     opened = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

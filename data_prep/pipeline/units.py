@@ -85,12 +85,22 @@ class Unit:
     def record(self, any_code: bool = False) -> UnitRecord | None:
         """Return the valid record that this (or any) code left of this very unit, else None."""
         try:
-            record = UnitRecord.model_validate_json(read_regular(self.folder.with_suffix(".json")))
-        except (OSError, ValidationError):
+            return self.valid(read_regular(self.folder.with_suffix(".json")), any_code)
+        except OSError:
+            return None
+
+    def valid(self, data: bytes, any_code: bool = False) -> UnitRecord | None:
+        """Return the record in `data` if it is whole, and of this very unit; else None."""
+        try:
+            record = UnitRecord.model_validate_json(data)
+        except ValidationError:
             return None
         whole = record.self_sha256 == self_sha256(record.model_dump(mode="json"))
         ours = record.identity == self.identity and (any_code or record.code == self.code)
-        return record if whole and ours else None
+        if not (whole and ours):
+            return None
+        # A store knows it by its identity; a file that was added may have moved its number.
+        return record if record.unit == self.number else sealed(record, unit=self.number)
 
     def other_code(self) -> str:
         """Return how the code differs that wrote this unit; "" if it does not, or none is there."""
@@ -149,10 +159,17 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Un
         result=result,
         self_sha256="",
     )
-    sealed = record.model_copy(update={"self_sha256": self_sha256(record.model_dump(mode="json"))})
-    data = sealed.model_dump_json().encode() + b"\n"
+    record = sealed(record)
+    data = record.model_dump_json().encode() + b"\n"
     write_file(file, lambda opened: opened.write(data))
-    return sealed
+    return record
+
+
+def sealed(record: UnitRecord, **changes: Any) -> UnitRecord:
+    """Return a record with changes, and with its own hash."""
+    record = record.model_copy(update=changes)
+    own = self_sha256(record.model_dump(mode="json"))
+    return record.model_copy(update={"self_sha256": own})
 
 
 def read_record(source: int, name: str, piece: Piece) -> InputRecord:

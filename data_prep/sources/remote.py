@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import re
@@ -177,6 +178,8 @@ def reached(url: str, what: str = "cannot be read") -> Iterator[tuple[Any, str]]
     except CorpusError:
         raise
     except Exception as error:  # each store has its own
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            raise  # of this machine
         raise failed(url, error, what) from None  # the cause may hold a signed URL
 
 

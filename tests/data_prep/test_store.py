@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from support.preparing import SMALL, contents, flip_bit
 from support.processes import ROOT
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.pipeline.plan import STAGES
+from data_prep.pipeline.store import Needed, Store, StoredStage, _scratch
 from data_prep.prepare import finalise, prepare, prepare_stage
 from data_prep.shards import load_manifest
+from data_prep.shards.writing import file_record
 
 RUN = """
 import sys
@@ -68,14 +73,12 @@ def test_machines_that_share_a_store_make_the_same_bytes(
     for stage in STAGES:
         for number, machine in ((1, "a"), (2, "b")):
             prepare_stage(make(machine), stage, number, 2, **SMALL)
-        # Of what stages write, only records come here, and those that others have read.
-        for machine in ("a", "b"):
+        for machine in ("a", "b"):  # what stages write is in the store alone
             work = tmp_path / machine / ".work"
-            files = {path.suffix for path in work.rglob("*") if path.is_file()}
-            assert files <= {".json", ".lock"}, files
+            assert {path.suffix for path in work.rglob("*") if path.is_file()} <= {".lock"}
     manifest = finalise(make("c"), **SMALL)
     assert manifest.digest == load_manifest(tmp_path / "c").digest == expected
-    assert contents(tmp_path / "store") == {}
+    assert [*(tmp_path / "store").iterdir()] == []
     assert not [*scratch.rglob("scratch-*")]
 
 
@@ -104,7 +107,7 @@ def test_a_run_that_is_killed_continues(
 
 
 def _records(store: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in store.glob("*/*.json")}
+    return {str(path): path.stat().st_mtime_ns for path in store.glob("*/*/*.json")}
 
 
 def test_a_file_that_is_altered_in_the_store_is_refused(
@@ -113,21 +116,29 @@ def test_a_file_that_is_altered_in_the_store_is_refused(
     config = make("a")
     for stage in ("examples", "extract", "match", "deduplicate", "vocabulary"):
         prepare_stage(config, stage, **SMALL)
-    part = sorted((tmp_path / "store" / "extract").glob("*/part-00000.arrow"))[0]
+    part = sorted(tmp_path.glob("store/*/extract/*/part-00000.arrow"))[0]
+    message = rf"{part.parent.name}/part-00000.arrow: missing, or not what its.*--stage extract`"
+    for change in (flip_bit, Path.unlink):
+        change(part)
+        with pytest.raises(CorpusError, match=message):
+            prepare_stage(config, "pack", **SMALL)
+        prepare_stage(config, "extract", **SMALL)  # as the message says
+        assert part.exists()
     flip_bit(part)
-    with pytest.raises(CorpusError, match=rf"{part.parent.name}/part-00000.arrow is not what its"):
+    with pytest.raises(CorpusError, match=message):
         prepare(config, **SMALL)
-    part.unlink()  # as the message says
-    assert prepare(config, **SMALL).digest == expected
+    assert prepare(config, **SMALL).digest == expected  # the same command makes it again
 
 
-@pytest.mark.parametrize("what", ["cut", "no record", "half a record", "another record"])
+@pytest.mark.parametrize(
+    "what", ["cut", "no record", "half a record", "another record", "an edited record"]
+)
 def test_what_did_not_arrive_is_made_again(
     make: Any, expected: str, tmp_path: Path, what: str
 ) -> None:
     config = make("a")
     prepare_stage(config, "extract", **SMALL)
-    first, second, *_ = sorted((tmp_path / "store" / "extract").glob("*.json"))
+    first, second, *_ = sorted(tmp_path.glob("store/*/extract/*.json"))
     if what == "cut":
         part = first.with_suffix("") / "part-00000.arrow"
         part.write_bytes(part.read_bytes()[:-1])
@@ -135,17 +146,111 @@ def test_what_did_not_arrive_is_made_again(
         first.unlink()
     elif what == "half a record":
         first.write_bytes(first.read_bytes()[:100])
-    else:
+    elif what == "another record":
         first.write_bytes(second.read_bytes())
-    assert prepare(config, **SMALL).digest == expected
+    else:
+        values = json.loads(first.read_bytes())
+        values["result"]["documents_in"] += 7
+        first.write_text(json.dumps(values), encoding="utf-8")
+    manifest = prepare(config, **SMALL)
+    assert manifest.digest == expected
+    assert sum(source.documents_in for source in manifest.sources) == 60
 
 
-def test_a_store_that_is_not_reached_is_named(make_config: Any, tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_reached_costs_nothing_that_is_finished(
+    make_config: Any, tmp_path: Path
+) -> None:
+    prepare_stage(make_config(), "extract", **SMALL)
+    before = contents(tmp_path / "out" / ".work")
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(CorpusError, match=r"file/store.*cannot be"):
         prepare(make_config(work=str(tmp_path / "file" / "store")), **SMALL)
     with pytest.raises(CorpusError, match=r"nothing://bucket.*: "):
         prepare(make_config(work="nothing://bucket/work"), **SMALL)
+    records = {name: data for name, data in before.items() if name.endswith(".json")}
+    after = contents(tmp_path / "out" / ".work")
+    assert records and {name: after.get(name) for name in records} == records
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        ("s3://", "give the path of a folder, or a URL"),
+        ("s3:/bucket/work", "give the path of a folder, or a URL"),
+        ("file:///", "give the path of a folder, or a URL"),
+        ("simplecache::s3://bucket/work", "give the path of a folder, or a URL"),
+        ("s3://bucket/work[2]", "give the path of a folder, or a URL"),
+        ("memory://work", "memory:// is not shared"),
+        ("https://host/work", "https:// is not shared, or is only read"),
+        ("HERE/texts/work", "work lies in HERE/texts"),
+        ("HERE/texts", "work lies in HERE/texts"),
+        ("HERE/out/work", "work lies in HERE/out"),
+        ("HERE", "work lies in HERE/out, or the other way round"),
+    ],
+)
+def test_places_that_cannot_serve_are_refused(
+    make_config: Any, tmp_path: Path, work: str, message: str
+) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message.replace("HERE", str(tmp_path)))):
+        make_config(work=work.replace("HERE", str(tmp_path)))
+
+
+def test_corpora_share_a_place_and_not_their_work(
+    make: Any, make_config: Any, expected: str, tmp_path: Path
+) -> None:
+    """Finish another corpus of the same texts between the stages of the first."""
+    config = make("a")
+    for stage in ("examples", "extract", "match"):
+        prepare_stage(config, stage, **SMALL)
+    other = make("b", row_length=64)
+    alone = make_config(output=tmp_path / "alone", deduplicate=LEVELS, keep_text=True)
+    alone = alone.model_copy(update={"row_length": 64})
+    assert prepare(other, **SMALL).digest == prepare(alone, **SMALL).digest
+    before = _records(tmp_path / "store")
+    assert len(before) > 3
+    for stage in ("extract", "match"):
+        prepare_stage(config, stage, **SMALL)
+    assert _records(tmp_path / "store") == before  # nothing was made again
+    assert prepare(config, **SMALL).digest == expected
+
+
+def test_many_tasks_of_a_machine_take_turns(tmp_path: Path) -> None:
+    """Begin and end tasks in many threads: none fails, and nothing is left."""
+    file = tmp_path / "store" / "one" / "x"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"data")
+    record = file_record(file.parent, "x")
+    needed = Needed("extract/000000", "one", record)
+    stored = StoredStage(lambda task, folder: {}, Store(str(tmp_path / "store")), tmp_path, ())
+
+    def work(number: int) -> None:
+        with _scratch(stored.store.url, "match") as (scratch, common):
+            stored._link(needed, common, scratch)
+            assert (scratch / "extract/000000/x").read_bytes() == b"data"
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(200)))
+    assert not [*(tmp_path / "temporary").rglob("scratch-*")]
+
+
+def test_a_file_that_is_added_in_front_moves_numbers_only(
+    make: Any, make_config: Any, tmp_path: Path
+) -> None:
+    config = make("a")
+    prepare_stage(config, "extract", **SMALL)
+    (tmp_path / "texts" / "-first.txt").write_text("a text before all others\n", encoding="utf-8")
+    before = _records(tmp_path / "store")
+    prepare(config, **SMALL)
+    plain = make_config(output=tmp_path / "plain", deduplicate=LEVELS, keep_text=True)
+    prepare(plain, **SMALL)
+    numbers = [
+        [
+            (unit["stage"], unit["unit"], unit["identity"])
+            for unit in map(json.loads, (folder / "provenance.jsonl").read_text().splitlines())
+        ]
+        for folder in (config.output, plain.output)
+    ]
+    assert before and numbers[0] == numbers[1]
 
 
 def test_the_store_is_no_part_of_the_corpus(make: Any, expected: str, tmp_path: Path) -> None:
