@@ -242,8 +242,8 @@ def test_nodes_that_share_nothing_make_the_same_bytes(
 
 
 def _records(bucket: Any, stage: str) -> int:
-    keys = [item.key for item in bucket.objects.filter(Prefix=f"work/{stage}/")]
-    return sum(key.endswith(".json") and key.count("/") == 2 for key in keys)
+    keys = [item.key.split("/") for item in bucket.objects.filter(Prefix="work/")]
+    return sum(key[2:-1] == [stage] and key[-1].endswith(".json") for key in keys)
 
 
 def _sent(nodes: list[Node]) -> int:
