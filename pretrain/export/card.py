@@ -213,12 +213,12 @@ def _figures(
             f"{evaluation['constant_accuracy']:.1%} of the cases; the frequencies of the training "
             f"tokens have a loss of {evaluation['unigram_loss']:.4f}.",
         ]
+        figures += [f"Warning: {text}"] if (text := weak_teacher(evaluation)) else []
     if evaluation and state["evaluation_step"] < state["step"]:
         figures.append(
             f"The weights are of step {state['step']:,}, which was not measured; `distil evaluate` "
             "does so, and a later export shows it."
         )
-        figures += [f"Warning: {text}"] if (text := weak_teacher(evaluation)) else []
 
     known = measured if measured and measured["step"] == state["step"] else {"tables": {}}
     for what, found in known["tables"].items():
