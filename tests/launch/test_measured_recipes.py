@@ -120,11 +120,11 @@ def test_the_measured_recipes_score_their_students(distil: Any) -> None:
 @pytest.mark.slow
 def test_every_system_of_the_seeds_is_in_one_table(distil: Any) -> None:
     write_inputs()
-    found = scores_of(distil, "seeds", "pkd", "insights")  # which others of these tests train
+    found = scores_of(distil, "seeds", "insights")  # test_insights.py trains its grid
     assert {*found} == {"teacher", "bilstm labels", "bilstm distilled"}
     file = Path("runs/seeds/scores/scores.json")
     found = json.loads(file.read_text(encoding="utf-8"))["figures"]
-    arms = ("labels", "kd", "theseus")
+    arms = ("labels", "kd", "pkd", "theseus")
     bodies = ("distilbert", "minilm", "tinybert", "alone")
     names = {f"student {arm}" for arm in arms} | {f"body {name}" for name in bodies}
     assert {*found} == {"teacher", "tinybert"} | names
