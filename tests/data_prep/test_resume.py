@@ -21,7 +21,7 @@ from data_prep.pipeline.plan import STAGES, Plan
 from data_prep.prepare import finalise, prepare, prepare_stage
 from data_prep.shards import load_manifest, verify
 
-KILLS = int(os.environ.get("DISTIL_KILLS", "5"))  # of the slow tests
+KILLS = int(os.environ.get("DISTIL_KILLS", "3"))  # of the slow tests
 RUN = """
 import resource, sys
 from data_prep.config import CorpusConfig

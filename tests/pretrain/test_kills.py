@@ -15,7 +15,7 @@ from support.runs import history
 
 from pretrain import checkpoint
 
-KILLS = int(os.environ.get("DISTIL_KILLS", "8"))
+KILLS = int(os.environ.get("DISTIL_KILLS", "5"))
 WORLD = 4
 STEPS = max(16, 5 * KILLS // 2)
 SAVE, EVALUATE = 3, 4  # steps between

@@ -102,8 +102,18 @@ def of_sentences(sentence_run: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_logits", [True, False], ids=["head", "body"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "has_logits"),
+    # XLM-RoBERTa and CamemBERT have RoBERTa's body.
+    [
+        *((kind, True) for kind in CONFIGS),
+        *((kind, False) for kind in ("bert", "distilbert")),
+        ("roberta", False),
+        ("modernbert", False),
+        ("modernbert-biases", False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ("body", "head")[value],
+)
 def test_every_family_computes_what_transformers_does_in_fp64(
     kind: str, has_logits: bool, tmp_path: Path, corpus: Path
 ) -> None:
