@@ -27,7 +27,9 @@ from data_prep.shards import load_manifest
 pytest.importorskip("ray", reason="Ray is an extra: pip install '.[ray]'")
 pytest.importorskip("moto.server", reason="moto is an S3 server for tests")
 RAY = str(Path(sys.executable).with_name("ray"))
-NETWORK, STORE = "10.78.0", "10.78.0.254"
+# Of this session: another one, or what a killed one has left, may have a bridge, too.
+NETWORK = f"10.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(250)}"
+STORE = f"{NETWORK}.254"
 PORT = 6379
 pytestmark = [
     pytest.mark.slow,
