@@ -145,6 +145,7 @@ class Decontaminate(Keys):
 
 
 _NOT_WRITTEN = {"memory", "http", "https", "data", "github", "git", "zip", "tar", "hf"}
+SHAPES_NOTHING = {"output", "workers", "work", "max_unknown"}  # keys, of the shards' bytes
 RowLength = Annotated[int, Field(ge=8, le=4096)]
 
 
@@ -193,14 +194,9 @@ class CorpusConfig(Keys):
         if self.work is None:
             return self
 
-        def inside(inner: str, outer: str) -> bool:
-            if "://" in inner or "://" in outer:
-                return f"{inner.rstrip('/')}/".startswith(f"{outer.rstrip('/')}/")
-            return Path(os.path.realpath(inner)).is_relative_to(os.path.realpath(outer))
-
         read = {str(path) for s in self.sources if (path := getattr(s, "path", None))}
         for other in (str(self.output), *read):
-            if inside(self.work, other) or (other not in read and inside(other, self.work)):
+            if _inside(self.work, other) or (other not in read and _inside(other, self.work)):
                 raise ValueError(f"work lies in {other}, or the other way round: choose another")
         return self
 
@@ -227,8 +223,7 @@ class CorpusConfig(Keys):
     def _check_together(self) -> "CorpusConfig":
         for source in self.sources:
             path = getattr(source, "path", "")
-            inside = Path(os.path.realpath(self.output)).is_relative_to(os.path.realpath(path))
-            if os.path.isdir(path) and inside:
+            if os.path.isdir(path) and _inside(str(self.output), str(path)):
                 raise ValueError(f"output lies in the source {path}, which would then read it")
         if self.max_characters is not None and self.max_characters < self.min_characters:
             raise ValueError("max_characters must not be less than min_characters")
@@ -257,7 +252,7 @@ class CorpusConfig(Keys):
 
         A tokenizer given by name or path is left out: the manifest records its fingerprint.
         """
-        values = self.model_dump(mode="json", exclude={"output", "workers", "work", "max_unknown"})
+        values = self.model_dump(mode="json", exclude=SHAPES_NOTHING)
         values["row_length"] = row_length
         if not self.keep_text:  # a later key: finished corpora recorded a config without it
             del values["keep_text"]
@@ -268,6 +263,13 @@ class CorpusConfig(Keys):
             del values["decontaminate"]["files"]  # their content counts, and is recorded
             values["decontaminate"]["algorithm"] = 2  # the first one missed most short texts
         return values
+
+
+def _inside(inner: str, outer: str) -> bool:
+    """Return whether a path or URL lies in, or is, another."""
+    if "://" in inner or "://" in outer:
+        return f"{inner.rstrip('/')}/".startswith(f"{outer.rstrip('/')}/")
+    return Path(os.path.realpath(inner)).is_relative_to(os.path.realpath(outer))
 
 
 def source_keys(source: Source) -> dict[str, Any]:

@@ -69,8 +69,7 @@ def prepare(
         _clear(plan, warn)  # killed between the manifest and its removal
         return finished[0]
     open_work(plan)
-    shared = plan.work if plan.store is None else None
-    with _held(plan, "prepare") as held, started(config.workers, engine, shared) as run:
+    with _held(plan, "prepare") as held, started(config.workers, engine, plan.shared) as run:
         for stage in STAGES:
             units = plan.units(stage)
             _check_what_is_read(plan, STAGES[stage].reads, units)
@@ -102,10 +101,9 @@ def prepare_stage(
     open_work(plan)
     units = plan.units(stage)[task - 1 :: tasks]
     _check_what_is_read(plan, STAGES[stage].reads, units)
-    shared = plan.work if plan.store is None else None
     with (
         _held(plan, f"{stage}-{task}-of-{tasks}") as held,
-        started(config.workers, engine, shared) as run,
+        started(config.workers, engine, plan.shared) as run,
     ):
         _run(plan, stage, units, held, progress, warn, run, engine)
     return len(units)

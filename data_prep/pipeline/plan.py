@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from data_prep import CorpusError
-from data_prep.config import CorpusConfig, TrainTokenizer
+from data_prep.config import SHAPES_NOTHING, CorpusConfig, TrainTokenizer
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.pipeline.code import BEHAVIOUR, Code, code_of
 from data_prep.pipeline.stage import Stage
@@ -48,9 +48,7 @@ class Plan:
         self.store: Store | None = None
         if config.work is not None:
             # Its settings, the places of its inputs among them, whatever the machine.
-            kept = config.model_dump(
-                mode="json", exclude={"output", "workers", "work", "max_unknown"}
-            )
+            kept = config.model_dump(mode="json", exclude=SHAPES_NOTHING)
             self.store = Store(f"{config.work.rstrip('/')}/{canonical_sha256(kept)[:16]}")
         self.part_bytes = part_bytes
         self.piece_bytes = min(piece_bytes, part_bytes)
@@ -63,6 +61,11 @@ class Plan:
         self._units: dict[str, list[Unit]] = {}
         self._records: dict[str, list[UnitRecord]] = {}
         self._stored: dict[tuple[str, int], bytes] = {}  # records in the store
+
+    @property
+    def shared(self) -> Path | None:
+        """Return the folder that all machines must see; None where a store takes its place."""
+        return self.work if self.store is None else None
 
     def units(self, stage: str) -> list[Unit]:
         """Return the stage's units; CorpusError while an earlier stage is not complete."""
@@ -94,29 +97,21 @@ class Plan:
         listed = {file.parent.parent for files in own for file in files}  # others are read whole
         for earlier, patterns in stage.reads.items():
             for each, record in zip(self.units(earlier), self.records(earlier), strict=True):
-                place, name = f"{earlier}/{each.folder.name}", f"{earlier}/{name_of(each)}"
-                for output in record.outputs:
-                    if not any(fnmatch(output.file, pattern) for pattern in patterns):
-                        continue
-                    needed = Needed(place, name, output)
-                    if each.folder.parent in listed:
-                        by_file[each.folder / output.file] = needed
-                    else:
-                        shared.append(needed)
+                found = needed_of(each, record, patterns)
+                if each.folder.parent in listed:
+                    by_file |= {each.folder / needed.record.file: needed for needed in found}
+                else:
+                    shared += found
         return shared, [[by_file[file] for file in files] for files in own]
 
     def bring(self, stage: str, patterns: Sequence[str], number: int | None = None) -> None:
         """Copy files of a stage's units (or of one) from the store; without one they are here."""
         if self.store is None:
             return
-        pairs = zip(self.units(stage), self.records(stage), strict=True)
-        for unit, record in pairs:
-            if number is not None and unit.number != number:
-                continue
-            for output in record.outputs:
-                if any(fnmatch(output.file, pattern) for pattern in patterns):
-                    needed = Needed("", f"{stage}/{name_of(unit)}", output)
-                    self.store.fetch(needed, unit.folder / output.file)
+        for unit, record in zip(self.units(stage), self.records(stage), strict=True):
+            if number in (None, unit.number):
+                for needed in needed_of(unit, record, patterns):
+                    self.store.fetch(needed, unit.folder / needed.record.file)
 
     def finished(self, stage: str, records: Sequence[UnitRecord]) -> None:
         """Take the records of a stage that was just run, instead of reading them.
@@ -168,3 +163,13 @@ class Plan:
         """Return the tokenizer that was named, None if one is trained; or raise CorpusError."""
         named = self.config.tokenizer
         return None if isinstance(named, TrainTokenizer) else load(named).record()
+
+
+def needed_of(unit: Unit, record: UnitRecord, patterns: Sequence[str]) -> list[Needed]:
+    """Return the files of a unit that fit a pattern."""
+    place, name = f"{unit.stage}/{unit.folder.name}", f"{unit.stage}/{name_of(unit)}"
+    return [
+        Needed(place, name, output)
+        for output in record.outputs
+        if any(fnmatch(output.file, pattern) for pattern in patterns)
+    ]

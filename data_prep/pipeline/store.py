@@ -2,8 +2,8 @@
 
 The place holds CORPUS/STAGE/IDENTITY/FILE for each file of a unit and, written last,
 CORPUS/STAGE/IDENTITY.json, its record; CORPUS is a hash of the config, so one place may serve
-several. A task copies what its unit reads to a scratch folder of its own machine, compares the
-hashes, makes the unit there as anywhere, and sends what it wrote.
+several. A task copies what its unit reads to a scratch folder on its machine, compares the hashes,
+makes the unit there as anywhere, and sends what it wrote.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Store:
             return {f"{folder}/{name}": info.get("size") or 0 for name, info in found.items()}
 
     def read(self, name: str) -> bytes | None:
-        """Return the bytes of a small file; None if it is not there."""
+        """Return the bytes of a small file; None if it is missing."""
         with reached(f"{self.url}/{name}") as (files, path):
             try:
                 found: bytes = again(lambda: files.cat_file(path))
@@ -64,7 +64,7 @@ class Store:
             return found
 
     def records(self, units: Sequence[Unit]) -> dict[int, bytes]:
-        """Return the records that are there of a stage's units, by their number."""
+        """Return the records of a stage's units that the store holds, by their number."""
         there = self.sizes(units[0].stage) if units else {}
         names = {unit.number: f"{unit.stage}/{name_of(unit)}.json" for unit in units}
         wanted = {number: name for number, name in names.items() if name in there}
@@ -130,7 +130,7 @@ class Store:
             os.replace(part, target)
 
     def remove(self) -> None:
-        """Remove all that is there of this corpus."""
+        """Remove all files of this corpus."""
         with reached(self.url, "cannot be emptied") as (files, root):
             files.invalidate_cache()
             if files.exists(root):
@@ -144,7 +144,7 @@ def name_of(unit: Unit) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredStage:
-    """Run units of a stage whose files are in a store: a function of (unit, what it alone needs).
+    """Run units of a stage whose files are in a store: a function of (unit, what only it needs).
 
     `shared` is what all units of the stage read: each machine fetches it once.
     """

@@ -1,4 +1,4 @@
-"""Write files to a place that fsspec knows, and list what is there."""
+"""Write files to a place that fsspec knows, and list its files."""
 
 from __future__ import annotations
 

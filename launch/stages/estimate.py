@@ -171,14 +171,15 @@ def cost_lines(costs: Sequence[Cost], asked: Launch | None) -> list[str]:
     known = [cost for cost in costs if cost.flop]
     if not known:
         return []
+    text = f"{decimal(sum(cost.disk for cost in known))} of checkpoints"
     seconds, slow = 0.0, False
-    for flop, _, least, everywhere in known:
-        where = target(asked, everywhere=everywhere)
-        text = f"{decimal(sum(cost.disk for cost in known))} of checkpoints"
-        if where.rate is None:
+    for cost in known:
+        rate = target(asked, everywhere=cost.everywhere).rate
+        if rate is None:
             return [f"estimate: {text}; for its time add --hardware NAME"]
-        slow |= least > (flop or 0.0) / where.rate
-        seconds += max(least, (flop or 0.0) / where.rate)
+        arithmetic = (cost.flop or 0.0) / rate
+        slow |= cost.least > arithmetic
+        seconds += max(cost.least, arithmetic)
     name = target(asked, everywhere=any(cost.everywhere for cost in known)).name
     why = ", not for its arithmetic: see above" * slow
     return [f"estimate: {duration(seconds)} on {name}{why}, {text}"]

@@ -64,7 +64,7 @@ def check_all(stages: Sequence[Stage], how: How, *, dry_run: bool) -> list[list[
         lines.append(about)
         made |= outputs
     if how.tokens is not None and not any("assumed: " in line for about in lines for line in about):
-        raise RunError("--tokens: shards are there, or stages make them: leave it out")
+        raise RunError("--tokens: all shards exist, or stages make them: leave it out")
     return lines
 
 

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -232,10 +233,8 @@ class counted:
                 ).start()
 
     def _pump(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
-        try:
+        with suppress(OSError):  # either end may close first
             while data := source.recv(1 << 16):
                 self.moved += len(data) * counts
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass

@@ -73,7 +73,7 @@ def test_machines_that_share_a_store_make_the_same_bytes(
     for stage in STAGES:
         for number, machine in ((1, "a"), (2, "b")):
             prepare_stage(make(machine), stage, number, 2, **SMALL)
-        for machine in ("a", "b"):  # what stages write is in the store alone
+        for machine in ("a", "b"):  # only the store has what stages write
             work = tmp_path / machine / ".work"
             assert {path.suffix for path in work.rglob("*") if path.is_file()} <= {".lock"}
     manifest = finalise(make("c"), **SMALL)
@@ -203,9 +203,9 @@ def test_corpora_share_a_place_and_not_their_work(
     for stage in ("examples", "extract", "match"):
         prepare_stage(config, stage, **SMALL)
     other = make("b", row_length=64)
-    alone = make_config(output=tmp_path / "alone", deduplicate=LEVELS, keep_text=True)
-    alone = alone.model_copy(update={"row_length": 64})
-    assert prepare(other, **SMALL).digest == prepare(alone, **SMALL).digest
+    plain = make_config(output=tmp_path / "plain-64", deduplicate=LEVELS, keep_text=True)
+    plain = plain.model_copy(update={"row_length": 64})
+    assert prepare(other, **SMALL).digest == prepare(plain, **SMALL).digest
     before = _records(tmp_path / "store")
     assert len(before) > 3
     for stage in ("extract", "match"):
