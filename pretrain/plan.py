@@ -169,10 +169,16 @@ class Plan(NamedTuple):
 
     student: Sizes | None  # None where a hub's name hides it
     lines: tuple[str, ...]  # to show, in plain words
-    flop: float | None = None  # of the whole run, where sizes and rows are known
+    step_flop: float | None = None  # of a step, where sizes and rows are known
+    steps: int = 0  # after the last checkpoint
     disk: int = 0  # bytes of its checkpoints
     teacher: Sizes | None = None
     rows: Planned | None = None  # of the shards, where they are known
+
+    @property
+    def flop(self) -> float | None:
+        """Return the operations of all steps to come."""
+        return None if self.step_flop is None else self.step_flop * self.steps
 
 
 def plan(
@@ -191,7 +197,8 @@ def plan(
         CorpusError: the shards are missing, or their manifest cannot be read.
     """
     vectors = config.student.word_vectors
-    begins = sealed_state(config.output) is None  # otherwise a checkpoint holds them
+    sealed = sealed_state(config.output)
+    begins = sealed is None  # otherwise a checkpoint holds them
     is_file = isinstance(vectors, str) and vectors != "teacher"
     if is_file and begins and not Path(str(vectors)).is_file():
         raise RunError(f"student.word_vectors {vectors}: no such file: check the path")
@@ -233,13 +240,16 @@ def plan(
         f"{epochs:.3g} epochs, {tokens:,} tokens"
     )
     lines += length_notes(config, there.rows)
+    step = 0 if sealed is None else min(steps, sealed[1]["step"])
+    if step:
+        lines.append(f"done: {step:,} steps; the estimate is of the other {steps - step:,}")
     if student is None:
         return Plan(None, tuple(lines))
     # The newest checkpoints, and the one that is being written.
     num = config.checkpoint.keep + 1 if config.checkpoint.every else 1
     disk = num * checkpoint_bytes(student, there)
-    work = flop(config, student, teacher, there) * tokens
-    return Plan(student, tuple(lines), work, disk, teacher, there)
+    work = flop(config, student, teacher, there) * tokens / steps
+    return Plan(student, tuple(lines), work, steps - step, disk, teacher, there)
 
 
 def num_steps(config: RunConfig, num_rows: int) -> int:

@@ -65,11 +65,11 @@ def keys(
 
 @config.command("schema")
 def schema(
-    kind: Annotated[Kind, typer.Argument(help="Of which kind of file.")] = "run",
+    kind: Annotated[Kind, typer.Option(help="Of which kind of file.")] = "run",
 ) -> None:
     """Print the JSON schema of a kind of file, with which an editor completes and checks keys.
 
-    Example: distil config schema recipe > recipe.schema.json
+    Example: distil config schema --kind recipe > recipe.schema.json
     """
     from launch import reference
 

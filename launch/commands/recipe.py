@@ -24,6 +24,7 @@ def recipe(
     accept_code: AcceptCode = False,
     tokens: Tokens = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs, start none.")] = False,
+    nodes: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Make the stages of a recipe in their order; the same command continues where it was.
 
@@ -43,6 +44,8 @@ def recipe(
         from launch.torchrun.start import Launch
         from pretrain import RunError
 
+        if nodes is not None:
+            raise RunError(f"--nodes is for several nodes: distil launch {config} --nodes {nodes}")
         launched = None
         if gpus is not None or hardware is not None:
             launched = Launch(config, [], gpus=gpus, hardware=hardware)

@@ -17,7 +17,7 @@ from pretrain import RunError
 from pretrain.config import RunConfig, accumulation_steps, with_defaults
 from pretrain.device.fitting import largest, sizes
 from pretrain.device.precision import check_precision
-from pretrain.plan import Plan, Planned, Sizes, num_steps, plan
+from pretrain.plan import Plan, Planned, Sizes, plan
 
 if TYPE_CHECKING:
     from launch.torchrun.start import Launch
@@ -230,7 +230,7 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[li
         raise RunError(_too_large(config, where, rows, used(rows), smaller and smaller.rows))
     most = round(used(rows))
     parts = {**held, "a micro-step": most - sum(held.values())}
-    steps, teacher = num_steps(config, found.rows.rows), counted.teacher
+    teacher = counted.teacher
     lines = [
         f"parameters: {counted.trained / 1e6:.1f} M trained"
         + f", {teacher / 1e6:.1f} M of the teacher" * (teacher > 0),
@@ -240,7 +240,7 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[li
         + ")",
         f"a step: {config.train.global_batch_size:,} rows = {rows} x {share // rows} micro-batches "
         f"x {where.world} process(es), {config.train.precision}"
-        + (f", {decimal(round(found.flop / steps)).rpartition('B')[0]}FLOP" if found.flop else ""),
+        f", {decimal(round(found.step_flop or 0)).rpartition('B')[0]}FLOP",
     ]
     step = _STEP if where.device == "cuda" else 0.0
     if where.world > 1:
@@ -248,10 +248,11 @@ def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[li
         line = f"network: a process sends {decimal(round(sent))} of gradients a step"
         if where.nodes > 1:
             step = max(step, seconds := sent / _NETWORK)
-            line += f": {seconds:.2g} s between nodes at 25 Gbit/s, {duration(seconds * steps)} in "
-            line += "all; where arithmetic takes less, the network decides"
+            line += f": {seconds:.2g} s between nodes at 25 Gbit/s, "
+            line += f"{duration(seconds * found.steps)} in all; where arithmetic takes less, the "
+            line += "network decides"
         lines.append(line)
-    return lines, step * steps
+    return lines, step * found.steps
 
 
 def _with_precision(config: RunConfig, used: Device) -> RunConfig:

@@ -13,6 +13,10 @@ import pytest
 import yaml
 from support.processes import ROOT
 
+from launch.config import load_config
+from pretrain.config import RunConfig
+from pretrain.plan import plan
+
 Distil = Callable[..., Any]
 BASE = {
     "model_type": "bert",
@@ -86,6 +90,23 @@ def test_what_does_not_fit_is_refused_with_what_does(distil: Distil, paper: str)
     assert code == 2 and "train.micro_batch_size 512: a process would take" in err
     assert distil("pretrain", paper, f"train.micro_batch_size={rows}", *options).code == 0
     assert distil("pretrain", paper, f"train.micro_batch_size={2 * int(rows)}", *options).code == 2
+
+
+def test_the_plan_of_a_begun_run_is_that_of_its_other_steps(distil: Distil, run: Path) -> None:
+    whole = plan(load_config(RunConfig, run, []), {}, needs_shards=True)
+    assert distil("pretrain", run, "--stop-after", 2).code == 0
+    rest = plan(load_config(RunConfig, run, []), {}, needs_shards=True)
+    assert rest.flop == whole.flop / whole.steps * (whole.steps - 2)
+    out = distil("pretrain", run, "--dry-run").out
+    assert f"done: 2 steps; the estimate is of the other {whole.steps - 2}" in out
+    assert distil("pretrain", run).code == 0
+    out = distil("pretrain", run, "--dry-run").out
+    assert "the estimate is of the other 0" in out and "estimate: " not in out
+
+
+def test_several_nodes_are_for_launch(distil: Distil, paper: str) -> None:
+    code, _, err = distil("recipe", paper, "--nodes", 2)
+    assert code == 2 and f"distil launch {paper} --nodes 2" in err
 
 
 def test_options_of_a_dry_run_need_one(distil: Distil, paper: str, run: Path) -> None:
