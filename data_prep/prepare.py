@@ -39,6 +39,7 @@ from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, is_outpu
 from data_prep.pipeline.watchdog import last_seen
 from data_prep.shards import Manifest, read_listed
 from data_prep.shards.manifest import TOKEN_COUNTS, UnknownRecord
+from data_prep.sources.remote import looked_up_once
 
 Warn = Callable[[str], None]
 
@@ -181,12 +182,16 @@ def _check_what_is_read(plan: Plan, reads: Reads, units: Sequence[Unit]) -> None
     parts = {file for unit in units for file in STAGES[unit.stage].files_read(unit.task)}
     listed = {file.parent.parent for file in parts}  # stages whose files the units name
     for earlier, patterns in reads.items():
-        for unit, record in zip(plan.units(earlier), plan.records(earlier), strict=True):
-            if not inputs_are_same(unit, record):
-                names = ", ".join(name for _, name, _ in unit.pieces)
-                raise CorpusError(
-                    f"{names}: changed since it was read: run all stages again from {earlier} on"
-                )
+        made = list(zip(plan.units(earlier), plan.records(earlier), strict=True))
+        with looked_up_once():
+            for unit, record in made:
+                if not inputs_are_same(unit, record):
+                    names = ", ".join(name for _, name, _ in unit.pieces)
+                    raise CorpusError(
+                        f"{names}: changed since it was read: run all stages again from {earlier} "
+                        "on"
+                    )
+        for unit, record in made:
             for output in record.outputs if plan.store is None else ():  # a task compares its own
                 file = unit.folder / output.file
                 # Of the parts, a unit reads its own alone; comparing all would take hours.

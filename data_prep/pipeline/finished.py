@@ -21,6 +21,7 @@ from data_prep.pipeline.stages.finish import ACCEPTED, CODE, OURS, PROVENANCE
 from data_prep.pipeline.units import InputRecord, is_same
 from data_prep.shards import Manifest, load_manifest, verify
 from data_prep.shards.manifest import MANIFEST
+from data_prep.sources.remote import looked_up_once
 
 _ACCEPTED = TypeAdapter(list[Code])
 
@@ -77,10 +78,11 @@ def _differences(plan: Plan, folder: Path, row_length: int, manifest: Manifest) 
     if len(read) != len(here):
         yield f"{len(read)} pieces of input there, {len(here)} here"
         return
-    for record, (number, name, piece) in zip(read, here, strict=True):
-        if (record.source, record.input) != (number, name) or not is_same(piece, record):
-            yield f"input {name} has changed"
-            return  # to compare all may take hours
+    with looked_up_once():
+        for record, (number, name, piece) in zip(read, here, strict=True):
+            if (record.source, record.input) != (number, name) or not is_same(piece, record):
+                yield f"input {name} has changed"
+                return  # to compare all may take hours
 
 
 def _compare_code(here: Code, folder: Path, manifest: Manifest, accept: bool) -> None:
@@ -161,3 +163,4 @@ def open_work(plan: Plan) -> None:
             raise CorpusError(f"{output}: holds {file}, which is read: use another `output`")
     check_folders(config)
     plan.work.mkdir(parents=True, exist_ok=True)
+    plan.cuts.save()

@@ -11,6 +11,7 @@ from data_prep import CorpusError
 from data_prep.config import SHAPES_NOTHING, CorpusConfig, TrainTokenizer
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.pipeline.code import BEHAVIOUR, Code, code_of
+from data_prep.pipeline.cuts import Cuts
 from data_prep.pipeline.stage import Stage
 from data_prep.pipeline.stages import deduplicate, examples, extract, match, pack, vocabulary
 from data_prep.pipeline.store import Needed, Store, name_of
@@ -52,8 +53,10 @@ class Plan:
             self.store = Store(f"{config.work.rstrip('/')}/{canonical_sha256(kept)[:16]}")
         self.part_bytes = part_bytes
         self.piece_bytes = min(piece_bytes, part_bytes)
+        self.cuts = Cuts(self.work / "cuts.json")
+        cut = self.cuts.inputs
         self.pieces: list[list[NamedPiece]] = [
-            [(number, source.input_name(piece), piece) for piece in source.inputs(self.piece_bytes)]
+            [(number, source.input_name(piece), piece) for piece in cut(source, self.piece_bytes)]
             for number, source in enumerate(config.sources)
         ]
         # Now, not stage by stage: files may be edited while this process goes on with what it read.

@@ -25,6 +25,7 @@ from data_prep.pipeline.code import Code, code_of
 from data_prep.shards.manifest import FileRecord
 from data_prep.shards.writing import file_record
 from data_prep.sources import Piece
+from data_prep.sources.remote import is_remote, looked_up_once
 
 Task = TypeVar("Task")
 
@@ -39,7 +40,7 @@ class InputRecord(BaseModel):
     end: int | None
     bytes: int
     version: str  # size and time, an ETag or a commit; empty where a store has none
-    sha256: str | None
+    sha256: str | None  # None of a remote input with a version
 
 
 class UnitRecord(BaseModel):
@@ -126,16 +127,20 @@ def run_unit(function: Callable[[Task, Path], dict[str, Any]], unit: Unit) -> Un
         )
     if old := _finished(unit):
         return old
-    read = [read_record(*piece) for piece in unit.pieces]
     home, file = unit.folder.parent, unit.folder.with_suffix(".json")
     # Another task may make the same unit at the same time.
     temporary = home / f".{unit.folder.name}-{uuid.uuid4().hex[:8]}"
     temporary.mkdir(parents=True)
     try:
-        result = function(unit.task, temporary)
-        for (_, name, piece), before in zip(unit.pieces, read, strict=True):
-            if not is_same(piece, before):
-                raise CorpusError(f"{name}: changed while it was read: run the same command again")
+        with looked_up_once():
+            read = [read_record(*piece) for piece in unit.pieces]
+            result = function(unit.task, temporary)
+        with looked_up_once():
+            for (_, name, piece), before in zip(unit.pieces, read, strict=True):
+                if not is_same(piece, before):
+                    raise CorpusError(
+                        f"{name}: changed while it was read: run the same command again"
+                    )
         names = sorted(path.relative_to(temporary).as_posix() for path in temporary.rglob("*.*"))
         for written in names:
             sync(temporary / written)
@@ -173,15 +178,19 @@ def sealed(record: UnitRecord, **changes: Any) -> UnitRecord:
 
 
 def read_record(source: int, name: str, piece: Piece) -> InputRecord:
-    """Describe an input as it is now."""
+    """Describe an input as it is now.
+
+    Where a store tells its version, its bytes are not hashed: large ones would be read twice.
+    """
+    version = piece.version()
     return InputRecord(
         source=source,
         input=name,
         start=piece.start,
         end=piece.end,
         bytes=piece.size,
-        version=piece.version(),
-        sha256=piece.sha256(),
+        version=version,
+        sha256=None if version and is_remote(piece.path) else piece.sha256(),
     )
 
 
@@ -200,7 +209,7 @@ def is_same(piece: Piece, read: InputRecord) -> bool:
     """
     if (version := piece.version()) and version == read.version:
         return True
-    return bool(sha256 := piece.sha256()) and sha256 == read.sha256
+    return bool(read.sha256) and piece.sha256() == read.sha256
 
 
 def is_output_whole(unit: Unit, output: FileRecord) -> bool:
@@ -214,8 +223,9 @@ def is_output_whole(unit: Unit, output: FileRecord) -> bool:
 def _finished(unit: Unit) -> UnitRecord | None:
     """Return the unit's record if neither its inputs nor its outputs have changed."""
     record = unit.record()
-    if record is None or not inputs_are_same(unit, record):
-        return None
+    with looked_up_once():
+        if record is None or not inputs_are_same(unit, record):
+            return None
     return record if all(is_output_whole(unit, output) for output in record.outputs) else None
 
 

@@ -84,6 +84,8 @@ class FileSource(SourceKind):
 
     patterns: ClassVar[tuple[str, ...]]  # names of a folder's files that are read
     by_range: ClassVar[bool] = False  # a range of bytes of a plain file can be read on its own
+    cut_by_content: ClassVar[bool] = False  # does `cut` read the file?
+    piece: ClassVar[type[Piece]] = Piece
 
     path: str = Field(min_length=1)
     """File, folder, glob, or URL of one of these."""
@@ -94,12 +96,17 @@ class FileSource(SourceKind):
         path = bare(self.path) if is_remote(self.path) else self.path
         return self.name or PurePath(path).name or path
 
+    def files(self) -> list[Piece]:
+        """Return the files, each whole; CorpusError if there are none."""
+        return find_files(self.path, self.patterns)
+
+    def cut(self, file: Piece, limit: int) -> list[Piece]:
+        """Return a file in pieces; the result depends on its content and `limit` alone."""
+        return byte_ranges(file, limit) if self.by_range else [file]
+
     def inputs(self, limit: int) -> Sequence[Piece]:
-        """Return the files, plain ones in ranges of bytes if this kind can read these."""
-        files = find_files(self.path, self.patterns)
-        if not self.by_range:
-            return files
-        return [piece for file in files for piece in byte_ranges(file, limit)]
+        """Return the pieces of all files."""
+        return [piece for file in self.files() for piece in self.cut(file, limit)]
 
     def input_name(self, piece: Piece) -> str:
         """Return the file's name within `path`, with forward slashes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar, Literal
@@ -103,25 +103,26 @@ class Mediawiki(FileSource):
         *("*.xml", "*.xml.bz2", "*.xml.gz", "*.xml.zst", "*.xml-p*[0-9]", "*.xml-p*.bz2"),
     )
     record_end: ClassVar[tuple[bytes, bytes]] = (b"</page>", b"\n</mediawiki>\n")
+    cut_by_content: ClassVar[bool] = True
 
     kind: Literal["mediawiki"] = "mediawiki"
     licence: str = "CC-BY-SA-4.0"
     """Of the texts."""
     is_wikipedia: ClassVar[bool] = True
 
-    def inputs(self, limit: int) -> Sequence[Piece]:
-        """Return the files, in ranges of bytes if plain, or of bz2 streams next to an index.
-
-        Raises CorpusError if there are no files, or if an index does not fit its file.
-        """
-        found: list[Piece] = []
-        for file in super().inputs(limit):
-            if multistream.INDEX.fullmatch(file.path):
-                continue  # named by a glob
-            found += multistream.stream_ranges(file, limit) or byte_ranges(file, limit)
+    def files(self) -> list[Piece]:
+        """Return the dumps, without the indexes that a glob also names."""
+        found = [file for file in super().files() if not multistream.INDEX.fullmatch(file.path)]
         if not found:
             raise CorpusError(f"{one_line(self.path)}: indexes alone; the dump lies elsewhere")
         return found
+
+    def cut(self, file: Piece, limit: int) -> list[Piece]:
+        """Return a dump in ranges of bytes if plain, or of bz2 streams next to an index.
+
+        Raises CorpusError if the index does not fit the dump.
+        """
+        return multistream.stream_ranges(file, limit) or byte_ranges(file, limit)
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
         """Yield the articles that begin in a piece.

@@ -31,6 +31,7 @@ _STATES = (
     *("etag", "md5", "md5hash", "content-md5", "crc32c", "digest", "generation", "blob_id"),
     *("lastmodified", "last-modified", "last_modified", "mtime", "modified", "updated"),
 )
+_looked_up: dict[str, Mapping[str, Any]] | None = None  # by URL; None: each is looked up again
 _STALL = 120  # seconds without a byte, after which a download fails
 
 
@@ -50,7 +51,7 @@ def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
     """Return (URL, bytes; 0 if unknown) of a file, a folder's files by pattern, or a glob's."""
     with reached(url) as (files, root):
         if not url.endswith("/") and _is_file(url, files, root):
-            return [(url, files.info(root).get("size") or 0)]
+            return [(url, _info(url, files, root).get("size") or 0)]
         if files.isdir(root):
             stem, base = url.rstrip("/"), root.rstrip("/")
             found = {
@@ -71,6 +72,8 @@ def listed(url: str, patterns: tuple[str, ...]) -> list[tuple[str, int]]:
         if not any(part.startswith(".") for part in within.split("/")):
             whole = stem + within if name.startswith(base) else files.unstrip_protocol(name)
             result.append((whole, info.get("size") or 0))
+            if _looked_up is not None and _state(info):
+                _looked_up[whole] = info
     if not result:
         raise CorpusError(f"{one_line(url)}: {problem}")
     return result
@@ -92,8 +95,7 @@ def opened(url: str, start: int = 0, end: int | None = None, *, seekable: bool =
     `seekable` allows reads in any order. A server without ranges sends whole files, in one request.
     """
     with reached(url) as (files, path):
-        files.invalidate_cache(path)
-        info = again(lambda: files.info(path))
+        info = _info(url, files, path)
         size, whole = info.get("size"), _is_http(url) and not info.get("partial")
         if size is None or (whole and not seekable and start == 0):
             return again(lambda: files.open(path, "rb", block_size=0))
@@ -131,12 +133,34 @@ def version(url: str) -> str:
     Returns "" if the store reports neither: equal sizes do not mean equal content.
     """
     with reached(url) as (files, path):
-        files.invalidate_cache(path)
-        return _state(again(lambda: files.info(path)))
+        return _state(_info(url, files, path))
+
+
+@contextmanager
+def looked_up_once() -> Iterator[None]:
+    """Ask for the size and state of each file once in the block; listing a folder tells both."""
+    global _looked_up
+    before, _looked_up = _looked_up, {}
+    try:
+        yield
+    finally:
+        _looked_up = before
+
+
+def _info(url: str, files: Any, path: str) -> Mapping[str, Any]:
+    if _looked_up is not None and url in _looked_up:
+        return _looked_up[url]
+    files.invalidate_cache(path)
+    info: Mapping[str, Any] = again(lambda: files.info(path))
+    if _looked_up is not None:
+        _looked_up[url] = info
+    return info
 
 
 def _state(info: Mapping[str, Any]) -> str:
     state = sorted((k.lower(), str(v)) for k, v in info.items() if k.lower() in _STATES)
+    # A listing may tell the time more exactly than the file's own headers: the tag is enough.
+    state = [each for each in state if each[0] == "etag"] or state
     if not state:
         return ""
     return hashlib.sha256(repr((info.get("size"), state)).encode()).hexdigest()[:32]

@@ -9,7 +9,7 @@ three times its size, which is 2 GiB at most: the format has 32 bits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, ClassVar, Literal
 
@@ -63,28 +63,28 @@ class Parquet(RecordSource):
     """Read Parquet files."""
 
     patterns: ClassVar[tuple[str, ...]] = ("*.parquet",)
+    cut_by_content: ClassVar[bool] = True
+    piece: ClassVar[type[Piece]] = RowGroups
 
     kind: Literal["parquet"] = "parquet"
 
-    def inputs(self, limit: int) -> Sequence[Piece]:
-        """Return row groups, together of about `limit` decompressed bytes.
+    def cut(self, file: Piece, limit: int) -> list[Piece]:
+        """Return row groups, together of about `limit` decompressed bytes; reads the footer alone.
 
-        Reads the footers alone. Raises CorpusError if there are no files.
+        Raises CorpusError if it is unreadable.
         """
-        found = []
-        for file in super().inputs(limit):
-            with opened(file.path, seekable=True) as stored:
-                metadata = self._opened(file.path, stored).metadata
-                groups = map(metadata.row_group, range(metadata.num_row_groups))
-                sizes = [group.total_byte_size for group in groups]
-            start, total = 0, 0
-            for number, size in enumerate(sizes):
-                if total and total + size > limit:
-                    found.append(RowGroups(file.path, start, number, total))
-                    start, total = number, 0
-                total += size
-            found.append(RowGroups(file.path, start, len(sizes), total))
-        return found
+        with opened(file.path, seekable=True) as stored:
+            metadata = self._opened(file.path, stored).metadata
+            groups = map(metadata.row_group, range(metadata.num_row_groups))
+            sizes = [group.total_byte_size for group in groups]
+        found: list[Piece] = []
+        start, total = 0, 0
+        for number, size in enumerate(sizes):
+            if total and total + size > limit:
+                found.append(RowGroups(file.path, start, number, total))
+                start, total = number, 0
+            total += size
+        return [*found, RowGroups(file.path, start, len(sizes), total)]
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
         """Yield the records of row groups; CorpusError if the file is damaged.

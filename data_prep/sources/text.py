@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePath
 from typing import ClassVar, Literal
@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import field_validator
 
 from data_prep.sources.document import Document, Rejected
-from data_prep.sources.files import LONG_LINE, Piece, file_chunks, find_files, lines
+from data_prep.sources.files import LONG_LINE, Piece, file_chunks, lines
 from data_prep.sources.kind import FileSource
 from data_prep.text.sentences import sentences
 
@@ -42,10 +42,9 @@ class Text(FileSource):
                 raise ValueError(f"is a table of records: take kind: {kind} and text_field")
         return path
 
-    def inputs(self, limit: int) -> Sequence[Piece]:
-        """Return the files, whole if each is one document, else plain ones in ranges of bytes."""
-        whole = self.document == "file"
-        return find_files(self.path, self.patterns) if whole else super().inputs(limit)
+    def cut(self, file: Piece, limit: int) -> list[Piece]:
+        """Return a file whole if it is one document, else a plain one in ranges of bytes."""
+        return [file] if self.document == "file" else super().cut(file, limit)
 
     def documents(self, piece: Piece) -> Iterator[Document | Rejected]:
         """Yield the documents that begin in a piece; a long file is cut about every PART bytes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import json
 import random
 import re
 import socket
@@ -12,11 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from data_prep import CorpusError
 from data_prep.config import CorpusConfig
-from data_prep.prepare import prepare
+from data_prep.pipeline.plan import Plan
+from data_prep.prepare import finalise, prepare, prepare_stage
 from data_prep.shards import load_manifest
 from data_prep.sources import ranges
 from data_prep.sources.files import Piece, file_chunks, lines
@@ -112,12 +117,13 @@ def texts(num: int) -> bytes:
     return "\n".join(" ".join(draw.choices(words, k=60)) for _ in range(num)).encode()
 
 
-def corpus(output: Path, path: str) -> CorpusConfig:
+def corpus(output: Path, path: str, kind: str = "text") -> CorpusConfig:
+    more = {"document": "line"} if kind == "text" else {}
     values: dict[str, Any] = {
         "output": output,
         "tokenizer": {"train": {"vocab_size": 300}},
         "row_length": 64,
-        "sources": [{"kind": "text", "path": path, "document": "line"}],
+        "sources": [{"kind": kind, "path": path, **more}],
         "deduplicate": {"documents": "none"},
         "workers": 1,
     }
@@ -135,6 +141,27 @@ def test_a_server_that_fails_now_and_then_moves_each_byte_about_once(
     assert prepare(corpus(tmp_path / "remote", url)).digest == local.digest
     assert handler.failed > 0
     assert handler.sent < 1.2 * len(handler.data), handler.sent / len(handler.data)
+
+
+def test_the_version_of_a_file_is_asked_for_once(
+    tmp_path: Path, server: tuple[str, type[Server]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, handler = server
+    handler.data = texts(1000)
+    asked: list[str] = []
+    monkeypatch.setattr(handler, "do_HEAD", lambda self: asked.append("HEAD") or self.do_GET())
+    config = corpus(tmp_path / "remote", url)
+    prepare_stage(config, "extract", piece_bytes=1 << 14)
+    units = len(list((tmp_path / "remote" / ".work" / "extract").glob("*.json")))
+    assert units > 20
+    # Before and after a unit, and as few for the plan as for any other file.
+    assert len(asked) < 2 * units + 5, (len(asked), units)
+    asked.clear()
+    for stage in ("deduplicate", "vocabulary", "pack"):
+        prepare_stage(config, stage, piece_bytes=1 << 14)
+    finalise(config, piece_bytes=1 << 14)
+    prepare(config, piece_bytes=1 << 14)
+    assert len(asked) < 30, asked
 
 
 def test_what_is_missing_or_closed_is_said_at_once(
@@ -178,9 +205,12 @@ def test_a_server_that_ignores_a_range_is_refused(
         list(file_chunks(url, BLOCK, 2 * BLOCK))
 
 
-def test_s3_moves_each_byte_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, counted]]:
+    """Serve a bucket through a proxy that counts."""
     pytest.importorskip("moto.server")
     import boto3
+    import s3fs
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -191,18 +221,110 @@ def test_s3_moves_each_byte_about_once(tmp_path: Path, monkeypatch: pytest.Monke
             monkeypatch.setenv(name, "test")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        bucket, data = boto3.resource("s3").Bucket("bucket"), texts(28_000)
+        bucket = boto3.resource("s3").Bucket("bucket")
         bucket.create()
-        bucket.put_object(Key="texts/a.txt", Body=data)
         with counted(port) as proxy:
             monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
-            manifest = prepare(corpus(tmp_path / "remote", "s3://bucket/texts/"))
-        (tmp_path / "a.txt").write_bytes(data)
-        local = prepare(corpus(tmp_path / "local", str(tmp_path / "a.txt")))
-        assert load_manifest(tmp_path / "remote").digest == manifest.digest == local.digest
-        assert proxy.moved < 1.2 * len(data), proxy.moved / len(data)
+            s3fs.S3FileSystem.clear_instance_cache()
+            yield bucket, proxy
     finally:
         server.stop()
+
+
+def test_s3_moves_each_byte_about_once(tmp_path: Path, s3: tuple[Any, counted]) -> None:
+    bucket, proxy = s3
+    data = texts(28_000)
+    bucket.put_object(Key="texts/a.txt", Body=data)
+    manifest = prepare(corpus(tmp_path / "remote", "s3://bucket/texts/"))
+    (tmp_path / "a.txt").write_bytes(data)
+    local = prepare(corpus(tmp_path / "local", str(tmp_path / "a.txt")))
+    assert load_manifest(tmp_path / "remote").digest == manifest.digest == local.digest
+    assert proxy.moved < 1.2 * len(data), proxy.moved / len(data)
+
+
+def test_of_a_table_on_s3_the_columns_that_are_read_move_once(
+    tmp_path: Path, s3: tuple[Any, counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, proxy = s3
+    monkeypatch.setattr(ranges, "BLOCK", 1 << 12)  # a row group has more than are kept
+    rows = texts(9_000).decode().split("\n")
+    other = [random.Random(n).randbytes(800).hex() for n in range(len(rows))]
+    table = pa.table({"before": other, "text": rows, "after": other})
+    file = tmp_path / "a.parquet"
+    parquet.write_table(table, file, row_group_size=6_000, use_dictionary=False)
+    bucket.upload_file(str(file), "a.parquet")
+    groups = parquet.read_metadata(file)
+    used = sum(groups.row_group(n).column(1).total_compressed_size for n in range(2))
+    assert used / 2 > ranges.KEPT * ranges.BLOCK
+    assert prepare(corpus(tmp_path / "remote", "s3://bucket/a.parquet", "parquet")).digest == (
+        prepare(corpus(tmp_path / "local", str(file), "parquet")).digest
+    )
+    assert proxy.moved < 1.2 * used, proxy.moved / used
+
+
+def test_a_dump_on_s3_is_planned_once(
+    tmp_path: Path, s3: tuple[Any, counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, proxy = s3
+    monkeypatch.setattr(ranges, "BLOCK", 1 << 12)
+    _, stored = dump_of(tmp_path, bucket)
+    config = corpus(tmp_path / "remote", "s3://bucket/", "mediawiki")
+    sizes = {"piece_bytes": 1 << 16}
+    for task in (1, 2):  # as of an array
+        prepare_stage(config, "extract", task, 2, **sizes)
+    assert proxy.moved < 1.2 * stored, proxy.moved / stored
+    for stage in ("deduplicate", "vocabulary", "pack"):
+        before = proxy.moved
+        assert prepare_stage(config, stage, **sizes) > 0
+        assert proxy.moved - before < 0.05 * stored, (proxy.moved - before) / stored
+    local = prepare(corpus(tmp_path / "local", str(tmp_path / "dump"), "mediawiki"), **sizes)
+    assert finalise(config, **sizes).digest == local.digest
+
+
+def test_where_a_dump_was_cut_is_forgotten_when_it_changes(
+    tmp_path: Path, s3: tuple[Any, counted]
+) -> None:
+    bucket, _ = s3
+    config = corpus(tmp_path / "remote", "s3://bucket/", "mediawiki")
+    before = {}
+    for num in (400, 300):
+        dump_of(tmp_path, bucket, num)
+        prepare_stage(config, "extract", piece_bytes=1 << 15)
+        plan = Plan(config, piece_bytes=1 << 15)
+        found = [(piece.start, piece.end) for _, _, piece in plan.pieces[0]]
+        (source,) = config.sources
+        assert found == [(piece.start, piece.end) for piece in source.inputs(1 << 15)]
+        before[num] = found
+        kept = json.loads((plan.work / "cuts.json").read_bytes())
+        (key, *_) = kept["cuts"]
+        kept["cuts"][key] = [(0, None, 5)]  # by hand, without its seal
+        (plan.work / "cuts.json").write_text(json.dumps(kept), encoding="utf-8")
+    assert before[400] != before[300]
+
+
+def dump_of(folder: Path, bucket: Any, num: int = 400) -> tuple[Path, int]:
+    """Write a multistream dump and its index to a folder and a bucket; return its bytes, too."""
+    draw = random.Random(5)
+    words = [f"word{i}" for i in range(3000)]
+    head, *pages = (
+        f"<page><title>Page {n}</title><ns>0</ns><id>{n}</id><revision><text>"
+        f"{' '.join(draw.choices(words, k=250))}</text></revision></page>\n"
+        for n in range(num + 1)
+    )
+    streams = [b"<mediawiki>\n" + head.encode()]
+    streams += ["".join(pages[n : n + 10]).encode() for n in range(0, num, 10)]
+    stored, index = b"", ""
+    for n, stream in enumerate(streams):
+        index += f"{len(stored)}:{n}:Page\n" * (n > 0)
+        stored += bz2.compress(stream)
+    stored += bz2.compress(b"</mediawiki>\n")
+    (folder / "dump").mkdir(exist_ok=True)
+    for name, data in (("", stored), ("-index", bz2.compress(index.encode()))):
+        kind = "txt" if name else "xml"
+        file = f"xwiki-pages-articles-multistream{name}.{kind}.bz2"
+        (folder / "dump" / file).write_bytes(data)
+        bucket.put_object(Key=file, Body=data)
+    return folder / "dump", len(stored)
 
 
 class counted:
