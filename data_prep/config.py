@@ -182,6 +182,8 @@ class CorpusConfig(Keys):
     """
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of the split, `fraction` of sources, and samples."""
+    skip_documents: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Documents to leave out: an id, or INPUT@START/ID as an error names one that ends workers."""
     keep_text: bool = False
     """Also write the cleaned text of each whole document, so that an encoder with another
     vocabulary can teach. It takes the disk space of the text.
@@ -256,6 +258,8 @@ class CorpusConfig(Keys):
         values["row_length"] = row_length
         if not self.keep_text:  # a later key: finished corpora recorded a config without it
             del values["keep_text"]
+        if not self.skip_documents:
+            del values["skip_documents"]
         values["sources"] = [source_keys(source) for source in self.sources]
         if not isinstance(self.tokenizer, TrainTokenizer):
             del values["tokenizer"]

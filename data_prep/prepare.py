@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,18 @@ from data_prep import CorpusError
 from data_prep.config import CorpusConfig
 from data_prep.disk import Lock, lock
 from data_prep.messages import Progress, megabytes
-from data_prep.pipeline.engines import Engine, Run, WorkerDiedError, num_nodes, started
+from data_prep.pipeline.engines import (
+    Engine,
+    FailedError,
+    Run,
+    WorkerDiedError,
+    num_nodes,
+    started,
+)
 from data_prep.pipeline.finished import find_finished, open_work
 from data_prep.pipeline.plan import PART_BYTES, PIECE_BYTES, STAGES, Plan
 from data_prep.pipeline.stage import Reads
+from data_prep.pipeline.stages.extract import place_of
 from data_prep.pipeline.stages.finish import (
     MANY_UNKNOWN,
     READS,
@@ -36,7 +45,7 @@ from data_prep.pipeline.stages.finish import (
 )
 from data_prep.pipeline.store import StoredStage
 from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, is_output_whole, run_unit
-from data_prep.pipeline.watchdog import last_seen
+from data_prep.pipeline.watchdog import START, last_seen
 from data_prep.shards import Manifest, read_listed
 from data_prep.shards.manifest import TOKEN_COUNTS, UnknownRecord
 from data_prep.sources.remote import looked_up_once
@@ -137,6 +146,11 @@ def _finish(plan: Plan, warn: Warn) -> Manifest:
             _check_what_is_read(plan, READS, [])
             for stage, patterns in READS.items():
                 plan.bring(stage, patterns)
+            results = (record.result for record in plan.records("extract"))
+            skipped = {entry for result in results for entry in result.get("skipped", ())}
+            for entry in dict.fromkeys(plan.config.skip_documents):
+                if entry not in skipped:
+                    warn(f"skip_documents: no document is called {entry!r}: compare the ids")
             finished = [finish(plan, length) for length in plan.config.row_lengths]
         _clear(plan, warn)
     for manifest in finished:
@@ -248,12 +262,14 @@ def _run(
         )
 
     function: Callable[[Any], UnitRecord] = partial(run_unit, STAGES[stage].run)
+    alone: Callable[[Any], UnitRecord] | None = None
     items: Sequence[Any] = units
     if plan.store is None:
         sizes = [_bytes_read(unit) for unit in units]
     else:
         shared, own = plan.needs(units)
-        function = StoredStage(STAGES[stage].run, plan.store, plan.work, tuple(shared))
+        stored = StoredStage(STAGES[stage].run, plan.store, plan.work, tuple(shared))
+        function, alone = stored, replace(stored, notes=True)
         items = [(unit, tuple(files)) for unit, files in zip(units, own, strict=True)]
         of_files = (sum(file.record.bytes for file in files) for files in own)
         pieces = (sum(piece.size for *_, piece in unit.pieces) for unit in units)
@@ -281,16 +297,57 @@ def _run(
 
     show()
     begun = time.time()
+    if engine == "processes":
+        for entry, num in Counter(last_seen(home)).items():
+            if num > 1 and entry != START:
+                warn(f"{num} workers that were ended read {entry}: if this one is, {_leave(entry)}")
     try:
-        records = run(function, items, report)
-    except WorkerDiedError as error:
-        seen = " and ".join(last_seen(home, begun))
-        raise WorkerDiedError(f"{error}; last read: {seen}" if seen else str(error)) from None
+        records = run(function, items, report, alone)
+    except FailedError as error:
+        raise _failed(plan, units, error, begun, warn) from None
     if len(units) == len(plan.units(stage)):
         plan.finished(stage, records)
     warnings = (text for record in records for text in STAGES[stage].warnings(record.result))
     for text in dict.fromkeys(warnings):  # all units may give the same one
         warn(text)
+
+
+def _failed(
+    plan: Plan, units: Sequence[Unit], error: FailedError, begun: float, warn: Warn
+) -> CorpusError:
+    """Return what ends the command when units of a stage have failed; tell of each if several."""
+    stage, reasons = units[0].stage, dict[str, None]()  # several units may fail for one reason
+    for number, failure in sorted(error.failures.items()):
+        unit = units[number]
+        if not isinstance(failure, WorkerDiedError):
+            reasons[str(failure)] = None
+            continue
+        seen = last_seen(plan.work / stage, unit.folder.name, begun)
+        if plan.store is not None:
+            seen = plan.store.notes(unit)
+        text = f"unit {unit.number} of stage {stage}"
+        if unit.pieces:
+            text += f" ({', '.join(place_of(name, piece) for _, name, piece in unit.pieces[:3])})"
+        text += f": {failure}"
+        if seen and len(set(seen)) == 1 and seen[0] != START:
+            text += f" while it read {seen[0]}: {_leave(seen[0])}"
+        elif seen:
+            text += f"; last read: {' and '.join(seen)}: use fewer `workers`"
+        reasons[text] = None
+    if len(reasons) == 1:
+        return CorpusError(next(iter(reasons)))
+    for text in reasons:
+        warn(text)
+    not_tried = f", and {error.not_tried} were not tried" if error.not_tried else ""
+    return CorpusError(
+        f"{plan.config.output}: {len(error.failures)} of {len(units)} units of stage {stage} "
+        f"failed for the reasons above{not_tried}: finished ones are kept, and the same command "
+        "makes the others"
+    )
+
+
+def _leave(entry: str) -> str:
+    return f"leave it out with `skip_documents: [{json.dumps(entry)}]`"
 
 
 def _bytes_read(unit: Unit) -> int:

@@ -11,19 +11,27 @@ import socket
 import sys
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from data_prep import CorpusError
 from data_prep.messages import error_line, extra
 
 Engine = Literal["processes", "ray"]
 Report = Callable[[int, Any], None]  # (number of an item, its result), after each
+MANY, FIRST = 100, 10  # failures, after which the rest is not tried; when nothing has succeeded
 _MEMORY = 2**30  # bytes that a task asks a cluster for
+_AT_ONCE = 1000  # tasks that Ray holds, or two for each core of a larger cluster
+_DIED = (
+    "its worker died twice (out of memory, killed, a document that took too long, or a script "
+    "without `if __name__ == '__main__':`)"
+)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -31,10 +39,70 @@ class WorkerDiedError(CorpusError):
     """Report a worker process that died without an error message."""
 
 
-# Applies a module-level function to every item, and returns results in the order of the items. The
-# first failure ends the others and is raised; a worker that dies raises WorkerDiedError. The report
-# is called in this process and may raise to end the run.
-Run = Callable[[Callable[[Any], Any], Sequence[Any], Report], list[Any]]
+class FailedError(CorpusError):
+    """Report the items of a run that failed, by their number, and how many were not tried."""
+
+    def __init__(self, failures: dict[int, CorpusError], not_tried: int = 0) -> None:
+        super().__init__(str(failures[min(failures)]))
+        self.failures, self.not_tried = failures, not_tried
+
+
+class Run(Protocol):
+    """Apply a module-level function to every item; return results in the order of the items.
+
+    An item whose function raises CorpusError is set aside, and the others go on; an item whose
+    worker dies is run once more, with no other beside it, by `alone` where that is given.
+    FailedError names all that failed at the end, or after many of them. Any other error ends the
+    run at once. The report is called in this process, after each result, and may raise.
+    """
+
+    def __call__(
+        self,
+        function: Callable[[Any], Any],
+        items: Sequence[Any],
+        report: Report,
+        alone: Callable[[Any], Any] | None = None,
+        /,
+    ) -> list[Any]:
+        """Return the results."""
+
+
+class _Results:
+    """Collect what became of items."""
+
+    def __init__(self, num: int, report: Report) -> None:
+        self.results: list[Any] = [None] * num
+        self.failures: dict[int, CorpusError] = {}
+        self.report = report
+        self.left, self.num_done = num, 0
+
+    def take(self, number: int, get: Callable[[], Any]) -> None:
+        """Take the result of an item, or its CorpusError."""
+        try:
+            result = get()
+        except CorpusError as error:
+            self.fail(number, error)
+        else:
+            self.left -= 1
+            self.num_done += 1
+            self.results[number] = result
+            self.report(number, result)
+
+    def fail(self, number: int, error: CorpusError) -> None:
+        """Set an item aside."""
+        self.left -= 1
+        self.failures[number] = error
+        most = MANY
+        if not self.num_done:  # a script that workers cannot import, a store that nobody reaches
+            most = 1 if isinstance(error, WorkerDiedError) else FIRST
+        if len(self.failures) > most:
+            raise FailedError(self.failures, self.left)
+
+    def all(self) -> list[Any]:
+        """Return the results of all items."""
+        if self.failures:
+            raise FailedError(self.failures)
+        return self.results
 
 
 def started(
@@ -49,12 +117,16 @@ def started(
     return nullcontext(_here) if workers == 1 else _processes(workers)
 
 
-def _here(function: Callable[[Any], Any], items: Sequence[Any], report: Report) -> list[Any]:
-    results = []
+def _here(
+    function: Callable[[Any], Any],
+    items: Sequence[Any],
+    report: Report,
+    alone: Callable[[Any], Any] | None = None,
+) -> list[Any]:
+    results = _Results(len(items), report)
     for number, item in enumerate(items):
-        results.append(function(item))
-        report(number, results[-1])
-    return results
+        results.take(number, partial(function, item))
+    return results.all()
 
 
 @contextmanager
@@ -62,32 +134,59 @@ def _processes(workers: int) -> Iterator[Run]:
     """Yield a function that runs units in processes, which start with more than one item."""
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")  # fork would copy threads' locks
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
 
-    def run(function: Callable[[Any], Any], items: Sequence[Any], report: Report) -> list[Any]:
+    def new_pool() -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, mp_context=context, initializer=_begin_worker)
+
+    # A pool for each worker: one that dies takes no other with it.
+    pools = [new_pool() for _ in range(workers)]
+
+    def run(
+        function: Callable[[Any], Any],
+        items: Sequence[Any],
+        report: Report,
+        alone: Callable[[Any], Any] | None = None,
+    ) -> list[Any]:
         if len(items) < 2:
             return _here(function, items, report)
+        results, left = _Results(len(items), report), deque(range(len(items)))
+        running: dict[Future[Any], tuple[int, int]] = {}  # to the numbers of the item and the pool
+        free, died = list(range(workers)), list[int]()
         try:
-            futures = {pool.submit(function, item): number for number, item in enumerate(items)}
-            for future in as_completed(futures):
-                report(futures[future], future.result())
-        except BrokenProcessPool:
-            raise WorkerDiedError(
-                "a worker process died (out of memory, killed, a document that took too long, "
-                "or a script without `if __name__ == '__main__':`): use fewer `workers` and "
-                "run again; finished units are kept"
-            ) from None
+            while left or running or died:
+                all_die = len(died) > (1 if results.num_done == 0 else MANY)
+                while left and free and not all_die:
+                    number, place = left.popleft(), free.pop()
+                    running[pools[place].submit(function, items[number])] = number, place
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    number, place = running.pop(future)
+                    try:
+                        results.take(number, future.result)
+                    except BrokenProcessPool:
+                        died.append(number)
+                        pools[place] = new_pool()
+                    free.append(place)
+                while died and not running and (all_die or not left):
+                    number = died.pop()
+                    try:
+                        results.take(
+                            number, pools[0].submit(alone or function, items[number]).result
+                        )
+                    except BrokenProcessPool:
+                        pools[0] = new_pool()
+                        results.fail(number, WorkerDiedError(_DIED))
         except BaseException:
             # A unit may have hours to go, and its work is thrown away: do not wait for it.
             for worker in set(multiprocessing.active_children()) - others:
                 worker.terminate()
             raise
-        return [future.result() for future in futures]
+        return results.all()
 
     try:
         yield run
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _begin_worker() -> None:
@@ -153,6 +252,8 @@ def _ray(workers: int, shared: Path | None) -> Iterator[Run]:
         # an address that was named, unless it is told to before Ray is imported.
         if (Path.home() / ".ray" / "auth_token").is_file():
             os.environ.setdefault("RAY_AUTH_MODE", "token")
+    # A task that exhausts a node's memory would run again without end.
+    os.environ.setdefault("RAY_task_oom_retries", "1")
     try:
         import ray
     except ImportError:
@@ -179,31 +280,55 @@ def _ray(workers: int, shared: Path | None) -> Iterator[Run]:
             ) from None
     # A task whose worker or node dies runs again: a unit is identical wherever it is made.
     memory = _MEMORY if address else None
-    task: Any = ray.remote(max_retries=3, num_cpus=1, memory=memory)(_call)
+    task: Any = ray.remote(max_retries=1, num_cpus=1, memory=memory)(_call)
     place = _Place(os.getcwd())
     if address and shared is not None:
         place = place._replace(output=str(shared.parent), marker=str(_mark(shared)))
 
-    def run(function: Callable[[Any], Any], items: Sequence[Any], report: Report) -> list[Any]:
-        if place.marker:
-            _ask_nodes(place)
-        once = ray.put(function)  # it may name a file for each unit of an earlier stage
-        waiting = {task.remote(once, item, place): n for n, item in enumerate(items)}
-        results: list[Any] = [None] * len(items)
+    def result_of(reference: Any) -> Any:
         try:
-            while waiting:
-                (ready,), _ = ray.wait(list(waiting))
-                number, result = waiting.pop(ready), ray.get(ready)
-                results[number] = result
-                report(number, result)
+            return ray.get(reference)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
+
+    def run(
+        function: Callable[[Any], Any],
+        items: Sequence[Any],
+        report: Report,
+        alone: Callable[[Any], Any] | None = None,
+    ) -> list[Any]:
+        if place.marker:
+            _ask_nodes(place)
+        at_once = max(_AT_ONCE, 2 * int(ray.cluster_resources().get("CPU", 0)))
+        results, left = _Results(len(items), report), deque(range(len(items)))
+        died: list[int] = []
+        try:
+            # A function may name a file for each unit of an earlier stage.
+            once, once_alone = ray.put(function), ray.put(alone or function)
+            waiting: dict[Any, int] = {}
+            while left or waiting:
+                while left and len(waiting) < at_once:
+                    number = left.popleft()
+                    waiting[task.remote(once, items[number], place)] = number
+                (ready,), _ = ray.wait(list(waiting))
+                number = waiting.pop(ready)
+                try:
+                    results.take(number, partial(result_of, ready))
+                except ray.exceptions.RayError:
+                    died.append(number)
+            for number in died:
+                reference = task.remote(once_alone, items[number], place)
+                try:
+                    results.take(number, partial(result_of, reference))
+                except ray.exceptions.RayError as error:
+                    lost = f"Ray lost its task for good ({error_line(error)})"
+                    results.fail(number, WorkerDiedError(lost))
         except ray.exceptions.RayError as error:
             raise WorkerDiedError(
-                f"Ray lost a task for good ({error_line(error)}): run the same "
-                "command again; finished units are kept"
+                f"the cluster does not answer ({error_line(error)}): see `ray status`; finished "
+                "units are kept"
             ) from None
-        return results
+        return results.all()
 
     try:
         yield run

@@ -48,8 +48,9 @@ class Plan:
         self.work = config.output / ".work"
         self.store: Store | None = None
         if config.work is not None:
-            # Its settings, the places of its inputs among them, whatever the machine.
-            kept = config.model_dump(mode="json", exclude=SHAPES_NOTHING)
+            # Its settings, the places of its inputs among them, whatever the machine. A document
+            # that is left out changes few units.
+            kept = config.model_dump(mode="json", exclude=SHAPES_NOTHING | {"skip_documents"})
             self.store = Store(f"{config.work.rstrip('/')}/{canonical_sha256(kept)[:16]}")
         self.part_bytes = part_bytes
         self.piece_bytes = min(piece_bytes, part_bytes)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from data_prep.disk import hash_file
 from data_prep.disk.json_files import canonical_sha256
 from data_prep.messages import one_line
 from data_prep.pipeline.units import Unit, UnitRecord, inputs_are_same, run_unit
+from data_prep.pipeline.watchdog import noted_elsewhere
 from data_prep.shards.manifest import FileRecord
 from data_prep.sources.ranges import again
 from data_prep.sources.remote import reached
@@ -118,6 +120,21 @@ class Store:
                     )
             self._put(files, folder, root, [f"{name}.json"])
 
+    def note(self, unit: Unit, document: str) -> None:
+        """Write the name of the document that a unit reads."""
+        with reached(self._note(unit), "cannot be written") as (files, path):
+            if "://" not in self.url:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            again(lambda: files.pipe_file(path, document.encode("utf-8", "replace")))
+
+    def notes(self, unit: Unit) -> list[str]:
+        """Return the name of the document that a unit read last, if it was noted."""
+        data = self.read(self._note(unit).removeprefix(f"{self.url}/"))
+        return [] if data is None else [data.decode()]
+
+    def _note(self, unit: Unit) -> str:
+        return f"{self.url}/{unit.stage}/{name_of(unit)}.note"
+
     def _put(self, files: Any, folder: Path, root: str, names: Sequence[str]) -> None:
         if "://" in self.url:
             send(files, self.url.partition("://")[0], folder, root, names)
@@ -153,6 +170,7 @@ class StoredStage:
     store: Store
     work: Path  # where tasks say that the files of all stages are
     shared: tuple[Needed, ...]
+    notes: bool = False  # write each document's name to the store before it is read
 
     def __call__(self, item: tuple[Unit, tuple[Needed, ...]]) -> UnitRecord:
         """Make a unit, unless it is finished; return its record."""
@@ -170,7 +188,12 @@ class StoredStage:
                 task=moved(unit.task, self.work, scratch),
                 folder=stage / name_of(unit),
             )
-            record = run_unit(self.run, here)
+            note = partial(self.store.note, unit) if self.notes else None
+            token = noted_elsewhere.set(note)
+            try:
+                record = run_unit(self.run, here)
+            finally:
+                noted_elsewhere.reset(token)
             if old := self._finished(unit):  # Ray may have begun the same task elsewhere
                 return old
             self.store.send(stage, unit, record)

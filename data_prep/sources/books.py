@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import charset_normalizer
 
-from data_prep.sources.document import Document, Rejected
+from data_prep.sources.document import SKIPPED, Document, Rejected, begins
 from data_prep.sources.files import Piece, file_chunks
 from data_prep.sources.kind import FileSource
 
@@ -91,6 +91,9 @@ class Books(FileSource):
         (repaired), "lost characters" (U+FFFD: lost before).
         """
         name = self.input_name(piece)
+        if not begins(name):
+            yield Rejected(name, SKIPPED)
+            return
         held: list[bytes] = []
         size = 0
         for chunk in file_chunks(piece.path):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+
+SKIPPED = "skip_documents"  # the reason why a document that the config names is left out
+_begins: ContextVar[Callable[[str], bool]] = ContextVar("begins", default=lambda document: True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +32,21 @@ class Rejected:
     where: str
     reason: str
     detail: str = ""
+
+
+def begins(document: str) -> bool:
+    """Say that work on a document begins; return False if it is to be left out.
+
+    Kinds whose documents may take long call it first, with the document's id.
+    """
+    return _begins.get()(document)
+
+
+@contextmanager
+def told(listener: Callable[[str], bool]) -> Iterator[None]:
+    """Let `listener` answer what `begins` is called with in the block."""
+    token = _begins.set(listener)
+    try:
+        yield
+    finally:
+        _begins.reset(token)

@@ -13,7 +13,7 @@ from data_prep import CorpusError
 from data_prep.messages import one_line
 from data_prep.sources import multistream
 from data_prep.sources.compressed import is_compressed
-from data_prep.sources.document import Document, Rejected
+from data_prep.sources.document import SKIPPED, Document, Rejected, begins
 from data_prep.sources.files import Piece, byte_ranges, file_chunks
 from data_prep.sources.kind import FileSource
 from data_prep.text.wikipedia import plain_text
@@ -135,6 +135,9 @@ class Mediawiki(FileSource):
             if page.wikitext is None:
                 detail = f"{page.title}: more than {_PAGE_LIMIT} characters"
                 yield Rejected(where, "too long", detail)
+                continue
+            if not begins(page.id):
+                yield Rejected(where, SKIPPED, page.title)
                 continue
             result = plain_text(page.wikitext, not_prose=dump.not_prose)
             if not result.text:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from data_prep import CorpusError
 from data_prep.messages import error_line, one_line
-from data_prep.sources.document import Document, Rejected
+from data_prep.sources.document import SKIPPED, Document, Rejected, begins
 from data_prep.sources.kind import FileSource
 from data_prep.text.wikipedia import repaired
 
@@ -94,6 +94,8 @@ class RecordSource(FileSource):
         if max(map(len, values)) > _METADATA_LIMIT:
             detail = f"id, title or link above {_METADATA_LIMIT} characters"
             return Rejected(where, "too long", detail)
+        if not begins(values[0] or where):
+            return Rejected(where, SKIPPED)
         if self.cleaning == "wikipedia":
             text = repaired(text)
         if not text.strip():

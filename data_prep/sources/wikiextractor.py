@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from data_prep import CorpusError
 from data_prep.messages import one_line
-from data_prep.sources.document import Document, Rejected
+from data_prep.sources.document import SKIPPED, Document, Rejected, begins
 from data_prep.sources.files import LONG_LINE, Piece, lines
 from data_prep.sources.kind import FileSource
 from data_prep.sources.text import cut
@@ -98,5 +98,7 @@ def _document(text: str, id: str, title: str, url: str, where: str) -> Document 
     first, _, rest = text.lstrip("\n").partition("\n")
     if first.strip() == title.strip():
         text = rest
+    if not begins(id):
+        return Rejected(where, SKIPPED, title)
     text = repaired(text)
     return Document(text, id, title, url) if text else Rejected(where, "empty", title)

@@ -163,8 +163,10 @@ def test_a_store_that_cannot_be_reached_costs_nothing_that_is_finished(
     prepare_stage(make_config(), "extract", **SMALL)
     before = contents(tmp_path / "out" / ".work")
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(CorpusError, match=r"file/store.*cannot be"):
-        prepare(make_config(work=str(tmp_path / "file" / "store")), **SMALL)
+    told: list[str] = []
+    with pytest.raises(CorpusError, match=r"11 of 33 units .* and 22 were not tried"):
+        prepare(make_config(work=str(tmp_path / "file" / "store")), warn=told.append, **SMALL)
+    assert len(told) == 11 and all("file/store" in text for text in told)
     with pytest.raises(CorpusError, match=r"nothing://bucket.*: "):
         prepare(make_config(work="nothing://bucket/work"), **SMALL)
     records = {name: data for name, data in before.items() if name.endswith(".json")}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.processes import ROOT, python
 
-from data_prep.pipeline.engines import WorkerDiedError, started
+from data_prep.pipeline.engines import FailedError, started
 from data_prep.pipeline.watchdog import FILE, last_seen, watchdog
 
 ENDLESS = re.compile("(a+)+$")
@@ -16,9 +16,10 @@ ENDLESS = re.compile("(a+)+$")
 def hang(folder: Path) -> None:
     """Run a catastrophic regular expression: no Python code runs until it returns."""
     folder.mkdir(exist_ok=True)
-    with watchdog(folder, seconds=2.0) as passed:
+    with watchdog(folder, seconds=2.0) as starts:
+        starts("page 11")
         time.sleep(0.6)  # it is armed again after half a second
-        passed("page 12")
+        starts("page 12")
         if folder.name == ".bad":
             ENDLESS.match("a" * 60 + "b")
 
@@ -36,8 +37,9 @@ def test_the_process_ends_with_a_traceback(tmp_path: Path) -> None:
 
 
 def test_a_pool_says_that_a_worker_died(tmp_path: Path) -> None:
-    with pytest.raises(WorkerDiedError, match="took too long"), started(2) as run:
+    with pytest.raises(FailedError, match="took too long") as error, started(2) as run:
         run(hang, [tmp_path / "good", tmp_path / ".bad"], lambda done, total: None)
+    assert list(error.value.failures) == [1]
     assert last_seen(tmp_path) == ["page 12"]
     assert not (tmp_path / "good" / FILE).exists()
 
@@ -47,7 +49,7 @@ def test_a_worker_that_finishes_while_the_others_are_listed_is_left_out(
 ) -> None:
     for name in (".bad", ".good"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / FILE).write_text(name, encoding="utf-8")
+        (tmp_path / name / FILE).write_bytes(name.encode() + bytes(9))
     listed = Path.glob
 
     def glob(path: Path, pattern: str) -> list[Path]:

@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from data_prep.pipeline.stage import Planned, Stage, group
 from data_prep.pipeline.stages import examples
 from data_prep.pipeline.stages.documents import DocumentWriter, valid
 from data_prep.pipeline.watchdog import watchdog
-from data_prep.sources import Piece, Rejected, Source
+from data_prep.sources import Document, Piece, Rejected, Source
+from data_prep.sources.document import SKIPPED, told
 from data_prep.text import language
 from data_prep.text.cleaning import clean
 from data_prep.text.wikipedia import leftovers
@@ -49,6 +50,7 @@ class ExtractTask:
     contamination: Path | None
     remove_contaminated: bool
     seed: int
+    skip: tuple[str, ...] = ()  # of `skip_documents`
 
 
 def extract_task(
@@ -78,12 +80,16 @@ def _plan(plan: Plan) -> Iterator[Planned]:
     if config.decontaminate is not None:
         contamination = plan.folders("examples")[0] / examples.FILE
         upstream = (plan.digest("examples"),)
+    anywhere, by_place = _skipped(plan)
     for source_number, source in enumerate(config.sources):
         found = plan.pieces[source_number]
         for members in group([piece.size for _, _, piece in found], plan.piece_bytes):
             named = tuple(found[member] for member in members)
             pieces = tuple(piece for _, _, piece in named)
             task = extract_task(plan, source_number, pieces, contamination)
+            places = (place_of(name, piece) for _, name, piece in named)
+            skip = (*anywhere, *(entry for place in places for entry in by_place.get(place, ())))
+            task = replace(task, skip=skip)
             keys = {
                 "source": source_keys(source),
                 "part_bytes": plan.part_bytes,
@@ -91,13 +97,36 @@ def _plan(plan: Plan) -> Iterator[Planned]:
                 "levels": [config.deduplicate.documents, config.deduplicate.paragraphs],
                 "remove_contaminated": task.remove_contaminated,
                 "seed": config.seed,
-            }
+            } | ({"skip": skip} if skip else {})
             yield Planned(task, keys, upstream, named)
+
+
+def place_of(name: str, piece: Piece) -> str:
+    """Return how `skip_documents` names a piece: INPUT@START."""
+    return f"{name}@{piece.start}"
+
+
+def _skipped(plan: Plan) -> tuple[tuple[str, ...], dict[str, list[str]]]:
+    """Return the entries of `skip_documents` for all pieces, and those of one by its place."""
+    if not (entries := plan.config.skip_documents):
+        return (), {}
+    places = {place_of(name, piece) for found in plan.pieces for _, name, piece in found}
+    by_place: dict[str, list[str]] = {}
+    anywhere = []
+    for entry in entries:
+        ends = (at for at, character in enumerate(entry) if character == "/")
+        place = next((entry[:at] for at in ends if entry[:at] in places), None)
+        if place is None:
+            anywhere.append(entry)
+        else:
+            by_place.setdefault(place, []).append(entry)
+    return tuple(anywhere), by_place
 
 
 def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
     """Read, clean and filter the documents of a unit."""
     documents_in = 0
+    skip, skipped = set(task.skip), set[str]()
     counts = {name: Counter[str]() for name in COUNTS}
     ngrams = None if task.contamination is None else decontamination.load(task.contamination)
     with ExitStack() as stack:
@@ -105,14 +134,26 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
             name: stack.enter_context((folder / f"{name}.jsonl").open("w", encoding="ascii"))
             for name in ("quarantine", "leftovers", "contaminated")
         }
-        passed = stack.enter_context(watchdog(folder))
+        note = stack.enter_context(watchdog(folder))
         documents = stack.enter_context(
             closing(DocumentWriter(folder, task.part_bytes, task.deduplicate, task.seed))
         )
+        place = ""
+
+        def begin(document: str) -> bool:
+            """Note a document, and return whether it is wanted."""
+            note(entry := f"{place}/{document}")
+            named = skip & {document, entry} if skip else set()
+            skipped.update(named)
+            return not named
+
+        stack.enter_context(told(begin))
         for piece in task.pieces:
+            place = place_of(task.source.input_name(piece), piece)
             for item in task.source.documents(piece):
-                passed(item.where if isinstance(item, Rejected) else item.id)
                 documents_in += 1
+                if isinstance(item, Document) and not begin(item.id):
+                    item = Rejected(item.id, SKIPPED)
                 if isinstance(item, Rejected):
                     counts["dropped"][item.reason] += 1
                     _write(
@@ -158,6 +199,8 @@ def extract(task: ExtractTask, folder: Path) -> dict[str, Any]:
                         counts["leftovers"][name] += 1
                 documents.add(item, text, key)
     result = {"source": task.source_number, **documents.summary, "documents_in": documents_in}
+    if skip:
+        result["skipped"] = sorted(skipped)
     return result | {name: dict(sorted(of_kind.items())) for name, of_kind in counts.items()}
 
 
