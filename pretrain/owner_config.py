@@ -43,6 +43,19 @@ _TIME = re.compile(r"[0-9]+|[0-9]+(:[0-9]{1,2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,
 _Line = Annotated[str, Field(pattern=r"^[^\n]+$")]
 
 
+def slurm_seconds(time: str) -> float:
+    """Return the seconds of a time as sbatch reads it: minutes, h:m:s, days-hours and the like."""
+    if time == "UNLIMITED":
+        return float("inf")
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:  # hours first
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 class Slurm(Keys):
     """Say what a cluster asks for, for `distil launch --slurm`."""
 
@@ -51,7 +64,9 @@ class Slurm(Keys):
     partition: str | None = Field(None, pattern=_NO_SPACE)
     """Which nodes."""
     time: str | None = None
-    """Limit, D-HH:MM:SS; two minutes before it the run saves, and the job is queued again."""
+    """Limit, D-HH:MM:SS; a minute and `--grace` (60 s) before it the run saves, and the job is
+    queued again.
+    """
     options: tuple[_Line, ...] = ()
     """Further options of sbatch: [--qos=high, --mem=0]."""
     container: str | None = Field(None, pattern=_NO_SPACE)

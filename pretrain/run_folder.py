@@ -330,9 +330,11 @@ def refuse_outdated(checkpoint: Path, state: Mapping[str, Any], *, branches: boo
 
 def another_run(folder: Path, changes: Sequence[str]) -> RunError:
     """Return the error of a run or checkpoint that this config cannot continue."""
+    preset = any(change.startswith("train.precision ") for change in changes)
     return RunError(
-        f"{folder} was made by another run: {shortened(changes)}. Revert the change, or set a "
-        "different `output:` to start a new run"
+        f"{folder} was made by another run: {shortened(changes)}"
+        + " (--hardware sets the precision unless train.precision=VALUE follows it)" * preset
+        + ". Revert the change, or set a different `output:` to start a new run"
     )
 
 

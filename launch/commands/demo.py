@@ -36,7 +36,10 @@ _MADE = ("shards", "student", "student-export", "alone", "alone-export")
 
 def demo(
     output: Annotated[
-        Path | None, typer.Option(help="Where everything is written.", show_default="runs/demo")
+        Path | None,
+        typer.Option(
+            help="Where everything is written.", show_default="runs/demo, with -sentences, -quick"
+        ),
     ] = None,
     sentences: Annotated[
         bool, typer.Option("--sentences", help="Make a sentence encoder smaller instead.")

@@ -25,6 +25,7 @@ def recipe(
     tokens: Tokens = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the runs, start none.")] = False,
     nodes: Annotated[int | None, typer.Option(hidden=True)] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", hidden=True)] = False,
 ) -> None:
     """Make the stages of a recipe in their order; the same command continues where it was.
 
@@ -44,8 +45,9 @@ def recipe(
         from launch.torchrun.start import Launch
         from pretrain import RunError
 
-        if nodes is not None:
-            raise RunError(f"--nodes is for several nodes: distil launch {config} --nodes {nodes}")
+        if nodes is not None or slurm:
+            options = " --slurm" * slurm + (f" --nodes {nodes}" if nodes is not None else "")
+            raise RunError(f"{options.split()[0]}: is an option of distil launch {config}{options}")
         launched = None
         if gpus is not None or hardware is not None:
             launched = Launch(config, [], gpus=gpus, hardware=hardware)

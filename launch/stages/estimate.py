@@ -141,8 +141,10 @@ def assumed(
             raise RunError(f"--tokens: {config.shards} has its own number of them: leave it out")
         rows = max(1, round(tokens / row_length))
         found[real(config.shards)] = Planned(rows, round(tokens), row_length, vocabulary)
+        size = decimal(rows * row_length * (2 if vocabulary <= 2**16 else 4))
         lines.append(
-            f"assumed: {tokens:,.0f} tokens in full rows of {row_length}, {vocabulary:,} words"
+            f"assumed: {tokens:,.0f} tokens in full rows of {row_length}, {vocabulary:,} words, "
+            f"{size} of shards"
         )
     return found, lines
 
@@ -180,9 +182,13 @@ def cost_lines(costs: Sequence[Cost], asked: Launch | None) -> list[str]:
         arithmetic = (cost.flop or 0.0) / rate
         slow |= cost.least > arithmetic
         seconds += max(cost.least, arithmetic)
-    name = target(asked, everywhere=any(cost.everywhere for cost in known)).name
-    why = ", not for its arithmetic: see above" * slow
-    return [f"estimate: {duration(seconds)} on {name}{why}, {text}"]
+    where = target(asked, everywhere=any(cost.everywhere for cost in known))
+    why = ", for its network or 20 ms to start a step, not for its arithmetic" * slow
+    line = f"estimate: {duration(seconds)} on {where.name}{why}, {text}"
+    if where.device == "cuda" and where.rate is not None:
+        each = where.rate / where.world / 1e12
+        line += f" (at {each:.0f} TFLOP/s a GPU, not measured there: allow for more)"
+    return [line]
 
 
 def step_lines(config: RunConfig, found: Plan, asked: Launch | None) -> tuple[list[str], float]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.torchrun.hardware import Device
+from pretrain import RunError
 from pretrain.environment import GRACE, HEAD, TIMEOUT
-from pretrain.owner_config import Slurm
+from pretrain.owner_config import Slurm, slurm_seconds
 
 # SIGUSR1 is what Slurm is told to send before a time limit; by default it would end torchrun and
 # leave the ranks behind.
@@ -116,12 +117,20 @@ def environment(
     return values
 
 
-def batch_script(layout: Layout, config: Path, arguments: Sequence[str], slurm: Slurm) -> str:
+def batch_script(
+    layout: Layout, config: Path, arguments: Sequence[str], slurm: Slurm, grace: int = 60
+) -> str:
     """Return the script of a Slurm job that runs `distil launch CONFIG ARGUMENTS` on each node.
 
-    Two minutes before the time limit, or when it is preempted, the run saves and ends with 75, and
-    the script queues the same job again.
+    A minute and `grace` seconds before the time limit, or when it is preempted, the run saves and
+    ends with 75, and the script queues the same job again.
     """
+    before = 60 + grace
+    if slurm.time is not None and slurm_seconds(slurm.time) < 2 * before:
+        raise RunError(
+            f"slurm.time {slurm.time}: the run would save and be queued again {before} s before "
+            f"it, without end: give at least {2 * before} s, or less --grace"
+        )
     gpus = layout.device == "cuda"
     cores = str(layout.processes * (4 if gpus else 1))  # a GPU's process has loader workers
     asked = [found[1] for o in slurm.options if (found := _CORES.fullmatch(o))]
@@ -135,7 +144,7 @@ def batch_script(layout: Layout, config: Path, arguments: Sequence[str], slurm: 
         "account": slurm.account,
         "partition": slurm.partition,
         "time": slurm.time,
-        "signal": "USR1@120",
+        "signal": f"USR1@{before}",
         "output": "%x-%j.log",
         "open-mode": "append",
     }

@@ -216,7 +216,7 @@ def describe(
         yield f"hardware {preset.name}: {' '.join(asked.added)}{tried}"
     rows = f"{train.micro_batch_size} rows x {accumulation} micro-batches"
     if accumulation is None:
-        rows = f"{train.global_batch_size // world} rows (micro_batch_size auto)"
+        rows = f"{train.global_batch_size // world} rows, in micro-batches that fit,"
     yield (
         f"{layout.nodes} node(s) x {layout.processes} process(es) on {layout.device}; a step of "
         f"{train.global_batch_size} rows = {rows} x {world} process(es), "
@@ -227,7 +227,7 @@ def describe(
 def submit(asked: Launch, layout: Layout, overrides: list[str], slurm: Slurm) -> int:
     """Give the job's script to sbatch, or show it."""
     arguments = options(asked, layout, overrides)
-    script = command.batch_script(layout, asked.config, arguments, slurm)
+    script = command.batch_script(layout, asked.config, arguments, slurm, asked.grace)
     if asked.dry_run or asked.show_script:
         print(script, end="", flush=True)
         return ExitCode.DONE

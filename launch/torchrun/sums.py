@@ -128,8 +128,8 @@ def _met(rank: int, node: int, layout: Layout, head: Head, seconds: int) -> tupl
             if time.monotonic() > ends:
                 lost = ", ".join(map(str, sorted({i // layout.processes for i in missing})))
                 raise RunError(
-                    f"node(s) {lost} of {layout.nodes} have not answered within {seconds} s: is "
-                    "the command running there?"
+                    f"--node-rank {lost} (of 0 to {layout.nodes - 1}): no answer within {seconds} "
+                    "s: is the command running there?"
                 )
             time.sleep(0.1)
         return store, [store.get(name).decode() for name in names]

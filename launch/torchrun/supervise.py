@@ -27,7 +27,7 @@ from launch.torchrun.watch import Cause
 from pretrain.checkpoint.layout import checkpoints
 from pretrain.environment import LAUNCH, SUPERVISOR, TIMEOUT
 from pretrain.exit_codes import ExitCode
-from pretrain.monitor.status import read_status
+from pretrain.monitor.status import read_status, write_status
 
 _SAME = 3  # failures at one step after which a restart is useless
 _LONGEST = 60  # seconds between restarts
@@ -116,6 +116,16 @@ def supervise(
                 say(fewer(ended.cause.nodes))
             steps.append(ended.cause.step)
             if code != ExitCode.BUG or signals or not may_restart(steps, max_restarts):
+                if not status:  # the ranks were killed before they could say it
+                    with suppress(OSError):
+                        write_status(
+                            output,
+                            ended="failed",
+                            step=ended.cause.step,
+                            num_steps=0,  # not known here
+                            exit_code=code,
+                            error=ended.cause.line,
+                        )
                 return code
             # 1, 2, 4 ... 60 s: a node or a disk may need a moment to come back.
             seconds = min(2 ** (number - 1), _LONGEST)

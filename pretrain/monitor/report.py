@@ -182,7 +182,8 @@ def text(found: RunReport) -> list[str]:
     first, *others = lines_of(found)
     wrap = partial(textwrap.wrap, width=80, subsequent_indent="    ", break_long_words=False)
     indented = (wrap(line, initial_indent="  ") for line in others)
-    return [*wrap(first), *(part for lines in indented for part in lines)]
+    shown = [*wrap(first), *(part for lines in indented for part in lines)]
+    return [line.replace("\xa0", " ") for line in shown]
 
 
 def lines_of(found: RunReport) -> list[str]:
@@ -226,7 +227,7 @@ def html(found: Sequence[RunReport]) -> str:
         f"<style>{_STYLE}</style><h1>Runs</h1>",
     ]
     for name, each in zip(names, found, strict=True):
-        shown = [escape(line) for line in lines_of(each)[1:]]
+        shown = [escape(line.replace("\xa0", " ")) for line in lines_of(each)[1:]]
         bad = ' class="bad"' if each.error else ""
         parts.append(f"<h2>{escape(name)}</h2><p{bad}>{escape(each.state)}</p>")
         parts.append("<p>" + "<br>".join(shown) + "</p>")
@@ -285,7 +286,8 @@ def _validation(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def _numbers(values: Mapping[str, float | None]) -> str:
     shown = {k: "not finite" if v is None else f"{v:.4g}" for k, v in values.items()}
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
+    # Spaces that do not break: a line never ends between a name and its number.
+    return ", ".join(f"{name.replace('_', ' ')}\xa0{value}" for name, value in shown.items())
 
 
 Curves = dict[str, list[tuple[float, float]]]

@@ -26,7 +26,7 @@ from launch.torchrun.hardware import PRESETS, Hardware, hardware
 from launch.torchrun.start import Launch, first_host, launch_id, layout_of, with_fewer_nodes
 from pretrain import RunError
 from pretrain.config import RunConfig
-from pretrain.owner_config import Slurm
+from pretrain.owner_config import Slurm, slurm_seconds
 
 CPU = Layout(nodes=1, processes=2, device="cpu")
 TORCHRUN = [sys.executable, command.ENTRY, "torch.distributed.run"]
@@ -190,8 +190,20 @@ def test_keys_that_would_add_lines_to_a_script_are_refused() -> None:
     for value in ("90", "90:00", "12:00:00", "1-12", "1-12:30", "1-12:30:00", "UNLIMITED"):
         assert Slurm.model_validate({"time": value}).time == value
     assert Slurm.model_validate({"account": 4711}).account == "4711"
+    seconds = [
+        slurm_seconds(time) for time in ("90", "1:30", "12:00:01", "1-12", "1-0:30", "2-1:1:1")
+    ]
+    assert seconds == [5400, 90, 43_201, 129_600, 88_200, 176_461]
     cpu = command.batch_script(CPU, Path("c/rxn.yaml"), [], Slurm())
     assert "gpus" not in cpu and "--cpus-per-task=2" in cpu and "account" not in cpu
+
+
+def test_a_job_is_told_to_save_before_its_grace_ends() -> None:
+    script = command.batch_script(CPU, Path("rxn.yaml"), [], Slurm(time="00:12:00"), grace=300)
+    assert "--signal=USR1@360\n" in script
+    for time, grace in (("00:11:59", 300), ("00:03:59", 60), ("1", 60)):
+        with pytest.raises(RunError, match=r"slurm\.time .* queued again"):
+            command.batch_script(CPU, Path("rxn.yaml"), [], Slurm(time=time), grace=grace)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +317,7 @@ def test_the_advice_after_a_lost_node_can_be_followed(
     ("options", "expected"),
     [
         ([], "8 rows x 2 micro-batches x 2 process(es)"),
-        (["--slurm"], "16 rows (micro_batch_size auto) x 2 process(es)"),
+        (["--slurm"], "16 rows, in micro-batches that fit, x 2 process(es)"),
     ],
     ids=["cpu", "gpu"],
 )

@@ -107,6 +107,8 @@ def test_the_plan_of_a_begun_run_is_that_of_its_other_steps(distil: Distil, run:
 def test_several_nodes_are_for_launch(distil: Distil, paper: str) -> None:
     code, _, err = distil("recipe", paper, "--nodes", 2)
     assert code == 2 and f"distil launch {paper} --nodes 2" in err
+    code, _, err = distil("recipe", paper, "--slurm")
+    assert code == 2 and f"distil launch {paper} --slurm" in err
 
 
 def test_options_of_a_dry_run_need_one(distil: Distil, paper: str, run: Path) -> None:
@@ -212,7 +214,7 @@ def test_where_the_network_decides_the_estimate_is_its_time(distil: Distil, pape
     steps = 1e8 / 16 / 64
     sent = 2 * 31 / 32 * 4 * (STUDENT - (512 - 16) * 768)
     hours = steps * sent / (25e9 / 8) / 3600
-    (shown,) = re.findall(r"estimate: ([\d.]+) h on 4 nodes of 8xa100-80gb, not for its", out)
+    (shown,) = re.findall(r"estimate: ([\d.]+) h on 4 nodes of 8xa100-80gb, for its network", out)
     assert float(shown) == pytest.approx(hours, rel=0.02)
     Path("recipe.yaml").write_text(
         json.dumps({"runs": [yaml.safe_load(Path(paper).read_text(encoding="utf-8"))]}),
@@ -223,5 +225,5 @@ def test_where_the_network_decides_the_estimate_is_its_time(distil: Distil, pape
     assert code == 0 and out.count(f"estimate: {shown} h on 4 nodes") == 2, out + err
     # On one node no gradient leaves it, but a step has its kernels to start: 20 ms.
     out = distil("launch", paper, *options[:-2]).out
-    (shown,) = re.findall(r"estimate: (\d+) min on 8xa100-80gb, not for its", out)
+    (shown,) = re.findall(r"estimate: (\d+) min on 8xa100-80gb, for its network or 20 ms", out)
     assert float(shown) == pytest.approx(steps * 0.02 / 60, rel=0.02)

@@ -222,13 +222,16 @@ def test_a_second_signal_kills_at_once(start: Start, tmp_path: Path) -> None:
     assert run.code_after(signal.SIGTERM) == 75
 
 
-def test_a_killed_rank_ends_all_and_is_named(start: Start) -> None:
+def test_a_killed_rank_ends_all_and_is_named(start: Start, tmp_path: Path) -> None:
     run = start(3, until=UNDER_WAY)
     name = run.name(2)
     run.rank(2).kill()
     assert run.code() == 1
     line = rf"^{name} ended without a word at step \d+ \(\w+\): killed by SIGKILL, perhaps out of"
     assert re.search(line, run.screen, re.M)
+    status = read_status(tmp_path / "out")  # for `distil report`
+    assert status is not None and (status["ended"], status["exit_code"]) == ("failed", 1)
+    assert re.search(line, status["error"])
     assert "Traceback" not in run.screen  # the others' lost connections
     assert "Connection" in run.log(0) + run.log(1)
 
